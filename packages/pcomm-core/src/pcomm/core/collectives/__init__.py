@@ -1,0 +1,1 @@
+"""What a group can do with tensors, once as a protocol and then once per way of doing it."""

@@ -1,0 +1,233 @@
+"""Collectives of a torch process group, without gradients.
+
+Two things are ours. Shards may lie along any dimension and be uneven. And on gloo a
+reduce-scatter is an all-to-all followed by a local sum, because gloo's own is an all-reduce of
+which it keeps a part: twice the bytes (pytorch #118911).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pcomm.core.collectives.protocol import Pending, Reduction
+from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
+
+__all__ = ["DistributedCollectives"]
+
+
+class DistributedCollectives:
+    """The `Collectives` of one torch process group; results carry no gradient.
+
+    Args:
+        process_group: A group that this rank belongs to.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._group = process_group
+        # Plain integers: asking the process group costs as much as the rest of a call.
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
+        self._sums_locally = "gloo" in dist.get_backend(process_group)
+        self._operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+    def all_gather(
+        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The shards of all ranks, in rank order along `dim`."""
+        return self._all_gather(x, dim, sizes, out, False)()
+
+    def all_gather_async(
+        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Pending:
+        """Start an `all_gather`."""
+        return Pending(self._all_gather(x, dim, sizes, out, True))
+
+    def reduce_scatter(
+        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """This rank's shard along `dim` of the sum of `x` over all ranks."""
+        return self._reduce_scatter(x, dim, sizes, out, False)()
+
+    def reduce_scatter_async(
+        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Pending:
+        """Start a `reduce_scatter`."""
+        return Pending(self._reduce_scatter(x, dim, sizes, out, True))
+
+    def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
+        """The sum or maximum of `x` over all ranks; `out=x` works in place."""
+        if out is x and x.is_contiguous():
+            dist.all_reduce(x, self._operations[op], self._group)
+            return x
+        return self._all_reduce(x, op, out, False)()
+
+    def all_reduce_async(
+        self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None
+    ) -> Pending:
+        """Start an `all_reduce`."""
+        return Pending(self._all_reduce(x, op, out, True))
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        *,
+        send_sizes: Sequence[int] | None = None,
+        receive_sizes: Sequence[int] | None = None,
+        dim: int = 0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Part i of `x` along `dim` goes to rank i; the parts received, in rank order."""
+        return self._all_to_all(x, send_sizes, receive_sizes, dim, out, False)()
+
+    def all_to_all_async(
+        self,
+        x: Tensor,
+        *,
+        send_sizes: Sequence[int] | None = None,
+        receive_sizes: Sequence[int] | None = None,
+        dim: int = 0,
+        out: Tensor | None = None,
+    ) -> Pending:
+        """Start an `all_to_all`."""
+        return Pending(self._all_to_all(x, send_sizes, receive_sizes, dim, out, True))
+
+    def broadcast(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Tensor:
+        """`x` of the rank at place `source`."""
+        return self._broadcast(x, source, out, False)()
+
+    def broadcast_async(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Pending:
+        """Start a `broadcast`."""
+        return Pending(self._broadcast(x, source, out, True))
+
+    # Each of these starts an operation and returns what ends it. A blocking call ends at once;
+    # it asks torch for a blocking operation too, which spares NCCL an event.
+
+    def _all_gather(
+        self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
+    ) -> Callable[[], Tensor]:
+        uneven = gather_sizes(x, dim, sizes, self.rank, self.size)
+        front = x.detach().movedim(dim, 0).contiguous()
+        if uneven is not None:
+            # Padded to the longest: torch gathers equal shards into one tensor.
+            missing = max(uneven) - front.shape[0]
+            front = torch.cat([front, front.new_zeros(missing, *front.shape[1:])])
+        shape = [front.shape[0] * self.size, *front.shape[1:]]
+        is_direct = dim == 0 and uneven is None and (out is None or out.is_contiguous())
+        gathered = out if out is not None and is_direct else front.new_empty(shape)
+        work = dist.all_gather_into_tensor(gathered, front, self._group, is_async)
+
+        def finish() -> Tensor:
+            _wait(work, front)
+            if is_direct:
+                return gathered
+            result = gathered
+            if uneven is not None:
+                parts = gathered.split(max(uneven))
+                result = torch.cat([p[:n] for p, n in zip(parts, uneven, strict=True)])
+            return _deliver(result.movedim(0, dim), out)
+
+        return finish
+
+    def _reduce_scatter(
+        self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
+    ) -> Callable[[], Tensor]:
+        uneven = scatter_sizes(x, dim, sizes, self.size)
+        front = x.detach().movedim(dim, 0).contiguous()
+        length = front.shape[0] // self.size if uneven is None else uneven[self.rank]
+        shape = [length, *front.shape[1:]]
+        is_direct = dim == 0 and (out is None or out.is_contiguous())
+        target = out if out is not None and is_direct else None
+        if uneven is None and not self._sums_locally:
+            shard = front.new_empty(shape) if target is None else target
+            work = dist.reduce_scatter_tensor(shard, front, group=self._group, async_op=is_async)
+
+            def finish() -> Tensor:
+                _wait(work, front)
+                return shard if is_direct else _deliver(shard.movedim(0, dim), out)
+
+            return finish
+
+        pieces = front.new_empty([self.size, *shape])
+        received = [length] * self.size
+        sent = [length] * self.size if uneven is None else list(uneven)
+        exchange = dist.all_to_all_single(
+            pieces.view(self.size * length, *shape[1:]), front, received, sent, self._group, is_async
+        )
+
+        def add() -> Tensor:
+            _wait(exchange, front)
+            total = torch.sum(pieces, 0) if target is None else torch.sum(pieces, 0, out=target)
+            return total if is_direct else _deliver(total.movedim(0, dim), out)
+
+        return add
+
+    def _all_reduce(
+        self, x: Tensor, op: Reduction, out: Tensor | None, is_async: bool
+    ) -> Callable[[], Tensor]:
+        is_direct = out is not None and out.is_contiguous()
+        # Made contiguous before and returned after: torch reduces only dense memory, and a view
+        # handed back unreduced is the classic mistake here (Megatron-LM #5338).
+        if out is not None and is_direct:
+            total = out if out is x else out.copy_(x)
+        else:
+            total = x.detach().clone(memory_format=torch.contiguous_format)
+        work = dist.all_reduce(total, self._operations[op], self._group, is_async)
+
+        def finish() -> Tensor:
+            _wait(work, total)
+            return total if is_direct else _deliver(total, out)
+
+        return finish
+
+    def _all_to_all(
+        self,
+        x: Tensor,
+        send_sizes: Sequence[int] | None,
+        receive_sizes: Sequence[int] | None,
+        dim: int,
+        out: Tensor | None,
+        is_async: bool,
+    ) -> Callable[[], Tensor]:
+        sent, received = transfer_sizes(x, dim, send_sizes, receive_sizes, self.size)
+        front = x.detach().movedim(dim, 0).contiguous()
+        shape = [sum(received), *front.shape[1:]]
+        is_direct = dim == 0 and (out is None or out.is_contiguous())
+        target = out if out is not None and is_direct else front.new_empty(shape)
+        work = dist.all_to_all_single(target, front, received, sent, self._group, is_async)
+
+        def finish() -> Tensor:
+            _wait(work, front)
+            return target if is_direct else _deliver(target.movedim(0, dim), out)
+
+        return finish
+
+    def _broadcast(
+        self, x: Tensor, source: int, out: Tensor | None, is_async: bool
+    ) -> Callable[[], Tensor]:
+        is_direct = out is not None and out.is_contiguous()
+        if out is not None and is_direct:
+            target = out if out is x else out.copy_(x)
+        else:
+            target = x.detach().clone(memory_format=torch.contiguous_format)
+        work = dist.broadcast(target, group=self._group, async_op=is_async, group_src=source)
+
+        def finish() -> Tensor:
+            _wait(work, target)
+            return target if is_direct else _deliver(target, out)
+
+        return finish
+
+
+def _wait(work: Any, _keep_alive: Tensor) -> None:
+    """Wait for an asynchronous operation; the tensor that it reads must live until then."""
+    if work is not None:
+        work.wait()
+
+
+def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
+    return result.contiguous() if out is None else out.copy_(result)

@@ -1,0 +1,126 @@
+"""The operations of a group of ranks, as features and models see them.
+
+Whoever needs communication takes a `Collectives` as an argument. What stands behind it (nothing
+at all on one rank, torch.distributed, a counting spy, NVLink multicast) is decided where the
+groups are made, and never looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+__all__ = ["Collectives", "Pending", "Reduction"]
+
+Reduction = Literal["sum", "max"]
+
+
+class Pending:
+    """A result that is still on its way; `wait` returns it.
+
+    Local: only this rank waits. Every pending result must be waited for once before its
+    tensors are read or freed; a second `wait` returns the same tensor at once.
+    """
+
+    __slots__ = ("_finish", "_result")
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Block until the operation has finished and return its result."""
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        assert self._result is not None
+        return self._result
+
+
+class Collectives(Protocol):
+    """Operations over the ranks of one group; every rank calls them in the same order.
+
+    `dim` is the tensor dimension along which shards lie (it may be negative). `sizes` gives
+    each rank's length along `dim` where they are uneven; without it all are equal. Each
+    operation has a twin ending in `_async` that returns a `Pending` at once.
+
+    Results are new tensors unless `out` is given. With one rank the result is the input itself.
+    `x` may have any strides. Sizes that do not fit raise `LayoutError` before anything is sent.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        ...
+
+    def all_gather(
+        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The shards of all ranks, in rank order along `dim`."""
+        ...
+
+    def all_gather_async(
+        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Pending:
+        """Start an `all_gather`."""
+        ...
+
+    def reduce_scatter(
+        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """This rank's shard along `dim` of the sum of `x` over all ranks."""
+        ...
+
+    def reduce_scatter_async(
+        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Pending:
+        """Start a `reduce_scatter`."""
+        ...
+
+    def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
+        """The sum or maximum of `x` over all ranks; `out=x` works in place."""
+        ...
+
+    def all_reduce_async(
+        self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None
+    ) -> Pending:
+        """Start an `all_reduce`."""
+        ...
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        *,
+        send_sizes: Sequence[int] | None = None,
+        receive_sizes: Sequence[int] | None = None,
+        dim: int = 0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Part i of `x` along `dim` goes to rank i; the parts received, in rank order."""
+        ...
+
+    def all_to_all_async(
+        self,
+        x: Tensor,
+        *,
+        send_sizes: Sequence[int] | None = None,
+        receive_sizes: Sequence[int] | None = None,
+        dim: int = 0,
+        out: Tensor | None = None,
+    ) -> Pending:
+        """Start an `all_to_all`."""
+        ...
+
+    def broadcast(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Tensor:
+        """`x` of the rank at place `source`; all ranks pass the same shape; `out=x` in place."""
+        ...
+
+    def broadcast_async(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Pending:
+        """Start a `broadcast`."""
+        ...

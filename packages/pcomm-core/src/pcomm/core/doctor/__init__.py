@@ -1,0 +1,1 @@
+"""What this machine can do for pcomm, and why not; start at `examination.examine`."""

@@ -1,0 +1,166 @@
+"""Every `PCOMM_*` environment variable: its name, type, default and meaning, declared once.
+
+Nothing is read at import and nothing is kept: a variable counts at the moment somebody asks.
+A value that does not parse is an error and never replaced by the default, and so is a variable
+with the prefix that is not declared here, because a misspelt one would otherwise do nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from pcomm.core.errors import ConfigError, near_misses
+
+__all__ = [
+    "LOG",
+    "RANKS_TIMEOUT_S",
+    "TIMEOUT_S",
+    "VARIABLES",
+    "Variable",
+    "check",
+    "log_level",
+    "ranks_timeout_s",
+    "read",
+    "table",
+    "timeout_s",
+]
+
+T = TypeVar("T")
+
+_PREFIX: Final = "PCOMM_"
+_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable.
+
+    Args:
+        name: As it is set, with the prefix.
+        accepts: The values it takes, in words; part of the error and of the page.
+        default: Its value when it is not set.
+        parse: From text to value; raises `ValueError` for what it does not take.
+        meaning: What it decides, in one sentence.
+    """
+
+    name: str
+    accepts: str
+    default: T
+    parse: Callable[[str], T]
+    meaning: str
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(text)
+    return value
+
+
+def _level(text: str) -> str:
+    if text not in _LEVELS:
+        raise ValueError(text)
+    return text
+
+
+LOG: Final = Variable(
+    name="PCOMM_LOG",
+    accepts="one of " + ", ".join(f"`{level}`" for level in _LEVELS),
+    default="info",
+    parse=_level,
+    meaning="What the `pcomm` command logs to stderr: messages of this level and above.",
+)
+TIMEOUT_S: Final = Variable(
+    name="PCOMM_TIMEOUT_S",
+    accepts="a number of seconds above 0",
+    default=60.0,
+    parse=_seconds,
+    meaning="How long a rank waits for the others when they compare plans or report errors.",
+)
+RANKS_TIMEOUT_S: Final = Variable(
+    name="PCOMM_RANKS_TIMEOUT_S",
+    accepts="a number of seconds above 0",
+    default=60.0,
+    parse=_seconds,
+    meaning="Time limit of one test that runs on local ranks; then every rank's stack is shown.",
+)
+VARIABLES: Final[tuple[Variable[Any], ...]] = (LOG, TIMEOUT_S, RANKS_TIMEOUT_S)
+
+
+def read(variable: Variable[T], environ: Mapping[str, str] | None = None) -> T:
+    """The value of `variable` now, or its default where it is not set.
+
+    Args:
+        variable: One of the variables of this module.
+        environ: Where to look; `os.environ` if absent.
+
+    Raises:
+        ConfigError: It is set to something that it does not take; an empty value counts as set.
+    """
+    text = (os.environ if environ is None else environ).get(variable.name)
+    if text is None:
+        return variable.default
+    try:
+        return variable.parse(text)
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {variable.name}",
+            found=f"the value {text!r}",
+            why=f"It takes {variable.accepts}.",
+            fix=f"Set it to such a value, or unset it for the default, {_shown(variable.default)}.",
+        ) from None
+
+
+def check(environ: Mapping[str, str] | None = None) -> None:
+    """Refuse an environment with a `PCOMM_*` variable that is unknown or does not parse.
+
+    Args:
+        environ: Where to look; `os.environ` if absent.
+
+    Raises:
+        ConfigError: The first such variable; for an unknown one with the nearest names.
+    """
+    present = os.environ if environ is None else environ
+    known = [variable.name for variable in VARIABLES]
+    for name in sorted(present):
+        if name.startswith(_PREFIX) and name not in known:
+            raise ConfigError(
+                f"environment variable {name}",
+                found=f"it is set to {present[name]!r}",
+                why=f"No variable of that name is read, and the prefix {_PREFIX} is reserved.",
+                fix=f"{near_misses(name, known)} Otherwise unset it.",
+            )
+    for variable in VARIABLES:
+        read(variable, present)
+
+
+def log_level(environ: Mapping[str, str] | None = None) -> str:
+    """`PCOMM_LOG`."""
+    return read(LOG, environ)
+
+
+def timeout_s(environ: Mapping[str, str] | None = None) -> float:
+    """`PCOMM_TIMEOUT_S`, in seconds."""
+    return read(TIMEOUT_S, environ)
+
+
+def ranks_timeout_s(environ: Mapping[str, str] | None = None) -> float:
+    """`PCOMM_RANKS_TIMEOUT_S`, in seconds."""
+    return read(RANKS_TIMEOUT_S, environ)
+
+
+def table() -> str:
+    """All variables as a Markdown table, for the page of the documentation."""
+    rows = [
+        f"| `{v.name}` | {v.accepts} | `{_shown(v.default)}` | {v.meaning} |" for v in VARIABLES
+    ]
+    head = ["| variable | takes | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def _shown(default: object) -> str:
+    return f"{default:g}" if isinstance(default, float) else str(default)

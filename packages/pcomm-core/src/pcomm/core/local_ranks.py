@@ -1,0 +1,325 @@
+"""Ranks on this machine: processes that start fast, run tasks together and fail clearly.
+
+Starting Python and importing torch takes seconds, so processes are forked from a server that
+has imported torch already. Each task gets a default process group of its own over a file store,
+without ports. The first rank to fail decides what the caller sees; a rank that hangs is asked
+for the stacks of its threads before it is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pcomm.core.errors import PcommError
+
+__all__ = ["LocalRanks", "RankError", "run_local"]
+
+# How long the other ranks may take to finish by themselves once one has failed.
+_GRACE_S = 2.0
+
+
+class RankError(Exception):
+    """A rank failed, died or hung; the message starts with what happened there.
+
+    Args:
+        message: The failing rank, its traceback, and what the others were doing.
+        error: The exception of the failing rank, where it could be carried over.
+    """
+
+    def __init__(self, message: str, error: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.error = error
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank says of a finished task."""
+
+    failed_at: float | None
+    result: Any = None
+    traceback: str = ""
+    error: BaseException | None = None
+
+
+class LocalRanks:
+    """`size` processes that run one task after another, each time as ranks of a fresh world.
+
+    A context manager. After a failure the processes are stopped and cannot be used again.
+
+    Args:
+        size: Number of ranks.
+        threads: Threads that torch uses in each rank.
+    """
+
+    def __init__(self, size: int, *, threads: int = 1) -> None:
+        self.size = size
+        self.is_usable = True
+        self._folder = tempfile.TemporaryDirectory(prefix="pcomm-ranks-")
+        self._tasks = 0
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, size, threads, str(self._stacks(rank))),
+                name=f"rank {rank} of {size}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(
+        self,
+        task: Callable[..., Any],
+        args: Sequence[object] = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call `task(*args)` on every rank, within a world of these ranks.
+
+        Args:
+            task: Anything that pickles, such as a function at the top of a module.
+            args: The same arguments for every rank; the rank is in torch.distributed.
+            timeout_s: Seconds after which the ranks are stopped; None waits for ever.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            RankError: A rank raised, died or took too long. The processes are stopped then.
+        """
+        if not self.is_usable:
+            raise RankError("These ranks were stopped after a failure; start new ones.")
+        self._tasks += 1
+        store = os.path.join(self._folder.name, f"store-{self._tasks}")
+        payload = pickle.dumps((task, tuple(args), store))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for rank_connection in self._connections:
+            # A rank that died since the last task is found below, where its end is reported.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                rank_connection.send_bytes(payload)
+        try:
+            reports = self._collect(deadline)
+        except BaseException:
+            self.close()
+            raise
+        return [reports[rank].result for rank in range(self.size)]
+
+    def close(self) -> None:
+        """Stop the processes. Calling it again does nothing."""
+        if not self.is_usable:
+            return
+        self.is_usable = False
+        for rank_connection in self._connections:
+            rank_connection.close()
+        for process in self._processes:
+            process.join(0.2)
+            if process.is_alive():
+                process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- how it is done ------------------------------------------------------------------
+
+    def _stacks(self, rank: int) -> Path:
+        return Path(self._folder.name, f"stacks-{rank}")
+
+    def _collect(self, deadline: float | None) -> dict[int, _Report]:
+        reports: dict[int, _Report] = {}
+        dead: dict[int, int | None] = {}
+        is_failing = False
+        while len(reports) + len(dead) < self.size:
+            self._receive(reports, dead, deadline)
+            has_failed = bool(dead) or any(r.failed_at is not None for r in reports.values())
+            if has_failed and not is_failing:
+                is_failing = True
+                grace = time.monotonic() + _GRACE_S
+                deadline = grace if deadline is None else min(deadline, grace)
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+        running = [r for r in range(self.size) if r not in reports and r not in dead]
+        if is_failing or running:
+            raise self._failure(reports, dead, running)
+        return reports
+
+    def _receive(
+        self, reports: dict[int, _Report], dead: dict[int, int | None], deadline: float | None
+    ) -> None:
+        waiting = [r for r in range(self.size) if r not in reports and r not in dead]
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        by_object: dict[Any, int] = {self._connections[r]: r for r in waiting}
+        by_object |= {self._processes[r].sentinel: r for r in waiting}
+        for ready in connection.wait(list(by_object), timeout):
+            rank = by_object[ready]
+            if rank in reports or rank in dead:
+                continue
+            try:
+                # A rank that reported and then died is known by its report.
+                if self._connections[rank].poll():
+                    reports[rank] = self._connections[rank].recv()
+                elif not self._processes[rank].is_alive():
+                    dead[rank] = self._processes[rank].exitcode
+            except (EOFError, ConnectionResetError):
+                self._processes[rank].join()
+                dead[rank] = self._processes[rank].exitcode
+
+    def _failure(
+        self, reports: dict[int, _Report], dead: dict[int, int | None], running: list[int]
+    ) -> RankError:
+        failed = {r: report for r, report in reports.items() if report.failed_at is not None}
+        stacks = {rank: self._dump(rank) for rank in running}
+        error = None
+        if dead:
+            first = min(dead)
+            cause = f"rank {first} of {self.size} died: {_exit(dead[first])}"
+        elif failed:
+            first = min(failed, key=lambda rank: failed[rank].failed_at or 0.0)
+            cause = f"rank {first} of {self.size} failed\n{failed[first].traceback}"
+            error = failed[first].error
+        else:
+            first = -1
+            cause = f"ranks {running} of {self.size} did not finish in time"
+        lines = [cause.rstrip()]
+        for rank in range(self.size):
+            if rank == first:
+                continue
+            if rank in failed:
+                lines.append(f"rank {rank}: then {failed[rank].traceback.rstrip().splitlines()[-1]}")
+            elif rank in dead:
+                lines.append(f"rank {rank}: died, {_exit(dead[rank])}")
+            elif rank in stacks:
+                lines.append(f"rank {rank}: still running, stopped at\n{stacks[rank]}")
+            else:
+                lines.append(f"rank {rank}: finished")
+        return RankError("\n".join(lines), error)
+
+    def _dump(self, rank: int) -> str:
+        """The stacks of a running rank, newest call first."""
+        pid = self._processes[rank].pid
+        if pid is None:
+            return "  (never started)"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        file = self._stacks(rank)
+        end = time.monotonic() + 1.0
+        size = -1
+        while time.monotonic() < end:
+            # The dump is complete once the file has stopped growing.
+            now = file.stat().st_size if file.exists() else 0
+            if now and now == size:
+                return file.read_text(errors="replace").rstrip()
+            size = now
+            time.sleep(0.02)
+        return "  (gave no stack: it is stuck outside Python)"
+
+
+def run_local(
+    task: Callable[..., Any],
+    size: int,
+    args: Sequence[object] = (),
+    *,
+    threads: int = 1,
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """Call `task(*args)` in `size` fresh local processes that form a world; see `LocalRanks.run`.
+
+    An error of pcomm's own (a `PcommError`) on the rank that failed first is raised as it is.
+    """
+    with LocalRanks(size, threads=threads) as ranks:
+        try:
+            return ranks.run(task, args, timeout_s=timeout_s)
+        except RankError as problem:
+            if isinstance(problem.error, PcommError):
+                raise problem.error from problem
+            raise
+
+
+def _exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+# -- what runs in a rank ---------------------------------------------------------------------
+
+
+def _serve(tasks: Connection, rank: int, size: int, threads: int, stacks: str) -> None:
+    """Run tasks until the other end closes."""
+    _end_with_parent()
+    torch.set_num_threads(threads)
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        while True:
+            try:
+                payload = tasks.recv_bytes()
+            except (EOFError, KeyboardInterrupt):
+                return
+            tasks.send(_attempt(payload, rank, size))
+
+
+def _attempt(payload: bytes, rank: int, size: int) -> _Report:
+    try:
+        task, args, store = pickle.loads(payload)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size
+        )
+        try:
+            result = task(*args)
+        finally:
+            dist.destroy_process_group()
+        return _Report(None, result)
+    except BaseException as error:  # everything that ends a task is reported, then raised there
+        when = time.monotonic()
+        try:
+            carried = pickle.loads(pickle.dumps(error))
+        except Exception:
+            carried = None
+        return _Report(when, traceback=traceback.format_exc(), error=carried)
+
+
+def _end_with_parent() -> None:
+    """Leave when the process that started this rank is gone, even in the middle of a task."""
+    parent = mp.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="end with parent").start()

@@ -1,0 +1,157 @@
+"""What a communicator was asked to be, and what the backend granted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pcomm.core.errors import UnsupportedError
+
+__all__ = ["CommOptions", "Granted", "grant"]
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """Wishes for one communicator; None leaves a field to the backend.
+
+    Fields are set on the communicator itself, never through environment variables, which would
+    apply to every communicator that is created while they are set.
+
+    Args:
+        timeout_s: Seconds after which a collective that does not finish is an error.
+        threads: Worker threads of a gloo communicator. Gloo's default is 2, so that one group
+            runs two collectives at once; 1 gives the in-order queue that NCCL has.
+        high_priority: NCCL: launch on a high-priority stream.
+        min_ctas: NCCL: fewest thread blocks a collective uses.
+        max_ctas: NCCL: most thread blocks a collective uses.
+        cga_cluster_size: NCCL: thread blocks that form a cluster.
+        collnet: NCCL: allow in-network reduction (SHARP) on this communicator.
+        traffic_class: NCCL: network traffic class.
+        strict: Raise if a field that was asked for is not granted.
+    """
+
+    timeout_s: float | None = None
+    threads: int | None = None
+    high_priority: bool | None = None
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    cga_cluster_size: int | None = None
+    collnet: bool | None = None
+    traffic_class: int | None = None
+    strict: bool = False
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The fields that were set, by name."""
+        fields = dataclasses.asdict(self)
+        del fields["strict"]
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Granted:
+    """What the backend took from `CommOptions`.
+
+    Args:
+        backend: Name to give to `torch.distributed.new_group`.
+        fields: Options that are in force.
+        refused: Options that are not, each with the reason.
+        pg_options: The backend's own options object, or None.
+    """
+
+    backend: str
+    fields: Mapping[str, Any]
+    refused: Mapping[str, str]
+    pg_options: Any = None
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """`timeout_s` as torch wants it."""
+        seconds = self.fields.get("timeout_s")
+        return None if seconds is None else timedelta(seconds=seconds)
+
+
+# Field of CommOptions -> field of torch's ncclConfig. Which of them exist depends on the torch
+# build, so each is tried and reported.
+_NCCL_CONFIG = {
+    "min_ctas": "min_ctas",
+    "max_ctas": "max_ctas",
+    "cga_cluster_size": "cga_cluster_size",
+    "collnet": "collnet_enable",
+    "traffic_class": "traffic_class",
+}
+
+
+def grant(options: CommOptions, backend: str, *, group: str) -> Granted:
+    """Decide which options `backend` can honour, without creating anything. Local.
+
+    Args:
+        options: What is asked for.
+        backend: `"gloo"` or `"nccl"`; others get the timeout alone.
+        group: Name of the group, for the error.
+
+    Raises:
+        UnsupportedError: With `strict`, if a field cannot be granted; it names each and why.
+    """
+    asked = options.asked
+    refused: dict[str, str] = {}
+    pg_options: Any = None
+    if backend == "nccl":
+        pg_options, refused = _nccl_options(asked)
+    else:
+        for name in asked:
+            if name not in ("timeout_s", "threads") or (name == "threads" and backend != "gloo"):
+                refused[name] = f"{backend} has no such option"
+    fields = {name: value for name, value in asked.items() if name not in refused}
+    if refused and options.strict:
+        raise UnsupportedError(
+            f"open_groups: group {group!r} with {asked}",
+            found="; ".join(f"{name}: {reason}" for name, reason in refused.items()),
+            why="strict=True asks for every option to be in force.",
+            fix="Leave the option away, or strict=False to see it as refused in explain().",
+        )
+    threads = fields.get("threads")
+    name = backend if threads is None else _register_gloo(threads)
+    return Granted(name, fields, refused, pg_options)
+
+
+def _nccl_options(asked: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+    refused = {"threads": "nccl has no worker threads"} if "threads" in asked else {}
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        wanted = [name for name in asked if name not in ("timeout_s", *refused)]
+        return None, refused | dict.fromkeys(wanted, "this torch build has no NCCL")
+    pg_options = dist.ProcessGroupNCCL.Options()
+    pg_options.is_high_priority_stream = bool(asked.get("high_priority", False))
+    for name, field in _NCCL_CONFIG.items():
+        if name not in asked:
+            continue
+        if hasattr(pg_options.config, field):
+            setattr(pg_options.config, field, int(asked[name]))
+        else:
+            refused[name] = f"this torch build's NCCL configuration has no field {field}"
+    return pg_options, refused
+
+
+def _register_gloo(threads: int) -> str:
+    """Name of a torch backend that is gloo with this number of worker threads.
+
+    `new_group` hands gloo no options, so another number of threads needs a backend of its own.
+    """
+    name = f"gloo_{threads}_threads"
+    if name in dist.Backend.backend_list:
+        return name
+
+    def create(common: Any, _: Any) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._threads = threads
+        options._timeout = common.timeout
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        return dist.ProcessGroupGloo(common.store, common.group_rank, common.group_size, options)
+
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    return name

@@ -1,0 +1,78 @@
+"""Where a parameter of a module lies: whole on every rank, or split along one dimension.
+
+A module that splits parameters says so in an attribute `placements`; everything that has to know
+(initialisation, gradient norms, checkpoints) asks `placements_of` and never guesses from names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pcomm.core.layout import Layout
+
+__all__ = ["Placement", "join_shards", "placements_of", "take_shard"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one parameter is spread over the ranks of a tensor-parallel group.
+
+    Args:
+        layout: Which rank holds which positions of `dim`; None where every rank holds it all.
+        dim: Dimension along which it is split.
+        has_partial_gradient: Whether each rank sees only a part of the gradient of a parameter
+            that all hold, so that it must be summed over the group (norms under sequence
+            parallelism, for example).
+    """
+
+    layout: Layout | None = None
+    dim: int = 0
+    has_partial_gradient: bool = False
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold different parts."""
+        return self.layout is not None and self.layout.size > 1
+
+    def logical_shape(self, local_shape: Sequence[int]) -> torch.Size:
+        """Shape of the whole parameter of which one rank holds `local_shape`."""
+        shape = list(local_shape)
+        if self.layout is not None:
+            shape[self.dim] = self.layout.length
+        return torch.Size(shape)
+
+
+def placements_of(model: nn.Module) -> dict[str, Placement]:
+    """The placement of every parameter of `model` by its name in `named_parameters`. Local."""
+    declared: dict[str, Placement] = {}
+    for prefix, module in model.named_modules():
+        own = getattr(module, "placements", {})
+        for name, placement in own.items():
+            declared[f"{prefix}.{name}" if prefix else name] = placement
+    return {name: declared.get(name, Placement()) for name, _ in model.named_parameters()}
+
+
+def take_shard(whole: Tensor, layout: Layout, rank: int, *, dim: int = 0) -> Tensor:
+    """The part of `whole` that `rank` holds along `dim`: a view if it is one run. Local."""
+    runs = layout.runs[rank]
+    parts = [whole.narrow(dim, run.start, run.length) for run in runs]
+    if not parts:
+        return whole.narrow(dim, 0, 0)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def join_shards(shards: Sequence[Tensor], layout: Layout, *, dim: int = 0) -> Tensor:
+    """The whole tensor from the shards of all ranks; the inverse of `take_shard`. Local."""
+    shape = list(shards[0].shape)
+    shape[dim] = layout.length
+    whole = shards[0].new_empty(shape)
+    for shard, runs in zip(shards, layout.runs, strict=True):
+        start = 0
+        for run in runs:
+            whole.narrow(dim, run.start, run.length).copy_(shard.narrow(dim, start, run.length))
+            start += run.length
+    return whole

@@ -1,0 +1,98 @@
+"""Cross-entropy of logits whose columns are split over the ranks; they are never gathered."""
+
+# Shape suffixes: T tokens, V vocabulary; v one rank's share.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.layout import Layout
+from pcomm.core.tensor_parallel.embedding import first_position
+from pcomm.core.tensor_parallel.linear import check_ranks
+
+__all__ = ["vocabulary_parallel_cross_entropy"]
+
+
+def vocabulary_parallel_cross_entropy(
+    logits_Tv: Tensor,
+    targets_T: Tensor,
+    layout: Layout,
+    collectives: Collectives,
+    *,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Nats per token, the same on all ranks, from each rank's columns of the logits.
+
+    On one rank this is `F.cross_entropy`. Otherwise collective in forward only: two all-reduces
+    of one and two numbers per token (largest logit; sum of exponentials and target's logit).
+
+    Args:
+        logits_Tv: This rank's columns, any floating dtype; computed in fp32 or wider.
+        targets_T: int64, the same on all ranks; `ignore_index` gives zero loss and gradient.
+        layout: Which rank holds which of the V columns, in rank order.
+        collectives: Of the tensor-parallel group, without gradients.
+        ignore_index: Target of tokens that do not count.
+
+    Returns:
+        `[T]`, fp32 or fp64.
+
+    Raises:
+        LayoutError: The layout is over another number of ranks, or not in rank order.
+    """
+    check_ranks("vocabulary_parallel_cross_entropy", layout, collectives)
+    wide_Tv = logits_Tv if logits_Tv.dtype == torch.float64 else logits_Tv.float()
+    if collectives.size == 1:
+        return F.cross_entropy(wide_Tv, targets_T, reduction="none", ignore_index=ignore_index)
+    first = first_position("vocabulary_parallel_cross_entropy", layout, collectives.rank)
+    loss: Tensor = _SplitCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        wide_Tv, targets_T, first, collectives, ignore_index
+    )
+    return loss
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_Tv: Tensor,
+        targets_T: Tensor,
+        first: int,
+        collectives: Collectives,
+        ignore_index: int,
+    ) -> Tensor:
+        num_tokens, num_own = logits_Tv.shape
+        local_T = targets_T - first
+        is_own_T = (local_T >= 0) & (local_T < num_own) & (targets_T != ignore_index)
+        if num_own:
+            largest_T = logits_Tv.amax(-1)
+        else:
+            largest_T = logits_Tv.new_full((num_tokens,), -torch.inf)
+        largest_T = collectives.all_reduce(largest_T, op="max")
+        exponentials_Tv = (logits_Tv - largest_T.unsqueeze(-1)).exp_()
+        own_T = local_T.masked_fill(~is_own_T, 0)
+        sums_2T = logits_Tv.new_zeros(2, num_tokens)
+        sums_2T[0] = exponentials_Tv.sum(-1)
+        if num_own:
+            target_logit_T = logits_Tv.gather(-1, own_T.unsqueeze(-1)).squeeze(-1)
+            sums_2T[1] = target_logit_T.masked_fill(~is_own_T, 0.0)
+        sums_2T = collectives.all_reduce(sums_2T, out=sums_2T)
+        loss_T = sums_2T[0].log() + largest_T - sums_2T[1]
+        is_ignored_T = targets_T == ignore_index
+        softmax_Tv = exponentials_Tv.div_(sums_2T[0].unsqueeze(-1))
+        ctx.save_for_backward(softmax_Tv, own_T, is_own_T, is_ignored_T)
+        return loss_T.masked_fill(is_ignored_T, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        softmax_Tv, own_T, is_own_T, is_ignored_T = ctx.saved_tensors
+        scale_T1 = gradients[0].masked_fill(is_ignored_T, 0.0).unsqueeze(-1)
+        gradient_Tv = softmax_Tv * scale_T1
+        if gradient_Tv.shape[1]:
+            at_target_T1 = scale_T1.masked_fill(~is_own_T.unsqueeze(-1), 0.0)
+            gradient_Tv.scatter_add_(-1, own_T.unsqueeze(-1), -at_target_T1)
+        return gradient_Tv, None, None, None, None

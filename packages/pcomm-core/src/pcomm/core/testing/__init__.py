@@ -1,0 +1,1 @@
+"""What tests of communicating code need; part of the wheel, so that users have it too."""

@@ -1,0 +1,32 @@
+"""Fresh memory that is visibly not a result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["poisoned_memory"]
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill what `torch.empty` and its kin return with NaN (the largest value for integers).
+
+    Code that reads an element before it is written then fails a comparison instead of finding a
+    zero by luck. Torch does this under deterministic algorithms, of which only this part is used:
+    an operation without a deterministic form is not an error here.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = before[2]

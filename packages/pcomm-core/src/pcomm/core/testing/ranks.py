@@ -1,0 +1,109 @@
+"""`@ranks(4)`: a function that runs on every rank becomes a pytest test."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pcomm.core import env
+from pcomm.core.local_ranks import LocalRanks
+from pcomm.core.testing.poison import poisoned_memory
+
+__all__ = ["RankPool", "ranks"]
+
+
+@dataclass
+class RankPool:
+    """Warm ranks, kept between tests; those of a test that failed are thrown away."""
+
+    _warm: dict[int, LocalRanks] = field(default_factory=dict)
+
+    def run(self, task: Callable[..., Any], size: int, *args: object) -> list[Any]:
+        """Call `task(*args)` on `size` ranks and return what each returned; see `LocalRanks.run`.
+
+        It may take `PCOMM_RANKS_TIMEOUT_S` seconds.
+        """
+        if size not in self._warm or not self._warm[size].is_usable:
+            self._warm[size] = LocalRanks(size)
+        return self._warm[size].run(task, args, timeout_s=env.ranks_timeout_s())
+
+    def close(self) -> None:
+        """Stop all ranks."""
+        for warm in self._warm.values():
+            warm.close()
+        self._warm.clear()
+
+
+def ranks(size: int) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Run a test on `size` local ranks, each in a process of its own with a gloo world.
+
+    The first parameter of the test gets the rank; the others are fixtures or parameters as
+    usual, and have to pickle. Fresh memory is filled with NaN, and torch uses one thread.
+
+        @ranks(2)
+        def test_all_reduce_adds(rank: int) -> None:
+            ...
+    """
+
+    def decorate(function: Callable[..., object]) -> Callable[..., None]:
+        parameters = list(inspect.signature(function).parameters.values())
+
+        def on_all_ranks(rank_pool: RankPool, **arguments: object) -> None:
+            rank_pool.run(_run_test, size, _Test.of(function), arguments)
+
+        functools.update_wrapper(on_all_ranks, function)
+        # pytest reads the signature: the rank comes from here, the pool from its fixture.
+        pool = inspect.Parameter("rank_pool", inspect.Parameter.KEYWORD_ONLY)
+        rest = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters[1:]]
+        on_all_ranks.__signature__ = inspect.Signature([*rest, pool])  # type: ignore[attr-defined]
+        del on_all_ranks.__wrapped__  # type: ignore[attr-defined]
+        on_all_ranks.on_each_rank = function  # type: ignore[attr-defined]
+        return on_all_ranks
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class _Test:
+    """Where a test function stands; test files are not importable by name in another process."""
+
+    path: str
+    name: str
+
+    @classmethod
+    def of(cls, function: Callable[..., object]) -> _Test:
+        return cls(inspect.getfile(function), function.__qualname__)
+
+    def load(self) -> Callable[..., object]:
+        # The module keeps a name of its own, so that what it defines can be pickled.
+        module_name = "pcomm_ranks_" + hashlib.sha1(self.path.encode()).hexdigest()[:12]
+        module = sys.modules.get(module_name)
+        if module is None:
+            spec = importlib.util.spec_from_file_location(module_name, self.path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module
+            spec.loader.exec_module(module)
+        found: Any = module
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        function: Callable[..., object] = found.on_each_rank
+        return function
+
+
+def _run_test(test: _Test, arguments: dict[str, object]) -> None:
+    folder = str(Path(test.path).parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    with poisoned_memory():
+        test.load()(dist.get_rank(), **arguments)

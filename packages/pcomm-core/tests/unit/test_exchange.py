@@ -1,0 +1,177 @@
+"""Exchanges between arbitrary layouts, on virtual ranks, against the whole tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pcomm.core.collectives.identity import IdentityCollectives
+from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.errors import LayoutError
+from pcomm.core.exchange import Exchange
+from pcomm.core.layout import Layout, Run
+from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+
+
+@st.composite
+def partitions(draw: st.DrawFn, length: int, size: int) -> Layout:
+    """Any partition of a dimension: cut anywhere, pieces dealt to ranks in any order."""
+    cuts = draw(st.sets(st.integers(1, length - 1), max_size=6)) if length > 1 else set()
+    edges = [0, *sorted(cuts), length]
+    runs = [Run(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    own: list[list[Run]] = [[] for _ in range(size)]
+    for run in draw(st.permutations(runs)):
+        own[draw(st.integers(0, size - 1))].append(run)
+    return Layout(length, tuple(tuple(runs) for runs in own))
+
+
+@st.composite
+def regions(draw: st.DrawFn, lengths: tuple[int, int], size: int) -> dict[int, Layout]:
+    """One dimension split and the other whole, or both split over a grid of ranks."""
+    kind = draw(st.sampled_from(["rows", "columns", "grid"]))
+    rows, columns = lengths
+    if kind == "rows":
+        return {0: draw(partitions(rows, size)), 1: Layout.whole(columns, size)}
+    if kind == "columns":
+        return {0: Layout.whole(rows, size), 1: draw(partitions(columns, size))}
+    wide = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+    across, down = draw(partitions(columns, wide)), draw(partitions(rows, size // wide))
+    return {
+        0: Layout(rows, tuple(down.runs[rank // wide] for rank in range(size))),
+        1: Layout(columns, tuple(across.runs[rank % wide] for rank in range(size))),
+    }
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> Exchange:
+    size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    lengths = (draw(st.integers(1, 12)), draw(st.integers(1, 6)))
+    return Exchange(draw(regions(lengths, size)), draw(regions(lengths, size)))
+
+
+def region(whole: Tensor, layouts: dict[int, Layout], rank: int) -> Tensor:
+    """What `rank` holds of `whole`, by listing positions: the oracle."""
+    for dim, layout in layouts.items():
+        whole = whole.index_select(dim, torch.tensor(layout.positions(rank), dtype=torch.int64))
+    return whole
+
+
+@given(exchanges())
+@settings(max_examples=150, deadline=None)
+def test_the_target_region_there_the_source_region_back_and_the_gradient(plan: Exchange) -> None:
+    rows, columns = plan.source[0].length, plan.source[1].length
+    whole = torch.arange(rows * columns * 2, dtype=torch.float64).view(rows, columns, 2)
+    weights = torch.randn(whole.shape, dtype=torch.float64)
+
+    def on_rank(collectives: VirtualCollectives) -> None:
+        rank = collectives.rank
+        mine = region(whole, plan.source, rank).clone().requires_grad_()
+        there = plan.apply(mine, collectives)
+        assert_equal(there.detach(), region(whole, plan.target, rank))
+        assert_equal(plan.inverse.apply(there, collectives).detach(), mine.detach())
+        (gradient,) = torch.autograd.grad(there, mine, region(weights, plan.target, rank))
+        assert_equal(gradient, region(weights, plan.source, rank))
+
+    run_virtual(on_rank, plan.size)
+
+
+@given(exchanges())
+@settings(max_examples=50, deadline=None)
+def test_it_is_one_all_to_all_of_just_the_elements_that_move(plan: Exchange) -> None:
+    rows, columns = plan.source[0].length, plan.source[1].length
+    whole = torch.zeros(rows, columns)
+    owner = torch.full((rows, columns), -1)
+    new_owner = torch.full((rows, columns), -1)
+    ids = torch.arange(rows * columns).view(rows, columns)
+    for rank in range(plan.size):
+        owner.view(-1)[region(ids, plan.source, rank).flatten()] = rank
+        new_owner.view(-1)[region(ids, plan.target, rank).flatten()] = rank
+    assert (owner >= 0).all()
+
+    def on_rank(collectives: VirtualCollectives) -> None:
+        spy = SpyCollectives(collectives)
+        mine = region(whole, plan.source, spy.rank)
+        plan.apply(mine, spy)
+        leaving = int(((owner == spy.rank) & (new_owner != spy.rank)).sum())
+        assert plan.sent_elements(spy.rank, mine.shape) == leaving
+        if plan.size > 1:
+            assert spy.counts == {"all_to_all": 1}
+            assert spy.sent_bytes == leaving * 4
+
+    run_virtual(on_rank, plan.size)
+
+
+def test_tokens_to_heads_moves_the_share_that_it_must() -> None:
+    tokens, heads, size = 24, 8, 4
+    plan = Exchange(
+        {0: Layout.even(tokens, size), 1: Layout.whole(heads, size)},
+        {0: Layout.whole(tokens, size), 1: Layout.even(heads, size)},
+    )
+    mine = (tokens // size, heads, 16)
+    assert plan.sent_elements(0, mine) == tokens * heads * 16 // size * (size - 1) // size
+
+
+def test_a_gradient_that_is_not_contiguous_is_exchanged_right() -> None:
+    plan = Exchange(
+        {0: Layout.even(8, 2), 1: Layout.whole(4, 2)}, {0: Layout.whole(8, 2), 1: Layout.even(4, 2)}
+    )
+    weights = torch.randn(4, 8).t()
+
+    def on_rank(collectives: VirtualCollectives) -> None:
+        mine = torch.zeros(4, 4, requires_grad=True)
+        upstream = weights[:, collectives.rank * 2 : collectives.rank * 2 + 2]
+        assert not upstream.is_contiguous()
+        plan.apply(mine, collectives).backward(upstream)
+        assert mine.grad is not None
+        assert_equal(mine.grad, weights[collectives.rank * 4 : collectives.rank * 4 + 4])
+
+    run_virtual(on_rank, 2)
+
+
+def test_alone_it_is_the_identity_and_can_still_reorder() -> None:
+    x = torch.arange(4.0)
+    same = Exchange({0: Layout.even(4, 1)}, {0: Layout.even(4, 1)})
+    assert same.apply(x, IdentityCollectives()) is x
+    swapped = Exchange({0: Layout.even(4, 1)}, {0: Layout(4, ((Run(2, 4), Run(0, 2)),))})
+    assert swapped.apply(x, IdentityCollectives()).tolist() == [2.0, 3.0, 0.0, 1.0]
+
+
+HALVES, WHOLE = Layout.even(4, 2), Layout.whole(4, 2)
+SAME_HALF = Layout(4, ((Run(0, 2),), (Run(0, 2),)))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        ({0: HALVES}, {1: HALVES}, "before and"),
+        ({0: HALVES}, {0: Layout.even(6, 2)}, r"\(6, 2\)"),
+        ({0: HALVES}, {0: Layout.even(4, 4)}, r"\(4, 4\)"),
+        ({0: HALVES}, {0: WHOLE}, r"\[4, 4\] elements of 4"),
+        ({0: SAME_HALF}, {0: HALVES}, "source .*ranks 0 and 1 hold the same"),
+        ({-1: HALVES}, {-1: HALVES}, "dimensions >= 0"),
+        ({}, {}, "before and"),
+    ],
+)
+def test_sides_that_do_not_describe_one_tensor_are_refused(
+    source: dict[int, Layout], target: dict[int, Layout], words: str
+) -> None:
+    with pytest.raises(LayoutError, match=words):
+        Exchange(source, target)
+
+
+def test_a_tensor_or_group_of_another_size_is_refused_before_anything_is_sent() -> None:
+    plan = Exchange({0: HALVES}, {0: Layout.uneven([1, 3])})
+    with pytest.raises(LayoutError, match="a group of 1 ranks"):
+        plan.apply(torch.zeros(2), IdentityCollectives())
+
+    def on_rank(collectives: VirtualCollectives) -> None:
+        spy = SpyCollectives(collectives)
+        with pytest.raises(LayoutError, match=r"shape \(3,\)"):
+            plan.apply(torch.zeros(3), spy)
+        assert not spy.calls
+
+    run_virtual(on_rank, 2)

@@ -1,0 +1,78 @@
+"""Layouts: what each rank holds, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pcomm.core.errors import LayoutError
+from pcomm.core.layout import Layout, Run
+
+
+@given(units=st.integers(0, 40), size=st.integers(1, 7), unit=st.integers(1, 5))
+def test_balanced_gives_whole_units_that_differ_by_at_most_one(
+    units: int, size: int, unit: int
+) -> None:
+    layout = Layout.balanced(units * unit, size, unit=unit)
+    assert layout.is_partition
+    assert layout.is_contiguous
+    shares = [own // unit for own in layout.sizes]
+    assert all(own % unit == 0 for own in layout.sizes)
+    assert max(shares) - min(shares) <= 1
+    assert shares == sorted(shares, reverse=True)
+
+
+@given(share=st.integers(0, 9), size=st.integers(1, 7), unit=st.integers(1, 5))
+def test_even_equals_balanced_where_it_divides(share: int, size: int, unit: int) -> None:
+    length = share * size * unit
+    assert Layout.even(length, size, unit=unit) == Layout.balanced(length, size, unit=unit)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+def test_positions_of_all_ranks_are_the_dimension(sizes: list[int]) -> None:
+    layout = Layout.uneven(sizes)
+    assert list(layout.sizes) == sizes
+    everything = [p for rank in range(layout.size) for p in layout.positions(rank)]
+    assert everything == list(range(layout.length))
+
+
+def test_sections_shift_each_part_and_keep_the_order_within_a_rank() -> None:
+    queries, keys = Layout.even(8, 2, unit=2), Layout.uneven([2, 4])
+    fused = Layout.sections([queries, keys])
+    assert fused.positions(0) == [0, 1, 2, 3, 8, 9]
+    assert fused.positions(1) == [4, 5, 6, 7, 10, 11, 12, 13]
+    assert fused.is_partition
+    assert not fused.is_contiguous
+
+
+def test_whole_is_not_a_partition_unless_alone() -> None:
+    assert Layout.whole(4, 2).is_whole
+    assert not Layout.whole(4, 2).is_partition
+    assert Layout.whole(4, 1).is_partition
+    assert not Layout(4, ((Run(2, 4), Run(0, 2)),)).is_whole
+
+
+def test_touching_runs_count_as_one() -> None:
+    split = Layout(6, ((Run(0, 2), Run(2, 3)), (Run(3, 6),)))
+    assert split.is_contiguous
+    assert split.describe() == "6 positions: 0-1,2-2 | 3-5"
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Layout.even(10, 4), "a remainder of 2"),
+        (lambda: Layout.even(10, 2, unit=3), "units of 3"),
+        (lambda: Layout.balanced(4, 0), "over 0 ranks"),
+        (lambda: Layout.uneven([1, -1]), "rank 1 has size -1"),
+        (lambda: Layout(4, ()), "no ranks"),
+        (lambda: Layout(4, ((Run(0, 5),),)), "0-4"),
+        (lambda: Layout(4, ((Run(0, 3), Run(2, 4)),)), "0-2,2-3"),
+        (lambda: Layout(4, ((Run(2, 2),),)), "2-1"),
+        (lambda: Layout.sections([Layout.even(4, 2), Layout.even(4, 4)]), r"\[2, 4\]"),
+    ],
+)
+def test_mistakes_are_named(build: object, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        build()  # type: ignore[operator]
