@@ -31,11 +31,14 @@ class GroupSpec:
         axes: Axis names joined by `_`, with a view prefix if needed: `"dp_cp"`, `"expert.ep"`.
         role: Groups over the same ranks with different roles have communicators of their own.
         options: Wishes for the communicator.
+        backend: `"gloo"` or `"nccl"` for this group alone, such as gloo for the control plane of
+            a job on GPUs; empty for that of `open_groups`.
     """
 
     axes: str
     role: str = ""
     options: CommOptions = CommOptions()
+    backend: str = ""
 
 
 class Groups(Mapping[str | tuple[str, str], Group]):
@@ -177,7 +180,7 @@ def open_groups(
     wanted = [_normalised(topology, spec) for spec in specs]
     _check_distinct(wanted)
     rank = _own_rank(topology)
-    granted = [grant(spec.options, backend, group=spec.axes) for spec in wanted]
+    granted = [grant(spec.options, spec.backend or backend, group=spec.axes) for spec in wanted]
     if topology.world_size > 1:
         agree_on_lines(
             store if store is not None else dist.distributed_c10d._get_default_store(),
@@ -189,12 +192,12 @@ def open_groups(
             timeout_s=env.timeout_s() if timeout_s is None else timeout_s,
         )
     opened: list[Group] = []
-    communicators: dict[tuple[tuple[int, ...], str, CommOptions], dist.ProcessGroup] = {}
+    communicators: dict[tuple[object, ...], dist.ProcessGroup] = {}
     for spec, grants in zip(wanted, granted, strict=True):
         ranks = topology.members(rank, spec.axes)
         process_group = None
         if len(ranks) > 1:
-            identity = (ranks, spec.role, spec.options)
+            identity = (ranks, spec.role, spec.options, grants.backend)
             if identity not in communicators:
                 # Only members create a group: at 100,000 ranks nobody can create all of them.
                 communicators[identity] = dist.new_group(

@@ -111,6 +111,7 @@ class LocalRanks:
 
         Raises:
             RankError: A rank raised, died or took too long. The processes are stopped then.
+            KeyboardInterrupt: A second one; the first is passed on to the ranks.
         """
         if not self.is_usable:
             raise RankError("These ranks were stopped after a failure; start new ones.")
@@ -162,9 +163,16 @@ class LocalRanks:
     def _collect(self, deadline: float | None) -> dict[int, _Report]:
         reports: dict[int, _Report] = {}
         dead: dict[int, int | None] = {}
-        is_failing = False
+        is_failing = is_interrupted = False
         while len(reports) + len(dead) < self.size:
-            self._receive(reports, dead, deadline)
+            try:
+                self._receive(reports, dead, deadline)
+            except KeyboardInterrupt:
+                # The first one is for the ranks, which may have something to save.
+                if is_interrupted:
+                    raise
+                is_interrupted = True
+                self._interrupt()
             has_failed = bool(dead) or any(r.failed_at is not None for r in reports.values())
             if has_failed and not is_failing:
                 is_failing = True
@@ -176,6 +184,11 @@ class LocalRanks:
         if is_failing or running:
             raise self._failure(reports, dead, running)
         return reports
+
+    def _interrupt(self) -> None:
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGINT)
 
     def _receive(
         self, reports: dict[int, _Report], dead: dict[int, int | None], deadline: float | None
@@ -264,7 +277,7 @@ def run_local(
         try:
             return ranks.run(task, args, timeout_s=timeout_s)
         except RankError as problem:
-            if isinstance(problem.error, PcommError):
+            if isinstance(problem.error, PcommError | KeyboardInterrupt):
                 raise problem.error from problem
             raise
 

@@ -1,0 +1,118 @@
+"""Where checkpoints lie in a run's folder, and which of them are whole.
+
+A checkpoint is written under a name that ends in `.partial` and renamed when every rank has
+written its part; a rename happens or does not. So what has its final name is whole, whenever a
+process died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pcomm.core.errors import ConfigError
+
+__all__ = ["Checkpoint", "checkpoints", "commit", "newest", "partial_folder", "remove_partial"]
+
+_PARTIAL = ".partial"
+_STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint.
+
+    Args:
+        step: Optimizer steps that had been done.
+        folder: Where it is.
+    """
+
+    step: int
+    folder: Path
+
+    def state(self) -> dict[str, Any]:
+        """What was saved beside the tensors.
+
+        Raises:
+            ConfigError: The file is missing or damaged.
+        """
+        try:
+            state: dict[str, Any] = json.loads((self.folder / _STATE).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"checkpoint {self.folder}",
+                found=f"{_STATE}: {error}",
+                why="It says which model and how many steps the tensors belong to.",
+                fix="Remove this folder to go on from the checkpoint before it.",
+            ) from error
+        return state
+
+
+def checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Every whole checkpoint of a run, oldest first. Local."""
+    found = [
+        Checkpoint(int(folder.name.removeprefix("step-")), folder)
+        for folder in _parent(run_dir).glob("step-*")
+        if folder.name.removeprefix("step-").isdigit() and folder.is_dir()
+    ]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def newest(run_dir: Path) -> Checkpoint | None:
+    """The whole checkpoint with the most steps, if there is one. Local."""
+    return max(checkpoints(run_dir), key=lambda checkpoint: checkpoint.step, default=None)
+
+
+def partial_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written before it is whole."""
+    return _parent(run_dir) / f"step-{step:08d}{_PARTIAL}"
+
+
+def commit(partial: Path, state: dict[str, Any], *, keep: int) -> Checkpoint:
+    """Give a written checkpoint its final name, then remove the oldest ones. On one rank.
+
+    Args:
+        partial: The folder, in which every rank has written and synced its part.
+        state: What to save beside the tensors.
+        keep: How many of the newest stay; 0 keeps all.
+    """
+    with (partial / _STATE).open("w") as file:
+        json.dump(state, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(partial)
+    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
+    if final.exists():
+        # A run that was resumed from an earlier step reaches this one again.
+        shutil.rmtree(final)
+    partial.rename(final)
+    _sync_folder(final.parent)
+    run_dir = final.parent.parent
+    for old in checkpoints(run_dir)[:-keep] if keep else []:
+        shutil.rmtree(old.folder)
+    return Checkpoint(int(final.name.removeprefix("step-")), final)
+
+
+def remove_partial(run_dir: Path) -> list[Path]:
+    """Remove what processes that died left half written; returns what it was. On one rank."""
+    found = sorted(_parent(run_dir).glob(f"step-*{_PARTIAL}"))
+    for folder in found:
+        shutil.rmtree(folder)
+    return found
+
+
+def _parent(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, which syncing its files does not."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

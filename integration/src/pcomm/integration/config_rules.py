@@ -1,0 +1,267 @@
+"""Whether a configuration fits together and fits a number of ranks: integers only, no torch.
+
+Every rank runs the same checks on the same numbers before it enters a collective, so a mistake
+is the same error everywhere and nothing hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
+from pcomm.integration.config import Config, ModelConfig, ParallelConfig, TrainConfig
+
+__all__ = ["mixers", "validate"]
+
+
+def validate(config: Config, world_size: int) -> Config:
+    """`config` with every derived size filled in, if it can run on `world_size` ranks.
+
+    Fills `model.kv_heads`, `model.head_dim`, `model.mlp_width`, `parallel.dp` and
+    `train.micro_batch_tokens` where they are 0. Keep the configuration that came in for the
+    run's folder: with `dp = 0` it can be resumed on another number of ranks.
+
+    Raises:
+        ConfigError: A value is out of its range, or two sizes do not divide.
+        TopologyError: The axes do not multiply to `world_size`.
+        UnsupportedError: A feature of a later package is asked for.
+    """
+    _check_ranges(config)
+    model = _resolve_model(config.model)
+    parallel = _resolve_parallel(config.parallel, world_size)
+    _check_shards(model, config.data.vocabulary, parallel.tp)
+    train = _resolve_batch(config.train, parallel)
+    return replace(config, model=model, parallel=parallel, train=train)
+
+
+def mixers(model: ModelConfig) -> str:
+    """The mixer letter of each block: `pattern` repeated to `layers` letters.
+
+    Raises:
+        ConfigError: `layers` is no multiple of the pattern's length, or a letter is unknown.
+        UnsupportedError: A letter names a mixer that a later package brings.
+    """
+    for letter in model.pattern:
+        if letter in "MG":
+            name = {"M": "Mamba-2", "G": "Gated DeltaNet"}[letter]
+            raise UnsupportedError(
+                "model.pattern",
+                found=f"the letter {letter!r} in {model.pattern!r}, which is {name}",
+                why="This version builds attention blocks only; the other mixers come with "
+                "pcomm-gdn-cp.",
+                fix="Use the letter 'A': `model.pattern = \"A\"`.",
+            )
+        if letter != "A":
+            raise ConfigError(
+                "model.pattern",
+                found=f"the letter {letter!r} in {model.pattern!r}",
+                why="Each letter is the mixer of one block, and none is called so.",
+                fix="Use 'A' for attention: `model.pattern = \"A\"`.",
+            )
+    if not model.pattern:
+        raise ConfigError(
+            "model.pattern",
+            found="an empty pattern",
+            why="Each letter is the mixer of one block, so there would be no block.",
+            fix="Use 'A' for attention: `model.pattern = \"A\"`.",
+        )
+    _must_divide(
+        "model.layers",
+        ("model.layers", model.layers),
+        ("the length of model.pattern", len(model.pattern)),
+        "The pattern is repeated as a whole until it fills the layers.",
+    )
+    return model.pattern * (model.layers // len(model.pattern))
+
+
+# What a number may be: a test and its words. Bounds that involve two keys are checked below.
+_Rule = tuple[Callable[[float], bool], str]
+_AT_LEAST_0: _Rule = (lambda value: value >= 0, "at least 0")
+_AT_LEAST_1: _Rule = (lambda value: value >= 1, "at least 1")
+_ABOVE_0: _Rule = (lambda value: value > 0, "more than 0")
+_SHARE: _Rule = (lambda value: 0 <= value < 1, "at least 0 and less than 1")
+_RATIO: _Rule = (lambda value: 0 <= value <= 1, "between 0 and 1")
+_SEED: _Rule = (lambda value: 0 <= value < 2**63, "between 0 and 2**63 - 1")
+# 256 bytes and the end of a document; above 2**31 a token id would not fit the cache.
+_VOCABULARY: _Rule = (lambda value: 257 <= value < 2**31, "at least 257 (256 bytes, one end)")
+
+_RULES: dict[str, _Rule] = {
+    "model.layers": _AT_LEAST_1,
+    "model.width": _AT_LEAST_1,
+    "model.heads": _AT_LEAST_1,
+    "model.kv_heads": _AT_LEAST_0,
+    "model.head_dim": _AT_LEAST_0,
+    "model.mlp_width": _AT_LEAST_0,
+    "model.rope_theta": _ABOVE_0,
+    "model.norm_eps": _AT_LEAST_0,
+    "model.init_std": _ABOVE_0,
+    "parallel.dp": _AT_LEAST_0,
+    "parallel.tp": _AT_LEAST_1,
+    "parallel.cp": _AT_LEAST_1,
+    "parallel.ep": _AT_LEAST_1,
+    "train.steps": _AT_LEAST_1,
+    "train.seed": _SEED,
+    "train.sequence_length": _AT_LEAST_1,
+    "train.global_batch_tokens": _AT_LEAST_1,
+    "train.micro_batch_tokens": _AT_LEAST_0,
+    "train.learning_rate": _AT_LEAST_0,
+    "train.min_learning_rate_ratio": _RATIO,
+    "train.warmup_steps": _AT_LEAST_0,
+    "train.weight_decay": _AT_LEAST_0,
+    "train.clip_norm": _AT_LEAST_0,
+    "train.eval_every": _AT_LEAST_0,
+    "train.eval_tokens": _AT_LEAST_0,
+    "data.vocabulary": _VOCABULARY,
+    "data.held_out": _SHARE,
+    "checkpoint.every": _AT_LEAST_0,
+    "checkpoint.keep": _AT_LEAST_0,
+    "sample.max_tokens": _AT_LEAST_0,
+    "sample.temperature": _AT_LEAST_0,
+}
+
+
+def _check_ranges(config: Config) -> None:
+    for key, rule in _RULES.items():
+        section, name = key.split(".")
+        _check_range(key, getattr(getattr(config, section), name), rule)
+    for beta in config.train.betas:
+        _check_range("train.betas", beta, _SHARE)
+
+
+def _check_range(key: str, value: float, rule: _Rule) -> None:
+    holds, words = rule
+    if not holds(value):
+        raise ConfigError(
+            key,
+            found=f"the value {value!r}",
+            why=f"It has to be {words}.",
+            fix=f"Set {key} to a value that is {words}.",
+        )
+
+
+def _resolve_model(model: ModelConfig) -> ModelConfig:
+    mixers(model)
+    kv_heads = model.kv_heads or model.heads
+    _must_divide(
+        "model.kv_heads",
+        ("model.heads", model.heads),
+        ("model.kv_heads", kv_heads),
+        "Each key and value head serves the same number of query heads.",
+    )
+    if not model.head_dim:
+        _must_divide(
+            "model.head_dim",
+            ("model.width", model.width),
+            ("model.heads", model.heads),
+            "With model.head_dim = 0 the heads share the width evenly.",
+        )
+    head_dim = model.head_dim or model.width // model.heads
+    _must_divide(
+        "model.head_dim",
+        ("the width of one head", head_dim),
+        ("a pair", 2),
+        "Rotary positions turn the numbers of a head in pairs.",
+    )
+    # 8/3 keeps the gated MLP's three matrices as large as the plain MLP's two of 4 widths.
+    mlp_width = model.mlp_width or -(-8 * model.width // (3 * 64)) * 64
+    return replace(model, kv_heads=kv_heads, head_dim=head_dim, mlp_width=mlp_width)
+
+
+def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
+    for axis, size, kind, package in (
+        ("cp", parallel.cp, "Context", "pcomm-gdn-cp"),
+        ("ep", parallel.ep, "Expert", "pcomm-fsdp"),
+    ):
+        if size > 1:
+            raise UnsupportedError(
+                f"parallel.{axis}",
+                found=f"the value {size}",
+                why=f"{kind} parallelism comes with {package}; this version has dp and tp.",
+                fix=f"Set parallel.{axis} to 1 and use the ranks for dp or tp.",
+            )
+    named = f"dp {parallel.dp}, tp {parallel.tp}, cp {parallel.cp}"
+    others = parallel.tp * parallel.cp
+    dp = parallel.dp or world_size // others
+    if dp * others != world_size:
+        raise TopologyError(
+            "parallel",
+            found=f"{named} for {world_size} ranks",
+            why="Each rank has one place in the grid, so dp x tp x cp must equal the number of "
+            "ranks, and with dp = 0 the ranks must be a multiple of tp x cp.",
+            fix=f"Start a multiple of {others} ranks and set parallel.dp = 0, or change "
+            "parallel.tp.",
+        )
+    return replace(parallel, dp=dp)
+
+
+def _check_shards(model: ModelConfig, vocabulary: int, tp: int) -> None:
+    for key, size, part in (
+        ("model.heads", model.heads, "query heads"),
+        ("model.kv_heads", model.kv_heads, "key and value heads"),
+        ("model.mlp_width", model.mlp_width, "columns of the MLP"),
+        ("data.vocabulary", vocabulary, "rows of the embedding"),
+    ):
+        _must_divide(
+            key, (key, size), ("parallel.tp", tp), f"Each rank of tp holds as many {part}."
+        )
+
+
+def _resolve_batch(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
+    row = ("train.sequence_length", train.sequence_length)
+    _must_divide(
+        "train.global_batch_tokens",
+        ("train.global_batch_tokens", train.global_batch_tokens),
+        row,
+        "A batch consists of whole rows.",
+    )
+    rows = train.global_batch_tokens // train.sequence_length
+    _must_divide(
+        "train.global_batch_tokens",
+        (f"its number of rows of {train.sequence_length} tokens", rows),
+        ("parallel.dp", parallel.dp),
+        "Each data-parallel replica takes as many rows of the batch.",
+    )
+    local = train.global_batch_tokens // parallel.dp
+    micro = train.micro_batch_tokens or local
+    _must_divide(
+        "train.micro_batch_tokens",
+        ("train.micro_batch_tokens", micro),
+        row,
+        "A micro-batch consists of whole rows.",
+    )
+    _must_divide(
+        "train.micro_batch_tokens",
+        (f"the share of each of {parallel.dp} replicas, in tokens", local),
+        ("train.micro_batch_tokens", micro),
+        "The share is computed in micro-batches of one size.",
+    )
+    if parallel.sequence:
+        _must_divide(
+            "parallel.sequence",
+            ("the number of tokens of a micro-batch", micro),
+            ("parallel.tp", parallel.tp),
+            "Each rank of tp holds as many tokens between the layers.",
+        )
+    if train.warmup_steps > train.steps:
+        raise ConfigError(
+            "train.warmup_steps",
+            found=f"{train.warmup_steps} steps of warm-up in a run of {train.steps}",
+            why="The run would end before it reached its learning rate.",
+            fix=f"Set train.warmup_steps to at most {train.steps}, or train for more steps.",
+        )
+    return replace(train, micro_batch_tokens=micro)
+
+
+def _must_divide(asked: str, whole: tuple[str, int], parts: tuple[str, int], why: str) -> None:
+    (whole_name, size), (parts_name, count) = whole, parts
+    if size % count:
+        down, up = size // count * count, -(-size // count) * count
+        nearest = f"{down} or {up}" if down else f"{up}"
+        raise ConfigError(
+            asked,
+            found=f"{whole_name} is {size}, {parts_name} is {count}, and {size} is no multiple "
+            f"of {count}",
+            why=why,
+            fix=f"Change one of the two; for {count} the nearest is {nearest}.",
+        )

@@ -1,0 +1,1 @@
+"""Text to batches: sources, split, tokenizer, token cache, packed rows."""

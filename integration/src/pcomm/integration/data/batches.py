@@ -1,0 +1,149 @@
+"""Batches for training and for evaluation, found by their index: to resume is to go on counting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pcomm.core.errors import ConfigError
+from pcomm.integration.data.document_order import DocumentOrder
+from pcomm.integration.data.packing import PADDING, Batch, Segment, pack
+from pcomm.integration.data.token_cache import TokenCorpus
+
+__all__ = ["TrainBatches", "evaluation_batches"]
+
+# Fixed, so that every evaluation of a corpus reads the same documents.
+_EVALUATION_SEED = 0
+
+
+class TrainBatches:
+    """The training batches of a run. Batch i depends on the corpus, `seed` and i alone.
+
+    The stream of documents is cut into rows; the global batch of step i is `rows_per_batch` rows
+    from row `i * rows_per_batch` on. Data-parallel rank r of n has every n-th of them from the
+    r-th on, so the ranks share a batch without overlap, and the batch is the same for every n.
+
+    Args:
+        corpus: The train split.
+        seed: Decides the order of the documents.
+        sequence_length: Tokens in a row.
+        global_batch_tokens: Tokens in the batch of one step, over all data-parallel ranks.
+        micro_batch_tokens: Tokens that one rank computes at once. 0: its whole share.
+
+    Raises:
+        ConfigError: The batch does not consist of whole rows.
+    """
+
+    def __init__(
+        self,
+        corpus: TokenCorpus,
+        *,
+        seed: int,
+        sequence_length: int,
+        global_batch_tokens: int,
+        micro_batch_tokens: int = 0,
+    ) -> None:
+        _check_whole("train.global_batch_tokens", global_batch_tokens, sequence_length)
+        _check_whole("train.micro_batch_tokens", micro_batch_tokens, sequence_length)
+        self._corpus = corpus
+        self._order = DocumentOrder(corpus, seed)
+        self._sequence_length = sequence_length
+        self._micro_rows = micro_batch_tokens // sequence_length
+        self.rows_per_batch = global_batch_tokens // sequence_length
+        """Rows in the batch of one step, over all data-parallel ranks."""
+
+    def num_micro_batches(self, dp_size: int) -> int:
+        """How many micro-batches make up one rank's share of a step.
+
+        Raises:
+            ConfigError: The rows do not divide among the ranks, or the share into micro-batches.
+        """
+        _check_whole("rows of a batch over data-parallel ranks", self.rows_per_batch, dp_size)
+        local_rows = self.rows_per_batch // dp_size
+        micro_rows = self._micro_rows or local_rows
+        _check_whole("rows of a data-parallel rank over micro-batches", local_rows, micro_rows)
+        return local_rows // micro_rows
+
+    def batch(self, step: int, *, dp_rank: int = 0, dp_size: int = 1, micro: int = 0) -> Batch:
+        """Micro-batch `micro` of rank `dp_rank` of `dp_size` in the batch of `step`, from 0.
+
+        Raises:
+            ConfigError: There is no such rank or micro-batch, or the rows do not divide.
+        """
+        num_micro = self.num_micro_batches(dp_size)
+        if not (step >= 0 and 0 <= dp_rank < dp_size and 0 <= micro < num_micro):
+            raise ConfigError(
+                "TrainBatches.batch",
+                found=f"step {step}, dp_rank {dp_rank} of {dp_size}, micro {micro} of {num_micro}",
+                why="Steps, ranks and micro-batches count from 0.",
+                fix="Pass numbers from 0 to one less than there are.",
+            )
+        first = step * self.rows_per_batch
+        local = range(first + dp_rank, first + self.rows_per_batch, dp_size)
+        micro_rows = len(local) // num_micro
+        segments: list[Segment] = []
+        for row in local[micro * micro_rows : (micro + 1) * micro_rows]:
+            start = row * self._sequence_length
+            segments += self._order.segments(start, start + self._sequence_length)
+        return pack(self._corpus, segments)
+
+    def num_targets(self, step: int) -> int:
+        """Targets in the whole global batch of `step`: what a mean over it divides by.
+
+        Counted without reading the batch, so no rank has to ask the others.
+        """
+        tokens = self.rows_per_batch * self._sequence_length
+        return tokens - self._order.num_ends(step * tokens, (step + 1) * tokens)
+
+
+def evaluation_batches(
+    corpus: TokenCorpus,
+    *,
+    sequence_length: int,
+    batch_tokens: int,
+    max_tokens: int = 0,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+) -> Iterator[Batch]:
+    """The first `max_tokens` held-out tokens, each target on exactly one data-parallel rank.
+
+    The documents come in a fixed, mixed order, so the first tokens are a sample of all of them.
+    Every rank gets as many batches of one size: what is missing is filled with rows that predict
+    nothing, so ranks that meet in collectives stay in step. A corpus without documents gives
+    no batch.
+
+    Args:
+        corpus: The held-out split.
+        sequence_length: Tokens in a row.
+        batch_tokens: Tokens in one batch of one rank, a multiple of `sequence_length`.
+        max_tokens: How many tokens to read. 0, or more than there are: all.
+        dp_rank: This rank's place among the data-parallel ranks.
+        dp_size: Number of data-parallel ranks.
+
+    Raises:
+        ConfigError: `batch_tokens` is no multiple of `sequence_length`.
+    """
+    _check_whole("evaluation_batches: batch_tokens", batch_tokens, sequence_length)
+    num_tokens = min(max_tokens or corpus.num_tokens, corpus.num_tokens)
+    num_rows = -(-num_tokens // sequence_length)
+    rows_per_batch = batch_tokens // sequence_length
+    order = DocumentOrder(corpus, _EVALUATION_SEED)
+    for first in range(0, num_rows, rows_per_batch * dp_size):
+        segments: list[Segment] = []
+        for row in range(first + dp_rank, first + rows_per_batch * dp_size, dp_size):
+            start = min(row * sequence_length, num_tokens)
+            stop = min(start + sequence_length, num_tokens)
+            segments += order.segments(start, stop)
+            if stop - start < sequence_length:
+                filling = sequence_length - (stop - start)
+                segments.append(Segment(PADDING, filling, ends_document=True))
+        yield pack(corpus, segments)
+
+
+def _check_whole(asked: str, size: int, part: int) -> None:
+    if size % part:
+        raise ConfigError(
+            asked,
+            found=f"{size}, which is no multiple of {part}",
+            why="Batches consist of whole rows, and every rank computes as many of them.",
+            fix="Choose sizes that divide; `validate` names the key.",
+        )

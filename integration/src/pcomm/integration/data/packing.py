@@ -1,0 +1,88 @@
+"""Rows of packed documents: what a model reads in one forward pass, and what it must predict.
+
+Every token but a document's first is predicted exactly once, and only from its own document:
+attention and positions start anew at each segment, and nothing predicts across a document's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pcomm.integration.data.token_cache import TokenCorpus
+
+__all__ = ["IGNORE", "PADDING", "Batch", "Segment", "pack"]
+
+IGNORE = -100
+"""The target of a token that predicts nothing; torch's cross-entropy leaves it out by default."""
+
+PADDING = -1
+"""The `start` of a segment that only fills a row."""
+
+
+class Segment(NamedTuple):
+    """A part of one document within one row."""
+
+    start: int
+    """First token, counted in the corpus; or `PADDING`."""
+
+    length: int
+    """How many tokens, at least 1."""
+
+    ends_document: bool
+    """Whether its last token is the document's last, which predicts nothing."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens that one rank computes at once. T tokens in S segments."""
+
+    tokens: NDArray[np.int64]
+    """`[T]`, inputs."""
+
+    targets: NDArray[np.int64]
+    """`[T]`, the next token of the same document, or `IGNORE`."""
+
+    positions: NDArray[np.int64]
+    """`[T]`, place within the segment, from 0."""
+
+    cu_seqlens: tuple[int, ...]
+    """`S + 1` borders: segment s is `cu_seqlens[s]:cu_seqlens[s + 1]`; from 0 to T."""
+
+    num_targets: int
+    """Targets that are not `IGNORE`."""
+
+    num_bytes: int
+    """Bytes of text that the targets stand for; a document's end counts as a target of 0 bytes."""
+
+
+def pack(corpus: TokenCorpus, segments: Sequence[Segment]) -> Batch:
+    """The batch that consists of `segments`, one after the other."""
+    cu_seqlens = [0]
+    for segment in segments:
+        cu_seqlens.append(cu_seqlens[-1] + segment.length)
+    tokens = np.full(cu_seqlens[-1], corpus.end_id, dtype=np.int64)
+    targets = np.full(cu_seqlens[-1], IGNORE, dtype=np.int64)
+    positions = np.empty(cu_seqlens[-1], dtype=np.int64)
+    for segment, begin, end in zip(segments, cu_seqlens, cu_seqlens[1:], strict=False):
+        positions[begin:end] = np.arange(segment.length)
+        if segment.start == PADDING:
+            continue
+        stop = segment.start + segment.length
+        tokens[begin:end] = corpus.tokens[segment.start : stop]
+        # A document that goes on in the next row gives this row its last target as well.
+        known = segment.length - 1 if segment.ends_document else segment.length
+        targets[begin : begin + known] = corpus.tokens[segment.start + 1 : stop + 1][:known]
+    predicted = targets[targets != IGNORE]
+    return Batch(
+        tokens=tokens,
+        targets=targets,
+        positions=positions,
+        cu_seqlens=tuple(cu_seqlens),
+        num_targets=len(predicted),
+        num_bytes=int(corpus.bytes_per_id[predicted].sum(dtype=np.int64)),
+    )

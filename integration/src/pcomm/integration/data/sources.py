@@ -1,0 +1,106 @@
+"""From `data.path` to the files of a corpus."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pcomm.core.errors import ConfigError, near_misses
+from pcomm.integration.config import DataConfig
+from pcomm.integration.data.documents import SourceFile, open_file
+from pcomm.integration.data.parquet import ParquetFile
+from pcomm.integration.data.standard_library import standard_library_files
+from pcomm.integration.data.text_files import JsonLinesFile, TextFile
+
+__all__ = ["content_hash", "find_files"]
+
+_KINDS = (".txt", ".jsonl", ".parquet")
+
+
+def find_files(data: DataConfig) -> Sequence[SourceFile]:
+    """The files of a corpus: those of `data.path`, or the standard library where that is empty.
+
+    Files are sorted by path and counted once, however many patterns match them. Their names are
+    relative to the folder that holds them all, so that they do not depend on the machine.
+
+    Raises:
+        ConfigError: A path does not exist, a pattern matches nothing, or a file is of no known
+            kind.
+    """
+    if not data.path:
+        return standard_library_files()
+    paths = sorted({path for pattern in data.path for path in _expand(pattern)})
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    return [_source(path, path.relative_to(root).as_posix(), data.text_key) for path in paths]
+
+
+def content_hash(files: Sequence[SourceFile]) -> str:
+    """A hash of the names and bytes of all files: equal hashes, equal corpora.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        name = file.name.encode("utf-8", "surrogateescape")
+        digest.update(hashlib.blake2b(name).digest())
+        with open_file(file.path) as content:
+            digest.update(hashlib.file_digest(content, hashlib.blake2b).digest())
+    return digest.hexdigest()
+
+
+def _expand(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [Path(os.path.abspath(path))]
+    if path.is_dir():
+        raise ConfigError(
+            f"data.path: {pattern}",
+            found="a folder",
+            why="data.path lists files, and a folder may hold more than the corpus.",
+            fix=f'Say which files: `data.path = ["{path.as_posix()}/**/*.txt"]`.',
+        )
+    is_glob = glob.has_magic(str(path))
+    # Folders that match are skipped; a broken link stays, and is an error when it is read.
+    matches = [
+        Path(os.path.abspath(match))
+        for match in (glob.glob(str(path), recursive=True) if is_glob else [])
+        if not os.path.isdir(match)
+    ]
+    if matches:
+        return matches
+    if is_glob:
+        found, why = "a pattern that matches no file", "The corpus would lack these files."
+    else:
+        found, why = "no such file", "The corpus would lack this file."
+    raise ConfigError(
+        f"data.path: {pattern}",
+        found=f"{found}, seen from {Path.cwd()}",
+        why=why,
+        fix=f"Check the path. {_neighbours(path)}",
+    )
+
+
+def _neighbours(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"There is no folder {str(path.parent)!r} either."
+    return near_misses(path.name, [entry.name for entry in path.parent.iterdir()][:1000])
+
+
+def _source(path: Path, name: str, text_key: str) -> SourceFile:
+    match path.suffix.lower():
+        case ".txt":
+            return TextFile(name, path)
+        case ".jsonl":
+            return JsonLinesFile(name, path, text_key)
+        case ".parquet":
+            return ParquetFile(name, path, text_key)
+    raise ConfigError(
+        f"data.path: {path}",
+        found=f"a file that ends in {path.suffix!r}",
+        why=f"The ending says how a file is read; known are {', '.join(_KINDS)}.",
+        fix="Rename plain text to .txt (one document a file), or narrow the pattern.",
+    )

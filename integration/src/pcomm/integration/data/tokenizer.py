@@ -1,0 +1,114 @@
+"""Byte-level BPE, trained once on the train split and kept beside the run.
+
+Every byte is a token, so any text can be encoded and comes back as it was; merges make it short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from pcomm.core.errors import ConfigError
+from pcomm.integration.atomic_file import atomic_write
+
+__all__ = ["END", "BytePairTokenizer", "load_tokenizer", "train_tokenizer"]
+
+END = "<|end|>"
+"""The special token that ends every document."""
+
+
+class BytePairTokenizer:
+    """Text to token ids and back.
+
+    Args:
+        tokenizer: What `tokenizers` trained or read; it knows the token `END`.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        # Otherwise a text that contains the letters `<|end|>` would end its document.
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        end_id = tokenizer.token_to_id(END)
+        assert end_id is not None, "trained with END, or checked by load_tokenizer"
+        self.end_id = end_id
+        """Id of the token that ends every document."""
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids are in use: at most the vocabulary asked for, less for a small corpus."""
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without an end."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """The token ids of each text; several texts at once are encoded on all cores."""
+        for encoding in self._tokenizer.encode_batch_fast(list(texts)):
+            yield encoding.ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; ends, and ids that stand for nothing, give no text.
+
+        Bytes that are no UTF-8, as at a cut within a character, become the replacement character.
+        """
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def bytes_per_id(self, vocabulary: int) -> NDArray[np.int32]:
+        """`[vocabulary]`, the bytes of text that each id stands for; 0 for the end."""
+        lengths = np.zeros(vocabulary, dtype=np.int32)
+        for token, token_id in self._tokenizer.get_vocab().items():
+            # The byte-level alphabet writes each byte as one character.
+            lengths[token_id] = len(token)
+        lengths[self.end_id] = 0
+        return lengths
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer, whole or not at all, as JSON that `tokenizers` reads."""
+        with atomic_write(path) as file:
+            file.write(self._tokenizer.to_str(pretty=True).encode())
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> BytePairTokenizer:
+    """A tokenizer with at most `vocabulary` ids; the same texts give the same tokenizer."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return BytePairTokenizer(tokenizer)
+
+
+def load_tokenizer(path: Path) -> BytePairTokenizer:
+    """The tokenizer that a run was trained with.
+
+    Raises:
+        ConfigError: The file is missing, unreadable, or no tokenizer of this kind.
+    """
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # tokenizers raises bare Exception for a text that it cannot parse
+        found = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise _unusable(path, found) from error
+    if tokenizer.token_to_id(END) is None:
+        raise _unusable(path, f"a tokenizer without the token {END}")
+    return BytePairTokenizer(tokenizer)
+
+
+def _unusable(path: Path, found: str) -> ConfigError:
+    return ConfigError(
+        f"tokenizer {path}",
+        found=found,
+        why="Token ids mean nothing without the tokenizer that the model was trained with.",
+        fix="Give the folder of a run that `pcomm train` wrote, or train anew in an empty folder.",
+    )

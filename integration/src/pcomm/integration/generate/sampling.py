@@ -1,0 +1,24 @@
+"""The next token from the logits of the last one."""
+
+# Shape suffixes: V vocabulary.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["sample"]
+
+
+def sample(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """The likeliest token at temperature 0, else one drawn from `softmax(logits / temperature)`.
+
+    Args:
+        logits_V: On the device of `generator`.
+        temperature: At least 0.
+        generator: Where chance comes from; the same state gives the same token.
+    """
+    if temperature == 0:
+        return int(logits_V.argmax())
+    probabilities_V = torch.softmax(logits_V.float() / temperature, -1)
+    return int(torch.multinomial(probabilities_V, 1, generator=generator))

@@ -1,0 +1,1 @@
+"""What a run reports while it trains: rows of numbers, and the sinks that they go to."""

@@ -1,0 +1,53 @@
+"""A sink takes the rows of a run: to a file, a terminal, TensorBoard, or several at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+__all__ = ["Row", "Sink", "SinkGroup", "bits_per_byte"]
+
+Row = Mapping[str, int | float]
+"""The numbers of one step. Each row has `step`.
+
+A training row also has `loss` (mean nats per token), `tokens_per_s`, `step_ms`, `lr`, `grad_norm`
+and `memory_mib`; an evaluation row has `bits_per_byte`.
+"""
+
+
+class Sink(Protocol):
+    """Where rows go. Only the first rank of a run writes any."""
+
+    def write(self, row: Row) -> None:
+        """Take one row; the steps of a run never fall."""
+
+    def close(self) -> None:
+        """Finish; no row comes after it."""
+
+
+class SinkGroup:
+    """Several sinks as one. Without any it takes rows and keeps none, as on all other ranks."""
+
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+        self._sinks = tuple(sinks)
+
+    def write(self, row: Row) -> None:
+        """Give the row to each sink in order."""
+        for sink in self._sinks:
+            sink.write(row)
+
+    def close(self) -> None:
+        """Close every sink, also after one of them fails; then raise that failure."""
+        with ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)
+
+
+def bits_per_byte(nats: float, num_bytes: int) -> float:
+    """A sum of losses in nats as bits per byte of the text: comparable between tokenizers.
+
+    NaN where the targets stand for no byte.
+    """
+    return nats / math.log(2) / num_bytes if num_bytes else math.nan

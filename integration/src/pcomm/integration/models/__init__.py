@@ -1,0 +1,1 @@
+"""Language models built from blocks whose mixer a pattern of letters chooses."""

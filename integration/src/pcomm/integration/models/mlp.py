@@ -1,0 +1,97 @@
+"""The gated MLP of a block."""
+
+# Shape suffixes: T tokens, D width, F hidden width (this rank's share).
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.layout import Layout
+from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pcomm.integration.config import ModelConfig
+
+__all__ = ["SwiGLU", "swiglu"]
+
+
+class SwiGLU(nn.Module):
+    """`W_down(silu(W_gate x) * W_up x)`, the hidden width split over the tensor-parallel ranks.
+
+    Gate and up come from one weight, so that a rank does one product and one communication.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        collectives: Collectives,
+        *,
+        sequence_parallel: bool,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        hidden = Layout.even(config.mlp_width, collectives.size)
+        self.gate_up = ColumnParallelLinear(
+            config.width,
+            Layout.sections([hidden, hidden]),
+            collectives,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+        )
+        self.down = RowParallelLinear(
+            hidden,
+            config.width,
+            collectives,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T, D]` to `[T, D]`; collective over the tensor-parallel group."""
+        y: Tensor = self.down(swiglu(self.gate_up(x)))
+        return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps its input alone, and writes both gradients into one tensor without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_T2F)
+        gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
+        return F.silu(gate_TF).mul_(up_TF)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gate_up_T2F,) = ctx.saved_tensors
+        gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
+        sigmoid_TF = torch.sigmoid(gate_TF)
+        silu_TF = gate_TF * sigmoid_TF
+        result_T2F = torch.empty_like(gate_up_T2F)
+        for_gate_TF, for_up_TF = result_T2F.chunk(2, -1)
+        torch.mul(gradients[0], silu_TF, out=for_up_TF)
+        # d silu(g) / dg = s + silu(g) (1 - s), with s the sigmoid.
+        slope_TF = sigmoid_TF.add(silu_TF).addcmul_(silu_TF, sigmoid_TF, value=-1)
+        torch.mul(gradients[0], up_TF, out=for_gate_TF).mul_(slope_TF)
+        return result_T2F
+
+
+def swiglu(gate_up_T2F: Tensor) -> Tensor:
+    """`silu(gate) * up` of two halves side by side; local.
+
+    Args:
+        gate_up_T2F: `[T, 2F]`, the gate first.
+
+    Returns:
+        `[T, F]`, same dtype.
+    """
+    result: Tensor = _SwiGLU.apply(gate_up_T2F)  # type: ignore[no-untyped-call]
+    return result

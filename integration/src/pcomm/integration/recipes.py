@@ -1,0 +1,58 @@
+"""Configurations to start from, as Python functions: change one with `dataclasses.replace`."""
+
+from __future__ import annotations
+
+from pcomm.integration.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    SampleConfig,
+    TrainConfig,
+)
+
+__all__ = ["quickstart", "tiny"]
+
+
+def quickstart() -> Config:
+    """A GPT of 4 million parameters that learns to write Python on two CPU ranks in minutes.
+
+    `configs/quickstart.toml` says the same in TOML.
+    """
+    return Config(
+        model=ModelConfig(layers=4, width=256, heads=4),
+        train=TrainConfig(
+            steps=160,
+            sequence_length=256,
+            global_batch_tokens=4096,
+            learning_rate=3e-3,
+            warmup_steps=16,
+            eval_every=80,
+            eval_tokens=65_536,
+        ),
+        data=DataConfig(vocabulary=2048),
+        checkpoint=CheckpointConfig(every=80),
+        sample=SampleConfig(prompt="def ", max_tokens=128),
+    )
+
+
+def tiny() -> Config:
+    """The smallest GPT that still has every part: for tests, which run it for a few steps.
+
+    Two layers of width 32 with 4 query and 2 key heads, so that a tensor-parallel degree of 2
+    divides everything.
+    """
+    return Config(
+        model=ModelConfig(layers=2, width=32, heads=4, kv_heads=2, mlp_width=64),
+        train=TrainConfig(
+            steps=4,
+            sequence_length=32,
+            global_batch_tokens=256,
+            warmup_steps=2,
+            eval_every=2,
+            eval_tokens=512,
+        ),
+        data=DataConfig(vocabulary=320),
+        checkpoint=CheckpointConfig(every=2),
+        sample=SampleConfig(max_tokens=8),
+    )

@@ -1,0 +1,1 @@
+"""Training: batches in, weights, checkpoints and metrics out."""

@@ -1,0 +1,112 @@
+"""Gradients summed over the replicas while the backward pass is still computing earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from pcomm.core.collectives.protocol import Collectives, Pending
+
+__all__ = ["ReplicaGradients"]
+
+# Large enough that a collective is mostly bandwidth, small enough that several overlap backward.
+_BUCKET_BYTES = 4 << 20
+
+
+@dataclass
+class _Bucket:
+    """Gradients that lie in one buffer and are reduced by one collective."""
+
+    buffer: Tensor
+    size: int
+    missing: int = 0
+    pending: Pending | None = field(default=None)
+
+
+class ReplicaGradients:
+    """The `.grad` of every parameter, summed over the replicas.
+
+    With one replica it only clears gradients. Otherwise they lie in flat buckets, last parameters
+    first, and a bucket is reduced as soon as backward has written all of it; so most of the
+    communication runs while the rest of the gradients is computed.
+
+    Each step: `begin_step`, backward of every micro-batch with `is_last` set for the last,
+    `finish_step`.
+
+    Args:
+        parameters: Those that are trained; each occurs once.
+        collectives: Of the group of replicas, without gradients.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], collectives: Collectives) -> None:
+        self.parameters = list(parameters)
+        self.is_last = False
+        self._collectives = collectives
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        if collectives.size == 1:
+            return
+        # Backward reaches the last layers first, so their bucket is full first.
+        waiting: list[nn.Parameter] = []
+        for parameter in reversed(self.parameters):
+            is_other_kind = waiting and waiting[0].dtype != parameter.dtype
+            if is_other_kind or _bytes([*waiting, parameter]) > _BUCKET_BYTES and waiting:
+                self._add_bucket(waiting)
+                waiting = []
+            waiting.append(parameter)
+        self._add_bucket(waiting)
+
+    def begin_step(self) -> None:
+        """Clear all gradients. Local."""
+        self.is_last = False
+        if not self._buckets:
+            for parameter in self.parameters:
+                parameter.grad = None
+        for bucket in self._buckets:
+            bucket.buffer.zero_()
+            bucket.missing, bucket.pending = bucket.size, None
+
+    def finish_step(self) -> None:
+        """Wait until every gradient is summed. Collective over the replicas.
+
+        A parameter that took no part in the step counts with a gradient of zero.
+        """
+        for bucket in self._buckets:
+            if bucket.pending is None:
+                self._reduce(bucket)
+        for bucket in self._buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+        self.is_last = False
+
+    def _add_bucket(self, parameters: list[nn.Parameter]) -> None:
+        total = sum(parameter.numel() for parameter in parameters)
+        bucket = _Bucket(parameters[0].new_zeros(total), len(parameters))
+        self._buckets.append(bucket)
+        start = 0
+        for parameter in parameters:
+            stop = start + parameter.numel()
+            # Autograd adds into an existing gradient in place, so it writes into the bucket.
+            parameter.grad = bucket.buffer[start:stop].view_as(parameter)
+            self._bucket_of[parameter] = bucket
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            start = stop
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if not self.is_last:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        bucket = self._bucket_of[parameter]
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._reduce(bucket)
+
+    def _reduce(self, bucket: _Bucket) -> None:
+        bucket.pending = self._collectives.all_reduce_async(bucket.buffer, out=bucket.buffer)
+
+
+def _bytes(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+

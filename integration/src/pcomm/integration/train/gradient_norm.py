@@ -1,0 +1,68 @@
+"""Gradients of a model that is split over ranks, seen as those of the whole model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.placement import placements_of
+
+__all__ = ["clip_by_global_norm", "sum_partial_gradients"]
+
+
+def sum_partial_gradients(model: nn.Module, collectives: Collectives) -> None:
+    """Add up the gradients of parameters that all ranks hold but each used in part.
+
+    Collective over the tensor-parallel group: one all-reduce for all of them together. Those are
+    norms under sequence parallelism and norms shared by heads; see `Placement`.
+    """
+    if collectives.size == 1:
+        return
+    placements = placements_of(model)
+    partial = [
+        parameter.grad
+        for name, parameter in model.named_parameters()
+        if placements[name].has_partial_gradient and parameter.grad is not None
+    ]
+    if not partial:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in partial])
+    collectives.all_reduce(flat, out=flat)
+    parts = flat.split([gradient.numel() for gradient in partial])
+    for gradient, part in zip(partial, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def clip_by_global_norm(model: nn.Module, collectives: Collectives, max_norm: float) -> Tensor:
+    """Scale all gradients so that the norm over the *whole* model is at most `max_norm`.
+
+    Collective over the tensor-parallel group: one all-reduce of one number. A parameter that
+    every rank holds counts once, one that is split counts with all its parts. Without a limit
+    (`max_norm` 0) the norm is only measured.
+
+    Returns:
+        The norm before, a number in fp64, the same on all ranks of the group.
+    """
+    placements = placements_of(model)
+    named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+    split = [gradient for name, gradient in named if placements[name].is_split]
+    whole = [gradient for name, gradient in named if not placements[name].is_split]
+    squares = _squares(split, model)
+    if collectives.size > 1:
+        squares = collectives.all_reduce(squares, out=squares)
+    norm = (squares + _squares(whole, model)).sqrt()
+    if max_norm > 0:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        gradients = split + whole
+        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+    return norm
+
+
+def _squares(gradients: list[Tensor], model: nn.Module) -> Tensor:
+    """Sum of squares in fp64, so that the norm does not depend on how the model is split."""
+    device = next(model.parameters()).device
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(gradients, dtype=torch.float64)
+    return torch.stack(norms).square().sum()

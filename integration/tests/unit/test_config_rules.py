@@ -1,0 +1,114 @@
+"""Which configurations run, on how many ranks, and what the others are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pcomm.core.errors import ConfigError, PcommError, TopologyError, UnsupportedError
+from pcomm.integration import recipes
+from pcomm.integration.config import Config, ModelConfig, keys
+from pcomm.integration.config_file import apply_overrides
+from pcomm.integration.config_rules import mixers, validate
+
+
+def _tiny(*overrides: str) -> Config:
+    return apply_overrides(recipes.tiny(), overrides)
+
+
+def test_derived_sizes_are_filled_in():
+    config = validate(_tiny("model.width=96", "model.kv_heads=0", "model.mlp_width=0"), 2)
+    # 8/3 of 96 is 256, which is a multiple of 64 already.
+    assert config.model.mlp_width == 256
+    assert (config.model.kv_heads, config.model.head_dim) == (4, 24)
+    assert config.parallel.dp == 2
+    assert config.train.micro_batch_tokens == 128
+
+
+@pytest.mark.parametrize(("width", "expected"), [(8, 64), (24, 64), (32, 128), (256, 704)])
+def test_the_mlp_is_rounded_up_to_64(width, expected):
+    assert (
+        validate(_tiny(f"model.width={width}", "model.mlp_width=0"), 1).model.mlp_width == expected
+    )
+
+
+def test_what_is_given_stays():
+    asked = _tiny("model.head_dim=6", "parallel.dp=2", "train.micro_batch_tokens=64")
+    config = validate(asked, 2)
+    assert config.model.head_dim == 6
+    assert config.parallel.dp == 2
+    assert config.train.micro_batch_tokens == 64
+    assert validate(config, 2) == config
+
+
+def test_the_pattern_repeats():
+    assert mixers(ModelConfig(pattern="AA", layers=4)) == "AAAA"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "kind", "parts"),
+    [
+        (["model.pattern=GGGA"], 1, UnsupportedError, ["'G'", "Gated DeltaNet", "pcomm-gdn-cp"]),
+        (["model.pattern=M"], 1, UnsupportedError, ["'M'", "Mamba-2", "pcomm-gdn-cp"]),
+        (["model.pattern=AX"], 1, ConfigError, ["'X'", "'A'"]),
+        (["model.pattern="], 1, ConfigError, ["empty pattern"]),
+        (["model.pattern=AAA"], 1, ConfigError, ["model.layers is 2", "is 3", "nearest is 3"]),
+        (["parallel.cp=2"], 2, UnsupportedError, ["parallel.cp", "pcomm-gdn-cp"]),
+        (["parallel.ep=2"], 2, UnsupportedError, ["parallel.ep", "pcomm-fsdp"]),
+        (["parallel.dp=3"], 4, TopologyError, ["dp 3, tp 1", "4 ranks"]),
+        (["parallel.tp=2"], 3, TopologyError, ["tp 2", "3 ranks", "multiple of 2"]),
+        (["parallel.tp=2"], 1, TopologyError, ["tp 2", "1 ranks"]),
+        (["model.heads=3", "model.width=33", "model.kv_heads=2"], 1, ConfigError, ["heads is 3"]),
+        (["model.width=33"], 1, ConfigError, ["model.head_dim", "33", "4", "32 or 36"]),
+        (["model.head_dim=5"], 1, ConfigError, ["width of one head is 5", "pairs"]),
+        (["model.width=20"], 1, ConfigError, ["width of one head is 5"]),
+        (
+            ["parallel.tp=4", "model.heads=6", "model.kv_heads=6", "model.width=48"],
+            4,
+            ConfigError,
+            ["model.heads is 6", "parallel.tp is 4", "query heads"],
+        ),
+        (["parallel.tp=4"], 4, ConfigError, ["model.kv_heads is 2", "parallel.tp is 4"]),
+        (["parallel.tp=2", "model.mlp_width=65"], 2, ConfigError, ["mlp_width is 65"]),
+        (["parallel.tp=2", "data.vocabulary=321"], 2, ConfigError, ["vocabulary is 321"]),
+        (["train.global_batch_tokens=100"], 1, ConfigError, ["100", "sequence_length is 32"]),
+        ([], 3, ConfigError, ["number of rows of 32 tokens is 8", "parallel.dp is 3"]),
+        (["train.micro_batch_tokens=48"], 1, ConfigError, ["micro_batch_tokens is 48", "is 32"]),
+        (["train.micro_batch_tokens=96"], 1, ConfigError, ["is 256", "micro_batch_tokens is 96"]),
+        (
+            ["parallel.tp=2", "parallel.sequence=true", "train.sequence_length=33",
+             "train.global_batch_tokens=99"],
+            2,
+            ConfigError,
+            ["parallel.sequence", "99", "parallel.tp is 2"],
+        ),
+        (["train.warmup_steps=5"], 1, ConfigError, ["5 steps of warm-up in a run of 4"]),
+        (["train.betas=[0.9, 1.0]"], 1, ConfigError, ["train.betas", "1.0", "less than 1"]),
+        (["data.vocabulary=256"], 1, ConfigError, ["data.vocabulary", "256", "at least 257"]),
+        (["data.held_out=1"], 1, ConfigError, ["data.held_out", "1.0"]),
+        (["train.seed=-1"], 1, ConfigError, ["train.seed", "-1"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_run(overrides, world_size, kind, parts):
+    with pytest.raises(kind) as raised:
+        validate(_tiny(*overrides), world_size)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+def test_every_number_has_a_lower_bound():
+    for key in keys():
+        if key.annotation in (int, float):
+            with pytest.raises(PcommError, match=f"^{key.section}.{key.name}: the value -1"):
+                validate(_tiny(f"{key.section}.{key.name}=-1"), 1)
+
+
+def test_configuration_needs_neither_torch_nor_numpy():
+    code = (
+        "import sys, pcomm.integration.config_rules, pcomm.integration.config_file\n"
+        "import pcomm.integration.recipes\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,252 @@
+"""The token cache: right, shared, rebuilt when stale, and never half-written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pcomm.core.errors import ConfigError
+from pcomm.integration.atomic_file import atomic_write
+from pcomm.integration.config import DataConfig
+from pcomm.integration.data import preparation
+from pcomm.integration.data.preparation import open_prepared, prepare
+from pcomm.integration.data.token_cache import write_tokens
+
+TEXTS = {f"{i}.txt": f"Text number {i} of all.\n" * (i + 1) for i in range(30)}
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return DataConfig(path=(str(folder / "*.txt"),), vocabulary=300, held_out=0.2)
+
+
+def _snapshot(run_dir):
+    return {
+        str(path.relative_to(run_dir)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in sorted(run_dir.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _texts(prepared, corpus):
+    borders = zip(corpus.offsets, corpus.offsets[1:], strict=False)
+    documents = [corpus.tokens[start:stop].tolist() for start, stop in borders]
+    assert all(document[-1] == corpus.end_id for document in documents)
+    assert not any(corpus.end_id in document[:-1] for document in documents)
+    return [prepared.tokenizer.decode(document) for document in documents]
+
+
+def test_every_document_is_in_one_split_and_ends_with_the_end(data, tmp_path):
+    prepared = prepare(data, tmp_path / "run")
+    train, held_out = (_texts(prepared, c) for c in (prepared.train, prepared.held_out))
+    assert sorted(train + held_out) == sorted(TEXTS.values())
+    assert train
+    assert held_out
+    assert prepared.train.tokens.dtype == np.uint16
+    assert prepared.train.num_documents == len(train)
+
+
+def test_a_document_that_holds_the_end_as_text_stays_whole(data, tmp_path):
+    (tmp_path / "corpus" / "1.txt").write_text("a <|end|> b", encoding="utf-8")
+    prepared = prepare(data, tmp_path / "run")
+    assert "a <|end|> b" in _texts(prepared, prepared.train) + _texts(prepared, prepared.held_out)
+
+
+def test_the_tokenizer_has_not_seen_the_held_out_documents(data, tmp_path):
+    before = prepare(data, tmp_path / "one")
+    held_out = _texts(before, before.held_out)
+    for name, text in TEXTS.items():
+        if text in held_out:
+            (tmp_path / "corpus" / name).write_text("zq" * 500, encoding="utf-8")
+    after = prepare(data, tmp_path / "two")
+    assert _texts(after, after.held_out) == ["zq" * 500] * len(held_out)
+    one, two = (tmp_path / run / "tokenizer.json" for run in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_other_ranks_open_the_same(data, tmp_path):
+    prepared, opened = prepare(data, tmp_path / "run"), open_prepared(tmp_path / "run")
+    assert isinstance(opened.train.tokens, np.memmap)
+    assert (opened.train.tokens == prepared.train.tokens).all()
+    assert (opened.held_out.offsets == prepared.held_out.offsets).all()
+    assert opened.fingerprint == prepared.fingerprint
+    assert opened.train.end_id == opened.tokenizer.end_id
+    assert len(opened.train.bytes_per_id) == 300
+
+
+def test_what_is_fresh_is_not_built_again(data, tmp_path):
+    first = prepare(data, tmp_path / "run")
+    before = _snapshot(tmp_path / "run")
+    assert prepare(data, tmp_path / "run").fingerprint == first.fingerprint
+    assert _snapshot(tmp_path / "run") == before
+
+
+def test_the_same_corpus_elsewhere_gives_the_same_files(data, tmp_path):
+    first = prepare(data, tmp_path / "one")
+    (tmp_path / "corpus").rename(tmp_path / "moved")
+    second = prepare(replace(data, path=(str(tmp_path / "moved/*.txt"),)), tmp_path / "two")
+    assert first.fingerprint == second.fingerprint
+    one, two = (_snapshot(tmp_path / run) for run in ("one", "two"))
+    assert {k: v[0] for k, v in one.items()} == {k: v[0] for k, v in two.items()}
+
+
+@pytest.mark.parametrize("change", ["text", "file", "vocabulary", "held_out"])
+def test_what_is_stale_is_built_again(data, tmp_path, change):
+    before = prepare(data, tmp_path / "run")
+    if change == "text":
+        (tmp_path / "corpus" / "3.txt").write_text("New words.", encoding="utf-8")
+    if change == "file":
+        (tmp_path / "corpus" / "new.txt").write_text("New words.", encoding="utf-8")
+    if change == "vocabulary":
+        data = replace(data, vocabulary=290)
+    if change == "held_out":
+        data = replace(data, held_out=0.5)
+    after = prepare(data, tmp_path / "run")
+    fresh = prepare(data, tmp_path / "fresh")
+    assert after.fingerprint == fresh.fingerprint != before.fingerprint
+    assert (after.train.tokens[:] == fresh.train.tokens[:]).all()
+    # What another process has mapped stays what it was.
+    assert len(_texts(before, before.train)) == before.train.num_documents
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda run: (run / "data" / "train_tokens.npy").unlink(),
+        lambda run: (run / "data" / "train_tokens.npy").write_bytes(b"\x93NUMPY"),
+        lambda run: (run / "data" / "held_out_offsets.npy").write_bytes(b""),
+        lambda run: (run / "data" / "manifest.json").write_text("{"),
+        lambda run: (run / "data" / "manifest.json").write_text('{"a": 1}'),
+        lambda run: (run / "data" / "manifest.json").unlink(),
+        lambda run: (run / "tokenizer.json").unlink(),
+        lambda run: (run / "tokenizer.json").write_text(
+            (run / "tokenizer.json").read_text(encoding="utf-8") + "\n"
+        ),
+        lambda run: np.save(run / "data" / "train_offsets.npy", np.array([0, 3])),
+    ],
+    ids=["gone", "torn", "empty", "json", "keys", "manifest", "tokenizer", "other", "offsets"],
+)
+def test_damage_is_an_error_to_open_and_repaired_to_prepare(data, tmp_path, damage):
+    run_dir = tmp_path / "run"
+    first = prepare(data, run_dir)
+    expected = first.train.tokens[:].tolist()
+    damage(run_dir)
+    with pytest.raises(ConfigError):
+        open_prepared(run_dir)
+    again = prepare(data, run_dir)
+    assert again.train.tokens.tolist() == expected
+    assert again.fingerprint == first.fingerprint
+
+
+def test_splits_that_were_exchanged_are_noticed(data, tmp_path):
+    folder = tmp_path / "run" / "data"
+    prepare(data, tmp_path / "run")
+    for kind in ("tokens", "offsets"):
+        (folder / f"train_{kind}.npy").rename(folder / "x")
+        (folder / f"held_out_{kind}.npy").rename(folder / f"train_{kind}.npy")
+        (folder / "x").rename(folder / f"held_out_{kind}.npy")
+    with pytest.raises(ConfigError, match="documents and tokens number"):
+        open_prepared(tmp_path / "run")
+
+
+def test_a_crash_while_building_leaves_nothing_that_looks_whole(data, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    prepare(data, run_dir)
+    (tmp_path / "corpus" / "3.txt").write_text("New words.", encoding="utf-8")
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preparation, "_chunks", crash)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(data, run_dir)
+    with pytest.raises(ConfigError, match=r"manifest\.json: No such file"):
+        open_prepared(run_dir)
+    assert not list(run_dir.rglob("*.tmp"))
+    monkeypatch.undo()
+    assert prepare(data, run_dir).fingerprint == prepare(data, tmp_path / "new").fingerprint
+
+
+def test_nothing_was_prepared(tmp_path):
+    with pytest.raises(ConfigError, match="Start the run again"):
+        open_prepared(tmp_path)
+
+
+def test_a_resumed_run_keeps_its_tokenizer(data, tmp_path):
+    before = prepare(data, tmp_path / "run")
+    tokenizer = (tmp_path / "run" / "tokenizer.json").read_bytes()
+    (tmp_path / "corpus" / "new.txt").write_text("zqzqzq" * 500, encoding="utf-8")
+    after = prepare(data, tmp_path / "run", keep_tokenizer=True)
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == tokenizer
+    assert after.fingerprint != before.fingerprint
+    assert len(_texts(after, after.train) + _texts(after, after.held_out)) == 31
+
+
+def test_a_resumed_run_needs_a_tokenizer_that_fits(data, tmp_path):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: No such file"):
+        prepare(data, tmp_path / "run", keep_tokenizer=True)
+    prepare(data, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"data\.vocabulary: 280, and a tokenizer with 29\d ids"):
+        prepare(replace(data, vocabulary=280), tmp_path / "run", keep_tokenizer=True)
+
+
+def test_empty_documents_are_skipped_and_counted(data, tmp_path):
+    for name, text in (("e1", ""), ("e2", " \n\t")):
+        (tmp_path / "corpus" / f"{name}.txt").write_text(text, encoding="utf-8")
+    prepared = prepare(data, tmp_path / "run")
+    assert prepared.num_empty == 2
+    assert prepared.train.num_documents + prepared.held_out.num_documents == 30
+    assert open_prepared(tmp_path / "run").num_empty == 2
+
+
+def test_a_corpus_without_text_is_an_error_that_leaves_nothing(tmp_path):
+    (tmp_path / "a.txt").write_text("  ")
+    with pytest.raises(ConfigError, match="1 documents in 1 files, and no text"):
+        prepare(DataConfig(path=(str(tmp_path / "a.txt"),)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_held_out_share_the_split_is_there_and_empty(tmp_path):
+    (tmp_path / "a.txt").write_text("one document")
+    data = DataConfig(path=(str(tmp_path / "a.txt"),), held_out=0, vocabulary=70_000)
+    prepared = prepare(data, tmp_path / "run")
+    assert prepared.held_out.num_tokens == prepared.held_out.num_documents == 0
+    assert prepared.train.tokens.dtype == np.uint32
+    manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
+    assert manifest["train_documents"] == 1
+
+
+def test_tokens_are_written_as_numpy_writes_them(tmp_path):
+    rows = [[1, 2, 3], [4], list(range(5000))]
+    with write_tokens(tmp_path, "train", 65_536) as writer:
+        for row in rows:
+            writer.append(row)
+    found = np.load(tmp_path / "train_tokens.npy")
+    assert found.tolist() == [token for row in rows for token in row]
+    assert np.load(tmp_path / "train_offsets.npy").tolist() == [0, 3, 4, 5004]
+
+
+def test_an_atomic_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def crash():
+        with atomic_write(path) as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        crash()
+    assert path.read_bytes() == b"old"
+    with atomic_write(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
