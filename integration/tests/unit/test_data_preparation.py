@@ -116,6 +116,15 @@ def test_what_is_stale_is_built_again(data, tmp_path, change):
     assert len(_texts(before, before.train)) == before.train.num_documents
 
 
+def test_another_text_key_is_another_corpus(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "a{i}", "body": "b{i}"}}\n' for i in range(9)))
+    data = DataConfig(path=(str(path),), vocabulary=270, held_out=0.5)
+    assert _texts(p := prepare(data, tmp_path / "run"), p.train)[0].startswith("a")
+    data = replace(data, text_key="body")
+    assert _texts(p := prepare(data, tmp_path / "run"), p.train)[0].startswith("b")
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -181,10 +190,11 @@ def test_nothing_was_prepared(tmp_path):
 
 def test_a_resumed_run_keeps_its_tokenizer(data, tmp_path):
     before = prepare(data, tmp_path / "run")
-    tokenizer = (tmp_path / "run" / "tokenizer.json").read_bytes()
+    tokenizer = tmp_path / "run" / "tokenizer.json"
+    written_ns = tokenizer.stat().st_mtime_ns
     (tmp_path / "corpus" / "new.txt").write_text("zqzqzq" * 500, encoding="utf-8")
     after = prepare(data, tmp_path / "run", keep_tokenizer=True)
-    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == tokenizer
+    assert tokenizer.stat().st_mtime_ns == written_ns
     assert after.fingerprint != before.fingerprint
     assert len(_texts(after, after.train) + _texts(after, after.held_out)) == 31
 
@@ -211,6 +221,21 @@ def test_a_corpus_without_text_is_an_error_that_leaves_nothing(tmp_path):
     with pytest.raises(ConfigError, match="1 documents in 1 files, and no text"):
         prepare(DataConfig(path=(str(tmp_path / "a.txt"),)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("lines", [1, 3], ids=["shrinks", "grows"])
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch, lines):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n' * 2)
+
+    def held_out_mask(names, share):
+        path.write_text('{"text": "a"}\n' * lines)
+        return np.zeros(len(names), dtype=np.bool_)
+
+    monkeypatch.setattr(preparation, "held_out_mask", held_out_mask)
+    with pytest.raises(ConfigError, match="than the 2 counted just before"):
+        prepare(DataConfig(path=(str(path),)), tmp_path / "run")
+    assert not list(tmp_path.rglob("*.npy"))
 
 
 def test_without_a_held_out_share_the_split_is_there_and_empty(tmp_path):

@@ -26,6 +26,10 @@ __all__ = ["RegionLoadPlanner", "RegionSavePlanner"]
 class RegionSavePlanner(DefaultSavePlanner):
     """Writes each region's pieces; a piece that several replicas hold is written by one."""
 
+    def __init__(self) -> None:
+        # Names are flat already, and a region is none of the tensors that torch would flatten.
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -35,8 +39,6 @@ class RegionSavePlanner(DefaultSavePlanner):
         """Remember what is saved."""
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
-        # The inherited planner maps flattened names back with it; ours are flat already.
-        self.mappings = {name: (name,) for name in state_dict}
 
     def create_local_plan(self) -> SavePlan:
         """All pieces that this rank holds; the global plan removes duplicates."""

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -195,7 +196,15 @@ def _survey(files: Sequence[SourceFile]) -> tuple[list[str], int]:
 def _texts(files: Sequence[SourceFile], held_out: NDArray[np.bool_]) -> Iterator[tuple[str, bool]]:
     """The documents with text, and whether each is held out."""
     texts = (doc.text for file in files for doc in file.documents() if doc.text.strip())
-    yield from zip(texts, held_out.tolist(), strict=True)
+    for text, is_held_out in zip_longest(texts, held_out.tolist()):
+        if text is None or is_held_out is None:
+            raise ConfigError(
+                "data.path",
+                found=f"another number of documents than the {len(held_out)} counted just before",
+                why="A file changed while it was read, so some documents may be torn.",
+                fix="Start the run again when nothing writes to the files any more.",
+            )
+        yield text, is_held_out
 
 
 def _chunks(texts: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:

@@ -1,0 +1,153 @@
+"""Twenty steps on several ranks give the losses of twenty steps on one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.world import World, connect
+from pcomm.integration import recipes
+from pcomm.integration.config import Config, ParallelConfig
+from pcomm.integration.config_rules import validate
+from pcomm.integration.data.batches import TrainBatches
+from pcomm.integration.data.preparation import open_prepared, prepare
+from pcomm.integration.parallelize import build_model, open_run_groups
+from pcomm.integration.train import trainer as trainer_module
+from pcomm.integration.train.trainer import Trainer
+
+STEPS = 20
+ON_TWO = {
+    "dp2": ParallelConfig(dp=2),
+    "tp2": ParallelConfig(tp=2),
+    "tp2+sequence": ParallelConfig(tp=2, sequence=True),
+}
+ON_FOUR = {
+    "dp4": ParallelConfig(dp=4),
+    "tp2 x dp2": ParallelConfig(dp=2, tp=2),
+    "tp2+sequence x dp2": ParallelConfig(dp=2, tp=2, sequence=True),
+}
+# Norms shared by heads and an accumulation over micro-batches are part of what has to agree.
+MODEL = {"qk_norm": True}
+TRAIN = {"steps": STEPS, "micro_batch_tokens": 64, "learning_rate": 1e-2, "warmup_steps": 5}
+
+
+def config(parallel: ParallelConfig) -> Config:
+    tiny = recipes.tiny()
+    return dataclasses.replace(
+        tiny,
+        parallel=parallel,
+        model=dataclasses.replace(tiny.model, **MODEL),
+        train=dataclasses.replace(tiny.train, **TRAIN),
+    )
+
+
+def losses(parallel: ParallelConfig, run_dir: Path, dtype: torch.dtype) -> list[list[float]]:
+    """Loss and gradient norm of each step, on this rank of whatever world there is."""
+    with connect() as world:
+        return losses_in(world, parallel, run_dir, dtype)
+
+
+def losses_in(
+    world: World, parallel: ParallelConfig, run_dir: Path, dtype: torch.dtype
+) -> list[list[float]]:
+    resolved = validate(config(parallel), world.size)
+    with open_run_groups(resolved, world) as groups:
+        batches = TrainBatches(
+            open_prepared(run_dir).train,
+            seed=resolved.train.seed,
+            sequence_length=resolved.train.sequence_length,
+            global_batch_tokens=resolved.train.global_batch_tokens,
+            micro_batch_tokens=resolved.train.micro_batch_tokens,
+        )
+        built = build_model(resolved, groups, world.device, dtype=dtype)
+        trainer = Trainer(built, resolved, batches)
+        rows = [trainer.step(index).row for index in range(STEPS)]
+    return [[row["loss"], row["grad_norm"]] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    text = folder / "text"
+    text.mkdir()
+    for number in range(60):
+        words = [f"word{(number * 7 + n * n) % 31}" for n in range(5 + number)]
+        (text / f"{number}.txt").write_text(" ".join(words))
+    data = dataclasses.replace(recipes.tiny().data, path=(str(text / "*.txt"),))
+    prepare(data, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(run_dir: Path) -> dict[torch.dtype, list[list[float]]]:
+    """The run on one process, which never touches torch.distributed."""
+    kinds = (torch.float64, torch.float32)
+    return {dtype: losses(ParallelConfig(), run_dir, dtype) for dtype in kinds}
+
+
+def test_training_learns_something(single: dict[torch.dtype, list[list[float]]]) -> None:
+    """Otherwise equal losses would say little."""
+    rows = single[torch.float64]
+    assert rows[-1][0] < rows[0][0] - 1.0
+
+
+def compare(parallel: ParallelConfig, run_dir: Path, single: dict, dtype: torch.dtype) -> None:
+    mine = torch.tensor(losses(parallel, run_dir, dtype), dtype=torch.float64)
+    exact = torch.tensor(single[torch.float64], dtype=torch.float64)
+    # In fp32 the yardstick is how far the run on one process is from the exact one: the order of
+    # additions differs, so the parallel run has rounding of its own, of the same size.
+    own_error = (torch.tensor(single[torch.float32], dtype=torch.float64) - exact).abs().max()
+    allowed = 1e-10 if dtype == torch.float64 else 4 * float(own_error)
+    worst = float((mine - exact).abs().max())
+    assert worst <= allowed, f"off by {worst:.2e}, allowed are {allowed:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
+@ranks(2)
+def test_two_ranks(
+    rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single: dict
+) -> None:
+    compare(parallel, run_dir, single, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
+@ranks(4)
+def test_four_ranks(
+    rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single: dict
+) -> None:
+    compare(parallel, run_dir, single, dtype)
+
+
+def skip_partial_sum(model: object, collectives: object) -> None:
+    """A broken piece: norms under sequence parallelism keep each rank's own gradient."""
+
+
+def local_norm(model: object, collectives: object, max_norm: float) -> torch.Tensor:
+    """A broken piece: every rank clips by the norm of its own part."""
+    parameters = list(model.parameters())  # type: ignore[attr-defined]
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm).double()
+
+
+MUTANTS = {
+    "partial gradients not summed": ("sum_partial_gradients", skip_partial_sum, "tp2+sequence"),
+    "norm of one rank's part": ("clip_by_global_norm", local_norm, "tp2"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@ranks(2)
+def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: dict) -> None:
+    attribute, broken, parallel = MUTANTS[name]
+    whole = getattr(trainer_module, attribute)
+    setattr(trainer_module, attribute, broken)
+    try:
+        with pytest.raises(AssertionError, match="off by"):
+            compare(ON_TWO[parallel], run_dir, single, torch.float64)
+    finally:
+        setattr(trainer_module, attribute, whole)
