@@ -6,7 +6,7 @@ import tomllib
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError
@@ -141,6 +141,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 
 
+@settings(deadline=None)
 @given(prompt=TEXT, paths=st.lists(TEXT), rate=NUMBER, betas=st.tuples(NUMBER, NUMBER))
 def test_every_config_survives_toml_and_dict(prompt, paths, rate, betas):
     base = recipes.tiny()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError
@@ -25,6 +25,7 @@ def test_the_share_is_about_what_was_asked_for():
     assert abs(mask.sum() - 1000) < 155
 
 
+@settings(deadline=None)
 @given(names=NAMES, share=st.floats(0.001, 0.999), data=st.data())
 def test_a_document_stays_on_its_side_when_others_come_or_move(names, share, data):
     order = data.draw(st.permutations(names))
@@ -37,6 +38,7 @@ def test_a_document_stays_on_its_side_when_others_come_or_move(names, share, dat
     assert sum(sides[name] != grown[name] for name in names) <= 1
 
 
+@settings(deadline=None)
 @given(names=NAMES, share=st.floats(1e-9, 1 - 1e-9))
 def test_neither_side_is_empty(names, share):
     mask = held_out_mask(names, share)

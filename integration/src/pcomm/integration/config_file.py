@@ -48,6 +48,7 @@ def from_dict(
     """
     config = base if base is not None else Config()
     sections = [item.name for item in fields(Config)]
+    table = {(key.section, key.name): key for key in keys()}
     for section, content in values.items():
         if section not in sections:
             raise _unknown_section(section, sections, source)
@@ -59,7 +60,7 @@ def from_dict(
                 fix=f"Write `[{section}]`, then the keys, one a line.",
             )
         for name, value in content.items():
-            config = _with_value(config, section, name, value, source)
+            config = _with_value(config, section, name, value, source, table)
     return config
 
 
@@ -145,8 +146,14 @@ def _parse_value(text: str, override: str) -> object:
     return parsed["value"] if list(parsed) == ["value"] else text
 
 
-def _with_value(config: Config, section: str, name: str, value: object, source: str) -> Config:
-    table = {(key.section, key.name): key for key in keys()}
+def _with_value(
+    config: Config,
+    section: str,
+    name: str,
+    value: object,
+    source: str,
+    table: Mapping[tuple[str, str], Key],
+) -> Config:
     key = table.get((section, name))
     if key is None:
         elsewhere = [f"{s}.{n}" for s, n in table if n == name]

@@ -157,7 +157,10 @@ def test_gradients_are_those_of_the_sum_of_all_losses(rank: int) -> None:
             lambda r: sum(inputs).split([1, 2, 3])[r],
         ),
         "all_reduce": (collectives.all_reduce, lambda r: sum(inputs)),
-        "all_reduce_async": (lambda x: collectives.all_reduce_async(x).wait(), lambda r: sum(inputs)),
+        "all_reduce_async": (
+            lambda x: collectives.all_reduce_async(x).wait(),
+            lambda r: sum(inputs),
+        ),
         "all_to_all": (
             collectives.all_to_all,
             lambda r: torch.cat([x.chunk(3)[r] for x in inputs]),
@@ -174,7 +177,9 @@ def test_gradients_are_those_of_the_sum_of_all_losses(rank: int) -> None:
     }
     for name, (distributed, single) in operations.items():
         results = [single(r) for r in range(3)]
-        uppers = [w.flatten()[: y.numel()].view(y.shape) for w, y in zip(weights, results, strict=True)]
+        uppers = [
+            w.flatten()[: y.numel()].view(y.shape) for w, y in zip(weights, results, strict=True)
+        ]
         total = sum((y * w).sum() for y, w in zip(results, uppers, strict=True))
         expected = torch.autograd.grad(total, inputs, materialize_grads=True)[rank]
         mine = inputs[rank].detach().clone().requires_grad_()

@@ -13,6 +13,8 @@ from pcomm.integration.data.documents import Document, checked_text
 
 __all__ = ["ParquetFile"]
 
+# pyarrow is optional and comes without types, so what it gives is `Any` here.
+
 
 @dataclass(frozen=True)
 class ParquetFile:
@@ -46,7 +48,7 @@ class ParquetFile:
                     yield Document(f"{self.name}:{row}", text)
                     row += 1
 
-    def _open(self, parquet: Any) -> Any:  # noqa: ANN401 - pyarrow is optional and untyped
+    def _open(self, parquet: Any) -> Any:
         try:
             return parquet.ParquetFile(self.path)
         except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
@@ -58,7 +60,7 @@ class ParquetFile:
             ) from error
 
 
-def _import_parquet(path: Path) -> Any:  # noqa: ANN401 - pyarrow is optional and untyped
+def _import_parquet(path: Path) -> Any:
     try:
         return importlib.import_module("pyarrow.parquet")
     except ImportError as error:

@@ -20,7 +20,7 @@ class TensorBoardSink:
         writer: A `torch.utils.tensorboard.SummaryWriter`, or what has its two methods.
     """
 
-    def __init__(self, writer: Any) -> None:  # noqa: ANN401 - tensorboard is optional
+    def __init__(self, writer: Any) -> None:
         self._writer = writer
 
     def write(self, row: Row) -> None:

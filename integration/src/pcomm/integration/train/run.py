@@ -33,6 +33,8 @@ __all__ = ["Outcome", "run_training"]
 
 _log = logging.getLogger("pcomm.train")
 
+_TOKENISING_S = 24 * 3600.0
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -74,8 +76,10 @@ def run_training(
     """
     with connect() as world, listen_for_interrupt() as interrupt:
         resolved = validate(config, world.size)
-        world.fail_together("train: data", _prepare(config, run_dir, world, must_restart))
-        prepared = open_prepared(run_dir)
+        # The others wait while the first rank tokenises, which takes as long as the text is.
+        error = _prepare(config, run_dir, world, must_restart)
+        world.fail_together("train: data", error, timeout_s=_TOKENISING_S)
+        prepared = _open(run_dir, world)
         with open_run_groups(resolved, world) as groups:
             parallel = build_model(resolved, groups, world.device)
             batches = TrainBatches(
@@ -115,6 +119,18 @@ def _prepare(
             fix="Choose a folder that can be written, with --out.",
         )
     return None
+
+
+def _open(run_dir: Path, world: World) -> Prepared:
+    """What the first rank has prepared, on every rank; a folder that is not shared fails on all."""
+    prepared, error = None, None
+    try:
+        prepared = open_prepared(run_dir)
+    except PcommError as problem:
+        error = problem
+    world.fail_together("train: tokens", error)
+    assert prepared is not None
+    return prepared
 
 
 def _remove_results(run_dir: Path) -> None:
@@ -164,28 +180,30 @@ class _Run:
 
     def _loop(self, first: int, interrupt: Interrupt, sinks: Sink, saver: Saver) -> Outcome:
         train = self.config.train
-        done, saved = first, first
+        done = first
         while done < train.steps:
             result = self.trainer.step(done, is_asked_to_stop=interrupt.is_requested)
             done += 1
             sinks.write(result.row)
+            if done == train.steps:
+                break
+            # Evaluated before it is saved: a run that dies in between evaluates again.
+            if train.eval_every and done % train.eval_every == 0:
+                sinks.write(self._evaluation(done))
             is_due = self.config.checkpoint.every and done % self.config.checkpoint.every == 0
-            if (is_due or result.wants_to_stop) and done < train.steps:
+            if is_due or result.wants_to_stop:
                 self._save(saver, done)
-                saved = done
-            if result.wants_to_stop and done < train.steps:
+            if result.wants_to_stop:
                 return Outcome(done, None, is_interrupted=True)
-            if train.eval_every and done % train.eval_every == 0 and done < train.steps:
-                self._evaluate(done, sinks)
-        if saved < done or not first:
+        row = self._evaluation(done)
+        if first < done:
+            sinks.write(row)
             self._save(saver, done)
-        return Outcome(done, self._evaluate(done, sinks), is_interrupted=False)
+        return Outcome(done, row.get("bits_per_byte"), is_interrupted=False)
 
-    def _evaluate(self, step: int, sinks: Sink) -> float | None:
+    def _evaluation(self, step: int) -> dict[str, float]:
         bits = evaluate(self.trainer.parallel, self.prepared.held_out, self.config)
-        if bits is not None:
-            sinks.write({"step": step, "bits_per_byte": bits})
-        return bits
+        return {"step": step} if bits is None else {"step": step, "bits_per_byte": bits}
 
     def _save(self, saver: Saver, step: int) -> None:
         saver.save(step, self.trainer.regions(), {"identity": self.identity})

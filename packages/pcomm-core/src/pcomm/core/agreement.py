@@ -17,42 +17,55 @@ from pcomm.core.errors import DivergenceError, PcommError, PeerError, PeerTimeou
 
 __all__ = ["agree_on_lines", "fail_together"]
 
+_COMPLETE = "complete"
+
 
 def agree_on_lines(
-    store: dist.Store, topic: str, lines: Sequence[str], rank: int, size: int, *, timeout_s: float
-) -> None:
+    store: dist.Store,
+    topic: str,
+    lines: Sequence[str],
+    rank: int,
+    ranks: Sequence[int],
+    *,
+    timeout_s: float,
+) -> str:
     """Make sure that all ranks hold the same lines of text. Collective.
 
     Args:
         store: A store that all ranks share.
         topic: What the lines are about; part of the keys and of errors.
         lines: What this rank holds, one fact a line.
-        rank: This rank, from 0.
-        size: Number of ranks.
+        rank: This rank, one of `ranks`.
+        ranks: Who takes part, ascending, the same on every rank.
         timeout_s: Seconds to wait for the others.
+
+    Returns:
+        A name for what was agreed on: the same on all ranks, and new with each call.
 
     Raises:
         DivergenceError: On every rank, naming a rank that differs and the first line that does.
-        PeerTimeoutError: Ranks did not arrive; names them.
+        PeerTimeoutError: Ranks did not arrive; names them. Either every rank that calls gets it,
+            a late one included, or none.
     """
-    prefix = _next_round(store, topic, rank)
+    meeting = _Meeting(store, topic, rank, ranks, timeout_s)
     text = "\n".join(lines)
-    if rank == 0:
-        store.set(f"{prefix}/lines", text)
-    _wait_for(store, f"{prefix}/lines", prefix, topic, size, timeout_s)
-    reference = store.get(f"{prefix}/lines").decode()
-    if text != reference and store.add(f"{prefix}/differing", 1) == 1:
-        store.set(f"{prefix}/difference", _first_difference(rank, reference, text))
-    _finish(store, prefix, size)
-    _wait_for(store, f"{prefix}/all", prefix, topic, size, timeout_s)
-    if store.add(f"{prefix}/differing", 0):
-        store.wait([f"{prefix}/difference"], timedelta(seconds=timeout_s))
+    if rank == ranks[0]:
+        store.set(meeting.key("lines"), text)
+    meeting.wait_for("lines")
+    reference = store.get(meeting.key("lines")).decode()
+    if text != reference and store.add(meeting.key("differing"), 1) == 1:
+        difference = _first_difference(ranks[0], reference, rank, text)
+        store.set(meeting.key("difference"), difference)
+    meeting.finish()
+    if store.add(meeting.key("differing"), 0):
+        meeting.wait_for("difference")
         raise DivergenceError(
             topic,
-            found=store.get(f"{prefix}/difference").decode(),
+            found=store.get(meeting.key("difference")).decode(),
             why="All ranks must ask for the same, in the same order, or they wait for each other.",
             fix="Compute it from the same configuration on every rank.",
         )
+    return meeting.prefix
 
 
 def fail_together(
@@ -60,7 +73,7 @@ def fail_together(
     topic: str,
     error: PcommError | None,
     rank: int,
-    size: int,
+    ranks: Sequence[int],
     *,
     timeout_s: float,
 ) -> None:
@@ -69,22 +82,33 @@ def fail_together(
     Collective: each rank calls it with what its own check found. A rank with an error raises
     that; the others raise a `PeerError` that repeats the first one.
 
+    Args:
+        store: A store that all ranks share; None when alone.
+        topic: What was checked; part of the keys and of errors.
+        error: What this rank found, or None.
+        rank: This rank, one of `ranks`.
+        ranks: Who takes part, ascending, the same on every rank.
+        timeout_s: Seconds to wait for the others.
+
     Raises:
         PcommError: This rank's own `error`.
         PeerError: Another rank's.
         PeerTimeoutError: Ranks did not arrive; names them.
     """
-    if store is not None and size > 1:
-        prefix = _next_round(store, topic, rank)
-        if error is not None and store.add(f"{prefix}/failed", 1) == 1:
-            store.set(f"{prefix}/error", f"rank {rank}: {type(error).__name__}: {error}")
-        _finish(store, prefix, size)
-        _wait_for(store, f"{prefix}/all", prefix, topic, size, timeout_s)
-        if error is None and store.add(f"{prefix}/failed", 0):
-            store.wait([f"{prefix}/error"], timedelta(seconds=timeout_s))
+    if store is not None and len(ranks) > 1:
+        meeting = _Meeting(store, topic, rank, ranks, timeout_s)
+        if error is not None and store.add(meeting.key("failed"), 1) == 1:
+            store.set(meeting.key("error"), f"rank {rank}: {type(error).__name__}: {error}")
+        try:
+            meeting.finish()
+        except PeerTimeoutError as late:
+            # What went wrong here is the better explanation of the two.
+            raise error or late from None
+        if error is None and store.add(meeting.key("failed"), 0):
+            meeting.wait_for("error")
             raise PeerError(
                 topic,
-                found=f"an error on {store.get(f'{prefix}/error').decode()}",
+                found=f"an error on {store.get(meeting.key('error')).decode()}",
                 why=f"Rank {rank} is fine, but cannot go on without its peers.",
                 fix="Repair what that rank reports; nothing has been started or written here.",
             )
@@ -92,39 +116,62 @@ def fail_together(
         raise error
 
 
-def _next_round(store: dist.Store, topic: str, rank: int) -> str:
-    """Keys for this call, where this rank signs in.
+class _Meeting:
+    """One call that all `ranks` make: where its keys are, and how it ends.
 
-    Every rank counts its own calls in the store, so no state is kept in the process.
+    Every rank counts its own calls in the store, so no state is kept in the process. The first
+    rank is part of the keys because groups of ranks that have none in common share the store.
     """
-    prefix = f"pcomm/{topic}/{store.add(f'pcomm/{topic}/calls/{rank}', 1)}"
-    store.set(f"{prefix}/arrived/{rank}", "")
-    return prefix
 
+    def __init__(
+        self, store: dist.Store, topic: str, rank: int, ranks: Sequence[int], timeout_s: float
+    ) -> None:
+        self._store, self._topic, self._ranks, self._timeout_s = store, topic, ranks, timeout_s
+        calls = f"pcomm/{topic}/{ranks[0]}"
+        self.prefix = f"{calls}/{store.add(f'{calls}/calls/{rank}', 1)}"
+        store.set(self.key(f"arrived/{rank}"), "")
 
-def _finish(store: dist.Store, prefix: str, size: int) -> None:
-    if store.add(f"{prefix}/finished", 1) == size:
-        store.set(f"{prefix}/all", "")
+    def key(self, name: str) -> str:
+        """Where `name` is kept for this call."""
+        return f"{self.prefix}/{name}"
 
+    def finish(self) -> None:
+        """Wait until every rank has called it."""
+        if self._store.add(self.key("finished"), 1) == len(self._ranks):
+            self._store.compare_set(self.key("outcome"), "", _COMPLETE)
+        self.wait_for("outcome")
+        outcome = self._store.get(self.key("outcome")).decode()
+        if outcome != _COMPLETE:
+            raise self._late(outcome)
 
-def _wait_for(
-    store: dist.Store, key: str, prefix: str, topic: str, size: int, timeout_s: float
-) -> None:
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-    except (RuntimeError, dist.DistStoreError) as problem:
-        missing = [r for r in range(size) if not store.check([f"{prefix}/arrived/{r}"])]
-        raise PeerTimeoutError(
-            topic,
-            found=f"ranks {missing[:16]} of {size} did not arrive within {timeout_s:g} s",
-            why="Every rank takes part before any communicator is created.",
+    def wait_for(self, name: str) -> None:
+        """Wait until a rank has written `name`, or give up on behalf of all."""
+        try:
+            self._store.wait([self.key(name)], timedelta(seconds=self._timeout_s))
+        except RuntimeError as problem:
+            missing = [r for r in self._ranks if not self._store.check([self.key(f"arrived/{r}")])]
+            found = f"ranks {missing[:16]} of {len(self._ranks)} did not arrive within "
+            # Written by whoever is first, the rank that gives up or the last one to finish, so
+            # that nobody goes on alone.
+            outcome = self._store.compare_set(
+                self.key("outcome"), "", f"{found}{self._timeout_s:g} s"
+            ).decode()
+            if outcome != _COMPLETE:
+                raise self._late(outcome) from problem
+
+    def _late(self, outcome: str) -> PeerTimeoutError:
+        return PeerTimeoutError(
+            self._topic,
+            found=outcome,
+            why="Every rank takes part before anything is created, and they all stop together.",
             fix="Look for an earlier error on those ranks; raise PCOMM_TIMEOUT_S if they are slow.",
-        ) from problem
+        )
 
 
-def _first_difference(rank: int, reference: str, text: str) -> str:
+def _first_difference(reference_rank: int, reference: str, rank: int, text: str) -> str:
     pairs = itertools.zip_longest(reference.split("\n"), text.split("\n"), fillvalue="(nothing)")
     for number, (theirs, mine) in enumerate(pairs, 1):
         if theirs != mine:
-            return f"line {number}: rank 0 has {theirs!r}, rank {rank} has {mine!r}"
+            reference_has = f"rank {reference_rank} has {theirs!r}"
+            return f"line {number}: {reference_has}, rank {rank} has {mine!r}"
     raise AssertionError("texts that differ have a line that differs")

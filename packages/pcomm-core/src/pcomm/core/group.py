@@ -11,6 +11,7 @@ from pcomm.core.collectives.differentiable import differentiable
 from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.errors import TopologyError
 
 __all__ = ["Group"]
 
@@ -72,7 +73,18 @@ class Group:
 
     @classmethod
     def from_process_group(cls, name: str, group: dist.ProcessGroup, *, role: str = "") -> Group:
-        """A group around somebody else's communicator, which is not closed by us. Local."""
+        """A group around somebody else's communicator, which is not closed by us. Local.
+
+        Raises:
+            TopologyError: `group` is what torch hands to ranks that do not belong to it.
+        """
+        if not isinstance(group, dist.ProcessGroup):
+            raise TopologyError(
+                f"Group.from_process_group: {name!r}",
+                found=f"{group!r}, which is no process group",
+                why="torch.distributed.new_group returns such a value on ranks that do not belong.",
+                fix="Leave the group out on those ranks.",
+            )
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) == 1:
             return cls(name, ranks, None, role=role)

@@ -7,17 +7,21 @@ of the list, each rank taking part in its own only. Nothing is kept outside the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from pcomm.core import env
-from pcomm.core.agreement import agree_on_lines
-from pcomm.core.errors import TopologyError, near_misses
+from pcomm.core.agreement import agree_on_lines, fail_together
+from pcomm.core.communicators import new_communicator
+from pcomm.core.errors import PcommError, TopologyError, near_misses
 from pcomm.core.group import Group
-from pcomm.core.options import CommOptions, grant
+from pcomm.core.group_table import table_of_groups
+from pcomm.core.options import CommOptions, Granted, grant
 from pcomm.core.topology import Topology
 
 __all__ = ["GroupSpec", "Groups", "open_groups"]
@@ -46,15 +50,27 @@ class Groups(Mapping[str | tuple[str, str], Group]):
 
     A context manager that closes the communicators it owns, in reverse order. Groups whose ranks,
     role and options are all equal (such as `dp` and `dp_cp` when cp is 1) share a communicator.
+
+    Args:
+        groups: The groups of this rank.
+        owned: Communicators to close, in the order in which they were made.
+        topology: What the groups run along, where it is known.
     """
 
-    def __init__(self, groups: Sequence[Group], *, owns_communicators: bool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        owned: Sequence[dist.ProcessGroup] = (),
+        topology: Topology | None = None,
+    ) -> None:
+        self.topology = topology
         self._groups: dict[str | tuple[str, str], Group] = {}
         for group in groups:
             self._groups[group.name, group.role] = group
             if not group.role:
                 self._groups[group.name] = group
-        self._owns_communicators = owns_communicators
+        self._owned = list(owned)
 
     @classmethod
     def from_process_groups(
@@ -69,7 +85,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         for key, process_group in process_groups.items():
             name, role = (key, "") if isinstance(key, str) else key
             groups.append(Group.from_process_group(name, process_group, role=role))
-        return cls(groups, owns_communicators=False)
+        return cls(groups)
 
     def __getitem__(self, key: str | tuple[str, str]) -> Group:
         try:
@@ -88,42 +104,24 @@ class Groups(Mapping[str | tuple[str, str], Group]):
 
     def explain(self) -> str:
         """A table of this rank's groups: ranks, communicator, options asked and granted. Local."""
-        rows = [("group", "role", "rank", "ranks", "communicator", "asked", "granted", "refused")]
-        seen: dict[dist.ProcessGroup, str] = {}
-        for group in self._distinct():
-            communicator = "none (identity)"
-            if group.process_group is not None:
-                first = seen.setdefault(group.process_group, group.key)
-                backend = dist.get_backend(group.process_group)
-                communicator = backend if first == group.key else f"that of {first}"
-            rows.append(
-                (
-                    group.name,
-                    group.role or "-",
-                    f"{group.rank} of {group.size}",
-                    _shorten(group.ranks),
-                    communicator,
-                    _join(group.asked),
-                    _join(group.granted),
-                    _join(group.refused),
-                )
-            )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
-        return "\n".join(line.rstrip() for line in lines)
+        return table_of_groups(self._distinct())
+
+    def own(self, communicator: dist.ProcessGroup) -> None:
+        """Have `communicator` closed with these groups, before those that are there already."""
+        self._owned.append(communicator)
 
     def close(self) -> None:
-        """Close the communicators made by `open_groups`, last opened first. Collective.
+        """Close the communicators that these groups own, last opened first. Collective.
 
-        Calling it again does nothing. Communicators of others are left alone.
+        Calling it again does nothing, and neither does closing after the end of torch.distributed,
+        which took them along. Communicators of others are left alone.
         """
-        owned = self._distinct() if self._owns_communicators else []
-        self._groups = {}
-        closed: set[dist.ProcessGroup] = set()
-        for group in reversed(owned):
-            if group.process_group is not None and group.process_group not in closed:
-                closed.add(group.process_group)
-                dist.destroy_process_group(group.process_group)
+        owned, self._owned, self._groups = self._owned, [], {}
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        with contextlib.ExitStack() as last_first:
+            for communicator in owned:
+                last_first.callback(dist.destroy_process_group, communicator)
 
     def __enter__(self) -> Groups:
         return self
@@ -155,73 +153,83 @@ def open_groups(
     specs: Sequence[str | tuple[str, str] | GroupSpec],
     *,
     backend: str = "gloo",
-    store: dist.Store | None = None,
     timeout_s: float | None = None,
 ) -> Groups:
     """Open the groups that this rank belongs to. Collective: every rank of the topology calls it.
 
     With one rank nothing is initialised and nothing needs to be. With more, torch.distributed
-    must be (see `pcomm.core.world.connect`).
+    must be (see `pcomm.core.world.connect`). A topology with an offset covers a part of its
+    ranks, and only these call it; failed ranks do not. Each call makes communicators of its own;
+    if one cannot be made, those made before it are closed.
 
     Args:
-        topology: Axes, sizes and order; its world size must be that of torch.distributed.
+        topology: Axes, sizes and order; without an offset, its world size must be that of
+            torch.distributed.
         specs: Groups by axes, `(axes, role)`, or `GroupSpec`. The order is the creation order.
         backend: `"gloo"` or `"nccl"`.
-        store: Where ranks compare what they ask for; by default the store of the default group.
         timeout_s: Seconds to wait for other ranks; by default `PCOMM_TIMEOUT_S`.
 
     Raises:
-        TopologyError: Unknown axes, a group named twice, or another world size; on every rank.
-        DivergenceError: Ranks ask for different groups; names the first difference, on every rank.
+        ConfigError: A `PCOMM_*` variable cannot be used.
+        TopologyError: Unknown axes, a group named twice, or another world size.
         UnsupportedError: An option of a strict `CommOptions` is not granted.
+        PeerError: Another rank has one of these errors, which is repeated.
+        DivergenceError: Ranks ask for different groups; names the first difference, on every rank.
         PeerTimeoutError: A rank did not arrive.
     """
-    env.check()
-    wanted = [_normalised(topology, spec) for spec in specs]
-    _check_distinct(wanted)
-    rank = _own_rank(topology)
-    granted = [grant(spec.options, spec.backend or backend, group=spec.axes) for spec in wanted]
-    if topology.world_size > 1:
-        agree_on_lines(
-            store if store is not None else dist.distributed_c10d._get_default_store(),
-            "open_groups",
-            [f"topology {topology.describe()}", f"backend {backend}"]
-            + [f"group {spec}" for spec in wanted],
-            rank - topology.offset,
-            topology.world_size,
-            timeout_s=env.timeout_s() if timeout_s is None else timeout_s,
-        )
+    rank, ranks = _participants(topology)
+    error: PcommError | None = None
+    wanted: list[GroupSpec] = []
+    granted: list[Granted] = []
+    wait_s = env.TIMEOUT_S.default if timeout_s is None else timeout_s
+    try:
+        env.check()
+        wait_s = env.timeout_s() if timeout_s is None else timeout_s
+        _check_world(topology, rank)
+        wanted = [_normalised(topology, spec) for spec in specs]
+        _check_distinct(wanted)
+        granted = [grant(spec.options, spec.backend or backend, group=spec.axes) for spec in wanted]
+    except PcommError as problem:
+        error = problem
+    agreement = ""
+    if len(ranks) > 1:
+        store = distributed_c10d._get_default_store()
+        fail_together(store, "open_groups", error, rank, ranks, timeout_s=wait_s)
+        lines = [f"topology {topology.describe()}", f"backend {backend}"]
+        lines += [f"group {spec}" for spec in wanted]
+        agreement = agree_on_lines(store, "open_groups", lines, rank, ranks, timeout_s=wait_s)
+    elif error is not None:
+        raise error
     opened: list[Group] = []
     communicators: dict[tuple[object, ...], dist.ProcessGroup] = {}
-    for spec, grants in zip(wanted, granted, strict=True):
-        ranks = topology.members(rank, spec.axes)
-        process_group = None
-        if len(ranks) > 1:
-            identity = (ranks, spec.role, spec.options, grants.backend)
-            if identity not in communicators:
+    try:
+        for spec, grants in zip(wanted, granted, strict=True):
+            members = topology.members(rank, spec.axes)
+            identity = (members, spec.role, spec.options, grants.backend)
+            if len(members) > 1 and identity not in communicators:
                 # Only members create a group: at 100,000 ranks nobody can create all of them.
-                communicators[identity] = dist.new_group(
-                    list(ranks),
-                    timeout=grants.timeout,
-                    backend=grants.backend,
-                    pg_options=grants.pg_options,
-                    use_local_synchronization=True,
-                    group_desc=f"pcomm:{spec.axes}:{spec.role}",
+                key = f"{spec.axes}:{spec.role}"
+                name = f"{agreement}/{key}/{members[0]}"
+                communicators[identity] = new_communicator(
+                    name, members, grants, description=f"pcomm:{key}"
                 )
-            process_group = communicators[identity]
-        opened.append(
-            Group(
-                spec.axes,
-                ranks,
-                process_group,
-                role=spec.role,
-                rank=ranks.index(rank),
-                asked=spec.options.asked,
-                granted=grants.fields if process_group is not None else {},
-                refused=grants.refused if process_group is not None else {},
+            process_group = communicators.get(identity)
+            opened.append(
+                Group(
+                    spec.axes,
+                    members,
+                    process_group,
+                    role=spec.role,
+                    rank=members.index(rank),
+                    asked=spec.options.asked,
+                    granted=grants.fields if process_group is not None else {},
+                    refused=grants.refused if process_group is not None else {},
+                )
             )
-        )
-    return Groups(opened, owns_communicators=True)
+    except BaseException:
+        Groups([], owned=list(communicators.values())).close()
+        raise
+    return Groups(opened, owned=list(communicators.values()), topology=topology)
 
 
 def _normalised(topology: Topology, spec: str | tuple[str, str] | GroupSpec) -> GroupSpec:
@@ -253,19 +261,31 @@ def _check_distinct(specs: Sequence[GroupSpec]) -> None:
             )
 
 
-def _own_rank(topology: Topology) -> int:
-    """This process's rank, after a check that the world is the one of the topology."""
+def _participants(topology: Topology) -> tuple[int, Sequence[int]]:
+    """This process's rank, and the ranks that open groups together with it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return topology.offset, (topology.offset,)
+    rank = dist.get_rank()
+    # Without an offset every process of the job is meant, also where the sizes do not multiply to
+    # their number: that is a mistake, and everybody has to hear of it.
+    called: Sequence[int] = topology.ranks if topology.offset else range(dist.get_world_size())
+    if topology.failed:
+        called = [r for r in called if r not in topology.failed]
+    return rank, called if rank in called else (rank,)
+
+
+def _check_world(topology: Topology, rank: int) -> None:
+    """Make sure that the world is the one of the topology, and that this rank has a place there."""
     connected = dist.is_available() and dist.is_initialized()
     size = dist.get_world_size() if connected else 1
-    rank = dist.get_rank() if connected else topology.offset
     if connected and size != topology.world_size and topology.offset == 0:
         found = f"torch.distributed has {size} ranks"
     elif not connected and topology.world_size > 1:
         found = "torch.distributed is not initialised, so there is one process"
-    elif rank not in topology.ranks:
+    elif rank not in topology.ranks or rank in topology.failed:
         found = f"this is rank {rank} of {size}"
     else:
-        return rank
+        return
     raise TopologyError(
         f"open_groups: {topology.describe()}, ranks {topology.ranks[0]} to {topology.ranks[-1]}",
         found=found,
@@ -273,12 +293,3 @@ def _own_rank(topology: Topology) -> int:
         fix="Start as many processes as the sizes multiply to (torchrun, or --ranks), "
         "or change the sizes.",
     )
-
-
-def _shorten(ranks: tuple[int, ...]) -> str:
-    text = ",".join(str(rank) for rank in ranks[:8])
-    return text if len(ranks) <= 8 else f"{text},... ({len(ranks)})"
-
-
-def _join(options: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options.items()) or "-"

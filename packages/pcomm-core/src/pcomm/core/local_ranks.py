@@ -52,12 +52,17 @@ class RankError(Exception):
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank says of a finished task."""
+    """What a rank says of a finished task.
+
+    The result and the error are pickled apart: what cannot be loaded here, such as an exception
+    of a module that only the ranks have, must not take the traceback with it.
+    """
 
     failed_at: float | None
-    result: Any = None
+    result: bytes = b""
+    headline: str = ""
     traceback: str = ""
-    error: BaseException | None = None
+    error: bytes = b""
 
 
 class LocalRanks:
@@ -125,10 +130,10 @@ class LocalRanks:
                 rank_connection.send_bytes(payload)
         try:
             reports = self._collect(deadline)
+            return [pickle.loads(reports[rank].result) for rank in range(self.size)]
         except BaseException:
             self.close()
             raise
-        return [reports[rank].result for rank in range(self.size)]
 
     def close(self) -> None:
         """Stop the processes. Calling it again does nothing."""
@@ -204,7 +209,7 @@ class LocalRanks:
             try:
                 # A rank that reported and then died is known by its report.
                 if self._connections[rank].poll():
-                    reports[rank] = self._connections[rank].recv()
+                    reports[rank] = pickle.loads(self._connections[rank].recv_bytes())
                 elif not self._processes[rank].is_alive():
                     dead[rank] = self._processes[rank].exitcode
             except (EOFError, ConnectionResetError):
@@ -223,7 +228,9 @@ class LocalRanks:
         elif failed:
             first = min(failed, key=lambda rank: failed[rank].failed_at or 0.0)
             cause = f"rank {first} of {self.size} failed\n{failed[first].traceback}"
-            error = failed[first].error
+            # Some exceptions cannot be pickled, and some not be loaded here.
+            with contextlib.suppress(Exception):
+                error = pickle.loads(failed[first].error)
         else:
             first = -1
             cause = f"ranks {running} of {self.size} did not finish in time"
@@ -232,7 +239,7 @@ class LocalRanks:
             if rank == first:
                 continue
             if rank in failed:
-                lines.append(f"rank {rank}: then {failed[rank].traceback.rstrip().splitlines()[-1]}")
+                lines.append(f"rank {rank}: then {failed[rank].headline}")
             elif rank in dead:
                 lines.append(f"rank {rank}: died, {_exit(dead[rank])}")
             elif rank in stacks:
@@ -302,27 +309,38 @@ def _serve(tasks: Connection, rank: int, size: int, threads: int, stacks: str) -
                 payload = tasks.recv_bytes()
             except (EOFError, KeyboardInterrupt):
                 return
-            tasks.send(_attempt(payload, rank, size))
+            report = pickle.dumps(_attempt(payload, rank, size))
+            try:
+                # As bytes: the connection's own pickling would hand tensors over as open files.
+                tasks.send_bytes(report)
+            except (BrokenPipeError, ConnectionResetError):
+                return
 
 
 def _attempt(payload: bytes, rank: int, size: int) -> _Report:
+    failed_at = None
     try:
         task, args, store = pickle.loads(payload)
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size
         )
         try:
-            result = task(*args)
+            result = pickle.dumps(task(*args))
+        except BaseException:
+            # Taken before the end of the group, which is what makes other ranks fail.
+            failed_at = time.monotonic()
+            raise
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         return _Report(None, result)
     except BaseException as error:  # everything that ends a task is reported, then raised there
-        when = time.monotonic()
-        try:
-            carried = pickle.loads(pickle.dumps(error))
-        except Exception:
-            carried = None
-        return _Report(when, traceback=traceback.format_exc(), error=carried)
+        failed_at = failed_at or time.monotonic()
+        carried = b""
+        with contextlib.suppress(Exception):
+            carried = pickle.dumps(error)
+        headline = traceback.format_exception_only(error)[0].strip()
+        return _Report(failed_at, b"", headline, traceback.format_exc(), carried)
 
 
 def _end_with_parent() -> None:

@@ -8,6 +8,7 @@ import, and the root logger is never touched.
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TextIO
 
 __all__ = ["RankFilter", "configure"]
@@ -32,8 +33,19 @@ class RankFilter(logging.Filter):
         return self.rank == 0 or record.levelno >= logging.WARNING
 
 
-class _CommandHandler(logging.StreamHandler[TextIO]):
+class _CommandHandler(logging.Handler):
     """A type of its own, so that a second `configure` finds what the first one attached."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            # stderr is looked up for each message: whoever redirects it later gets the rest.
+            print(self.format(record), file=self._stream or sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
 
 
 def configure(level: str = "info", rank: int = 0, *, stream: TextIO | None = None) -> None:

@@ -147,7 +147,7 @@ def _register_gloo(threads: int) -> str:
         return name
 
     def create(common: Any, _: Any) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._threads = threads
         options._timeout = common.timeout
         options._devices = [dist.ProcessGroupGloo.create_default_device()]

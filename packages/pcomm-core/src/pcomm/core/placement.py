@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
 
 __all__ = ["Placement", "join_shards", "placements_of", "take_shard"]
@@ -57,7 +58,12 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
 
 
 def take_shard(whole: Tensor, layout: Layout, rank: int, *, dim: int = 0) -> Tensor:
-    """The part of `whole` that `rank` holds along `dim`: a view if it is one run. Local."""
+    """The part of `whole` that `rank` holds along `dim`: a view if it is one run. Local.
+
+    Raises:
+        LayoutError: `whole` is not as long as the layout.
+    """
+    _check_length("take_shard", whole, dim, layout.length)
     runs = layout.runs[rank]
     parts = [whole.narrow(dim, run.start, run.length) for run in runs]
     if not parts:
@@ -66,13 +72,45 @@ def take_shard(whole: Tensor, layout: Layout, rank: int, *, dim: int = 0) -> Ten
 
 
 def join_shards(shards: Sequence[Tensor], layout: Layout, *, dim: int = 0) -> Tensor:
-    """The whole tensor from the shards of all ranks; the inverse of `take_shard`. Local."""
+    """The whole tensor from the shards of all ranks; the inverse of `take_shard`. Local.
+
+    Raises:
+        LayoutError: Not one shard a rank, one of another length, or a layout with holes.
+    """
+    if len(shards) != layout.size or _has_holes(layout):
+        raise LayoutError(
+            f"join_shards: {len(shards)} shards",
+            found=f"a layout over {layout.size} ranks of {layout.describe()}",
+            why="Every rank gives its shard, and together they hold every position.",
+            fix="Pass the shards of all ranks, in rank order, of a layout without holes.",
+        )
     shape = list(shards[0].shape)
     shape[dim] = layout.length
     whole = shards[0].new_empty(shape)
-    for shard, runs in zip(shards, layout.runs, strict=True):
+    for shard, runs, size in zip(shards, layout.runs, layout.sizes, strict=True):
+        _check_length("join_shards", shard, dim, size)
         start = 0
         for run in runs:
             whole.narrow(dim, run.start, run.length).copy_(shard.narrow(dim, start, run.length))
             start += run.length
     return whole
+
+
+def _has_holes(layout: Layout) -> bool:
+    """Whether no rank holds some position."""
+    end = 0
+    for run in sorted((run for own in layout.runs for run in own), key=lambda run: run.start):
+        if run.start > end:
+            return True
+        end = max(end, run.stop)
+    return end < layout.length
+
+
+def _check_length(name: str, x: Tensor, dim: int, length: int) -> None:
+    if x.shape[dim] != length:
+        raise LayoutError(
+            f"{name}: a tensor of shape {tuple(x.shape)} along dim {dim}",
+            found=f"a layout that holds {length} positions there",
+            why="The layout says which positions of that dimension a rank has.",
+            fix="Pass the tensor and the dimension that the layout was made for.",
+        )

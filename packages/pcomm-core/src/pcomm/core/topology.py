@@ -174,7 +174,12 @@ class Topology:
     # -- derived topologies --------------------------------------------------------------
 
     def view(
-        self, name: str, axes: Mapping[str, int], order: Sequence[str] = (), *, shared: Iterable[str] | None = None
+        self,
+        name: str,
+        axes: Mapping[str, int],
+        order: Sequence[str] = (),
+        *,
+        shared: Iterable[str] | None = None,
     ) -> Topology:
         """This topology with one more factorisation of the same ranks, such as for experts.
 
@@ -193,7 +198,7 @@ class Topology:
             raise TopologyError(
                 f"Topology.view: name {name!r}",
                 found=f"views {sorted(self.views)}",
-                why="A view needs a fresh name that is an identifier, because keys are 'view.axis'.",
+                why="A view needs a fresh name that is an identifier: keys are 'view.axis'.",
                 fix="Choose another name.",
             )
         view = Topology(axes, order, offset=self.offset, failed=self.failed)
@@ -205,7 +210,11 @@ class Topology:
                 fix=f"Change the sizes of {name!r} so that they multiply to {self.world_size}.",
             )
         grown = Topology(
-            self.axes, self.order, offset=self.offset, failed=self.failed, views={**self.views, name: view}
+            self.axes,
+            self.order,
+            offset=self.offset,
+            failed=self.failed,
+            views={**self.views, name: view},
         )
         for axis in sorted(set(self.axes) & set(axes) if shared is None else set(shared)):
             grown._prove_shared(name, axis)
@@ -221,7 +230,7 @@ class Topology:
         return Topology(self.axes, self.order, offset=self.offset, failed=gone, views=views)
 
     def describe(self) -> str:
-        """One line: sizes in `order`, offset, views and failed ranks; equal lines, equal topologies."""
+        """One line of sizes in `order`, offset, views and failed ranks; equal if topologies are."""
         parts = ["x".join(f"{a}{self.axes[a]}" for a in self.order)]
         if self.offset:
             parts.append(f"offset {self.offset}")
@@ -314,7 +323,7 @@ class Topology:
             f"Topology.view {view!r}: shared axis {axis!r}",
             found=found,
             why="A shared axis must mean the same groups of ranks in both, or peers disagree.",
-            fix="Give the axis the same size and place in both orders, or another name in the view.",
+            fix="Give the axis one size and one place in both orders, or another name in the view.",
         )
 
     def _check_rank(self, asked: str, rank: int) -> None:
@@ -337,7 +346,7 @@ def _check_axes(axes: Mapping[str, int], order: tuple[str, ...], offset: int) ->
             raise TopologyError(
                 f"Topology: axis {axis!r} of size {size}",
                 found=_product(axes),
-                why="An axis has a name of letters and digits ('_' and '.' join names) and a size >= 1.",
+                why="An axis has a name of letters and digits ('_', '.' join names), a size >= 1.",
                 fix="Rename the axis or correct its size.",
             )
     if sorted(order) != sorted(axes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,40 +34,39 @@ class World:
     device: torch.device
     store: dist.Store | None
 
-    def fail_together(self, topic: str, error: PcommError | None) -> None:
-        """Raise on every rank if any rank has an error. Collective; see `agreement`."""
-        fail_together(
-            self.store, topic, error, self.rank, self.size, timeout_s=env.timeout_s()
-        )
+    def fail_together(
+        self, topic: str, error: PcommError | None, *, timeout_s: float | None = None
+    ) -> None:
+        """Raise on every rank if any rank has an error. Collective; see `agreement`.
+
+        Waits `timeout_s` seconds for the slowest rank, by default `PCOMM_TIMEOUT_S`.
+        """
+        limit = env.timeout_s() if timeout_s is None else timeout_s
+        fail_together(self.store, topic, error, self.rank, range(self.size), timeout_s=limit)
 
 
 @contextmanager
-def connect(
-    *,
-    backend: str | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> Iterator[World]:
+def connect(*, backend: str | None = None) -> Iterator[World]:
     """Join the job for the time of a `with` block. Collective.
 
-    Under torchrun (`RANK` and `WORLD_SIZE` are set) the default process group is made and closed
-    again; within `local_ranks` or a program that has made it, it is used as it is; otherwise the
-    process is alone and nothing is initialised.
+    Under torchrun, whose environment variables tell each process its place, the default process
+    group is made and closed again; within `local_ranks` or a program that has made it, it is used
+    as it is; otherwise the process is alone and nothing is initialised.
 
     Args:
         backend: `"gloo"` or `"nccl"`; by default NCCL where this process has a CUDA device.
-        environ: Where the launcher's variables are; by default `os.environ`.
 
     Raises:
-        ConfigError: The launcher's variables contradict each other.
+        ConfigError: The launcher's variables contradict each other, or some are missing.
     """
-    variables = os.environ if environ is None else environ
     if dist.is_available() and dist.is_initialized():
         yield _joined()
         return
-    if "WORLD_SIZE" not in variables or "RANK" not in variables:
+    if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
         yield World(0, 1, _device(0), None)
         return
-    rank, size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
+    _check_complete("RANK", "WORLD_SIZE")
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
     if not 0 <= rank < size:
         raise ConfigError(
             f"connect: RANK={rank}",
@@ -78,7 +77,8 @@ def connect(
     if size == 1:
         yield World(0, 1, _device(0), None)
         return
-    device = _device(_number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else 0)
+    _check_complete("MASTER_ADDR", "MASTER_PORT")
+    device = _device(_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -90,7 +90,8 @@ def connect(
     try:
         yield _joined()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _joined() -> World:
@@ -107,12 +108,25 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _number(variables: Mapping[str, str], name: str) -> int:
+def _check_complete(*names: str) -> None:
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        known = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        values = ", ".join(f"{n}={os.environ[n]}" for n in known if n in os.environ)
+        raise ConfigError(
+            f"connect: {' and '.join(missing)} not set",
+            found=values,
+            why="A process of a job needs its place, their number, and the address of rank 0.",
+            fix="Start the job with torchrun, which sets all of them, or unset them to run alone.",
+        )
+
+
+def _number(name: str) -> int:
     try:
-        return int(variables[name])
+        return int(os.environ[name])
     except ValueError:
         raise ConfigError(
-            f"connect: {name}={variables[name]!r}",
+            f"connect: {name}={os.environ[name]!r}",
             found="text that is not a whole number",
             why="The launcher numbers its processes.",
             fix="Start the job with torchrun, which sets it.",

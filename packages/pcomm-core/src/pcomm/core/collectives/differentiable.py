@@ -42,7 +42,12 @@ class DifferentiableCollectives:
         self.size = inner.size
 
     def all_gather(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The shards of all ranks; backward is a reduce-scatter."""
         _refuse("all_gather", out)
@@ -53,7 +58,12 @@ class DifferentiableCollectives:
         )
 
     def all_gather_async(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Pending:
         """Start an `all_gather`."""
         _refuse("all_gather_async", out)
@@ -64,7 +74,12 @@ class DifferentiableCollectives:
         )
 
     def reduce_scatter(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """This rank's shard of the sum; backward is an all-gather."""
         _refuse("reduce_scatter", out)
@@ -75,7 +90,12 @@ class DifferentiableCollectives:
         )
 
     def reduce_scatter_async(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Pending:
         """Start a `reduce_scatter`."""
         _refuse("reduce_scatter_async", out)

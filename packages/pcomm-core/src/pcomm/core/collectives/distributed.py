@@ -34,27 +34,54 @@ class DistributedCollectives:
         self.size: int = process_group.size()
         self._sums_locally = "gloo" in dist.get_backend(process_group)
         self._operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+        # Torch 2.13 renamed these two, and warns at each call by the old name.
+        self._gather: Callable[..., Any] = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )
+        self._scatter: Callable[..., Any] = (
+            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        )
 
     def all_gather(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The shards of all ranks, in rank order along `dim`."""
         return self._all_gather(x, dim, sizes, out, False)()
 
     def all_gather_async(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Pending:
         """Start an `all_gather`."""
         return Pending(self._all_gather(x, dim, sizes, out, True))
 
     def reduce_scatter(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """This rank's shard along `dim` of the sum of `x` over all ranks."""
         return self._reduce_scatter(x, dim, sizes, out, False)()
 
     def reduce_scatter_async(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Pending:
         """Start a `reduce_scatter`."""
         return Pending(self._reduce_scatter(x, dim, sizes, out, True))
@@ -111,19 +138,21 @@ class DistributedCollectives:
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
     ) -> Callable[[], Tensor]:
         uneven = gather_sizes(x, dim, sizes, self.rank, self.size)
-        front = x.detach().movedim(dim, 0).contiguous()
+        front = _in_front(x, dim)
         if uneven is not None:
             # Padded to the longest: torch gathers equal shards into one tensor.
             missing = max(uneven) - front.shape[0]
             front = torch.cat([front, front.new_zeros(missing, *front.shape[1:])])
-        shape = [front.shape[0] * self.size, *front.shape[1:]]
-        is_direct = dim == 0 and uneven is None and (out is None or out.is_contiguous())
-        gathered = out if out is not None and is_direct else front.new_empty(shape)
-        work = dist.all_gather_into_tensor(gathered, front, self._group, is_async)
+        is_direct = dim == 0 and uneven is None
+        if is_direct and out is not None and out.is_contiguous():
+            gathered = out
+        else:
+            gathered = front.new_empty(front.shape[0] * self.size, *front.shape[1:])
+        work = self._gather(gathered, front, self._group, is_async)
 
         def finish() -> Tensor:
             _wait(work, front)
-            if is_direct:
+            if gathered is out or (is_direct and out is None):
                 return gathered
             result = gathered
             if uneven is not None:
@@ -137,14 +166,14 @@ class DistributedCollectives:
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
     ) -> Callable[[], Tensor]:
         uneven = scatter_sizes(x, dim, sizes, self.size)
-        front = x.detach().movedim(dim, 0).contiguous()
+        front = _in_front(x, dim)
         length = front.shape[0] // self.size if uneven is None else uneven[self.rank]
         shape = [length, *front.shape[1:]]
         is_direct = dim == 0 and (out is None or out.is_contiguous())
         target = out if out is not None and is_direct else None
         if uneven is None and not self._sums_locally:
             shard = front.new_empty(shape) if target is None else target
-            work = dist.reduce_scatter_tensor(shard, front, group=self._group, async_op=is_async)
+            work = self._scatter(shard, front, dist.ReduceOp.SUM, self._group, is_async)
 
             def finish() -> Tensor:
                 _wait(work, front)
@@ -156,12 +185,18 @@ class DistributedCollectives:
         received = [length] * self.size
         sent = [length] * self.size if uneven is None else list(uneven)
         exchange = dist.all_to_all_single(
-            pieces.view(self.size * length, *shape[1:]), front, received, sent, self._group, is_async
+            pieces.view(self.size * length, *shape[1:]),
+            front,
+            received,
+            sent,
+            self._group,
+            is_async,
         )
 
         def add() -> Tensor:
             _wait(exchange, front)
-            total = torch.sum(pieces, 0) if target is None else torch.sum(pieces, 0, out=target)
+            # The dtype is named because torch.sum widens small integers.
+            total = torch.sum(pieces, 0, dtype=front.dtype, out=target)
             return total if is_direct else _deliver(total.movedim(0, dim), out)
 
         return add
@@ -173,7 +208,7 @@ class DistributedCollectives:
         # Made contiguous before and returned after: torch reduces only dense memory, and a view
         # handed back unreduced is the classic mistake here (Megatron-LM #5338).
         if out is not None and is_direct:
-            total = out if out is x else out.copy_(x)
+            total = out if out is x else out.copy_(x.detach())
         else:
             total = x.detach().clone(memory_format=torch.contiguous_format)
         work = dist.all_reduce(total, self._operations[op], self._group, is_async)
@@ -194,15 +229,21 @@ class DistributedCollectives:
         is_async: bool,
     ) -> Callable[[], Tensor]:
         sent, received = transfer_sizes(x, dim, send_sizes, receive_sizes, self.size)
-        front = x.detach().movedim(dim, 0).contiguous()
-        shape = [sum(received), *front.shape[1:]]
-        is_direct = dim == 0 and (out is None or out.is_contiguous())
-        target = out if out is not None and is_direct else front.new_empty(shape)
-        work = dist.all_to_all_single(target, front, received, sent, self._group, is_async)
+        front = _in_front(x, dim)
+        if dim == 0 and out is not None and out.is_contiguous():
+            target = out
+        else:
+            target = front.new_empty(sum(received), *front.shape[1:])
+        if send_sizes is None:
+            work = dist.all_to_all_single(target, front, None, None, self._group, is_async)
+        else:
+            work = dist.all_to_all_single(target, front, received, sent, self._group, is_async)
 
         def finish() -> Tensor:
             _wait(work, front)
-            return target if is_direct else _deliver(target.movedim(0, dim), out)
+            if target is out or (dim == 0 and out is None):
+                return target
+            return _deliver(target.movedim(0, dim), out)
 
         return finish
 
@@ -211,7 +252,7 @@ class DistributedCollectives:
     ) -> Callable[[], Tensor]:
         is_direct = out is not None and out.is_contiguous()
         if out is not None and is_direct:
-            target = out if out is x else out.copy_(x)
+            target = out if out is x else out.copy_(x.detach())
         else:
             target = x.detach().clone(memory_format=torch.contiguous_format)
         work = dist.broadcast(target, group=self._group, async_op=is_async, group_src=source)
@@ -221,6 +262,15 @@ class DistributedCollectives:
             return target if is_direct else _deliver(target, out)
 
         return finish
+
+
+def _in_front(x: Tensor, dim: int) -> Tensor:
+    """`x` dense, without gradient and with `dim` first; `x` itself where it is all that."""
+    if x.requires_grad:
+        x = x.detach()
+    if dim != 0:
+        x = x.movedim(dim, 0)
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def _wait(work: Any, _keep_alive: Tensor) -> None:

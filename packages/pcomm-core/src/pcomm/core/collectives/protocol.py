@@ -60,25 +60,45 @@ class Collectives(Protocol):
         ...
 
     def all_gather(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The shards of all ranks, in rank order along `dim`."""
         ...
 
     def all_gather_async(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Pending:
         """Start an `all_gather`."""
         ...
 
     def reduce_scatter(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """This rank's shard along `dim` of the sum of `x` over all ranks."""
         ...
 
     def reduce_scatter_async(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Pending:
         """Start a `reduce_scatter`."""
         ...

@@ -71,28 +71,48 @@ class SpyCollectives:
         self.calls.clear()
 
     def all_gather(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Note and pass on."""
         self._note("all_gather", x, (self.size - 1) * _bytes(x), False)
         return self.inner.all_gather(x, dim=dim, sizes=sizes, out=out)
 
     def all_gather_async(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Pending:
         """Note and pass on."""
         self._note("all_gather", x, (self.size - 1) * _bytes(x), True)
         return self.inner.all_gather_async(x, dim=dim, sizes=sizes, out=out)
 
     def reduce_scatter(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Note and pass on."""
         self._note("reduce_scatter", x, self._others(x, dim, sizes), False)
         return self.inner.reduce_scatter(x, dim=dim, sizes=sizes, out=out)
 
     def reduce_scatter_async(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Pending:
         """Note and pass on."""
         self._note("reduce_scatter", x, self._others(x, dim, sizes), True)

@@ -141,7 +141,9 @@ def _multicast(devices: Sequence[DeviceFacts]) -> Finding:
         return Finding(name, "info", "not measured", "This driver does not know the question.")
     without = [number for number, device in enumerate(devices) if not device.has_multicast]
     if without:
-        reason = "NVLink multicast takes an NVSwitch (Hopper or newer), a driver that has it, no MIG."
+        reason = (
+            "NVLink multicast takes an NVSwitch (Hopper or newer), a driver that has it, no MIG."
+        )
         return Finding(name, "missing", f"not on {_devices(without)}", reason)
     reason = "" if len(devices) > 1 else "One device alone has nobody to send to; not measured."
     return Finding(name, "ok", f"reported by the driver for all {len(devices)} devices", reason)

@@ -19,9 +19,7 @@ def check_nccl(probe: Probe) -> Iterable[Finding]:
     except (ImportError, OSError, RuntimeError):
         # Told by the check of torch. The wheels can be judged without it.
         torch = None
-    wheels = {
-        name: version for name, version in probe.distributions().items() if name in _WHEELS
-    }
+    wheels = {name: version for name, version in probe.distributions().items() if name in _WHEELS}
     files = probe.nccl_files()
     yield _torch_nccl(torch, wheels, files)
     if wheels:
@@ -67,7 +65,10 @@ def _wheels(wheels: Mapping[str, str], torch: TorchFacts | None) -> Finding:
         return Finding("nccl.wheels", "broken", value, reason, fix)
     if wanted is not None and wanted not in wheels:
         assert torch is not None
-        reason = f"torch {torch.version} is built for CUDA {torch.cuda} and loads {wanted}."
+        reason = (
+            f"torch {torch.version} is built for CUDA {torch.cuda}, whose wheel is {wanted}; "
+            "a library for another CUDA lies where torch looks first."
+        )
         fix = f"Run `python3 -m pip uninstall -y {next(iter(wheels))}`, then install torch again."
         return Finding("nccl.wheels", "broken", value, reason, fix)
     return Finding("nccl.wheels", "ok", value)

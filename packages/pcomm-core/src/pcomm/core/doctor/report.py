@@ -72,7 +72,7 @@ class Report:
         return {"is_healthy": self.is_healthy, "findings": findings}
 
     def as_text(self) -> str:
-        """The report as an aligned table of at most 100 columns; what is broken comes again last."""
+        """The report as a table of at most 100 columns; what is broken is named again last."""
         lines = [line for finding in self.findings for line in _lines(finding)]
         counts = [
             f"{sum(finding.status == status for finding in self.findings)} {status}"

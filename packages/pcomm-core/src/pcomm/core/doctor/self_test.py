@@ -20,7 +20,9 @@ def check_all_reduce(probe: Probe) -> Iterable[Finding]:
     try:
         total = probe.all_reduce(_TIMEOUT_S)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        # A rank's report goes on with tracebacks, which do not fit into a table.
+        first_line = str(error).partition("\n")[0]
+        reason = f"{type(error).__name__}: {first_line}"
         yield Finding(name, "broken", "two local ranks could not add over gloo", reason, fix)
         return
     if total != 3.0:

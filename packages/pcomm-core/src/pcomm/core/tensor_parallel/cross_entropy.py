@@ -11,11 +11,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.errors import LayoutError, UnsupportedError
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.embedding import first_position
-from pcomm.core.tensor_parallel.linear import check_ranks
+from pcomm.core.tensor_parallel.shares import (
+    check_ids,
+    check_partition,
+    check_rank_order,
+    first_position,
+)
 
 __all__ = ["vocabulary_parallel_cross_entropy"]
+
+_NAME = "vocabulary_parallel_cross_entropy"
 
 
 def vocabulary_parallel_cross_entropy(
@@ -42,13 +49,24 @@ def vocabulary_parallel_cross_entropy(
         `[T]`, fp32 or fp64.
 
     Raises:
-        LayoutError: The layout is over another number of ranks, or not in rank order.
+        LayoutError: The layout is over another number of ranks, or not in rank order, or gives
+            this rank another number of columns; a target outside it (on a GPU a device
+            assertion instead).
     """
-    check_ranks("vocabulary_parallel_cross_entropy", layout, collectives)
+    check_partition(_NAME, layout, collectives)
+    check_rank_order(_NAME, layout)
+    if logits_Tv.shape[1] != layout.sizes[collectives.rank]:
+        raise LayoutError(
+            f"{_NAME}: logits of shape {tuple(logits_Tv.shape)}",
+            found=f"a share of {layout.sizes[collectives.rank]} columns on rank {collectives.rank}",
+            why="Each rank passes its own columns, which are never gathered.",
+            fix="Pass the output of a ColumnParallelLinear over this layout, not gathered.",
+        )
     wide_Tv = logits_Tv if logits_Tv.dtype == torch.float64 else logits_Tv.float()
     if collectives.size == 1:
         return F.cross_entropy(wide_Tv, targets_T, reduction="none", ignore_index=ignore_index)
-    first = first_position("vocabulary_parallel_cross_entropy", layout, collectives.rank)
+    check_ids(_NAME, targets_T, layout, ignored=ignore_index)
+    first = first_position(layout, collectives.rank)
     loss: Tensor = _SplitCrossEntropy.apply(  # type: ignore[no-untyped-call]
         wide_Tv, targets_T, first, collectives, ignore_index
     )
@@ -68,27 +86,35 @@ class _SplitCrossEntropy(torch.autograd.Function):
         num_tokens, num_own = logits_Tv.shape
         local_T = targets_T - first
         is_own_T = (local_T >= 0) & (local_T < num_own) & (targets_T != ignore_index)
-        if num_own:
-            largest_T = logits_Tv.amax(-1)
-        else:
-            largest_T = logits_Tv.new_full((num_tokens,), -torch.inf)
-        largest_T = collectives.all_reduce(largest_T, op="max")
-        exponentials_Tv = (logits_Tv - largest_T.unsqueeze(-1)).exp_()
+        least_T = logits_Tv.new_full((num_tokens,), -torch.inf)
+        largest_T = collectives.all_reduce(logits_Tv.amax(-1) if num_own else least_T, op="max")
+        shifted_Tv = logits_Tv - largest_T.unsqueeze(-1)
         own_T = local_T.masked_fill(~is_own_T, 0)
         sums_2T = logits_Tv.new_zeros(2, num_tokens)
-        sums_2T[0] = exponentials_Tv.sum(-1)
         if num_own:
-            target_logit_T = logits_Tv.gather(-1, own_T.unsqueeze(-1)).squeeze(-1)
-            sums_2T[1] = target_logit_T.masked_fill(~is_own_T, 0.0)
-        sums_2T = collectives.all_reduce(sums_2T, out=sums_2T)
-        loss_T = sums_2T[0].log() + largest_T - sums_2T[1]
+            # Taken from the shifted logits: a small loss is lost when the largest logit is added
+            # to its logarithm first.
+            target_T = shifted_Tv.gather(-1, own_T.unsqueeze(-1)).squeeze(-1)
+            sums_2T[1] = target_T.masked_fill(~is_own_T, 0.0)
+        exponentials_Tv = shifted_Tv.exp_()
+        sums_2T[0] = exponentials_Tv.sum(-1)
+        sums_2T = collectives.all_reduce(sums_2T)
+        loss_T = sums_2T[0].log() - sums_2T[1]
         is_ignored_T = targets_T == ignore_index
         softmax_Tv = exponentials_Tv.div_(sums_2T[0].unsqueeze(-1))
+        ctx.size = collectives.size
         ctx.save_for_backward(softmax_Tv, own_T, is_own_T, is_ignored_T)
         return loss_T.masked_fill(is_ignored_T, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{_NAME}: backward with create_graph=True",
+                found=f"logits split over {ctx.size} ranks",
+                why="What backward keeps is the softmax, through which no gradient would pass.",
+                fix="Take second derivatives on one rank, or of another loss.",
+            )
         softmax_Tv, own_T, is_own_T, is_ignored_T = ctx.saved_tensors
         scale_T1 = gradients[0].masked_fill(is_ignored_T, 0.0).unsqueeze(-1)
         gradient_Tv = softmax_Tv * scale_T1

@@ -6,33 +6,38 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules import module as module_internals
+from torch.nn.modules.module import _has_any_global_hook
 
 __all__ = ["DirectModule"]
 
 
 class DirectModule(nn.Module):
-    """A module that goes straight to `run`, chosen once at construction, unless it has hooks.
+    """A module of one input that goes straight to `forward`, unless something is hooked to it.
 
-    `nn.Module.__call__` and its parameter look-up cost about as much as a small matrix product
-    does (rows in `docs/benchmarks`). A subclass sets `run` in its constructor to the method that
-    fits its group; hooks, where there are any, are called as by every module.
+    `nn.Module.__call__` and its look-up of parameters cost about as much as a small matrix
+    product (rows in `docs/benchmarks`). A subclass sets `run` in its constructor to the one of
+    its functions that fits its group. Hooks and `compile` work as on every module.
     """
 
-    run: Callable[[Tensor], Tensor]
+    # A function of the class and not a bound method: that would tie a knot between the module and
+    # itself, and a deleted model would keep its memory until the garbage collector comes.
+    run: Callable[[Any, Tensor], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
         """What the module computes."""
-        return self.run(x)
+        return self.run(self, x)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: Tensor) -> Any:
+        """`forward`, and the hooks where there are any."""
+        # One look-up instead of five: each attribute of a module goes through its `__getattr__`.
+        own = self.__dict__
         if (
-            self._forward_hooks
-            or self._forward_pre_hooks
-            or self._backward_hooks
-            or self._backward_pre_hooks
-            or module_internals._has_any_global_hook()
-            or kwargs
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "_compiled_call_impl" in own
+            or _has_any_global_hook()
         ):
-            return super().__call__(*args, **kwargs)
-        return self.run(*args)
+            return super().__call__(x)
+        return self.forward(x)

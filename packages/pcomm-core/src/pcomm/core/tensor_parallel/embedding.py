@@ -9,14 +9,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
 from pcomm.core.placement import Placement
 from pcomm.core.tensor_parallel.direct import DirectModule
-from pcomm.core.tensor_parallel.linear import check_ranks, take_parameters
 from pcomm.core.tensor_parallel.regions import leave, scatter_tokens
+from pcomm.core.tensor_parallel.shares import (
+    check_ids,
+    check_partition,
+    check_rank_order,
+    first_position,
+    take_parameters,
+)
 
-__all__ = ["VocabularyParallelEmbedding", "first_position"]
+__all__ = ["VocabularyParallelEmbedding"]
 
 
 class VocabularyParallelEmbedding(DirectModule):
@@ -37,8 +42,11 @@ class VocabularyParallelEmbedding(DirectModule):
     parallelism. Table `[v, D]`.
 
     Raises:
-        LayoutError: The layout is over another number of ranks, or not in rank order.
+        LayoutError: The layout is over another number of ranks, or not in rank order; when
+            called, an id outside it (on a GPU a device assertion instead).
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -51,28 +59,28 @@ class VocabularyParallelEmbedding(DirectModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_ranks("VocabularyParallelEmbedding", layout, collectives)
+        check_partition("VocabularyParallelEmbedding", layout, collectives)
+        check_rank_order("VocabularyParallelEmbedding", layout)
         self.layout, self.collectives = layout, collectives
         self.placements = {"weight": Placement(layout)}
         whole = nn.Embedding(layout.length, width, device=device, dtype=dtype)
         take_parameters(self, whole, collectives.rank)
         if collectives.size == 1:
-            self.run = self._alone
+            self.run = _embedding
             return
-        self._first = first_position("VocabularyParallelEmbedding", layout, collectives.rank)
+        self._first = first_position(layout, collectives.rank)
         self._leave = scatter_tokens if sequence_parallel else leave
-        self.run = self._split
-
-    def _alone(self, ids_T: Tensor) -> Tensor:
-        return F.embedding(ids_T, self._parameters["weight"])  # type: ignore[arg-type]
+        self.run = type(self)._split
 
     def _split(self, ids_T: Tensor) -> Tensor:
+        check_ids("VocabularyParallelEmbedding", ids_T, self.layout)
         return self._leave(self._own_rows(ids_T), self.collectives)
 
     def _own_rows(self, ids_T: Tensor) -> Tensor:
         """Rows that this rank holds, zero for tokens of other ranks."""
-        table_vD: Tensor = self._parameters["weight"]  # type: ignore[assignment]
+        table_vD = self.weight
         if not table_vD.shape[0]:
+            # No row to look up, but still a part of the graph: the other ranks' backward waits.
             return table_vD.sum() + table_vD.new_zeros(*ids_T.shape, table_vD.shape[1])
         local_T = ids_T - self._first
         is_other_T = (local_T < 0) | (local_T >= table_vD.shape[0])
@@ -80,13 +88,9 @@ class VocabularyParallelEmbedding(DirectModule):
         return rows_TD.masked_fill(is_other_T.unsqueeze(-1), 0.0)
 
 
-def first_position(layer: str, layout: Layout, rank: int) -> int:
-    """The first position that `rank` holds of a layout that must lie in rank order."""
-    if not layout.is_contiguous:
-        raise LayoutError(
-            f"{layer}: {layout.describe()}",
-            found="rows that do not lie one after another in rank order",
-            why="A token's row is found by subtracting the first row of the rank.",
-            fix="Use Layout.even or Layout.balanced for the vocabulary.",
-        )
-    return sum(layout.sizes[:rank])
+def _embedding(module: VocabularyParallelEmbedding, ids_T: Tensor) -> Tensor:
+    try:
+        return F.embedding(ids_T, module.__dict__["_parameters"]["weight"])
+    except KeyError:
+        # A parametrization has put something else in its place.
+        return F.embedding(ids_T, module.weight)

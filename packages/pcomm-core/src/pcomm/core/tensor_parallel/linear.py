@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
-from pcomm.core.placement import Placement, take_shard
+from pcomm.core.placement import Placement
 from pcomm.core.tensor_parallel.direct import DirectModule
 from pcomm.core.tensor_parallel.regions import (
     enter,
@@ -20,6 +19,7 @@ from pcomm.core.tensor_parallel.regions import (
     leave,
     scatter_tokens,
 )
+from pcomm.core.tensor_parallel.shares import check_partition, check_rank_order, take_parameters
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -46,8 +46,12 @@ class ColumnParallelLinear(DirectModule):
     with equal random state hold parts of one weight.
 
     Raises:
-        LayoutError: The layout is over another number of ranks.
+        LayoutError: The layout is over another number of ranks, no partition, or, where the
+            output is gathered, not in rank order.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -62,23 +66,21 @@ class ColumnParallelLinear(DirectModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_ranks("ColumnParallelLinear", layout, collectives)
+        check_partition("ColumnParallelLinear", layout, collectives)
+        if gather_output:
+            check_rank_order("ColumnParallelLinear: gather_output", layout)
         self.layout, self.collectives = layout, collectives
         self.placements = {"weight": Placement(layout), "bias": Placement(layout)}
         whole = nn.Linear(in_features, layout.length, bias=bias, device=device, dtype=dtype)
         take_parameters(self, whole, collectives.rank)
         if collectives.size == 1:
-            self.run = self._alone
+            self.run = _linear
             return
         self._enter = gather_tokens if sequence_parallel else enter
-        self.run = self._split_and_gather if gather_output else self._split
-
-    def _alone(self, x: Tensor) -> Tensor:
-        parameters = self._parameters
-        return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+        self.run = type(self)._split_and_gather if gather_output else type(self)._split
 
     def _split(self, x: Tensor) -> Tensor:
-        return self._alone(self._enter(x, self.collectives))
+        return _linear(self, self._enter(x, self.collectives))
 
     def _split_and_gather(self, x: Tensor) -> Tensor:
         return gather_columns(self._split(x), self.layout, self.collectives)
@@ -102,8 +104,11 @@ class RowParallelLinear(DirectModule):
     Shape: `[T, i]` to `[T, O]`, or `[T / size, O]` under sequence parallelism. Weight `[O, i]`.
 
     Raises:
-        LayoutError: The layout is over another number of ranks.
+        LayoutError: The layout is over another number of ranks, or no partition.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -117,7 +122,7 @@ class RowParallelLinear(DirectModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_ranks("RowParallelLinear", layout, collectives)
+        check_partition("RowParallelLinear", layout, collectives)
         self.layout, self.collectives = layout, collectives
         self.placements = {
             "weight": Placement(layout, dim=1),
@@ -126,40 +131,21 @@ class RowParallelLinear(DirectModule):
         whole = nn.Linear(layout.length, out_features, bias=bias, device=device, dtype=dtype)
         take_parameters(self, whole, collectives.rank)
         if collectives.size == 1:
-            self.run = self._alone
+            self.run = _linear
             return
         self._leave = scatter_tokens if sequence_parallel else leave
-        self.run = self._split
-
-    def _alone(self, x: Tensor) -> Tensor:
-        parameters = self._parameters
-        return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+        self.run = type(self)._split
 
     def _split(self, x: Tensor) -> Tensor:
-        parameters = self._parameters
-        y = self._leave(F.linear(x, parameters["weight"]), self.collectives)  # type: ignore[arg-type]
-        bias = parameters["bias"]
-        return y if bias is None else y + bias
+        y = self._leave(F.linear(x, self.weight), self.collectives)
+        # Under autocast y is narrower than the bias, and F.linear does not widen it either.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def check_ranks(layer: str, layout: Layout, collectives: Collectives) -> None:
-    """Refuse a layout made for another number of ranks than the group has."""
-    if layout.size != collectives.size:
-        raise LayoutError(
-            f"{layer}: a layout over {layout.size} ranks",
-            found=f"a group of {collectives.size}",
-            why="The layout names the share of every rank of the group.",
-            fix="Build the layout with the size of the group.",
-        )
-
-
-def take_parameters(module: DirectModule, whole: nn.Module, rank: int) -> None:
-    """Give `module` this rank's share of the parameters of `whole`, by its placements."""
-    placements: dict[str, Placement] = module.placements  # type: ignore[assignment]
-    for name, parameter in whole._parameters.items():
-        placement = placements[name]
-        if parameter is None or placement.layout is None:
-            module.register_parameter(name, parameter)
-            continue
-        share = take_shard(parameter.detach(), placement.layout, rank, dim=placement.dim)
-        module.register_parameter(name, nn.Parameter(share.contiguous().clone()))
+def _linear(module: ColumnParallelLinear | RowParallelLinear, x: Tensor) -> Tensor:
+    own = module.__dict__["_parameters"]
+    try:
+        return F.linear(x, own["weight"], own["bias"])
+    except KeyError:
+        # A parametrization (weight norm, for example) has put something else in its place.
+        return F.linear(x, module.weight, module.bias)

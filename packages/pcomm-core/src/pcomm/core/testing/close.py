@@ -62,6 +62,8 @@ def assert_as_accurate(
         num_terms: Roundings granted in any case, for when plain torch is exact by luck.
     """
     assert actual.shape == exact.shape, f"shapes {actual.shape} and {exact.shape}"
+    assert plain.shape == exact.shape, f"plain torch has shape {plain.shape}, not {exact.shape}"
+    assert actual.dtype == plain.dtype, f"{actual.dtype}, plain torch has {plain.dtype}"
     reference = exact.double()
     floor = num_terms * torch.finfo(actual.dtype).eps / 2
     for name, measure in (("norm", torch.Tensor.norm), ("worst element", _largest)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -18,15 +19,17 @@ def poisoned_memory() -> Iterator[None]:
     zero by luck. Torch does this under deterministic algorithms, of which only this part is used:
     an operation without a deterministic form is not an error here.
     """
+    # A module with a property, which type checkers do not see.
+    memory: Any = torch.utils.deterministic
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
+        memory.fill_uninitialized_memory,
     )
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    memory.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = before[2]
+        memory.fill_uninitialized_memory = before[2]

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pcomm.core import env
-from pcomm.core.local_ranks import LocalRanks
+from pcomm.core.local_ranks import LocalRanks, RankError
 from pcomm.core.testing.poison import poisoned_memory
 
 __all__ = ["RankPool", "ranks"]
@@ -58,7 +59,17 @@ def ranks(size: int) -> Callable[[Callable[..., object]], Callable[..., None]]:
         parameters = list(inspect.signature(function).parameters.values())
 
         def on_all_ranks(rank_pool: RankPool, **arguments: object) -> None:
-            rank_pool.run(_run_test, size, _Test.of(function), arguments)
+            try:
+                rank_pool.run(_run_test, size, _Test.of(function), arguments)
+            except RankError as problem:
+                report = str(problem)
+            else:
+                return
+            # Imported here: the module is part of the wheel, which does not require pytest.
+            import pytest
+
+            # The frames of this process would stand above the traceback that matters.
+            pytest.fail(report, pytrace=False)
 
         functools.update_wrapper(on_all_ranks, function)
         # pytest reads the signature: the rank comes from here, the pool from its fixture.
@@ -106,4 +117,21 @@ def _run_test(test: _Test, arguments: dict[str, object]) -> None:
     if folder not in sys.path:
         sys.path.append(folder)
     with poisoned_memory():
-        test.load()(dist.get_rank(), **arguments)
+        try:
+            test.load()(dist.get_rank(), **arguments)
+        except AssertionError as error:
+            # pytest rewrites assertions only in its own process, so the values are added here.
+            error.add_note(_values(error, test.path))
+            raise
+
+
+def _values(error: AssertionError, path: str) -> str:
+    """The local variables where the test, or a function of its file, failed."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frame = [frame for frame in frames if frame.f_code.co_filename == path][-1]
+    lines = [f"    {name} = {_cut(repr(value))}" for name, value in frame.f_locals.items()]
+    return "\n".join([f"where {frame.f_code.co_name} has", *lines])
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 400 else f"{text[:400]}..."

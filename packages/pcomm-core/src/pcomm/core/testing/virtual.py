@@ -26,14 +26,24 @@ class VirtualCollectives:
         self._table, self._barrier = table, barrier
 
     def all_gather(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The shards of all ranks."""
         gather_sizes(x, dim, sizes, self.rank, self.size)
         return _into(out, torch.cat(self._all(x), dim))
 
     def reduce_scatter(
-        self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """This rank's shard of the sum."""
         scatter_sizes(x, dim, sizes, self.size)
@@ -104,15 +114,16 @@ def run_virtual(function: Callable[[VirtualCollectives], Any], size: int) -> lis
     barrier = threading.Barrier(size, timeout=30.0)
     table: list[Any] = [None] * size
     results: list[Any] = [None] * size
-    errors: list[BaseException] = []
+    causes: list[BaseException] = []
+    consequences: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
             results[rank] = function(VirtualCollectives(rank, size, table, barrier))
         except threading.BrokenBarrierError as problem:
-            errors.append(problem)
+            consequences.append(problem)
         except BaseException as problem:  # handed to the caller's thread below
-            errors.insert(0, problem)
+            causes.append(problem)
             barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -120,8 +131,8 @@ def run_virtual(function: Callable[[VirtualCollectives], Any], size: int) -> lis
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:
-        raise errors[0]
+    for error in causes + consequences:
+        raise error
     return results
 
 

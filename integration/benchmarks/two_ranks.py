@@ -1,0 +1,68 @@
+"""Tokens per second of two ranks with one thread each against one process with two threads.
+
+    python integration/benchmarks/two_ranks.py --csv docs/benchmarks/integration.csv
+
+Both train the quick-start GPT on the same global batches, through the Trainer. They take turns of
+a few steps, and the losses of a turn must agree before its times count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from training_step import random_corpus
+
+from pcomm.core.local_ranks import LocalRanks
+from pcomm.core.testing.timing import Row, Timing, compare, run_benchmark
+from pcomm.core.world import connect
+from pcomm.integration import recipes
+from pcomm.integration.config_rules import validate
+from pcomm.integration.data.batches import TrainBatches
+from pcomm.integration.parallelize import build_model, open_run_groups
+from pcomm.integration.train.trainer import Trainer
+
+ROUNDS = 7
+STEPS = 5
+
+
+def train() -> list[tuple[float, float]]:
+    """Loss and milliseconds of each step, on one rank of whatever world there is."""
+    with connect() as world:
+        config = validate(recipes.quickstart(), world.size)
+        corpus = random_corpus(config.data.vocabulary, config.train.sequence_length, 1 << 12)
+        batches = TrainBatches(
+            corpus,
+            seed=0,
+            sequence_length=config.train.sequence_length,
+            global_batch_tokens=config.train.global_batch_tokens,
+        )
+        with open_run_groups(config, world) as groups:
+            trainer = Trainer(build_model(config, groups, world.device), config, batches)
+            rows = [trainer.step(index).row for index in range(STEPS)]
+    return [(row["loss"], row["step_ms"]) for row in rows]
+
+
+def turn(ranks: LocalRanks) -> tuple[list[float], float]:
+    """Losses, and microseconds of a step after the first, of one turn."""
+    found = ranks.run(train, timeout_s=300)[0]
+    times_us = [ms * 1e3 for _, ms in found[1:]]
+    return [loss for loss, _ in found], sum(times_us) / len(times_us)
+
+
+def measure() -> Sequence[Row]:
+    """Both in turns."""
+    times: dict[str, list[float]] = {"one process, two threads": [], "two ranks, one thread": []}
+    with LocalRanks(1, threads=2) as one, LocalRanks(2, threads=1) as two:
+        for _ in range(ROUNDS):
+            expected, one_us = turn(one)
+            losses, two_us = turn(two)
+            worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+            assert worst < 1e-3, f"losses {losses} and {expected}"
+            times["one process, two threads"].append(one_us)
+            times["two ranks, one thread"].append(two_us)
+    one_timing, two_timing = (Timing(case, tuple(found)) for case, found in times.items())
+    return compare("two_ranks", two_timing, one_timing)
+
+
+if __name__ == "__main__":
+    run_benchmark(__doc__, measure)

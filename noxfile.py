@@ -1,0 +1,216 @@
+"""Every task of the repository: `python3 -m nox -l` lists them, and CI runs nothing else.
+
+Plain `venv` and pip, with the versions in `constraints.txt`. Whatever runs our code shares one
+environment (session `environment`), because torch is large; `isolated` has a second one, where the
+distributions are installed the way a user gets them. An installation is repeated only after a
+`pyproject.toml` or `constraints.txt` has changed.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import nox
+from packaging.requirements import Requirement
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests"]
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ROOT / "constraints.txt"
+SETTINGS = nox.project.load_toml("pyproject.toml")
+# Lower floors first: pcomm-core, the features, then integration.
+CORE = ROOT / "packages" / "pcomm-core"
+FEATURES = sorted(path for path in (ROOT / "packages").glob("pcomm-*") if path != CORE)
+PACKAGES = [CORE, *FEATURES, ROOT / "integration"]
+SOURCE_PATH = os.pathsep.join(str(package / "src") for package in PACKAGES)
+
+
+@nox.session
+def environment(session: nox.Session) -> None:
+    """Install torch, the tools that run code, and all packages in editable form."""
+
+    def install() -> None:
+        pip_install(session, *group("run"))
+        # hatchling is there now, so no package needs a build environment of its own.
+        members = [word for path in PACKAGES for word in ("--editable", f"{path}[test]")]
+        pip_install(session, "--no-build-isolation", *members)
+
+    install_once(session, install)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def train(session: nox.Session) -> None:
+    """Train the quick-start GPT on two CPU ranks; results go to runs/quickstart."""
+    arguments = ["--config", "integration/configs/quickstart.toml", "--ranks", "2"]
+    run_in_environment(
+        session, "pcomm", "train", *arguments, "--out", "runs/quickstart", *session.posargs
+    )
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def tests(session: nox.Session) -> None:
+    """Run every test; words after `--` go to pytest."""
+    run_in_environment(session, "python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def types(session: nox.Session) -> None:
+    """Check the types of all sources, strictly."""
+    run_in_environment(session, "python", "-m", "mypy", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks, or those named after `--`; `-- --save` keeps the rows in docs/."""
+    found = {
+        path.stem: (package, path)
+        for package in PACKAGES
+        for path in sorted(package.glob("benchmarks/*.py"))
+        if not path.name.startswith("_")
+    }
+    chosen = [word for word in session.posargs if word != "--save"]
+    if unknown := set(chosen) - set(found):
+        session.error(f"bench: {sorted(unknown)} are not among the benchmarks {list(found)}")
+    save = "--save" in session.posargs
+    for name in chosen or found:
+        package, path = found[name]
+        rows = f"docs/benchmarks/{module_of(package).removeprefix('pcomm.')}.csv"
+        options = ["--csv", rows] if save else []
+        run_in_environment(session, "python", str(path.relative_to(ROOT)), *options)
+    if save:
+        run_in_environment(session, "python", "tools/reference_pages.py")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format; `-- --fix` repairs what can be repaired."""
+    install_once(session, lambda: pip_install(session, *group("lint")))
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+
+
+@nox.session
+def layers(session: nox.Session) -> None:
+    """Check that imports go down: integration, features, core."""
+    install_once(session, lambda: pip_install(session, *group("layers")))
+    # import-linter reads the sources without running them, so torch is not needed.
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": SOURCE_PATH})
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; any warning is an error."""
+    install_once(session, lambda: pip_install(session, *group("docs")))
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("mkdocs", "build", "--strict", *session.posargs, env=quiet)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build the wheel and the source archive of every package into dist/."""
+    install_once(session, lambda: pip_install(session, *group("build")))
+    build_into_dist(session)
+
+
+@nox.session
+def isolated(session: nox.Session) -> None:
+    """Install each wheel alone, away from the sources, and run its own tests there."""
+    install_once(session, lambda: pip_install(session, *group("build"), "torch"))
+    build_into_dist(session)
+    for package in PACKAGES:
+        run_tests_alone(session, package)
+
+
+def run_tests_alone(session: nox.Session, package: Path) -> None:
+    """Swap the wheels of the one environment, so that torch is not installed seven times over."""
+    session.run("python", "-m", "pip", "uninstall", "-qy", *map(name_of, PACKAGES), silent=True)
+    wanted = [package, *siblings_of(package)]
+    wheels = [str(wheel_of(path)) for path in wanted]
+    # Named as files, so that nothing of the same name can come from an index.
+    pip_install(session, f"{wheels[0]}[test]", *wheels[1:])
+
+    away = Path(session.create_tmp()) / package.name
+    shutil.rmtree(away, ignore_errors=True)
+    shutil.copytree(package / "tests", away / "tests")
+    absent = [path for path in PACKAGES if path not in wanted]
+    check = ROOT / "tools" / "check_installed_alone.py"
+    with session.chdir(away):
+        names = [*map(module_of, wanted), "--absent", *map(module_of, absent)]
+        session.run("python", "-P", str(check), *names)
+        pytest = ["-m", "pytest", "-c", os.devnull, "--rootdir", ".", "--import-mode=importlib"]
+        session.run("python", "-P", *pytest, "--timeout=90", "-q", "tests")
+
+
+def build_into_dist(session: nox.Session) -> None:
+    """Build all distributions into a fresh dist/ with the hatchling that is installed."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for package in PACKAGES:
+        outdir = ["--outdir", str(ROOT / "dist"), str(package)]
+        session.run("python", "-m", "build", "--no-isolation", *outdir, silent=True)
+
+
+def install_once(session: nox.Session, install: Callable[[], None]) -> None:
+    """Call `install` unless this environment was filled for the same requirements before."""
+    stamp = Path(session.virtualenv.location) / "installed-for.txt"
+    digest = hashlib.sha256(sys.version.encode())
+    for path in (CONSTRAINTS, ROOT / "pyproject.toml", *(p / "pyproject.toml" for p in PACKAGES)):
+        digest.update(path.read_bytes())
+    wanted = digest.hexdigest()
+    if not stamp.exists() or stamp.read_text() != wanted:
+        install()
+        stamp.write_text(wanted)
+
+
+def pip_install(session: nox.Session, *words: str) -> None:
+    """Install under the constraints, with pip's progress where somebody watches."""
+    watched = sys.stdout.isatty()
+    session.install("--constraint", str(CONSTRAINTS), *words, silent=not watched)
+
+
+def run_in_environment(session: nox.Session, command: str, *words: str) -> None:
+    """Run a command of the shared environment, whatever else is on the path."""
+    home = session.cache_dir.parent / "environment"
+    binaries = home / ("Scripts" if os.name == "nt" else "bin")
+    path = os.pathsep.join([str(binaries), os.environ["PATH"]])
+    session.run(str(binaries / command), *words, external=True, env={"PATH": path})
+
+
+def group(name: str) -> Sequence[str]:
+    """The requirements of a dependency group of the root pyproject.toml."""
+    return nox.project.dependency_groups(SETTINGS, name)
+
+
+def project(package: Path) -> dict[str, Any]:
+    """The `[project]` table of a package."""
+    table: dict[str, Any] = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def name_of(package: Path) -> str:
+    """The distribution in a folder: `pcomm-core`."""
+    return str(project(package)["name"])
+
+
+def module_of(package: Path) -> str:
+    """What a package's users import: `pcomm.gdn_cp`."""
+    return "pcomm." + name_of(package).removeprefix("pcomm-").replace("-", "_")
+
+
+def wheel_of(package: Path) -> Path:
+    """The wheel that `build_into_dist` made of a package."""
+    return next((ROOT / "dist").glob(name_of(package).replace("-", "_") + "-*.whl"))
+
+
+def siblings_of(package: Path) -> list[Path]:
+    """The packages of this repository that a package asks for."""
+    asked = {Requirement(line).name for line in project(package)["dependencies"]}
+    return [path for path in PACKAGES if name_of(path) in asked]

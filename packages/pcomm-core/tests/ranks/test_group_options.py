@@ -1,0 +1,143 @@
+"""Options of communicators: what was asked for, what is in force, and that it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pcomm.core.errors import UnsupportedError
+from pcomm.core.groups import GroupSpec, open_groups
+from pcomm.core.options import CommOptions, grant
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+
+PAIR = Topology({"dp": 2, "tp": 1})
+
+
+@ranks(2)
+def test_explain_says_what_was_asked_granted_and_refused(rank: int) -> None:
+    specs = [
+        "dp",
+        GroupSpec("dp", "gather", CommOptions(threads=1, max_ctas=4, timeout_s=30.0)),
+        GroupSpec("tp", options=CommOptions(threads=3)),
+        "dp_tp",
+    ]
+    with open_groups(PAIR, specs) as opened:
+        table = [line.split("  ") for line in opened.explain().splitlines()]
+        rows = [[cell.strip() for cell in line if cell] for line in table]
+        assert rows[0] == (
+            ["group", "role", "rank", "ranks", "communicator", "asked", "granted", "refused"]
+        )
+        assert rows[1] == ["dp", "-", f"{rank} of 2", "0,1", "gloo", "-", "-", "-"]
+        assert rows[2] == [
+            "dp",
+            "gather",
+            f"{rank} of 2",
+            "0,1",
+            "gloo_1_threads",
+            "timeout_s=30.0, threads=1, max_ctas=4",
+            "timeout_s=30.0, threads=1",
+            "max_ctas=gloo has no such option",
+        ]
+        # A group of one has no communicator that could grant anything.
+        alone = ["tp", "-", "0 of 1", str(rank), "none (identity)", "threads=3", "-", "-"]
+        assert rows[3] == alone
+        assert rows[4][4] == "that of dp"
+        assert opened["dp", "gather"].asked == {"timeout_s": 30.0, "threads": 1, "max_ctas": 4}
+        assert opened["dp", "gather"].granted == {"timeout_s": 30.0, "threads": 1}
+        assert set(opened["dp", "gather"].refused) == {"max_ctas"}
+
+
+@ranks(2)
+def test_strict_raises_before_anything_is_made(rank: int) -> None:
+    before = dict(dist.distributed_c10d._world.pg_map)
+    specs = ["dp", GroupSpec("dp", "gather", CommOptions(max_ctas=4, collnet=True, strict=True))]
+    with pytest.raises(UnsupportedError, match="max_ctas: gloo has no such option; collnet"):
+        open_groups(PAIR, specs)
+    assert dist.distributed_c10d._world.pg_map == before
+    with open_groups(PAIR, [GroupSpec("dp", options=CommOptions(threads=1, strict=True))]):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "refused"),
+    [
+        ("gloo", CommOptions(threads=1, timeout_s=5.0), set()),
+        ("gloo", CommOptions(high_priority=True, collnet=True), {"high_priority", "collnet"}),
+        ("nccl", CommOptions(threads=1), {"threads"}),
+        ("fake", CommOptions(threads=1, min_ctas=1, timeout_s=5.0), {"threads", "min_ctas"}),
+    ],
+    ids=["gloo", "gloo refuses", "nccl", "another"],
+)
+def test_each_backend_grants_what_it_has(
+    backend: str, options: CommOptions, refused: set[str]
+) -> None:
+    granted = grant(options, backend, group="dp")
+    assert set(granted.refused) == refused
+    assert set(granted.fields) == set(options.asked) - refused
+    assert all(granted.refused.values())
+
+
+@ranks(2)
+def test_the_timeout_is_that_of_the_group(rank: int) -> None:
+    specs = ["dp", GroupSpec("dp", "short", CommOptions(timeout_s=0.3))]
+    with open_groups(PAIR, specs) as opened:
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+                opened["dp", "short"].collectives.all_reduce(torch.ones(1))
+        # The other communicator is as good as before.
+        assert float(opened["dp"].collectives.all_reduce(torch.ones(1))) == 2.0
+
+
+def enter(group: dist.ProcessGroup, roots: Sequence[int]) -> list[dist.Work]:
+    """Start one scatter from each of `roots`, in that order, on the same group."""
+    works = []
+    for root in roots:
+        parts = [torch.ones(1)] * 3 if dist.get_rank() == root else None
+        work = dist.scatter(torch.empty(1), parts, src=root, group=group, async_op=True)
+        assert work is not None
+        works.append(work)
+    return works
+
+
+@pytest.mark.parametrize("threads", [None, 2, 1])
+@ranks(3)
+def test_one_thread_runs_collectives_in_order_and_two_run_them_at_once(
+    rank: int, threads: int | None
+) -> None:
+    """Two scatters, of which the first cannot end before rank 2 enters it.
+
+    The second goes from rank 0 to rank 1 without rank 2. So it ends, while rank 2 stays away,
+    exactly if the group starts a collective before the one in front of it has ended.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    specs = [GroupSpec("dp", options=CommOptions(threads=threads))]
+    with open_groups(Topology({"dp": 3}), specs) as opened:
+        group = opened["dp"].process_group
+        assert group is not None
+        if rank == 2:
+            store.wait(["rank 1 has seen enough"])
+        first, second = enter(group, (2, 0))
+        if rank == 1:
+            # In order it never ends, so a longer wait cannot change the result of that case.
+            end = time.monotonic() + (0.3 if threads == 1 else 20.0)
+            while not second.is_completed() and time.monotonic() < end:
+                time.sleep(0.002)
+            assert second.is_completed() == (threads != 1)
+            assert not first.is_completed()
+            store.set("rank 1 has seen enough", "")
+        first.wait()
+        second.wait()
+
+
+@ranks(2)
+def test_a_group_may_have_a_backend_of_its_own(rank: int) -> None:
+    # On a machine with GPUs this keeps the control plane on gloo; here it is the other way round.
+    specs = ["dp", GroupSpec("dp", "control", backend="fake")]
+    with open_groups(PAIR, specs) as opened:
+        assert dist.get_backend(opened["dp"].process_group) == "gloo"
+        assert dist.get_backend(opened["dp", "control"].process_group) == "fake"

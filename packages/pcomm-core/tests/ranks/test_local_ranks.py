@@ -1,0 +1,327 @@
+"""Local ranks: what they return, and what the reader sees when one fails, dies or hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pcomm.core.errors import ConfigError
+from pcomm.core.local_ranks import LocalRanks, RankError, run_local
+from pcomm.core.testing.ranks import RankPool
+
+# The tasks are `exec` and `eval`: a test module has no name under which another process could
+# import functions from it.
+RANK = "__import__('torch').distributed.get_rank()"
+PID = "__import__('os').getpid()"
+
+
+def program(source: str) -> tuple[str, dict[str, object]]:
+    """Arguments of `exec` for `source`, with `rank` and what it needs imported."""
+    head = "import os, signal, time, torch\nimport torch.distributed as dist\n"
+    return f"{head}rank = dist.get_rank()\n{textwrap.dedent(source)}", {}
+
+
+def failure(ranks: LocalRanks, source: str, *, timeout_s: float | None = None) -> str:
+    """What the caller reads when the ranks run `source`."""
+    with pytest.raises(RankError) as caught:
+        ranks.run(exec, program(source), timeout_s=timeout_s)
+    return str(caught.value)
+
+
+def test_results_come_in_rank_order() -> None:
+    with LocalRanks(3) as ranks:
+        # The last rank answers first.
+        slow_first = f"__import__('time').sleep(0.1 * (2 - {RANK})) or {RANK}"
+        assert ranks.run(eval, (slow_first,)) == [0, 1, 2]
+        assert ranks.run(eval, (f"({RANK}, a)", {"a": 5})) == [(r, 5) for r in range(3)]
+
+
+def test_every_task_has_a_world_of_its_own_in_the_same_processes() -> None:
+    with LocalRanks(2) as ranks:
+        first = ranks.run(eval, (PID,))
+        adds = f"""
+        x = torch.tensor([rank + 1.0])
+        dist.all_reduce(x)
+        assert float(x) == 3.0, x
+        assert dist.get_world_size() == 2
+        assert torch.get_num_threads() == 1
+        assert os.getpid() == {first}[rank]
+        """
+        for _ in range(3):
+            ranks.run(exec, program(adds))
+
+
+def test_tensors_come_back_by_value() -> None:
+    with LocalRanks(2) as ranks:
+        tensors = ranks.run(eval, (f"__import__('torch').full((3,), {RANK})",))
+    # The ranks are gone, and what they returned is still there.
+    assert [t.tolist() for t in tensors] == [[0, 0, 0], [1, 1, 1]]
+    assert not any(t.is_shared() for t in tensors)
+
+
+def test_each_rank_gets_the_threads_asked_for() -> None:
+    assert run_local(eval, 2, ("__import__('torch').get_num_threads()",), threads=2) == [2, 2]
+
+
+def test_the_message_starts_with_the_first_failure() -> None:
+    """Rank 1 fails; rank 0 fails because of that, rank 2 is done, and neither comes first."""
+    source = """
+    def find_the_answer():
+        raise ValueError("the answer is 41")
+
+    if rank == 1:
+        find_the_answer()
+    elif rank == 0:
+        dist.recv(torch.ones(1), src=1)
+    """
+    with LocalRanks(3) as ranks:
+        text = failure(ranks, source)
+    lines = text.splitlines()
+    assert lines[0] == "rank 1 of 3 failed"
+    assert lines[1] == "Traceback (most recent call last):"
+    first, _, others = text.partition("rank 0: then ")
+    assert "in find_the_answer" in first
+    assert first.rstrip().endswith("ValueError: the answer is 41")
+    assert "RuntimeError" in others
+    assert "rank 2: finished" in others
+
+
+def test_of_two_failures_the_earlier_one_is_shown_in_full() -> None:
+    source = """
+    if rank == 0:
+        time.sleep(0.3)
+    raise KeyError(f"key {rank}")
+    """
+    with LocalRanks(2) as ranks:
+        text = failure(ranks, source)
+    assert text.startswith("rank 1 of 2 failed\nTraceback")
+    assert text.endswith("rank 0: then KeyError: 'key 0'")
+
+
+def test_a_rank_that_waits_for_a_failed_one_shows_where() -> None:
+    source = """
+    def wait_for_a_message_that_never_comes():
+        time.sleep(60)
+
+    if rank == 0:
+        raise ValueError("no")
+    wait_for_a_message_that_never_comes()
+    """
+    begin = time.monotonic()
+    with LocalRanks(2) as ranks:
+        text = failure(ranks, source)
+    assert time.monotonic() - begin < 30
+    assert text.startswith("rank 0 of 2 failed\n")
+    assert "rank 1: still running, stopped at\n" in text
+    assert "in wait_for_a_message_that_never_comes" in text
+
+
+def test_a_hang_shows_the_stack_of_every_rank() -> None:
+    source = """
+    def stuck_on_rank_0():
+        dist.recv(torch.ones(1), src=1)
+
+    def stuck_on_rank_1():
+        while True:
+            time.sleep(0.01)
+
+    stuck_on_rank_0() if rank == 0 else stuck_on_rank_1()
+    """
+    begin = time.monotonic()
+    with LocalRanks(2) as ranks:
+        text = failure(ranks, source, timeout_s=1.0)
+        assert not ranks.is_usable
+    assert time.monotonic() - begin < 30
+    assert text.startswith("ranks [0, 1] of 2 did not finish in time\n")
+    of_rank_0, of_rank_1 = text.split("rank 1: still running")
+    assert "in stuck_on_rank_0" in of_rank_0
+    # Python's stack also names torch's function that waits.
+    assert "in recv" in of_rank_0
+    assert "in stuck_on_rank_1" in of_rank_1
+
+
+def test_a_rank_that_hangs_alone_is_the_one_named() -> None:
+    with LocalRanks(3) as ranks:
+        text = failure(ranks, "if rank == 2: time.sleep(60)", timeout_s=1.0)
+    assert text.startswith("ranks [2] of 3 did not finish in time\nrank 0: finished\n")
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("os._exit(7)", "exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+    ],
+    ids=["exit", "SIGKILL", "SIGSEGV"],
+)
+def test_a_rank_that_dies_is_named_with_its_end(end: str, words: str) -> None:
+    source = f"""
+    if rank == 1:
+        {end}
+    dist.recv(torch.ones(1), src=1)
+    """
+    with LocalRanks(2) as ranks:
+        text = failure(ranks, source)
+    # Rank 0 failed as well, and earlier than anybody could notice the death of rank 1.
+    assert text.splitlines()[0] == f"rank 1 of 2 died: {words}"
+    assert "rank 0: then RuntimeError" in text
+
+
+def test_a_rank_that_died_between_two_tasks_is_named() -> None:
+    with LocalRanks(2) as ranks:
+        pids = ranks.run(eval, (PID,))
+        os.kill(pids[1], signal.SIGKILL)
+        text = failure(ranks, "dist.barrier()")
+    assert text.startswith("rank 1 of 2 died: killed by SIGKILL")
+
+
+def test_ranks_cannot_be_used_after_a_failure() -> None:
+    with LocalRanks(2) as ranks:
+        pids = ranks.run(eval, (PID,))
+        failure(ranks, "raise ValueError")
+        assert not ranks.is_usable
+        with pytest.raises(RankError, match="start new ones"):
+            ranks.run(eval, ("1",))
+        assert not any(is_running(pid) for pid in pids)
+
+
+def test_the_pool_throws_failed_ranks_away_and_goes_on() -> None:
+    pool = RankPool()
+    try:
+        first = pool.run(eval, 2, PID)
+        assert pool.run(eval, 2, PID) == first
+        with pytest.raises(RankError, match="ValueError: broken"):
+            pool.run(exec, 2, *program("raise ValueError('broken')"))
+        again = pool.run(eval, 2, PID)
+        assert not set(again) & set(first)
+        assert pool.run(eval, 2, PID) == again
+    finally:
+        pool.close()
+    assert not any(is_running(pid) for pid in again)
+
+
+def test_the_pool_limits_the_time_of_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PCOMM_RANKS_TIMEOUT_S", "0.5")
+    pool = RankPool()
+    try:
+        with pytest.raises(RankError, match=r"ranks \[0\] of 2 did not finish in time"):
+            pool.run(exec, 2, *program("if rank == 0: time.sleep(60)"))
+    finally:
+        pool.close()
+
+
+def test_an_error_of_pcomm_is_raised_as_it_is() -> None:
+    source = """
+    from pcomm.core.errors import ConfigError
+    if rank == 1:
+        raise ConfigError("train.steps", found="-1", why="Steps are counted.", fix="Use 1.")
+    dist.barrier()
+    """
+    with pytest.raises(ConfigError) as caught:
+        run_local(exec, 2, program(source))
+    assert (caught.value.asked, caught.value.found) == ("train.steps", "-1")
+    assert isinstance(caught.value.__cause__, RankError)
+    assert str(caught.value.__cause__).startswith("rank 1 of 2 failed")
+
+
+def test_another_error_is_told_with_its_traceback() -> None:
+    with pytest.raises(RankError, match="ZeroDivisionError") as caught:
+        run_local(exec, 2, program("1 / 0"))
+    assert isinstance(caught.value.error, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class Odd(Exception): pass\nraise Odd('no pickle')",
+        "raise ValueError('no pickle', lambda: 0)",
+        "class Odd(Exception):\n    def __init__(self, a, b): super().__init__(a + b)\n"
+        "raise Odd('no ', 'pickle')",
+    ],
+    ids=["unknown here", "not picklable", "not rebuildable"],
+)
+def test_an_error_that_cannot_travel_leaves_its_traceback(source: str) -> None:
+    with pytest.raises(RankError, match="no pickle") as caught:
+        run_local(exec, 2, program(source))
+    assert caught.value.error is None
+
+
+def test_a_result_that_cannot_travel_is_a_failure_of_its_rank() -> None:
+    with pytest.raises(RankError, match=r"rank [01] of 2 failed\n(.|\n)*lambda"):
+        run_local(eval, 2, ("lambda: 0",))
+
+
+def test_a_task_may_end_the_default_group_itself() -> None:
+    source = "dist.destroy_process_group()"
+    with LocalRanks(2) as ranks:
+        for _ in range(2):
+            ranks.run(exec, program(source))
+
+
+def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import os, time
+            from pcomm.core.local_ranks import run_local
+
+            def busy(folder):
+                open(os.path.join(folder, f"pid-{os.getpid()}"), "w").close()
+                time.sleep(120)
+
+            if __name__ == "__main__":
+                run_local(busy, 2, (os.environ["FOLDER"],))
+            """
+        )
+    )
+    pids_folder = tmp_path / "pids"
+    pids_folder.mkdir()
+    environment = {**os.environ, "FOLDER": str(pids_folder)}
+    parent = subprocess.Popen([sys.executable, str(program)], env=environment)
+    try:
+        assert becomes_true(lambda: len(list(pids_folder.iterdir())) == 2, 40)
+    finally:
+        parent.kill()
+        parent.wait()
+    pids = [int(path.name.removeprefix("pid-")) for path in pids_folder.iterdir()]
+    assert becomes_true(lambda: not any(is_running(pid) for pid in pids), 10)
+
+
+def test_this_process_stays_out_of_it() -> None:
+    with LocalRanks(2) as ranks:
+        ranks.run(exec, program("dist.barrier()"))
+        assert not dist.is_initialized()
+        folder = Path(ranks._folder.name)
+        assert folder.exists()
+    assert not folder.exists()
+    assert torch.get_num_threads() >= 1
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and not a zombie that nobody has waited for."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def becomes_true(claim: object, within_s: float) -> bool:
+    assert callable(claim)
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if claim():
+            return True
+        time.sleep(0.02)
+    return bool(claim())

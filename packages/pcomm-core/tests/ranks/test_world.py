@@ -1,0 +1,208 @@
+"""Joining a job: alone, as a local rank, and as a process that a launcher started."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pcomm.core.errors import ConfigError, PcommError, PeerError
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.world import connect
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+# What every started process does: join, write what it sees to a file, and leave.
+PROGRAM = """\
+import json, os, sys
+import torch
+import torch.distributed as dist
+from pcomm.core.errors import ConfigError, PcommError
+from pcomm.core.groups import open_groups
+from pcomm.core.topology import Topology
+from pcomm.core.world import connect
+
+with connect() as world:
+    x = torch.tensor([1 << world.rank])
+    with open_groups(Topology({"dp": world.size}), ["dp"]) as groups:
+        total = int(groups["dp"].collectives.all_reduce(x))
+    error = None
+    if world.rank == 1:
+        error = ConfigError("steps", found="0", why="None.", fix="Use 1.")
+    try:
+        world.fail_together("plan", error)
+        told = ""
+    except PcommError as problem:
+        told = type(problem).__name__
+    seen = {"rank": world.rank, "size": world.size, "device": str(world.device),
+            "total": total, "told": told}
+with open(os.path.join(os.environ["FOLDER"], str(seen["rank"])), "w") as file:
+    json.dump(seen | {"connected_after": dist.is_initialized()}, file)
+"""
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without a launcher's variables, to set some of them."""
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """This process's environment without a launcher's variables, with `more`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    # Without GPUs, which two processes could not share under NCCL.
+    fixed = {"FOLDER": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**inherited, **fixed, **more}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def seen_by(folder: Path, rank: int) -> Mapping[str, object]:
+    found: Mapping[str, object] = json.loads((folder / str(rank)).read_text())
+    return found
+
+
+def expected(rank: int) -> Mapping[str, object]:
+    return {
+        "rank": rank,
+        "size": 2,
+        "device": "cpu",
+        "total": 3,
+        "told": "ConfigError" if rank == 1 else "PeerError",
+        "connected_after": False,
+    }
+
+
+def test_alone_nothing_is_initialised(launcher: pytest.MonkeyPatch) -> None:
+    with connect() as world:
+        assert (world.rank, world.size, world.store) == (0, 1, None)
+        assert not dist.is_initialized()
+        world.fail_together("plan", None)
+        with pytest.raises(ConfigError, match="steps: 0"):
+            world.fail_together("plan", ConfigError("steps", found="0", why="None.", fix="1."))
+
+
+def test_a_launcher_of_one_process_is_the_same_as_none(launcher: pytest.MonkeyPatch) -> None:
+    launcher.setenv("RANK", "0")
+    launcher.setenv("WORLD_SIZE", "1")
+    with connect() as world:
+        assert (world.rank, world.size, world.store) == (0, 1, None)
+        assert not dist.is_initialized()
+
+
+@ranks(3)
+def test_within_local_ranks_their_world_is_used_and_left_open(rank: int) -> None:
+    with connect() as world:
+        assert (world.rank, world.size) == (rank, 3)
+        assert world.device == torch.device("cpu")
+        assert world.store is not None
+        world.store.set(f"key {rank}", "value")
+        assert world.store.get(f"key {(rank + 1) % 3}") == b"value"
+    assert dist.is_initialized()
+    with connect() as again:
+        assert (again.rank, again.size) == (world.rank, world.size)
+
+
+@ranks(2)
+def test_the_world_fails_together(rank: int) -> None:
+    error = ConfigError("steps", found="0", why="None.", fix="Use 1.") if rank == 0 else None
+    with connect() as world:
+        with pytest.raises(PcommError) as caught:
+            world.fail_together("plan", error)
+        assert type(caught.value) is (ConfigError if rank == 0 else PeerError)
+        world.fail_together("plan", None)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: WORLD_SIZE=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1: WORLD_SIZE=2"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one'"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        ({"RANK": "0"}, "WORLD_SIZE not set: RANK=0"),
+        ({"WORLD_SIZE": "2"}, "RANK not set: WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT not set"),
+    ],
+    ids=str,
+)
+def test_variables_that_make_no_sense_are_refused(
+    launcher: pytest.MonkeyPatch, variables: Mapping[str, str], words: str
+) -> None:
+    for name, value in variables.items():
+        launcher.setenv(name, value)
+    with pytest.raises(ConfigError, match=words) as caught, connect():
+        pass
+    assert "torchrun" in caught.value.fix
+    assert not dist.is_initialized()
+
+
+def test_a_launchers_variables_join_two_processes(tmp_path: Path, program: Path) -> None:
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program)],
+            env=environment(
+                tmp_path,
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+            ),
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=50) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [seen_by(tmp_path, rank) for rank in range(2)] == [expected(0), expected(1)]
+
+
+def test_torchrun_joins_two_processes(tmp_path: Path, program: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(program)]
+    done = subprocess.run(
+        command, env=environment(tmp_path), capture_output=True, text=True, timeout=55
+    )
+    assert done.returncode == 0, done.stderr
+    assert [seen_by(tmp_path, rank) for rank in range(2)] == [expected(0), expected(1)]
+
+
+def test_one_process_of_a_program_for_many_runs_alone(tmp_path: Path, program: Path) -> None:
+    subprocess.run(
+        [sys.executable, str(program)], env=environment(tmp_path), check=True, timeout=50
+    )
+    assert seen_by(tmp_path, 0) == {
+        "rank": 0,
+        "size": 1,
+        "device": "cpu",
+        "total": 1,
+        "told": "",
+        "connected_after": False,
+    }

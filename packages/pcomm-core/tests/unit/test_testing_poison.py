@@ -1,0 +1,76 @@
+"""Poisoned memory: fresh tensors are visibly not results, and nothing stays switched on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pcomm.core.testing.poison import poisoned_memory
+
+
+def flags() -> tuple[bool, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_fresh_memory_is_nan(dtype: torch.dtype) -> None:
+    x = torch.zeros(5, dtype=dtype)
+    with poisoned_memory():
+        for fresh in (
+            torch.empty(3, 4, dtype=dtype),
+            torch.empty_like(x),
+            x.new_empty(7),
+            torch.empty_strided((2, 3), (3, 1), dtype=dtype),
+            torch.empty(2, dtype=dtype).resize_(9),
+        ):
+            assert fresh.numel() > 0
+            assert fresh.isnan().all()
+
+
+def test_fresh_integers_are_the_largest_value() -> None:
+    with poisoned_memory():
+        for dtype in (torch.int64, torch.int32, torch.uint8):
+            assert (torch.empty(6, dtype=dtype) == torch.iinfo(dtype).max).all()
+
+
+def test_what_is_written_is_not_touched() -> None:
+    with poisoned_memory():
+        assert torch.zeros(4).tolist() == [0.0] * 4
+        assert torch.tensor([1.0, 2.0]).mul(2).tolist() == [2.0, 4.0]
+        assert torch.cat([torch.ones(2), torch.ones(3)]).tolist() == [1.0] * 5
+
+
+def test_code_that_forgets_an_element_is_caught() -> None:
+    def forgetful(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out[:-1] = x[:-1]
+        return out
+
+    with poisoned_memory():
+        assert forgetful(torch.zeros(8))[-1].isnan()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("fills", [False, True])
+def test_the_flags_are_as_before(
+    enabled: bool, fills: bool, request: pytest.FixtureRequest
+) -> None:
+    was = flags()
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+        torch.utils.deterministic.fill_uninitialized_memory = was[2]
+
+    request.addfinalizer(restore)
+    torch.use_deterministic_algorithms(enabled)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+    with poisoned_memory():
+        assert flags() == (True, True, True)
+    assert flags() == (enabled, False, fills)
+    with pytest.raises(ZeroDivisionError), poisoned_memory():
+        raise ZeroDivisionError
+    assert flags() == (enabled, False, fills)

@@ -1,0 +1,5 @@
+"""Fully sharded data parallel; nothing but the version is here yet."""
+
+from importlib.metadata import version
+
+__version__ = version("pcomm-fsdp")

@@ -1,0 +1,5 @@
+"""Tensor-parallel inference; nothing but the version is here yet."""
+
+from importlib.metadata import version
+
+__version__ = version("pcomm-inference")

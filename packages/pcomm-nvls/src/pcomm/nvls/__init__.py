@@ -1,0 +1,5 @@
+"""NVLink SHARP collectives; nothing but the version is here yet."""
+
+from importlib.metadata import version
+
+__version__ = version("pcomm-nvls")

@@ -1,0 +1,98 @@
+"""The commands of a shell block, split into words, and what is wrong with one."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from repository import PACKAGES, ROOT, project
+
+# Commands that a page may show without further checks.
+PLAIN = {"cat", "cd", "git", "ls", "source", "tail"}
+
+
+def commands(block: str) -> list[list[str]]:
+    """Each command of a shell block as words, without prompts, comments and assignments."""
+    found = []
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.strip().removeprefix("$ "), comments=True)
+        command: list[str] = []
+        for word in [*words, "&&"]:
+            if word in {"&&", "||", "|", ";", "&"}:
+                if command:
+                    found.append(command)
+                command = []
+            elif command or not re.match(r"[A-Z_]+=", word):
+                command.append(word)
+    return found
+
+
+def complaint(command: list[str]) -> str:
+    """What a reader would stumble over who types this command, or an empty string."""
+    match command:
+        case ["python3" | "python", "-m", "nox", *words]:
+            return _unknown("nox session", _sessions_of(words), sessions())
+        case ["python3" | "python", "-m", "pip", "install", *words]:
+            return _unknown("requirement", _own_requirements(words), _installable())
+        case ["python3" | "python", "-m", "venv", _]:
+            return ""
+        case ["python3" | "python", script, *_] if script.endswith(".py"):
+            return "" if (ROOT / script).is_file() else f"there is no file {script}"
+        case ["pcomm", *words]:
+            return _pcomm(words)
+        case ["torchrun", *words] if shutil.which("torchrun", path=_binaries()):
+            return _pcomm(words[words.index("pcomm") + 1 :]) if "pcomm" in words else ""
+        case [name, *_] if name in PLAIN:
+            return ""
+    return f"no check knows the command {command[0]!r}"
+
+
+@cache
+def sessions() -> frozenset[str]:
+    """The names of the nox sessions, read from noxfile.py."""
+    text = (ROOT / "noxfile.py").read_text()
+    return frozenset(re.findall(r"^@nox\.session.*\ndef (\w+)", text, flags=re.MULTILINE))
+
+
+@cache
+def help_text(*words: str) -> str:
+    """What `pcomm WORDS --help` prints; empty where the command fails."""
+    command = [str(Path(_binaries()) / "pcomm"), *words, "--help"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return answer.stdout if answer.returncode == 0 else ""
+
+
+def _pcomm(words: list[str]) -> str:
+    subcommand = words[:1] if words and not words[0].startswith("-") else []
+    text = help_text(*subcommand)
+    if not text:
+        return f"`pcomm {' '.join(subcommand)} --help` fails"
+    known = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", text))
+    return _unknown("option", {word.split("=")[0] for word in words if word.startswith("-")}, known)
+
+
+def _sessions_of(words: list[str]) -> set[str]:
+    before_options = words[: words.index("--")] if "--" in words else words
+    return {word for word in before_options if not word.startswith("-")}
+
+
+def _own_requirements(words: list[str]) -> set[str]:
+    plain = {re.sub(r"\[.*\]$", "", word).removeprefix("./") for word in words}
+    return {word for word in plain if "pcomm" in word or "/" in word or word == "integration"}
+
+
+def _installable() -> set[str]:
+    folders = {path.relative_to(ROOT).as_posix() for path in PACKAGES}
+    return folders | {project(path)["name"] for path in PACKAGES}
+
+
+def _binaries() -> str:
+    return str(Path(sys.executable).parent)
+
+
+def _unknown(kind: str, used: set[str], known: set[str] | frozenset[str]) -> str:
+    strange = sorted(used - known)
+    return f"no such {kind}: {', '.join(strange)}" if strange else ""

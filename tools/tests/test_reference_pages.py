@@ -1,0 +1,35 @@
+import pytest
+
+from benchmark_page import sections
+from reference_pages import DOCS, pages
+
+
+@pytest.mark.parametrize("name", pages())
+def test_page_shows_what_the_repository_holds(name):
+    assert (DOCS / name).read_text() == pages()[name], "run `python tools/reference_pages.py`"
+
+
+def test_configuration_page_has_a_table_for_each_section():
+    page = pages()["reference/configuration.md"]
+    assert page.count("| key | takes | default | meaning |") == page.count("\n## ")
+    assert "| `sequence` | true or false | `false` |" in page
+
+
+CSV = """\
+benchmark,case,value,unit,ratio_to,ratio,hardware,command
+calls,dict,0.1,us,,,a CPU,python calls.py
+calls,look|up,0.2,us,dict,2.0,a CPU,python calls.py
+step,plain,5.0,ms,,,a CPU,python step.py
+"""
+
+
+def test_benchmark_page_has_a_section_for_each_benchmark(tmp_path):
+    path = tmp_path / "core.csv"
+    path.write_text(CSV)
+    head = "| case | value | unit | ratio | ratio_to |\n|---|---|---|---|---|\n"
+    assert sections(path) == (
+        "\n### calls\n\n- hardware: a CPU\n- command: python calls.py\n\n"
+        f"{head}| dict | 0.1 | us |  |  |\n| look\\|up | 0.2 | us | 2.0 | dict |\n"
+        "\n### step\n\n- hardware: a CPU\n- command: python step.py\n\n"
+        f"{head}| plain | 5.0 | ms |  |  |\n"
+    )
