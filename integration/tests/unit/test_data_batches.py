@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.data.batches import TrainBatches, evaluation_batches
+from pcomm.integration.data.document_order import DocumentOrder
 from pcomm.integration.data.packing import IGNORE, Batch
+from pcomm.integration.data.row_order import RowOrder
 from pcomm.integration.data.token_cache import TokenCorpus
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -123,17 +125,38 @@ def test_the_check_above_notices(mistake):
 
 @COMMON
 @given(lengths=LENGTHS, length=st.integers(1, 24), seed=st.integers(0, 2**64 - 1))
-def test_each_epoch_reads_every_document_once(lengths, length, seed):
+def test_each_epoch_of_the_stream_holds_every_document_once(lengths, length, seed):
     corpus = _corpus(lengths)
-    batches = TrainBatches(corpus, seed=seed, sequence_length=length, global_batch_tokens=length)
-    steps = -(-3 * corpus.num_tokens // length)
-    stream = np.concatenate([batches.batch(step).tokens for step in range(steps)])
+    order = DocumentOrder(corpus, seed)
+    starts = range(0, 3 * corpus.num_tokens, length)
+    segments = [part for start in starts for part in order.segments(start, start + length)]
+    stream = np.concatenate([corpus.tokens[s.start : s.start + s.length] for s in segments])
     for epoch in range(3):
         tokens = stream[epoch * corpus.num_tokens : (epoch + 1) * corpus.num_tokens]
         assert sorted(tokens) == corpus.tokens.tolist()
         firsts = {int(offset) + 1 for offset in corpus.offsets[:-1]}
         jumps = {int(b) for a, b in pairwise(tokens) if b != a + 1}
         assert jumps <= firsts
+
+
+@COMMON
+@given(window=st.integers(1, 50), seed=st.integers(0, 2**64 - 1), first=st.integers(0, 200))
+def test_the_rows_of_a_window_are_read_once_each(window, seed, first):
+    order = RowOrder(seed, window)
+    # Asked for out of turn, as a resumed run does.
+    assert order.row(first) // window == first // window
+    for number in range(3):
+        rows = range(number * window, (number + 1) * window)
+        assert sorted(order.row(index) for index in rows) == list(rows)
+
+
+def test_a_batch_mixes_documents():
+    """Neighbouring rows of the stream are of one document, and learning from one is poor."""
+    corpus = _corpus([80] * 10)
+    batches = TrainBatches(corpus, seed=0, sequence_length=8, global_batch_tokens=64)
+    for step in range(10):
+        documents = {int(token - 1) // 80 for token in batches.batch(step).tokens[::8]}
+        assert len(documents) >= 4
 
 
 def test_epochs_and_seeds_differ_in_order():

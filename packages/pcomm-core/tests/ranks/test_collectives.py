@@ -243,6 +243,12 @@ def test_reduce_scatter_moves_no_more_than_it_must_on_four_ranks(rank: int) -> N
     check_bytes_of_reduce_scatter(4)
 
 
+def _torch_reduce_scatter(shard: Tensor, x: Tensor) -> None:
+    # Torch 2.13 renamed it, and warns at each call by the old name.
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    run(shard, x)
+
+
 def bytes_of_reduce_scatter() -> tuple[int, int]:
     """Bytes one rank sends for an input of 1 MiB: by our reduce-scatter, and by torch's."""
     size = dist.get_world_size()
@@ -252,7 +258,7 @@ def bytes_of_reduce_scatter() -> tuple[int, int]:
     counts = []
     for run in (
         lambda: collectives.reduce_scatter(x, out=shard),
-        lambda: dist.reduce_scatter_tensor(shard, x),
+        lambda: _torch_reduce_scatter(shard, x),
     ):
         run()
         dist.barrier()

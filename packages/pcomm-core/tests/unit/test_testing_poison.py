@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from pcomm.core.testing.poison import poisoned_memory
 
 
-def flags() -> tuple[bool, bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-    )
+def flags() -> tuple[int, bool]:
+    fills: bool = torch.utils.deterministic.fill_uninitialized_memory
+    return torch.get_deterministic_debug_mode(), fills
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -54,23 +55,30 @@ def test_code_that_forgets_an_element_is_caught() -> None:
         assert forgetful(torch.zeros(8))[-1].isnan()
 
 
-@pytest.mark.parametrize("enabled", [False, True])
+def test_it_does_not_import_the_compiler() -> None:
+    """Every new rank would spend seconds on that before its first test."""
+    source = """
+import sys, torch
+from pcomm.core.testing.poison import poisoned_memory
+with poisoned_memory():
+    torch.empty(3)
+sys.exit("torch._inductor" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", source]).returncode == 0
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("fills", [False, True])
-def test_the_flags_are_as_before(
-    enabled: bool, fills: bool, request: pytest.FixtureRequest
-) -> None:
-    was = flags()
+def test_the_flags_are_as_before(mode: int, fills: bool, request: pytest.FixtureRequest) -> None:
+    def set_flags(mode: int, fills: bool) -> None:
+        torch.set_deterministic_debug_mode(mode)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
-    def restore() -> None:
-        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
-        torch.utils.deterministic.fill_uninitialized_memory = was[2]
-
-    request.addfinalizer(restore)
-    torch.use_deterministic_algorithms(enabled)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
+    request.addfinalizer(functools.partial(set_flags, *flags()))
+    set_flags(mode, fills)
     with poisoned_memory():
-        assert flags() == (True, True, True)
-    assert flags() == (enabled, False, fills)
+        assert flags() == (1, True)
+    assert flags() == (mode, fills)
     with pytest.raises(ZeroDivisionError), poisoned_memory():
         raise ZeroDivisionError
-    assert flags() == (enabled, False, fills)
+    assert flags() == (mode, fills)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import LayoutError
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
@@ -22,12 +21,8 @@ def of(rank: int, *shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel()).view(shape) + 100 * rank
 
 
-def test_they_are_collectives() -> None:
-    def check(c: VirtualCollectives) -> tuple[int, int]:
-        assert isinstance(c, Collectives)
-        return c.rank, c.size
-
-    assert run_virtual(check, SIZE) == [(0, 3), (1, 3), (2, 3)]
+def test_every_rank_knows_its_place_and_returns_its_own() -> None:
+    assert run_virtual(lambda c: (c.rank, c.size), SIZE) == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_gathers_and_reductions_by_hand() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pcomm.core.errors import ConfigError
 from pcomm.integration.data.document_order import DocumentOrder
 from pcomm.integration.data.packing import PADDING, Batch, Segment, pack
+from pcomm.integration.data.row_order import RowOrder
 from pcomm.integration.data.token_cache import TokenCorpus
 
 __all__ = ["TrainBatches", "evaluation_batches"]
@@ -18,9 +19,9 @@ _EVALUATION_SEED = 0
 class TrainBatches:
     """The training batches of a run. Batch i depends on the corpus, `seed` and i alone.
 
-    The stream of documents is cut into rows; the global batch of step i is `rows_per_batch` rows
-    from row `i * rows_per_batch` on. Data-parallel rank r of n has every n-th of them from the
-    r-th on, so the ranks share a batch without overlap, and the batch is the same for every n.
+    The stream of documents is cut into rows, which are mixed (see `RowOrder`); the global batch
+    of step i is the next `rows_per_batch` of them. Data-parallel rank r of n has every n-th from
+    the r-th on, so the ranks share a batch without overlap, and the batch is the same for every n.
 
     Args:
         corpus: The train split.
@@ -46,6 +47,7 @@ class TrainBatches:
         _check_whole("train.micro_batch_tokens", micro_batch_tokens, sequence_length)
         self._corpus = corpus
         self._order = DocumentOrder(corpus, seed)
+        self._rows = RowOrder(seed, max(1, corpus.num_tokens // sequence_length))
         self._sequence_length = sequence_length
         self._micro_rows = micro_batch_tokens // sequence_length
         self.rows_per_batch = global_batch_tokens // sequence_length
@@ -81,8 +83,8 @@ class TrainBatches:
         local = range(first + dp_rank, first + self.rows_per_batch, dp_size)
         micro_rows = len(local) // num_micro
         segments: list[Segment] = []
-        for row in local[micro * micro_rows : (micro + 1) * micro_rows]:
-            start = row * self._sequence_length
+        for index in local[micro * micro_rows : (micro + 1) * micro_rows]:
+            start = self._rows.row(index) * self._sequence_length
             segments += self._order.segments(start, start + self._sequence_length)
         return pack(self._corpus, segments)
 
@@ -91,8 +93,11 @@ class TrainBatches:
 
         Counted without reading the batch, so no rank has to ask the others.
         """
-        tokens = self.rows_per_batch * self._sequence_length
-        return tokens - self._order.num_ends(step * tokens, (step + 1) * tokens)
+        length = self._sequence_length
+        first = step * self.rows_per_batch
+        starts = (self._rows.row(first + n) * length for n in range(self.rows_per_batch))
+        num_ends = sum(self._order.num_ends(start, start + length) for start in starts)
+        return self.rows_per_batch * length - num_ends
 
 
 def evaluation_batches(

@@ -35,6 +35,8 @@ def assert_close(
     """
     assert actual.shape == expected.shape, f"shapes {actual.shape} and {expected.shape}"
     assert torch.isfinite(actual).all(), "the result holds values that are not finite"
+    # An infinite reference would make the bound infinite too, and let everything pass.
+    assert torch.isfinite(expected).all(), "the reference holds values that are not finite"
     if not expected.numel():
         return
     unit = torch.finfo(actual.dtype).eps / 2
@@ -62,6 +64,7 @@ def assert_as_accurate(
         num_terms: Roundings granted in any case, for when plain torch is exact by luck.
     """
     assert actual.shape == exact.shape, f"shapes {actual.shape} and {exact.shape}"
+    assert torch.isfinite(exact).all(), "the reference holds values that are not finite"
     assert plain.shape == exact.shape, f"plain torch has shape {plain.shape}, not {exact.shape}"
     assert actual.dtype == plain.dtype, f"{actual.dtype}, plain torch has {plain.dtype}"
     reference = exact.double()

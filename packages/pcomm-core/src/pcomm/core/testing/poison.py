@@ -21,15 +21,13 @@ def poisoned_memory() -> Iterator[None]:
     """
     # A module with a property, which type checkers do not see.
     memory: Any = torch.utils.deterministic
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        memory.fill_uninitialized_memory,
-    )
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    mode, fills = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    # `torch.use_deterministic_algorithms` would import torch's compiler, which takes seconds in
+    # each new process.
+    torch.set_deterministic_debug_mode("warn")
     memory.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        memory.fill_uninitialized_memory = before[2]
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = fills

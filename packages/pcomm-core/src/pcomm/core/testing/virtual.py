@@ -100,7 +100,8 @@ class VirtualCollectives:
         """What every rank put on the table."""
         self._table[self.rank] = mine
         self._barrier.wait()
-        everything = list(self._table)
+        # Copies: a rank that goes on may write over its own piece, by `out` for example.
+        everything = [_copied(piece) for piece in self._table]
         # Nobody may put down the next piece before all have taken this one.
         self._barrier.wait()
         return everything
@@ -134,6 +135,10 @@ def run_virtual(function: Callable[[VirtualCollectives], Any], size: int) -> lis
     for error in causes + consequences:
         raise error
     return results
+
+
+def _copied(piece: Any) -> Any:
+    return [x.clone() for x in piece] if isinstance(piece, tuple) else piece.detach().clone()
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
