@@ -1,9 +1,9 @@
 """How the packages combine into one parallel model: read this to see how each is used.
 
-    topology   pure integers: which rank has which coordinate          pcomm.core.topology
-    groups     communicators with roles, opened together               pcomm.core.groups
-    model      layers that get their collectives as an argument        pcomm.core.tensor_parallel
-    gradients  summed over replicas while backward still runs          train.data_parallel
+- topology: pure integers, which rank has which coordinate (`pcomm.core.topology`)
+- groups: communicators with roles, opened together (`pcomm.core.groups`)
+- model: layers that get their collectives as an argument (`pcomm.core.tensor_parallel`)
+- gradients: summed over replicas while backward still runs (`train.data_parallel`)
 """
 
 from __future__ import annotations

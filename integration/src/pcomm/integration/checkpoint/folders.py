@@ -1,8 +1,8 @@
 """Where checkpoints lie in a run's folder, and which of them are whole.
 
 A checkpoint is written under a name that ends in `.partial` and renamed when every rank has
-written its part; a rename happens or does not. So what has its final name is whole, whenever a
-process died.
+written its part, and loses its name again before it is removed; a rename happens or does not. So
+what has its final name is whole, whenever a process died.
 """
 
 from __future__ import annotations
@@ -16,9 +16,18 @@ from typing import Any
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["Checkpoint", "checkpoints", "commit", "newest", "partial_folder", "remove_partial"]
+__all__ = [
+    "Checkpoint",
+    "checkpoints",
+    "commit",
+    "discard",
+    "newest",
+    "partial_folder",
+    "remove_partial",
+]
 
 _PARTIAL = ".partial"
+_DISCARDED = ".discarded"
 _STATE = "state.json"
 
 
@@ -41,7 +50,9 @@ class Checkpoint:
             ConfigError: The file is missing or damaged.
         """
         try:
-            state: dict[str, Any] = json.loads((self.folder / _STATE).read_text())
+            state = json.loads((self.folder / _STATE).read_text())
+            if not isinstance(state, dict):
+                raise ValueError(f"{state!r:.60}, which is no JSON object")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"checkpoint {self.folder}",
@@ -88,18 +99,30 @@ def commit(partial: Path, state: dict[str, Any], *, keep: int) -> Checkpoint:
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
     if final.exists():
         # A run that was resumed from an earlier step reaches this one again.
-        shutil.rmtree(final)
+        discard(final)
     partial.rename(final)
     _sync_folder(final.parent)
     run_dir = final.parent.parent
     for old in checkpoints(run_dir)[:-keep] if keep else []:
-        shutil.rmtree(old.folder)
+        discard(old.folder)
     return Checkpoint(int(final.name.removeprefix("step-")), final)
 
 
+def discard(folder: Path) -> None:
+    """Remove a whole checkpoint, which at no moment is there in part. On one rank."""
+    nameless = folder.with_name(folder.name + _DISCARDED)
+    folder.rename(nameless)
+    shutil.rmtree(nameless)
+
+
 def remove_partial(run_dir: Path) -> list[Path]:
-    """Remove what processes that died left half written; returns what it was. On one rank."""
-    found = sorted(_parent(run_dir).glob(f"step-*{_PARTIAL}"))
+    """Remove what processes that died left half written or half removed. On one rank.
+
+    Returns:
+        The folders that were removed.
+    """
+    parent = _parent(run_dir)
+    found = sorted(f for end in (_PARTIAL, _DISCARDED) for f in parent.glob(f"step-*{end}"))
     for folder in found:
         shutil.rmtree(folder)
     return found

@@ -16,17 +16,18 @@ __all__ = ["check_same_run", "identity_of"]
 _TRAIN = ("seed", "sequence_length", "global_batch_tokens")
 
 
-def identity_of(config: Config, corpus: str) -> dict[str, Any]:
+def identity_of(config: Config, corpus: str | None = None) -> dict[str, Any]:
     """What must not change when a run is resumed; goes into every checkpoint.
 
     Args:
         config: Validated, so that derived sizes are compared and not the zeros they came from.
-        corpus: Fingerprint of the tokenised text.
+        corpus: Fingerprint of the tokenised text; None to compare the rest before there is one.
     """
     sections = to_dict(config)
+    data = {"vocabulary": config.data.vocabulary}
     return {
         "model": sections["model"],
-        "data": {"vocabulary": config.data.vocabulary, "fingerprint": corpus},
+        "data": data if corpus is None else {**data, "fingerprint": corpus},
         "train": {name: sections["train"][name] for name in _TRAIN},
     }
 
@@ -37,12 +38,11 @@ def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     Raises:
         ConfigError: Names every key that differs, with both values.
     """
-    saved = checkpoint.state().get("identity", {})
+    saved = _keys(checkpoint.state().get("identity"))
     differences = [
-        f"{section}.{name} was {saved.get(section, {}).get(name)!r} and is {value!r}"
-        for section, values in identity.items()
-        for name, value in values.items()
-        if _plain(saved.get(section, {}).get(name)) != _plain(value)
+        f"{key} was {saved.get(key)!r} and is {value!r}"
+        for key, value in _keys(identity).items()
+        if saved.get(key) != value
     ]
     if differences:
         raise ConfigError(
@@ -54,6 +54,12 @@ def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
         )
 
 
-def _plain(value: object) -> object:
-    """JSON has lists where Python has tuples."""
-    return list(value) if isinstance(value, tuple) else value
+def _keys(identity: object) -> dict[str, object]:
+    """`section.key` to value; of a damaged file, what can be made out."""
+    sections = identity.items() if isinstance(identity, dict) else ()
+    return {
+        f"{section}.{name}": value
+        for section, values in sections
+        if isinstance(values, dict)
+        for name, value in values.items()
+    }

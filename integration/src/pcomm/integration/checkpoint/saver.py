@@ -1,4 +1,4 @@
-"""Writing checkpoints while training goes on, and reading them back."""
+"""Writing checkpoints while training goes on."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
+from pcomm.core.errors import ConfigError
 from pcomm.core.group import Group
-from pcomm.integration.checkpoint.folders import Checkpoint, commit, partial_folder
-from pcomm.integration.checkpoint.planners import RegionLoadPlanner, RegionSavePlanner
+from pcomm.integration.checkpoint.folders import commit, partial_folder
+from pcomm.integration.checkpoint.planners import RegionSavePlanner
 from pcomm.integration.checkpoint.region import Region
 
-__all__ = ["Saver", "read"]
+__all__ = ["Saver"]
 
 
 class Saver:
@@ -47,7 +50,7 @@ class Saver:
             state: What to keep beside them, as JSON; that of the first rank counts.
 
         Raises:
-            Exception: Whatever the checkpoint before failed with.
+            ConfigError: What `wait` raises, here of the checkpoint before.
         """
         self.wait()
         copies = {name: region.clone() for name, region in regions.items()}
@@ -56,7 +59,12 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written, if any, is whole; raises what it failed with."""
+        """Until the checkpoint that is being written, if any, is whole.
+
+        Raises:
+            ConfigError: On every rank, if one of them could not write its files; the checkpoint
+                is then not there.
+        """
         running, self._running = self._running, None
         if running is not None:
             running.result()
@@ -79,41 +87,49 @@ class Saver:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, step: int, regions: dict[str, Region], state: dict[str, Any]) -> None:
-        partial = partial_folder(self._run_dir, step)
-        partial.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            # One process saves without torch.distributed, which torch warns about each time.
-            warnings.simplefilter("ignore", UserWarning)
-            dcp.save(
-                dict(regions),
-                storage_writer=FileSystemWriter(partial, sync_files=True),
-                planner=RegionSavePlanner(),
-                process_group=self._group.process_group,
-                no_dist=self._group.is_identity,
-            )
-        # The save returns once all ranks have written, so the first one may give it its name.
-        if self._group.rank == 0:
-            commit(partial, {"step": step, **state}, keep=self._keep)
-
-
-def read(checkpoint: Checkpoint, regions: Mapping[str, Region], group: Group | None = None) -> None:
-    """Fill `regions` in place from a checkpoint written by any number of ranks.
-
-    Args:
-        checkpoint: A whole one.
-        regions: This rank's tensors, with the logical shapes that were saved.
-        group: All ranks, which then read together; without it this process reads alone.
-
-    Raises:
-        ConfigError: A tensor is missing or has another logical shape.
-    """
-    alone = group is None or group.is_identity
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load(
-            dict(regions),
-            storage_reader=FileSystemReader(checkpoint.folder),
-            planner=RegionLoadPlanner(),
-            process_group=None if group is None else group.process_group,
-            no_dist=alone,
+        writer = _Writer(
+            partial_folder(self._run_dir, step), {"step": step, **state}, keep=self._keep
         )
+        try:
+            with warnings.catch_warnings():
+                # One process saves without torch.distributed, which torch warns about each time.
+                warnings.simplefilter("ignore", UserWarning)
+                dcp.save(
+                    dict(regions),
+                    storage_writer=writer,
+                    planner=RegionSavePlanner(),
+                    process_group=self._group.process_group,
+                    no_dist=self._group.is_identity,
+                )
+        except CheckpointException as failed:
+            raise _unwritten(step, self._run_dir, failed) from failed
+
+
+class _Writer(FileSystemWriter):
+    """Writes into a partial folder, and names it when all ranks have written.
+
+    torch calls `finish` on the first rank and tells every rank how it ended; so when the save
+    returns, on any rank, the checkpoint is whole, and if it cannot get its name they all know.
+    """
+
+    def __init__(self, partial: Path, state: dict[str, Any], *, keep: int) -> None:
+        super().__init__(partial, sync_files=True)
+        self._partial, self._state, self._keep = partial, state, keep
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        commit(self._partial, self._state, keep=self._keep)
+
+
+def _unwritten(step: int, run_dir: Path, failed: CheckpointException) -> BaseException:
+    """A full disk, say, in our words; anything else stays as it is, with its traceback."""
+    rank, (error, _) = min(failed.failures.items(), key=lambda item: item[0])
+    if not isinstance(error, OSError):
+        return failed
+    return ConfigError(
+        f"checkpoint of step {step} in {run_dir}",
+        found=f"rank {rank}: {type(error).__name__}: {error}",
+        why="Every rank writes its part, and without one of them the rest is of no use.",
+        fix="Make room there, or choose another --out; the same command goes on from the "
+        "checkpoint before.",
+    )

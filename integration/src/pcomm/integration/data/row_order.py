@@ -12,9 +12,9 @@ class RowOrder:
     """A shuffle of the rows of each window of the stream; a permutation of all rows.
 
     Neighbouring rows of the stream are mostly of one document, and a batch of one document says
-    little about the others: trained on such batches the quick-start model reached 2.5 bits per
-    byte where it reaches 2.1 on mixed ones. So the rows of a window, which is about an epoch
-    long, are mixed.
+    little about the others: the quick-start model learns much less from as many of them (see
+    `docs/decisions/0005-mixed-rows.md`). So the rows of a window, which is about an epoch long,
+    are mixed.
 
     Args:
         seed: Decides the order, in [0, 2**64).

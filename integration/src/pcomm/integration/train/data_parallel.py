@@ -51,8 +51,8 @@ class ReplicaGradients:
         # Backward reaches the last layers first, so their bucket is full first.
         waiting: list[nn.Parameter] = []
         for parameter in reversed(self.parameters):
-            is_other_kind = waiting and waiting[0].dtype != parameter.dtype
-            if is_other_kind or _bytes([*waiting, parameter]) > _BUCKET_BYTES and waiting:
+            is_full = _bytes([*waiting, parameter]) > _BUCKET_BYTES
+            if waiting and (is_full or waiting[0].dtype != parameter.dtype):
                 self._add_bucket(waiting)
                 waiting = []
             waiting.append(parameter)

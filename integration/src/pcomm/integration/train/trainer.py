@@ -122,7 +122,7 @@ class Trainer:
                 losses = parallel.model.token_losses(
                     inputs.tokens, inputs.targets, inputs.positions, inputs.sequences
                 )
-            (losses.sum() / num_targets).backward()  # type: ignore[no-untyped-call]
+            (losses.sum() / num_targets).backward()
             nats += losses.detach().double().sum()
         self.gradients.finish_step()
         return nats

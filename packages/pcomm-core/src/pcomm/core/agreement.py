@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pcomm.core.errors import DivergenceError, PcommError, PeerError, PeerTimeoutError
+from pcomm.core.errors import DivergenceError, PeerError, PeerTimeoutError
 
 __all__ = ["agree_on_lines", "fail_together"]
 
@@ -71,7 +71,7 @@ def agree_on_lines(
 def fail_together(
     store: dist.Store | None,
     topic: str,
-    error: PcommError | None,
+    error: Exception | None,
     rank: int,
     ranks: Sequence[int],
     *,
@@ -91,7 +91,7 @@ def fail_together(
         timeout_s: Seconds to wait for the others.
 
     Raises:
-        PcommError: This rank's own `error`.
+        Exception: This rank's own `error`.
         PeerError: Another rank's.
         PeerTimeoutError: Ranks did not arrive; names them.
     """

@@ -173,11 +173,12 @@ def open_groups(
         ConfigError: A `PCOMM_*` variable cannot be used.
         TopologyError: Unknown axes, a group named twice, or another world size.
         UnsupportedError: An option of a strict `CommOptions` is not granted.
-        PeerError: Another rank has one of these errors, which is repeated.
+        PeerError: Another rank has one of these errors, or could not make a communicator.
         DivergenceError: Ranks ask for different groups; names the first difference, on every rank.
         PeerTimeoutError: A rank did not arrive.
     """
     rank, ranks = _participants(topology)
+    store = distributed_c10d._get_default_store() if len(ranks) > 1 else None
     error: PcommError | None = None
     wanted: list[GroupSpec] = []
     granted: list[Granted] = []
@@ -191,45 +192,57 @@ def open_groups(
         granted = [grant(spec.options, spec.backend or backend, group=spec.axes) for spec in wanted]
     except PcommError as problem:
         error = problem
+    fail_together(store, "open_groups", error, rank, ranks, timeout_s=wait_s)
     agreement = ""
-    if len(ranks) > 1:
-        store = distributed_c10d._get_default_store()
-        fail_together(store, "open_groups", error, rank, ranks, timeout_s=wait_s)
+    if store is not None:
         lines = [f"topology {topology.describe()}", f"backend {backend}"]
         lines += [f"group {spec}" for spec in wanted]
         agreement = agree_on_lines(store, "open_groups", lines, rank, ranks, timeout_s=wait_s)
-    elif error is not None:
-        raise error
     opened: list[Group] = []
-    communicators: dict[tuple[object, ...], dist.ProcessGroup] = {}
-    try:
-        for spec, grants in zip(wanted, granted, strict=True):
-            members = topology.members(rank, spec.axes)
-            identity = (members, spec.role, spec.options, grants.backend)
-            if len(members) > 1 and identity not in communicators:
-                # Only members create a group: at 100,000 ranks nobody can create all of them.
-                key = f"{spec.axes}:{spec.role}"
-                name = f"{agreement}/{key}/{members[0]}"
-                communicators[identity] = new_communicator(
-                    name, members, grants, description=f"pcomm:{key}"
-                )
-            process_group = communicators.get(identity)
-            opened.append(
-                Group(
-                    spec.axes,
-                    members,
-                    process_group,
-                    role=spec.role,
-                    rank=members.index(rank),
-                    asked=spec.options.asked,
-                    granted=grants.fields if process_group is not None else {},
-                    refused=grants.refused if process_group is not None else {},
-                )
-            )
-    except BaseException:
-        Groups([], owned=list(communicators.values())).close()
-        raise
-    return Groups(opened, owned=list(communicators.values()), topology=topology)
+    made: dict[tuple[object, ...], dist.ProcessGroup] = {}
+    failure: Exception | None = None
+    with contextlib.ExitStack() as undo:
+        undo.callback(lambda: Groups([], owned=list(made.values())).close())
+        try:
+            for spec, grants in zip(wanted, granted, strict=True):
+                opened.append(_open(topology, spec, grants, rank, agreement, made))
+        except Exception as problem:  # whatever the backend raises, the other ranks hear of it
+            failure = problem
+        # A communicator that is closed while a peer still connects to it is an error there, so
+        # nobody goes on before all are done.
+        fail_together(store, "open_groups: connecting", failure, rank, ranks, timeout_s=wait_s)
+        undo.pop_all()
+    return Groups(opened, owned=list(made.values()), topology=topology)
+
+
+def _open(
+    topology: Topology,
+    spec: GroupSpec,
+    granted: Granted,
+    rank: int,
+    agreement: str,
+    made: dict[tuple[object, ...], dist.ProcessGroup],
+) -> Group:
+    """One group, whose communicator is found in `made` or added there."""
+    members = topology.members(rank, spec.axes)
+    if len(members) == 1:
+        return Group(spec.axes, members, None, role=spec.role, asked=spec.options.asked)
+    identity = (members, spec.role, spec.options, granted.backend)
+    if identity not in made:
+        # Only members create a group: at 100,000 ranks nobody can create all of them.
+        key = f"{spec.axes}:{spec.role}"
+        name = f"{agreement}/{key}/{members[0]}"
+        made[identity] = new_communicator(name, members, granted, description=f"pcomm:{key}")
+    return Group(
+        spec.axes,
+        members,
+        made[identity],
+        role=spec.role,
+        rank=members.index(rank),
+        asked=spec.options.asked,
+        granted=granted.fields,
+        refused=granted.refused,
+    )
 
 
 def _normalised(topology: Topology, spec: str | tuple[str, str] | GroupSpec) -> GroupSpec:

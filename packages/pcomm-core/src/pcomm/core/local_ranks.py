@@ -321,9 +321,12 @@ def _attempt(payload: bytes, rank: int, size: int) -> _Report:
     failed_at = None
     try:
         task, args, store = pickle.loads(payload)
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size
-        )
+        file = dist.FileStore(store, size)
+        dist.init_process_group("gloo", store=file, rank=rank, world_size=size)
+        # A task may be over on one rank before another has connected, which would fail there.
+        if file.add("pcomm/connected", 1) == size:
+            file.set("pcomm/all connected", "")
+        file.wait(["pcomm/all connected"])
         try:
             result = pickle.dumps(task(*args))
         except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -88,10 +88,23 @@ def connect(*, backend: str | None = None) -> Iterator[World]:
         timeout=timedelta(seconds=max(600.0, env.timeout_s())),
     )
     try:
-        yield _joined()
+        world = _joined()
+        yield world
+        _wait_for_all_to_leave(world)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _wait_for_all_to_leave(world: World) -> None:
+    """Keep rank 0 until the others are done: without a launcher's, the store lives in it."""
+    assert world.store is not None
+    if world.store.add("pcomm/left", 1) == world.size:
+        world.store.set("pcomm/all left", "")
+    if world.rank == 0:
+        # A rank that has failed never leaves; it tells so itself.
+        with suppress(RuntimeError):
+            world.store.wait(["pcomm/all left"], timedelta(seconds=env.timeout_s()))
 
 
 def _joined() -> World:

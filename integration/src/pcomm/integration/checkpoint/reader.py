@@ -1,0 +1,73 @@
+"""Reading a checkpoint back, on the ranks that wrote it or on others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from pcomm.core.errors import ConfigError, PcommError
+from pcomm.core.group import Group
+from pcomm.integration.checkpoint.folders import Checkpoint
+from pcomm.integration.checkpoint.planners import RegionLoadPlanner
+from pcomm.integration.checkpoint.region import Region
+
+__all__ = ["check_index", "read"]
+
+
+def check_index(checkpoint: Checkpoint) -> None:
+    """Make sure that the list of what a checkpoint holds can be read. Local.
+
+    To be called before `read`, in which a rank that cannot read it would leave the others alone.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        FileSystemReader(checkpoint.folder).read_metadata()
+    except Exception as error:  # whatever unpickling a damaged file may raise
+        raise _damaged(checkpoint, error) from error
+
+
+def read(checkpoint: Checkpoint, regions: Mapping[str, Region], group: Group | None = None) -> None:
+    """Fill `regions` in place from a checkpoint written by any number of ranks.
+
+    Args:
+        checkpoint: A whole one.
+        regions: This rank's tensors, with the logical shapes that were saved.
+        group: All ranks, which then read together; without it this process reads alone.
+
+    Raises:
+        ConfigError: On every rank, if on one of them a tensor is missing, has another logical
+            shape, or lies in a damaged file.
+    """
+    alone = group is None or group.is_identity
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # One process reads without torch.distributed, which torch warns about each time.
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(
+                dict(regions),
+                storage_reader=FileSystemReader(checkpoint.folder),
+                planner=RegionLoadPlanner(),
+                process_group=None if group is None else group.process_group,
+                no_dist=alone,
+            )
+    except CheckpointException as failed:
+        error = failed.failures[min(failed.failures)][0]
+        if isinstance(error, PcommError):
+            raise error from failed
+        raise _damaged(checkpoint, error) from failed
+
+
+def _damaged(checkpoint: Checkpoint, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"checkpoint {checkpoint.folder}",
+        found=f"a file that cannot be read: {type(error).__name__}: {error}",
+        why="The weights cannot be put together without all of its files.",
+        fix="Remove this folder to go on from the checkpoint before it.",
+    )
