@@ -84,7 +84,6 @@ def test_the_pattern_repeats():
             ConfigError,
             ["parallel.sequence", "99", "parallel.tp is 2"],
         ),
-        (["train.warmup_steps=5"], 1, ConfigError, ["5 steps of warm-up in a run of 4"]),
         (["train.betas=[0.9, 1.0]"], 1, ConfigError, ["train.betas", "1.0", "less than 1"]),
         (["data.vocabulary=256"], 1, ConfigError, ["data.vocabulary", "256", "at least 257"]),
         (["data.held_out=1"], 1, ConfigError, ["data.held_out", "1.0"]),

@@ -73,7 +73,9 @@ class TrainConfig:
     )
     learning_rate: float = _key(1e-3, "Learning rate at the end of the warm-up.")
     min_learning_rate_ratio: float = _key(0.1, "What the cosine leaves of it at the last step.")
-    warmup_steps: int = _key(20, "Steps over which the learning rate rises from 0.")
+    warmup_steps: int = _key(
+        20, "Steps over which the learning rate rises from 0; a shorter run ends on the way."
+    )
     weight_decay: float = _key(0.1, "AdamW's decay, for matrices only.")
     betas: tuple[float, float] = _key((0.9, 0.95), "AdamW's two decay rates of the averages.")
     clip_norm: float = _key(1.0, "Largest global norm of the gradient. 0: no clipping.")

@@ -243,13 +243,6 @@ def _resolve_batch(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
             ("parallel.tp", parallel.tp),
             "Each rank of tp holds as many tokens between the layers.",
         )
-    if train.warmup_steps > train.steps:
-        raise ConfigError(
-            "train.warmup_steps",
-            found=f"{train.warmup_steps} steps of warm-up in a run of {train.steps}",
-            why="The run would end before it reached its learning rate.",
-            fix=f"Set train.warmup_steps to at most {train.steps}, or train for more steps.",
-        )
     return replace(train, micro_batch_tokens=micro)
 
 

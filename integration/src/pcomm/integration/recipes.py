@@ -22,16 +22,16 @@ def quickstart() -> Config:
     return Config(
         model=ModelConfig(layers=4, width=256, heads=4),
         train=TrainConfig(
-            steps=280,
+            steps=240,
             sequence_length=256,
             global_batch_tokens=2048,
             learning_rate=3e-3,
-            warmup_steps=28,
-            eval_every=140,
+            warmup_steps=24,
+            eval_every=120,
             eval_tokens=65_536,
         ),
         data=DataConfig(vocabulary=2048),
-        checkpoint=CheckpointConfig(every=140),
+        checkpoint=CheckpointConfig(every=120),
         sample=SampleConfig(prompt="def ", max_tokens=128),
     )
 

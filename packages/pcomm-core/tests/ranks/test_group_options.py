@@ -136,8 +136,8 @@ def test_one_thread_runs_collectives_in_order_and_two_run_them_at_once(
 
 @ranks(2)
 def test_a_group_may_have_a_backend_of_its_own(rank: int) -> None:
-    # On a machine with GPUs this keeps the control plane on gloo; here it is the other way round.
-    specs = ["dp", GroupSpec("dp", "control", backend="fake")]
-    with open_groups(PAIR, specs) as opened:
-        assert dist.get_backend(opened["dp"].process_group) == "gloo"
-        assert dist.get_backend(opened["dp", "control"].process_group) == "fake"
+    # The control plane of a job on GPUs, on machines that have none.
+    with open_groups(PAIR, [GroupSpec("dp", "control", backend="gloo")], backend="nccl") as opened:
+        assert dist.get_backend(opened["dp", "control"].process_group) == "gloo"
+        total = opened["dp", "control"].collectives.all_reduce(torch.ones(1))
+        assert float(total) == 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from pcomm.core import communicators, groups
 from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.errors import TopologyError
+from pcomm.core.errors import PeerError, TopologyError
 from pcomm.core.group import Group
 from pcomm.core.groups import Groups, GroupSpec, open_groups
 from pcomm.core.options import CommOptions
@@ -223,6 +224,24 @@ def test_a_failure_half_way_closes_what_was_made(rank: int) -> None:
         open_groups(Topology({"dp": 2}), ["dp", ("dp", "gather")])
     assert len(made) == 1
     assert num_communicators() == before
+
+
+@ranks(4)
+def test_a_rank_whose_own_communicators_are_fine_hears_of_the_failure_of_others(rank: int) -> None:
+    before = num_communicators()
+    fails = mock.Mock(side_effect=RuntimeError("no more memory"))
+    with contextlib.ExitStack() as stack:
+        if rank > 1:
+            stack.enter_context(mock.patch.object(groups, "new_communicator", fails))
+        with pytest.raises(PeerError if rank < 2 else RuntimeError, match="no more memory"):
+            open_groups(SQUARE, ["tp"], timeout_s=20.0)
+    assert num_communicators() == before
+
+
+@ranks(4)
+def test_a_close_right_after_opening_disturbs_nobody(rank: int) -> None:
+    for _ in range(5):
+        open_groups(SQUARE, ["tp", "dp_tp"]).close()
 
 
 @ranks(4)

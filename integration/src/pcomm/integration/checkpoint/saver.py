@@ -102,7 +102,18 @@ class Saver:
                     no_dist=self._group.is_identity,
                 )
         except CheckpointException as failed:
-            raise _unwritten(step, self._run_dir, failed) from failed
+            rank = min(failed.failures)
+            error = failed.failures[rank][0]
+            # A full disk is told in our words; anything else is our mistake, with its traceback.
+            if not isinstance(error, OSError):
+                raise
+            raise ConfigError(
+                f"checkpoint of step {step} in {self._run_dir}",
+                found=f"rank {rank}: {type(error).__name__}: {error}",
+                why="Every rank writes its part, and without one of them the rest is of no use.",
+                fix="Make room there, or choose another --out; the same command goes on from "
+                "the checkpoint before.",
+            ) from failed
 
 
 class _Writer(FileSystemWriter):
@@ -119,17 +130,3 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         commit(self._partial, self._state, keep=self._keep)
-
-
-def _unwritten(step: int, run_dir: Path, failed: CheckpointException) -> BaseException:
-    """A full disk, say, in our words; anything else stays as it is, with its traceback."""
-    rank, (error, _) = min(failed.failures.items(), key=lambda item: item[0])
-    if not isinstance(error, OSError):
-        return failed
-    return ConfigError(
-        f"checkpoint of step {step} in {run_dir}",
-        found=f"rank {rank}: {type(error).__name__}: {error}",
-        why="Every rank writes its part, and without one of them the rest is of no use.",
-        fix="Make room there, or choose another --out; the same command goes on from the "
-        "checkpoint before.",
-    )

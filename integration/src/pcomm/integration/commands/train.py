@@ -89,7 +89,9 @@ def train_rank(config: Config, run_dir: Path, must_restart: bool) -> int:
         if outcome.is_interrupted:
             print(f"stopped after step {outcome.steps}; the same command goes on from there")
             return _INTERRUPTED
-        if outcome.bits_per_byte is not None:
+        if outcome.bits_per_byte is None:
+            print("no held-out documents, so no bits per byte (data.held_out = 0)")
+        else:
             print(f"held-out bits per byte: {outcome.bits_per_byte:.3f}")
         sample = config.sample
         if sample.prompt and sample.max_tokens:

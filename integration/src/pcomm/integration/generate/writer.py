@@ -10,7 +10,7 @@ import torch
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.folders import newest
-from pcomm.integration.checkpoint.saver import read
+from pcomm.integration.checkpoint.reader import check_index, read
 from pcomm.integration.checkpoint.state import model_regions
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.config_file import load_config
@@ -58,7 +58,8 @@ class Writer:
         """The run in `run_dir`, whatever number of ranks trained it. Local.
 
         Raises:
-            ConfigError: The folder holds no run, or the run has no checkpoint yet.
+            ConfigError: The folder holds no run, the run has no checkpoint yet, or its files do not
+                belong together.
         """
         checkpoint = newest(run_dir) if run_dir.is_dir() else None
         if checkpoint is None:
@@ -70,6 +71,7 @@ class Writer:
             )
         config = _on_one_rank(load_config(run_dir / "config.toml"))
         model = LanguageModel(config.model, config.data.vocabulary, device=device)
+        check_index(checkpoint)
         read(checkpoint, model_regions(model, rank=0))
         return cls(model.eval(), load_tokenizer(run_dir / "tokenizer.json"), checkpoint.step)
 

@@ -121,11 +121,11 @@ def packed_attention(
     if len(runs) == 1:
         return _equal_sequences(q_THK, k_TGK, v_TGK, runs[0][0])
     lengths = [count * length for count, length in runs]
-    q, k, v = (x.split(lengths) for x in (q_THK, k_TGK, v_TGK))
+    queries, keys, values = (x.split(lengths) for x in (q_THK, k_TGK, v_TGK))
     return torch.cat(
         [
-            _equal_sequences(*piece, count)
-            for *piece, (count, _) in zip(q, k, v, runs, strict=True)
+            _equal_sequences(q, k, v, count)
+            for q, k, v, (count, _) in zip(queries, keys, values, runs, strict=True)
         ]
     )
 

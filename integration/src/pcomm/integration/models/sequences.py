@@ -26,7 +26,11 @@ class PackedSequences:
 
     def __post_init__(self) -> None:
         borders = self.cu_seqlens
-        if len(borders) < 2 or borders[0] != 0 or any(a >= b for a, b in itertools.pairwise(borders)):
+        if (
+            len(borders) < 2
+            or borders[0] != 0
+            or any(a >= b for a, b in itertools.pairwise(borders))
+        ):
             raise LayoutError(
                 "PackedSequences",
                 found=f"cu_seqlens {_shorten(borders)}",

@@ -109,4 +109,3 @@ class ReplicaGradients:
 
 def _bytes(parameters: Sequence[nn.Parameter]) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-

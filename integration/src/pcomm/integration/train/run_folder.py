@@ -1,0 +1,104 @@
+"""A run's folder: whether this run may go on in it, and what it holds before the first step."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from pcomm.core.errors import ConfigError
+from pcomm.integration.atomic_file import atomic_write
+from pcomm.integration.checkpoint.folders import checkpoints, discard, newest, remove_partial
+from pcomm.integration.checkpoint.identity import check_same_run, identity_of
+from pcomm.integration.checkpoint.reader import check_index
+from pcomm.integration.config import Config
+from pcomm.integration.config_file import to_toml
+from pcomm.integration.data.preparation import prepare
+
+__all__ = ["check_resumable", "prepare_folder", "write_config"]
+
+_log = logging.getLogger("pcomm.train")
+
+
+def check_resumable(config: Config, run_dir: Path, corpus: str | None = None) -> None:
+    """Refuse a checkpoint that this run cannot go on from. Local.
+
+    Args:
+        config: Validated.
+        run_dir: The run's folder, which need not exist.
+        corpus: Fingerprint of the tokenised text; None to check the rest before there is one.
+
+    Raises:
+        ConfigError: The newest checkpoint is damaged, of another model or other batches, or of
+            a longer run.
+    """
+    checkpoint = newest(run_dir)
+    if checkpoint is None:
+        return
+    check_same_run(checkpoint, identity_of(config, corpus))
+    check_index(checkpoint)
+    if checkpoint.step > config.train.steps:
+        raise ConfigError(
+            f"train.steps = {config.train.steps}",
+            found=f"a checkpoint after step {checkpoint.step} in {run_dir}",
+            why="The run is already longer than it should become.",
+            fix=f"Set train.steps to at least {checkpoint.step}, or start over with --restart.",
+        )
+
+
+def prepare_folder(config: Config, run_dir: Path, *, must_restart: bool) -> None:
+    """Make an orderly folder with tokenised text in it. On one rank.
+
+    Args:
+        config: Its `data` says which text.
+        run_dir: Made if absent.
+        must_restart: Remove the checkpoints and metrics that are there.
+
+    Raises:
+        PcommError: The folder cannot be written, or the text not be used; see `prepare`.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for folder in remove_partial(run_dir):
+            _log.warning("removed %s, which a run that died left half done", folder)
+        if must_restart:
+            _remove_results(run_dir)
+        # The weights of a run that goes on mean nothing under another tokenizer.
+        prepare(config.data, run_dir, keep_tokenizer=newest(run_dir) is not None)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+
+
+def write_config(config: Config, run_dir: Path) -> None:
+    """Write `config.toml`, whole or not at all. On one rank.
+
+    Args:
+        config: As the user wrote it: with `parallel.dp = 0` it fits other numbers of ranks, too.
+        run_dir: Exists.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
+    try:
+        with atomic_write(run_dir / "config.toml") as file:
+            file.write(to_toml(config).encode())
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+
+
+def _remove_results(run_dir: Path) -> None:
+    """Remove what training wrote; the tokenised text stays, which other seeds would share."""
+    for checkpoint in checkpoints(run_dir):
+        discard(checkpoint.folder)
+    shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
+    for file in (run_dir / "metrics.jsonl", run_dir / "loss.png"):
+        file.unlink(missing_ok=True)
+
+
+def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"train: folder {run_dir}",
+        found=str(error),
+        why="The run's tokens, checkpoints and metrics are written there.",
+        fix="Choose a folder that can be written, with --out.",
+    )

@@ -1,0 +1,276 @@
+"""Checkpoints: the same tensors on any ranks, and a run that goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import pickle
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.errors import ConfigError
+from pcomm.core.placement import Placement, join_shards
+from pcomm.core.testing.ranks import RankPool, ranks
+from pcomm.core.world import connect
+from pcomm.integration import recipes
+from pcomm.integration.checkpoint import saver as saver_module
+from pcomm.integration.checkpoint.folders import checkpoints, newest, remove_partial
+from pcomm.integration.checkpoint.reader import read
+from pcomm.integration.checkpoint.region import Region
+from pcomm.integration.checkpoint.saver import Saver
+from pcomm.integration.config import Config, ParallelConfig
+from pcomm.integration.config_rules import validate
+from pcomm.integration.data.batches import TrainBatches
+from pcomm.integration.data.preparation import open_prepared, prepare
+from pcomm.integration.parallelize import EVERYONE, build_model, open_run_groups
+from pcomm.integration.train.trainer import Trainer
+
+ALONE = ParallelConfig()
+ON_TWO = {
+    "dp2": ParallelConfig(dp=2),
+    "tp2": ParallelConfig(tp=2),
+    "tp2+sequence": ParallelConfig(tp=2, sequence=True),
+}
+Result = dict[str, list[float] | dict[str, Tensor]]
+
+
+def config(parallel: ParallelConfig) -> Config:
+    tiny = recipes.tiny()
+    return dataclasses.replace(
+        tiny,
+        parallel=parallel,
+        model=dataclasses.replace(tiny.model, qk_norm=True),
+        train=dataclasses.replace(tiny.train, steps=6, learning_rate=1e-2),
+    )
+
+
+def train(parallel: ParallelConfig, folder: Path, data: Path, until: int, dtype: str) -> None:
+    """Go on from the newest checkpoint in `folder` until a step, and save there.
+
+    Leaves `result.pt` with the losses of these steps and the whole tensors after them.
+    """
+    with connect() as world:
+        resolved = validate(config(parallel), world.size)
+        with open_run_groups(resolved, world) as groups:
+            batches = TrainBatches(
+                open_prepared(data).train,
+                seed=resolved.train.seed,
+                sequence_length=resolved.train.sequence_length,
+                global_batch_tokens=resolved.train.global_batch_tokens,
+            )
+            built = build_model(resolved, groups, world.device, dtype=getattr(torch, dtype))
+            trainer = Trainer(built, resolved, batches)
+            group = groups[EVERYONE, "checkpoint"]
+            start = newest(folder)
+            if start is not None:
+                read(start, trainer.regions(), group)
+                trainer.resume_at(start.step)
+            losses = [
+                trainer.step(index).row["loss"]
+                for index in range(start.step if start else 0, until)
+            ]
+            with Saver(folder, group, keep=0, is_asynchronous=True) as saver:
+                saver.save(until, trainer.regions(), {})
+            tensors = whole(trainer.regions(), groups["tp"].collectives)
+            if world.rank == 0:
+                torch.save({"losses": losses, "tensors": tensors}, folder / "result.pt")
+
+
+@ranks(2)
+def train_on_two(
+    rank: int, parallel: ParallelConfig, folder: Path, data: Path, until: int, dtype: str
+) -> None:
+    train(parallel, folder, data, until, dtype)
+
+
+def whole(regions: dict[str, Region], tp: Collectives) -> dict[str, Tensor]:
+    """The logical tensors, put together from all ranks without the code of checkpoints."""
+    joined = {}
+    for name, region in regions.items():
+        layout, dim = region.placement.layout, region.placement.dim
+        tensor = region.tensor
+        if layout is not None and layout.size > 1:
+            shards = tp.all_gather(tensor.contiguous(), dim=dim).split(list(layout.sizes), dim)
+            tensor = join_shards(shards, layout, dim=dim)
+        joined[name] = tensor.clone()
+    return joined
+
+
+def train_on(
+    pool: RankPool,
+    parallel: ParallelConfig,
+    folder: Path,
+    data: Path,
+    *,
+    until: int,
+    dtype: str = "float32",
+) -> Result:
+    if parallel == ALONE:
+        train(parallel, folder, data, until, dtype)
+    else:
+        train_on_two(
+            rank_pool=pool, parallel=parallel, folder=folder, data=data, until=until, dtype=dtype
+        )
+    result: Result = torch.load(folder / "result.pt")
+    return result
+
+
+def assert_same_tensors(mine: Result, other: Result) -> None:
+    assert list(mine["tensors"]) == list(other["tensors"])
+    for name, tensor in mine["tensors"].items():
+        assert torch.equal(tensor, other["tensors"][name]), name
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for number in range(40):
+        words = [f"word{(number * 7 + n * n) % 31}" for n in range(5 + number)]
+        (folder / f"{number}.txt").write_text(" ".join(words))
+    prepare(dataclasses.replace(recipes.tiny().data, path=(f"{folder}/*.txt",)), folder)
+    return folder
+
+
+def test_tensors_pass_through_any_ranks(rank_pool: RankPool, data: Path, tmp_path: Path) -> None:
+    """Each stage reads what the one before has written, and writes it again."""
+    first = train_on(rank_pool, ON_TWO["tp2"], tmp_path, data, until=3)
+    averages = {n: t for n, t in first["tensors"].items() if n.startswith("optimizer.")}
+    assert len(averages) == 2 / 3 * len(first["tensors"])
+    assert all(tensor.any() for tensor in averages.values())
+    for parallel in (ALONE, ON_TWO["dp2"], ON_TWO["tp2+sequence"], ALONE):
+        stage = train_on(rank_pool, parallel, tmp_path, data, until=3)
+        assert stage["losses"] == []
+        assert_same_tensors(stage, first)
+
+
+def test_a_fused_weight_is_written_in_pieces(
+    rank_pool: RankPool, data: Path, tmp_path: Path
+) -> None:
+    """On two ranks: each one's heads of queries, keys and values are pieces of their own."""
+    train_on(rank_pool, ON_TWO["tp2"], tmp_path, data, until=1)
+    saved = index(tmp_path).state_dict_metadata
+    # 4 heads of 8 for queries, 2 for keys, 2 for values; 64 gates and 64 ups.
+    for name, offsets in {
+        "model.blocks.0.mixer.qkv.weight": [0, 16, 32, 40, 48, 56],
+        "optimizer.exp_avg.blocks.1.mlp.gate_up.weight": [0, 32, 64, 96],
+    }.items():
+        assert sorted(chunk.offsets[0] for chunk in saved[name].chunks) == offsets, name
+
+
+@pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
+def test_what_both_ranks_hold_is_written_once(
+    rank_pool: RankPool, data: Path, tmp_path: Path, parallel: ParallelConfig
+) -> None:
+    train_on(rank_pool, parallel, tmp_path, data, until=1)
+    folder = checkpoints(tmp_path)[0].folder
+    metadata = index(tmp_path)
+    for name, saved in metadata.state_dict_metadata.items():
+        elements = sum(chunk.sizes.numel() for chunk in saved.chunks)
+        assert elements == saved.size.numel(), name
+    # A piece written by both would leave bytes in a file that the index does not know.
+    known: Counter[str] = Counter()
+    for piece in metadata.storage_data.values():
+        known[piece.relative_path] += piece.length
+    sizes = {file.name: file.stat().st_size for file in folder.glob("*.distcp")}
+    assert known == sizes
+    assert len(sizes) == 2
+    # Both ranks write, and neither does nearly all of it.
+    assert min(sizes.values()) > 0.25 * max(sizes.values())
+
+
+@pytest.mark.parametrize("parallel", [ALONE, *ON_TWO.values()], ids=["alone", *ON_TWO])
+def test_resuming_on_the_same_ranks_changes_no_bit(
+    rank_pool: RankPool, data: Path, tmp_path: Path, parallel: ParallelConfig
+) -> None:
+    through = train_on(rank_pool, parallel, tmp_path / "through", data, until=6)
+    before = train_on(rank_pool, parallel, tmp_path / "stopped", data, until=3)
+    after = train_on(rank_pool, parallel, tmp_path / "stopped", data, until=6)
+    assert before["losses"] + after["losses"] == through["losses"]
+    assert_same_tensors(after, through)
+    assert through["losses"][-1] < through["losses"][0] - 0.3
+
+
+def test_resuming_on_other_ranks_gives_the_same_losses(
+    rank_pool: RankPool, data: Path, tmp_path: Path
+) -> None:
+    """TP 2, then one process, then DP 2; fp64, so that only rounding of 1e-16 is left."""
+    through = train_on(rank_pool, ALONE, tmp_path / "a", data, until=6, dtype="float64")
+    moving: list[float] = []
+    for parallel, until in ((ON_TWO["tp2"], 2), (ALONE, 4), (ON_TWO["dp2"], 6)):
+        stage = train_on(rank_pool, parallel, tmp_path / "b", data, until=until, dtype="float64")
+        moving += stage["losses"]
+    worst = max(abs(a - b) for a, b in zip(moving, through["losses"], strict=True))
+    assert worst < 1e-10
+
+
+@ranks(2)
+def test_a_tensor_that_one_rank_misses_stops_both(rank: int, tmp_path: Path) -> None:
+    with (
+        connect() as world,
+        open_run_groups(validate(config(ParallelConfig()), 2), world) as groups,
+    ):
+        group = groups[EVERYONE, "checkpoint"]
+        region = Region(torch.ones(4), Placement(), 0)
+        with Saver(tmp_path, group, keep=1, is_asynchronous=False) as saver:
+            saver.save(1, {"there": region}, {})
+        wanted = {"there": region}
+        if rank == 1:
+            wanted["not there"] = region
+        with pytest.raises(ConfigError, match="not there of shape .4,.: nothing under that name"):
+            read(checkpoints(tmp_path)[0], wanted, group)
+        other = Region(torch.ones(4 + rank), region.placement, 0)
+        with pytest.raises(ConfigError, match=r"there of shape \(5,\): shape \(4,\) under"):
+            read(checkpoints(tmp_path)[0], {"there": other}, group)
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+FAILURES = {
+    "writing on rank 1": (1, FileSystemWriter, "write_data"),
+    "creating the folder on rank 1": (1, FileSystemWriter, "prepare_local_plan"),
+    "the index on rank 0": (0, FileSystemWriter, "finish"),
+    "the final name on rank 0": (0, saver_module, "commit"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@ranks(2)
+def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, name: str, tmp_path: Path) -> None:
+    where, owner, attribute = FAILURES[name]
+    with (
+        connect() as world,
+        open_run_groups(validate(config(ParallelConfig()), 2), world) as groups,
+    ):
+        region = Region(torch.ones(4), Placement(), 0)
+        group = groups[EVERYONE, "checkpoint"]
+        saver = Saver(tmp_path, group, keep=0, is_asynchronous=True)
+        saver.save(1, {"x": region}, {})
+        saver.wait()
+        broken = no_room if rank == where else getattr(owner, attribute)
+        with patch.object(owner, attribute, broken):
+            saver.save(2, {"x": region}, {})
+            with pytest.raises(ConfigError, match=f"step 2 in .*: rank {where}: OSError: .*No spa"):
+                saver.wait()
+        saver.close()
+        assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [1]
+        groups["tp"].collectives.all_reduce(torch.zeros(1))
+        if rank == 0:
+            assert [folder.name for folder in remove_partial(tmp_path)] == ["step-00000002.partial"]
+            assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == [
+                "step-00000001"
+            ]
+
+
+def index(run_dir: Path) -> Metadata:
+    metadata: Metadata = pickle.loads((checkpoints(run_dir)[0].folder / ".metadata").read_bytes())
+    return metadata
