@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import pickle
 from collections import Counter
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.errors import ConfigError
-from pcomm.core.placement import Placement, join_shards
+from pcomm.core.placement import join_shards
 from pcomm.core.testing.ranks import RankPool, ranks
 from pcomm.core.world import connect
 from pcomm.integration import recipes
-from pcomm.integration.checkpoint import saver as saver_module
-from pcomm.integration.checkpoint.folders import checkpoints, newest, remove_partial
+from pcomm.integration.checkpoint.folders import checkpoints, newest
 from pcomm.integration.checkpoint.reader import read
 from pcomm.integration.checkpoint.region import Region
 from pcomm.integration.checkpoint.saver import Saver
@@ -209,66 +204,6 @@ def test_resuming_on_other_ranks_gives_the_same_losses(
         moving += stage["losses"]
     worst = max(abs(a - b) for a, b in zip(moving, through["losses"], strict=True))
     assert worst < 1e-10
-
-
-@ranks(2)
-def test_a_tensor_that_one_rank_misses_stops_both(rank: int, tmp_path: Path) -> None:
-    with (
-        connect() as world,
-        open_run_groups(validate(config(ParallelConfig()), 2), world) as groups,
-    ):
-        group = groups[EVERYONE, "checkpoint"]
-        region = Region(torch.ones(4), Placement(), 0)
-        with Saver(tmp_path, group, keep=1, is_asynchronous=False) as saver:
-            saver.save(1, {"there": region}, {})
-        wanted = {"there": region}
-        if rank == 1:
-            wanted["not there"] = region
-        with pytest.raises(ConfigError, match="not there of shape .4,.: nothing under that name"):
-            read(checkpoints(tmp_path)[0], wanted, group)
-        other = Region(torch.ones(4 + rank), region.placement, 0)
-        with pytest.raises(ConfigError, match=r"there of shape \(5,\): shape \(4,\) under"):
-            read(checkpoints(tmp_path)[0], {"there": other}, group)
-
-
-def no_room(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-FAILURES = {
-    "writing on rank 1": (1, FileSystemWriter, "write_data"),
-    "creating the folder on rank 1": (1, FileSystemWriter, "prepare_local_plan"),
-    "the index on rank 0": (0, FileSystemWriter, "finish"),
-    "the final name on rank 0": (0, saver_module, "commit"),
-}
-
-
-@pytest.mark.parametrize("name", FAILURES)
-@ranks(2)
-def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, name: str, tmp_path: Path) -> None:
-    where, owner, attribute = FAILURES[name]
-    with (
-        connect() as world,
-        open_run_groups(validate(config(ParallelConfig()), 2), world) as groups,
-    ):
-        region = Region(torch.ones(4), Placement(), 0)
-        group = groups[EVERYONE, "checkpoint"]
-        saver = Saver(tmp_path, group, keep=0, is_asynchronous=True)
-        saver.save(1, {"x": region}, {})
-        saver.wait()
-        broken = no_room if rank == where else getattr(owner, attribute)
-        with patch.object(owner, attribute, broken):
-            saver.save(2, {"x": region}, {})
-            with pytest.raises(ConfigError, match=f"step 2 in .*: rank {where}: OSError: .*No spa"):
-                saver.wait()
-        saver.close()
-        assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [1]
-        groups["tp"].collectives.all_reduce(torch.zeros(1))
-        if rank == 0:
-            assert [folder.name for folder in remove_partial(tmp_path)] == ["step-00000002.partial"]
-            assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == [
-                "step-00000001"
-            ]
 
 
 def index(run_dir: Path) -> Metadata:

@@ -119,7 +119,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     subprocess.run(
         [sys.executable, "-m", "pytest", "-c", os.devnull, *options, f"--junitxml={report}", "."],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
         timeout=55,
     )
     found = {}

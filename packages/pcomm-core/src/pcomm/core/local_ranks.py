@@ -209,7 +209,7 @@ class LocalRanks:
             try:
                 # A rank that reported and then died is known by its report.
                 if self._connections[rank].poll():
-                    reports[rank] = pickle.loads(self._connections[rank].recv_bytes())
+                    reports[rank] = self._connections[rank].recv()
                 elif not self._processes[rank].is_alive():
                     dead[rank] = self._processes[rank].exitcode
             except (EOFError, ConnectionResetError):
@@ -309,10 +309,8 @@ def _serve(tasks: Connection, rank: int, size: int, threads: int, stacks: str) -
                 payload = tasks.recv_bytes()
             except (EOFError, KeyboardInterrupt):
                 return
-            report = pickle.dumps(_attempt(payload, rank, size))
             try:
-                # As bytes: the connection's own pickling would hand tensors over as open files.
-                tasks.send_bytes(report)
+                tasks.send(_attempt(payload, rank, size))
             except (BrokenPipeError, ConnectionResetError):
                 return
 
@@ -328,6 +326,7 @@ def _attempt(payload: bytes, rank: int, size: int) -> _Report:
             file.set("pcomm/all connected", "")
         file.wait(["pcomm/all connected"])
         try:
+            # By value: the connection's own pickling would hand tensors over as open files.
             result = pickle.dumps(task(*args))
         except BaseException:
             # Taken before the end of the group, which is what makes other ranks fail.

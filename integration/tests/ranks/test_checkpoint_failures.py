@@ -1,0 +1,213 @@
+"""Checkpoints that cannot be written, or that are not this run's: an error on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from pcomm.core.errors import ConfigError
+from pcomm.core.group import Group
+from pcomm.core.placement import Placement
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.world import connect
+from pcomm.integration import recipes
+from pcomm.integration.checkpoint import saver as saver_module
+from pcomm.integration.checkpoint.folders import checkpoints, newest, remove_partial
+from pcomm.integration.checkpoint.reader import read
+from pcomm.integration.checkpoint.region import Region
+from pcomm.integration.checkpoint.saver import Saver
+from pcomm.integration.config import Config
+from pcomm.integration.config_file import apply_overrides, load_config
+from pcomm.integration.config_rules import validate
+from pcomm.integration.parallelize import EVERYONE, open_run_groups
+from pcomm.integration.train.run import run_training
+
+
+@contextmanager
+def checkpoint_group() -> Iterator[Group]:
+    with connect() as world:
+        resolved = validate(recipes.tiny(), world.size)
+        with open_run_groups(resolved, world) as groups:
+            yield groups[EVERYONE, "checkpoint"]
+
+
+@ranks(2)
+def test_a_tensor_that_one_rank_misses_stops_both(rank: int, tmp_path: Path) -> None:
+    region = Region(torch.ones(4), Placement(), 0)
+    with checkpoint_group() as group:
+        with Saver(tmp_path, group, keep=1, is_asynchronous=False) as saver:
+            saver.save(1, {"there": region}, {})
+        saved = checkpoints(tmp_path)[0]
+        wanted = {"there": region, "not there": region} if rank else {"there": region}
+        with pytest.raises(ConfigError, match=r"not there of shape \(4,\): nothing under that"):
+            read(saved, wanted, group)
+        longer = Region(torch.ones(4 + rank), Placement(), 0)
+        with pytest.raises(ConfigError, match=r"there of shape \(5,\): shape \(4,\) under"):
+            read(saved, {"there": longer}, group)
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+FAILURES = {
+    "writing on rank 1": (1, FileSystemWriter, "write_data"),
+    "creating the folder on rank 1": (1, FileSystemWriter, "prepare_local_plan"),
+    "the index on rank 0": (0, FileSystemWriter, "finish"),
+    "the final name on rank 0": (0, saver_module, "commit"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@ranks(2)
+def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, name: str, tmp_path: Path) -> None:
+    where, owner, attribute = FAILURES[name]
+    regions = {"x": Region(torch.ones(4), Placement(), 0)}
+    with checkpoint_group() as group:
+        saver = Saver(tmp_path, group, keep=0, is_asynchronous=True)
+        saver.save(1, regions, {})
+        saver.wait()
+        broken = no_room if rank == where else getattr(owner, attribute)
+        with patch.object(owner, attribute, broken):
+            saver.save(2, regions, {})
+            with pytest.raises(ConfigError, match=f"step 2 in .*: rank {where}: OSError: .*No spa"):
+                saver.wait()
+        saver.close()
+        assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [1]
+    if rank == 0:
+        assert [folder.name for folder in remove_partial(tmp_path)] == ["step-00000002.partial"]
+        left = [folder.name for folder in (tmp_path / "checkpoints").iterdir()]
+        assert left == ["step-00000001"]
+
+
+def train(run_dir: Path, *overrides: str) -> None:
+    """What `pcomm train` does on each rank, with a few keys changed."""
+    config = load_config(run_dir / "config.toml", overrides=overrides)
+    run_training(config, run_dir, stream=io.StringIO())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of four steps, on one process."""
+    folder = tmp_path_factory.mktemp("finished")
+    text = folder / "text"
+    text.mkdir()
+    for number in range(20):
+        words = [f"word{(number * 7 + n * n) % 31}" for n in range(5 + number)]
+        (text / f"{number}.txt").write_text(" ".join(words))
+    (text / "other.jsonl").write_text("".join(f'{{"text": "line {n}"}}\n' for n in range(20)))
+    config: Config = apply_overrides(recipes.tiny(), [f"data.path=['{text}/*.txt']"])
+    run_training(config, folder / "run", stream=io.StringIO())
+    return folder
+
+
+REFUSED = {
+    "model.layers=3": "model.layers was 2 and is 3",
+    "model.mlp_width=0": "model.mlp_width was 64 and is 128",
+    "model.qk_norm=true": "model.qk_norm was False and is True",
+    "data.vocabulary=400": "data.vocabulary was 320 and is 400",
+    "data.vocabulary=300": "data.vocabulary was 320 and is 300",
+    "train.seed=7": "train.seed was 0 and is 7",
+    "train.global_batch_tokens=512": "train.global_batch_tokens was 256 and is 512",
+    "train.steps=3": "train.steps = 3: a checkpoint after step 4",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+@ranks(2)
+def test_a_checkpoint_of_another_run_is_refused_on_every_rank(
+    rank: int, override: str, finished: Path
+) -> None:
+    before = contents(finished / "run")
+    with pytest.raises(ConfigError, match=REFUSED[override]):
+        train(finished / "run", override)
+    # So the run can still be resumed, and written from.
+    assert contents(finished / "run") == before
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    files = [file for file in run_dir.rglob("*") if file.is_file()]
+    return {str(file.relative_to(run_dir)): file.read_bytes() for file in files}
+
+
+@ranks(2)
+def test_several_differences_are_named_at_once(rank: int, finished: Path) -> None:
+    with pytest.raises(ConfigError, match=r"layers was 2 and is 1; .*train.seed was 0 and is 5"):
+        train(finished / "run", "model.layers=1", "train.seed=5")
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, to be changed."""
+    return shutil.copytree(finished / "run", tmp_path / "run")
+
+
+@ranks(2)
+def test_another_corpus_is_refused_and_the_run_goes_on_with_its_own(
+    rank: int, copied: Path, finished: Path
+) -> None:
+    before = (copied / "config.toml").read_bytes()
+    with pytest.raises(ConfigError, match=r"data.fingerprint was '\w+' and is '\w+'"):
+        train(copied, f"data.path=['{finished}/text/other.jsonl']")
+    assert (copied / "config.toml").read_bytes() == before
+    train(copied, "train.steps=5")
+    assert newest(copied).step == 5
+
+
+DAMAGES = {
+    "state.json torn": ("state.json", lambda content: content[:-20], "state.json: "),
+    "state.json of another kind": ("state.json", lambda content: b"[1, 2]", "no JSON object"),
+    "state.json without an identity": ("state.json", lambda content: b"{}", "layers was None"),
+    "index torn": (".metadata", lambda content: content[:100], "cannot be read: .*pickle|Unpickl"),
+    "index gone": (".metadata", None, "cannot be read: FileNotFoundError"),
+    "tensors torn": ("__0_0.distcp", lambda content: content[:9000], "cannot be read: "),
+    "tensors gone": ("__0_0.distcp", None, "cannot be read: FileNotFoundError"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+@ranks(2)
+def test_a_damaged_checkpoint_is_named_on_every_rank(rank: int, name: str, copied: Path) -> None:
+    file, change, message = DAMAGES[name]
+    checkpoint = newest(copied)
+    path = checkpoint.folder / file
+    with checkpoint_group() as group:
+        if rank == 0 and change is None:
+            path.unlink()
+        elif rank == 0:
+            path.write_bytes(change(path.read_bytes()))
+        # A first meeting of the ranks, so that the second finds the file changed.
+        group.collectives.all_reduce(torch.zeros(1))
+    with pytest.raises(ConfigError, match=message) as caught:
+        train(copied)
+    assert str(checkpoint.folder) in str(caught.value)
+
+
+@ranks(2)
+def test_damaged_metrics_stop_both_ranks_before_the_first_step(rank: int, copied: Path) -> None:
+    with checkpoint_group() as group:
+        if rank == 0:
+            (copied / "metrics.jsonl").write_text("no row\n")
+        group.collectives.all_reduce(torch.zeros(1))
+    kind = "PeerError" if rank else "ConfigError"
+    with pytest.raises(Exception, match=r"metrics.jsonl, line 1") as caught:
+        train(copied, "train.steps=5")
+    assert type(caught.value).__name__ == kind
+
+
+def test_the_configuration_may_change_in_what_decides_no_weights(copied: Path) -> None:
+    overrides = ["train.steps=6", "train.dtype=bf16", "checkpoint.keep=1", "train.eval_every=0"]
+    train(copied, *overrides)
+    assert [checkpoint.step for checkpoint in checkpoints(copied)] == [6]
+    assert load_config(copied / "config.toml").train.dtype == "bf16"
+    assert dataclasses.replace(recipes.tiny()).train.dtype == "fp32"
