@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import io
 import shutil
@@ -168,7 +167,7 @@ DAMAGES = {
     "state.json torn": ("state.json", lambda content: content[:-20], "state.json: "),
     "state.json of another kind": ("state.json", lambda content: b"[1, 2]", "no JSON object"),
     "state.json without an identity": ("state.json", lambda content: b"{}", "layers was None"),
-    "index torn": (".metadata", lambda content: content[:100], "cannot be read: .*pickle|Unpickl"),
+    "index torn": (".metadata", lambda content: content[:100], "cannot be read: .*Error"),
     "index gone": (".metadata", None, "cannot be read: FileNotFoundError"),
     "tensors torn": ("__0_0.distcp", lambda content: content[:9000], "cannot be read: "),
     "tensors gone": ("__0_0.distcp", None, "cannot be read: FileNotFoundError"),
@@ -210,4 +209,3 @@ def test_the_configuration_may_change_in_what_decides_no_weights(copied: Path) -
     train(copied, *overrides)
     assert [checkpoint.step for checkpoint in checkpoints(copied)] == [6]
     assert load_config(copied / "config.toml").train.dtype == "bf16"
-    assert dataclasses.replace(recipes.tiny()).train.dtype == "fp32"

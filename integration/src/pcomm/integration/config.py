@@ -108,7 +108,7 @@ class CheckpointConfig:
 class SampleConfig:
     """The text that is written at the end of a run."""
 
-    prompt: str = _key("def ", "Text to continue. Empty: no sample.")
+    prompt: str = _key("def", "Text to continue. Empty: no sample.")
     max_tokens: int = _key(128, "Most tokens to write.")
     temperature: float = _key(0.8, "0 takes the likeliest token; more is more surprising.")
 

@@ -32,7 +32,8 @@ def quickstart() -> Config:
         ),
         data=DataConfig(vocabulary=2048),
         checkpoint=CheckpointConfig(every=120),
-        sample=SampleConfig(prompt="def ", max_tokens=128),
+        # A prompt without a space at its end: words begin with theirs, as most tokens do.
+        sample=SampleConfig(prompt="    def", max_tokens=150, temperature=0.6),
     )
 
 

@@ -261,6 +261,13 @@ def test_a_result_that_cannot_travel_is_a_failure_of_its_rank() -> None:
         run_local(eval, 2, ("lambda: 0",))
 
 
+def test_tasks_that_are_over_at_once_disturb_nobody() -> None:
+    """A rank that is done would close connections that another one is still making."""
+    with LocalRanks(4) as ranks:
+        for step in range(15):
+            assert ranks.run(eval, (str(step),)) == [step] * 4
+
+
 def test_a_task_may_end_the_default_group_itself() -> None:
     source = "dist.destroy_process_group()"
     with LocalRanks(2) as ranks:

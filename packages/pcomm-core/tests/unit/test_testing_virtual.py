@@ -111,6 +111,15 @@ def test_results_do_not_share_memory_between_ranks() -> None:
     assert [r.tolist() for r in run_virtual(run, SIZE)] == [[1.0 + r] * 3 for r in range(SIZE)]
 
 
+def test_a_fast_rank_waits_until_all_have_taken_its_piece() -> None:
+    def run(c: VirtualCollectives) -> None:
+        for step in range(300):
+            gathered = c.all_gather(torch.tensor([step]))
+            assert gathered.tolist() == [step] * SIZE
+
+    run_virtual(run, SIZE)
+
+
 def test_the_error_of_a_rank_releases_the_others() -> None:
     def run(c: VirtualCollectives) -> None:
         if c.rank == 1:

@@ -1,0 +1,104 @@
+"""A tiny run to start from the command line, in this process or in one of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pcomm.core.cli import main
+
+CONFIG = """
+[model]
+layers = 2
+width = 32
+heads = 4
+kv_heads = 2
+mlp_width = 64
+
+[train]
+steps = 6
+sequence_length = 32
+global_batch_tokens = 256
+learning_rate = 1e-2
+warmup_steps = 2
+eval_every = 2
+eval_tokens = 512
+
+[data]
+path = ["{text}/*.txt"]
+vocabulary = 320
+
+[checkpoint]
+every = 2
+
+[sample]
+prompt = "word"
+max_tokens = 8
+"""
+
+
+@pytest.fixture(scope="session")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration of six steps on text that is easy to learn."""
+    folder = tmp_path_factory.mktemp("tiny")
+    text = folder / "text"
+    text.mkdir()
+    for number in range(40):
+        words = [f"word{(number * 7 + n * n) % 31}" for n in range(5 + number)]
+        (text / f"{number}.txt").write_text(" ".join(words))
+    file = folder / "tiny.toml"
+    file.write_text(CONFIG.format(text=text))
+    return file
+
+
+@pytest.fixture(scope="session")
+def train(config_file: Path) -> Callable[..., int]:
+    """`train(out, *words)`: `pcomm train` in this process, which has loaded torch already."""
+
+    def run(out: Path, *words: str) -> int:
+        return main(["train", "--config", str(config_file), "--out", str(out), *words])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`start(*words)`: a command in a process group of its own, stopped when the tests are over.
+
+    The first word `pcomm` stands for the installed script, and `python` for this interpreter.
+    """
+    started: list[subprocess.Popen[str]] = []
+    programs = {
+        "pcomm": Path(sysconfig.get_path("scripts"), "pcomm"),
+        "python": sys.executable,
+    }
+    # One thread each: ranks that spin for a core they do not get take minutes.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run(program: str, *words: object, **options: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [str(programs[program]), *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+            **options,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()

@@ -1,0 +1,214 @@
+"""`pcomm train`: what it prints and writes, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from pcomm.integration.checkpoint.folders import checkpoints
+from pcomm.integration.config_file import load_config
+from pcomm.integration.data.tokenizer import load_tokenizer
+
+PATIENCE_S = 80.0
+KEYS = {"step", "loss", "tokens_per_s", "step_ms"}
+
+Train = Callable[..., int]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+class Run(NamedTuple):
+    """A command that has ended well."""
+
+    out: Path
+    printed: str
+    logged: str
+
+
+def finish(process: subprocess.Popen[str], out: Path) -> Run:
+    printed, logged = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, logged
+    return Run(out, printed, logged)
+
+
+@pytest.fixture(scope="module")
+def two(start: Start, config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run on two ranks that the command started."""
+    out = tmp_path_factory.mktemp("two") / "run"
+    return finish(start("pcomm", "train", "--config", config_file, "--out", out, "--ranks", 2), out)
+
+
+@pytest.fixture
+def copied(two: Run, tmp_path: Path) -> Path:
+    """The folder of that run, to be changed."""
+    return shutil.copytree(two.out, tmp_path / "run")
+
+
+def rows(run: Path, key: str) -> dict[int, float]:
+    """Step to number, of the rows that have it; no step may come twice."""
+    parsed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [(row["step"], row[key]) for row in parsed if key in row]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def test_it_writes_what_it_promises(two: Run, config_file: Path) -> None:
+    assert load_config(two.out / "config.toml") == load_config(config_file)
+    assert 257 < load_tokenizer(two.out / "tokenizer.json").num_ids <= 320
+    assert [checkpoint.step for checkpoint in checkpoints(two.out)] == [4, 6]
+    image = (two.out / "loss.png").read_bytes()
+    assert image[:8] == b"\x89PNG\r\n\x1a\n"
+    assert image[-8:-4] == b"IEND"
+    left_over = [path for path in two.out.rglob("*") if path.suffix in (".tmp", ".partial")]
+    assert left_over == []
+
+
+def test_its_rows_have_the_keys_that_others_build_on(two: Run) -> None:
+    parsed = [json.loads(line) for line in (two.out / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in parsed if "loss" in row]
+    assert all(row.keys() >= KEYS for row in steps)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(row["tokens_per_s"] * row["step_ms"] == pytest.approx(256e3) for row in steps)
+    evaluations = [row["step"] for row in parsed if "bits_per_byte" in row]
+    assert evaluations == [2, 4, 6]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+
+
+def test_it_prints_bits_per_byte_then_a_sample_then_the_paths(two: Run) -> None:
+    bits = rows(two.out, "bits_per_byte")[6]
+    first, blank, rest = two.printed.split("\n", 2)
+    assert first == f"held-out bits per byte: {bits:.3f}"
+    assert blank == ""
+    assert rest.startswith("word")
+    paths = [line.split()[0] for line in two.printed.splitlines()[-4:]]
+    assert paths == [
+        str(two.out / n) for n in ("checkpoints", "metrics.jsonl", "loss.png", "config.toml")
+    ]
+    assert "step 6/6  loss" in two.logged
+    assert "Traceback" not in two.logged
+
+
+@pytest.fixture(scope="module")
+def rounding(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """The run on one process, and how far rounding alone moves its losses."""
+    folder = tmp_path_factory.mktemp("one")
+    assert train(folder / "whole") == 0
+    # The same sums over a batch that is computed in four parts.
+    assert train(folder / "parts", "--set", "train.micro_batch_tokens=64") == 0
+    pairs = zip(*(rows(folder / n, "loss").values() for n in ("whole", "parts")), strict=True)
+    return folder / "whole", max(abs(a - b) for a, b in pairs)
+
+
+def assert_same_numbers(mine: Path, rounding: tuple[Path, float]) -> None:
+    one, moved_by = rounding
+    # Another order of the additions moves a loss as far as the other order above did, or a few
+    # times that; 1e-6 is a unit in the last place of a loss in fp32, where that was by chance 0.
+    allowed = 8 * max(moved_by, 1e-6)
+    for key in ("loss", "bits_per_byte"):
+        theirs = rows(one, key)
+        assert rows(mine, key) == {
+            step: pytest.approx(value, abs=allowed, rel=0) for step, value in theirs.items()
+        }
+    assert allowed < 1e-3
+
+
+def test_two_ranks_give_the_numbers_of_one_process(two: Run, rounding: tuple[Path, float]) -> None:
+    assert_same_numbers(two.out, rounding)
+
+
+def test_it_runs_under_torchrun(
+    start: Start, config_file: Path, tmp_path: Path, rounding: tuple[Path, float]
+) -> None:
+    out = tmp_path / "run"
+    script = Path(sysconfig.get_path("scripts"), "pcomm")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    run = finish(
+        start("python", *launcher, script, "train", "--config", config_file, "--out", out), out
+    )
+    assert run.printed.count("held-out bits per byte: ") == 1
+    assert_same_numbers(out, rounding)
+
+
+def test_a_finished_run_only_evaluates_and_writes(
+    train: Train, two: Run, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one process, where the run was on two."""
+    assert train(copied) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0] == two.printed.splitlines()[0]
+    assert (copied / "metrics.jsonl").read_bytes() == (two.out / "metrics.jsonl").read_bytes()
+    assert [checkpoint.step for checkpoint in checkpoints(copied)] == [4, 6]
+
+
+def test_a_longer_run_goes_on_and_says_so(
+    train: Train, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = rows(copied, "loss")
+    assert train(copied, "--set", "train.steps=8") == 0
+    assert f"resuming {copied} after step 6" in capsys.readouterr().err
+    after = rows(copied, "loss")
+    assert list(after) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert {step: after[step] for step in before} == before
+    assert list(rows(copied, "bits_per_byte")) == [2, 4, 6, 8]
+    assert [checkpoint.step for checkpoint in checkpoints(copied)] == [6, 8]
+
+
+def test_restart_begins_anew(
+    train: Train, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = rows(copied, "loss")
+    options = ["--set", "train.seed=3", "--set", "model.layers=1", "--set", "train.steps=3"]
+    assert train(copied, "--restart", *options) == 0
+    assert "resuming" not in capsys.readouterr().err
+    after = rows(copied, "loss")
+    assert list(after) == [1, 2, 3]
+    assert after[1] != before[1]
+    assert [checkpoint.step for checkpoint in checkpoints(copied)] == [2, 3]
+    assert load_config(copied / "config.toml").model.layers == 1
+
+
+VARIANTS = {
+    "bf16": ["train.dtype=bf16"],
+    "tied embeddings": ["model.tie_embeddings=true"],
+    "synchronous saves": ["checkpoint.asynchronous=false"],
+}
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
+def test_variants_learn(train: Train, tmp_path: Path, overrides: list[str]) -> None:
+    assert train(tmp_path, *(word for item in overrides for word in ("--set", item))) == 0
+    losses = rows(tmp_path, "loss")
+    assert losses[6] < losses[1] - 0.5
+
+
+def test_everything_at_once_on_two_ranks(train: Train, tmp_path: Path) -> None:
+    overrides = [
+        "parallel.tp=2",
+        "parallel.sequence=true",
+        "train.dtype=bf16",
+        "model.tie_embeddings=true",
+        "model.qk_norm=true",
+        "train.micro_batch_tokens=64",
+    ]
+    words = [word for item in overrides for word in ("--set", item)]
+    assert train(tmp_path, "--ranks", "2", *words) == 0
+    losses = rows(tmp_path, "loss")
+    assert losses[6] < losses[1] - 0.5
+
+
+def test_without_held_out_text_it_says_so(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--set", "data.held_out=0", "--set", "train.steps=2", "--set", "sample.prompt=''"]
+    assert train(tmp_path, *options) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "no held-out documents, so no bits per byte (data.held_out = 0)"
+    assert printed[1].startswith(str(tmp_path / "checkpoints"))
+    assert rows(tmp_path, "bits_per_byte") == {}
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

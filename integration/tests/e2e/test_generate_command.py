@@ -1,0 +1,202 @@
+"""`pcomm generate`: the text of a run, decoded with a cache that changes nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcomm.core.cli import main
+from pcomm.integration.generate.writer import Writer
+from pcomm.integration.models.context import KeyValueCache
+from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.models.sequences import PackedSequences
+
+
+@pytest.fixture(scope="module")
+def run(train: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learnt enough to end a document now and then."""
+    out = tmp_path_factory.mktemp("generate") / "run"
+    overrides = ["train.steps=40", "train.eval_every=0", "checkpoint.every=0", "sample.prompt=''"]
+    assert train(out, *(word for item in overrides for word in ("--set", item))) == 0
+    return out
+
+
+def test_the_installed_command_prints_one_json_object(
+    run: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    words = ["--prompt", "word1", "--max-tokens", 5, "--temperature", 0.5, "--seed", 3, "--json"]
+    process = start("pcomm", "generate", run, *words)
+    printed, logged = process.communicate(timeout=60)
+    assert (process.returncode, logged) == (0, "")
+    text = json.loads(printed)
+    assert text.keys() == {"prompt", "text", "num_tokens", "finish_reason"}
+    assert text["prompt"] == "word1"
+    written = Writer.load(run).write("word1", max_tokens=5, temperature=0.5, seed=3)
+    assert text["text"] == written.text
+
+
+def generate(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["generate", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_seed_decides_the_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [run, "--prompt", "word", "--max-tokens", 30]
+    texts = [generate(capsys, *words, "--seed", seed) for seed in (0, 1, 2, 0)]
+    assert texts[0] == texts[3]
+    assert len(set(texts)) == 3
+    assert all(text.startswith("word") for text in texts)
+
+
+def test_temperature_0_leaves_nothing_to_chance(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [run, "--prompt", "word", "--max-tokens", 30, "--temperature", 0]
+    texts = {generate(capsys, *words, "--seed", seed) for seed in range(3)}
+    assert len(texts) == 1
+    assert len(texts.pop()) > len("word")
+
+
+def test_the_text_ends_at_the_end_of_the_document_or_at_the_limit(run: Path) -> None:
+    writer = Writer.load(run)
+    texts = [
+        writer.write("word1 word2", max_tokens=40, temperature=1.0, seed=seed) for seed in range(12)
+    ]
+    assert {text.finish_reason for text in texts} == {"end", "length"}
+    for text in texts:
+        assert "<|end|>" not in text.text
+        if text.finish_reason == "length":
+            assert text.num_tokens == 40
+        else:
+            assert 1 <= text.num_tokens <= 40
+            assert len(writer.tokenizer.encode(text.text)) <= text.num_tokens - 1
+
+
+@pytest.mark.parametrize("limit", [1, 7])
+def test_no_more_tokens_than_asked_for(
+    run: Path, capsys: pytest.CaptureFixture[str], limit: int
+) -> None:
+    words = [run, "--prompt", "word", "--max-tokens", limit, "--temperature", 0, "--json"]
+    text = json.loads(generate(capsys, *words))
+    assert text["num_tokens"] == limit
+    assert text["finish_reason"] == "length"
+
+
+def test_without_a_prompt_a_document_begins(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = generate(capsys, run, "--max-tokens", 20, "--temperature", 0)
+    # Every document of the corpus begins so.
+    assert text.startswith("word")
+
+
+# -- the cache -------------------------------------------------------------------------------
+
+
+def logits_at_once(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
+    count = len(tokens)
+    with torch.inference_mode():
+        return model(torch.tensor(tokens), torch.arange(count), PackedSequences((0, count)))
+
+
+def logits_with_cache(
+    model: LanguageModel, tokens: Sequence[int], prompt: int, *, shift: int = 0
+) -> Tensor:
+    """The prompt at once, then token by token; `shift` breaks the positions of the latter."""
+    cache = tuple(KeyValueCache(len(tokens)) for _ in model.blocks)
+    parts = []
+    with torch.inference_mode():
+        for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, len(tokens)))]:
+            positions = torch.arange(start, stop) + (shift if start else 0)
+            borders = PackedSequences((0, stop - start))
+            parts.append(model(torch.tensor(tokens[start:stop]), positions, borders, cache))
+    return torch.cat(parts)
+
+
+@pytest.fixture
+def sharp(run: Path) -> Writer:
+    """The run's model with larger weights, so that what attention sees moves the logits."""
+    writer = Writer.load(run)
+    with torch.no_grad():
+        for name, parameter in writer.model.named_parameters():
+            if "mixer" in name and parameter.dim() == 2:
+                parameter.mul_(4.0)
+    return writer
+
+
+def test_the_cache_does_not_change_the_logits(sharp: Writer) -> None:
+    model, tokens = sharp.model, sharp.tokenizer.encode("word1 word24 word7 word19 word3")
+    rounded = logits_at_once(model, tokens).double()
+    cached = logits_with_cache(model, tokens, prompt=5).double()
+    exact = logits_at_once(model.double(), tokens)
+    # Both are as far from the exact logits as fp32 is; the sums only run in another order.
+    own_error = (rounded - exact).abs().max()
+    assert (cached - exact).abs().max() <= 4 * own_error
+    # In fp64 nothing but some 1e-16 of that is left.
+    assert (logits_with_cache(model, tokens, prompt=5) - exact).abs().max() <= 1e-12
+    # A cache whose positions are off by one would have been noticed.
+    broken = logits_with_cache(model, tokens, prompt=5, shift=1)
+    assert (broken - exact).abs().max() > 100 * own_error
+
+
+def test_the_cache_does_not_change_the_text(sharp: Writer) -> None:
+    tokens = sharp.tokenizer.encode("word1 word2")
+    prompt = len(tokens)
+    for _ in range(24):
+        tokens.append(int(logits_at_once(sharp.model, tokens)[-1].argmax()))
+        if tokens[-1] == sharp.tokenizer.end_id:
+            break
+    written = sharp.write("word1 word2", max_tokens=24, temperature=0, seed=0)
+    assert written.text == sharp.tokenizer.decode(tokens[prompt:])
+    assert written.num_tokens == len(tokens) - prompt
+
+
+# -- what cannot be written from -------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["generate", *map(str, words)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    assert len(captured.err.splitlines()) >= 3
+    return captured.err
+
+
+def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"generate: {tmp_path}: no checkpoint" in refused(capsys, tmp_path)
+    absent = tmp_path / "absent"
+    assert f"generate: {absent}: no such folder" in refused(capsys, absent)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--max-tokens", "0"), ("--temperature", "-1"), ("--temperature", "nan"), ("--seed", "-1")],
+)
+def test_numbers_out_of_range(
+    run: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    assert f"pcomm generate {option} {value}" in refused(capsys, run, f"{option}={value}")
+
+
+def test_a_seed_that_no_generator_takes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--seed 18446744073709551616" in refused(capsys, run, f"--seed={2**64}")
+
+
+def test_a_prompt_that_is_no_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes of the command line that are no UTF-8 arrive as lone surrogates."""
+    assert "--prompt" in refused(capsys, run, "--prompt=\udcff")
+
+
+def test_a_configuration_of_another_model(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("checkpoints", "tokenizer.json"):
+        (tmp_path / name).symlink_to(run / name)
+    text = (run / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(text.replace("width = 32", "width = 64"))
+    assert "checkpoint: model.embedding.weight of shape" in refused(capsys, tmp_path)

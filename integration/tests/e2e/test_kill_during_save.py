@@ -1,0 +1,134 @@
+"""kill -9 in the middle of a save: the run goes on from the checkpoint before, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pcomm.core.placement import placements_of
+from pcomm.integration.checkpoint.folders import checkpoints
+from pcomm.integration.checkpoint.reader import read
+from pcomm.integration.checkpoint.region import Region
+from pcomm.integration.generate.writer import Writer
+
+BLOCKED = Path(__file__).with_name("blocked_train.py")
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    train: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """The folder of a run that nobody killed, made once for each number of ranks."""
+    made: dict[str, Path] = {}
+
+    def run(ranks: str) -> Path:
+        if ranks not in made:
+            made[ranks] = tmp_path_factory.mktemp("uninterrupted") / "run"
+            assert train(made[ranks], "--ranks", ranks) == 0
+        return made[ranks]
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("place", ["write", "commit"])
+def test_killed_during_a_save(
+    place: str,
+    ranks: str,
+    start: Callable[..., subprocess.Popen[str]],
+    train: Callable[..., int],
+    uninterrupted: Callable[[str], Path],
+    config_file: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    out, marks = tmp_path / "run", tmp_path / "marks"
+    marks.mkdir()
+    options = ["--config", config_file, "--out", out, "--ranks", ranks]
+    process = start("python", BLOCKED, place, marks, "train", *options)
+    # The name is given by the first rank alone; the files are written by all.
+    wait_for(marks, "blocked-*", 1 if place == "commit" else int(ranks), process)
+    pids = {process.pid} | {int(mark.name.removeprefix("pid-")) for mark in marks.glob("pid-*")}
+    assert len(pids) == (1 if ranks == "1" else 3)
+    process.kill()
+    process.wait()
+    for pid in pids:
+        wait_until_gone(pid)
+
+    folders = [path.name for path in sorted((out / "checkpoints").iterdir())]
+    assert folders == ["step-00000002", "step-00000004.partial"]
+    written = list((out / "checkpoints" / folders[1]).glob("*.distcp"))
+    assert len(written) == int(ranks)
+    assert all(file.stat().st_size > 0 for file in written)
+
+    assert train(out, "--ranks", ranks) == 0
+    left = [path.name for path in sorted((out / "checkpoints").iterdir())]
+    assert left == ["step-00000004", "step-00000006"]
+    assert rows(out) == rows(uninterrupted(ranks))
+    assert_same_weights(out, uninterrupted(ranks))
+    if ranks == "1":
+        log = capfd.readouterr().err
+        assert "step-00000004.partial" in log
+        assert f"resuming {out} after step 2" in log
+
+
+def wait_for(folder: Path, pattern: str, count: int, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while len(list(folder.glob(pattern))) < count:
+        if process.poll() is not None:
+            pytest.fail(f"ended with {process.returncode}:\n{process.communicate()}")
+        assert time.monotonic() < end, f"{list(folder.iterdir())}, not {count} of {pattern}"
+        time.sleep(0.02)
+
+
+def wait_until_gone(pid: int) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while is_running(pid):
+        assert time.monotonic() < end, f"process {pid} outlived the one that was killed"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # An orphan that nobody has waited for is gone, too.
+    status = Path(f"/proc/{pid}/status")
+    return not (status.exists() and "State:\tZ" in status.read_text())
+
+
+def rows(run: Path) -> list[tuple[int, float | None, float | None, float | None]]:
+    """What does not depend on the clock, of every row; each row once."""
+    parsed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    keys = ("step", "loss", "grad_norm", "bits_per_byte")
+    return [tuple(row.get(key) for key in keys) for row in parsed]
+
+
+def assert_same_weights(mine: Path, other: Path) -> None:
+    pairs = zip(tensors(mine), tensors(other), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def tensors(run: Path) -> list[torch.Tensor]:
+    """Weights and optimizer averages of the last checkpoint."""
+    model = Writer.load(run).model
+    found = [parameter.detach() for parameter in model.parameters()]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        regions = {
+            f"optimizer.{moment}.{name}": Region(torch.zeros_like(p), placement, 0)
+            for (name, p), placement in zip(
+                model.named_parameters(), placements_of(model).values(), strict=True
+            )
+        }
+        read(checkpoints(run)[-1], regions)
+        found += [region.tensor for region in regions.values()]
+    return found

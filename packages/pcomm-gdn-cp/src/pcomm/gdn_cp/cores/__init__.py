@@ -1,0 +1,1 @@
+"""The mixers' mathematics on one process: packed sequences in, packed sequences out."""
