@@ -33,6 +33,8 @@ class GenerateCommand:
         """Print the prompt and what follows it."""
         _check("--max-tokens", arguments.max_tokens, minimum=1)
         _check("--temperature", arguments.temperature, minimum=0)
+        _check("--seed", arguments.seed, minimum=0, below=2**63)
+        _check_text(arguments.prompt)
         # Imported late, so that a mistake above does not wait for torch.
         from pcomm.integration.generate.writer import Writer
 
@@ -49,14 +51,26 @@ class GenerateCommand:
         return 0
 
 
-def _check(option: str, value: float, *, minimum: int) -> None:
+def _check(option: str, value: float, *, minimum: int, below: float = float("inf")) -> None:
     # Written so that NaN, which compares as false, is refused.
-    if not minimum <= value < float("inf"):
+    if not minimum <= value < below:
+        limits = f"at least {minimum}" + (f" and below {below}" if below < float("inf") else "")
         raise ConfigError(
             f"pcomm generate {option} {value}",
             found=f"{value}",
-            why=f"It is a number of at least {minimum}.",
-            fix=f"Give a number of at least {minimum}.",
+            why=f"It is a number of {limits}.",
+            fix=f"Give a number of {limits}.",
+        )
+
+
+def _check_text(prompt: str) -> None:
+    # Bytes of the command line that are no UTF-8 arrive as lone surrogates.
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ConfigError(
+            "pcomm generate --prompt",
+            found=f"{prompt!r}, which is not valid Unicode",
+            why="The tokenizer reads text, and this is bytes that are no UTF-8.",
+            fix="Give the prompt as UTF-8.",
         )
 
 

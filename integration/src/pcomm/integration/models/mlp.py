@@ -73,14 +73,11 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (gate_up_T2F,) = ctx.saved_tensors
         gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
-        sigmoid_TF = torch.sigmoid(gate_TF)
-        silu_TF = gate_TF * sigmoid_TF
         result_T2F = torch.empty_like(gate_up_T2F)
         for_gate_TF, for_up_TF = result_T2F.chunk(2, -1)
-        torch.mul(gradients[0], silu_TF, out=for_up_TF)
-        # d silu(g) / dg = s + silu(g) (1 - s), with s the sigmoid.
-        slope_TF = sigmoid_TF.add(silu_TF).addcmul_(silu_TF, sigmoid_TF, value=-1)
-        torch.mul(gradients[0], up_TF, out=for_gate_TF).mul_(slope_TF)
+        torch.mul(gradients[0], F.silu(gate_TF), out=for_up_TF)
+        through_silu_TF = gradients[0] * up_TF
+        torch.ops.aten.silu_backward.grad_input(through_silu_TF, gate_TF, grad_input=for_gate_TF)
         return result_T2F
 
 

@@ -60,9 +60,8 @@ def clip_by_global_norm(model: nn.Module, collectives: Collectives, max_norm: fl
 
 
 def _squares(gradients: list[Tensor], model: nn.Module) -> Tensor:
-    """Sum of squares in fp64, so that the norm does not depend on how the model is split."""
+    """Sum of squares; the sum over parameters is in fp64, since these can be many."""
     device = next(model.parameters()).device
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(gradients, dtype=torch.float64)
-    return torch.stack(norms).square().sum()
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()

@@ -1,0 +1,182 @@
+"""What a user gets wrong: the four parts of an error, exit code 2, no traceback, nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pcomm.core.cli import main
+
+DYING = Path(__file__).with_name("dying_train.py")
+
+Capture = pytest.CaptureFixture[str]
+
+
+def refused(capsys: Capture, code: int) -> str:
+    """The message on stderr, which is the four parts and nothing else."""
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    first, *rest = captured.err.splitlines()
+    assert "Error: " in first
+    assert len(rest) >= 2
+    return captured.err
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.step=3", "Did you mean 'steps'"),
+        ("trian.steps=3", "Did you mean 'train'"),
+        ("train.steps=soon", "train.steps: 'soon', which is a string"),
+        ("train.steps=0", "train.steps: the value 0"),
+        ("model.heads=3", "model.heads is 3, model.kv_heads is 2"),
+        ("train.global_batch_tokens=100", "100 is no multiple of 32"),
+        ("parallel.tp=3", "tp 3, cp 1 for "),
+        ("parallel.dp=5", "dp 5, tp 1, cp 1 for "),
+        ("parallel.cp=2", "comes with pcomm-gdn-cp"),
+        ("model.pattern=M", "Mamba-2"),
+    ],
+)
+def test_configurations_that_cannot_run(
+    train: Callable[..., int],
+    tmp_path: Path,
+    capsys: Capture,
+    ranks: str,
+    override: str,
+    message: str,
+) -> None:
+    out = tmp_path / "run"
+    assert message in refused(capsys, train(out, "--ranks", ranks, "--set", override))
+    assert not out.exists()
+
+
+def test_three_ranks_for_tp_2(train: Callable[..., int], tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "run"
+    code = train(out, "--ranks", "3", "--set", "parallel.tp=2")
+    assert "dp 0, tp 2, cp 1 for 3 ranks" in refused(capsys, code)
+    assert not out.exists()
+
+
+def test_widths_that_do_not_divide_over_the_ranks(
+    train: Callable[..., int], tmp_path: Path, capsys: Capture
+) -> None:
+    overrides = ["--set", "parallel.tp=2", "--set", "model.mlp_width=65"]
+    code = train(tmp_path / "run", "--ranks", "2", *overrides)
+    assert "model.mlp_width is 65, parallel.tp is 2" in refused(capsys, code)
+
+
+def test_no_configuration_file(tmp_path: Path, capsys: Capture) -> None:
+    code = main(["train", "--config", f"{tmp_path}/absent.toml", "--out", f"{tmp_path}/run"])
+    assert f"configuration file {tmp_path}/absent.toml: No such file" in refused(capsys, code)
+
+
+@pytest.mark.parametrize("ranks", ["0", "-2"])
+def test_a_number_of_ranks_that_is_none(
+    train: Callable[..., int], tmp_path: Path, capsys: Capture, ranks: str
+) -> None:
+    message = refused(capsys, train(tmp_path / "run", f"--ranks={ranks}"))
+    assert f"pcomm train --ranks {ranks}: a number below 1" in message
+
+
+def test_ranks_inside_a_launcher(
+    train: Callable[..., int], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = refused(capsys, train(tmp_path / "run", "--ranks", "2"))
+    assert "--ranks 2: WORLD_SIZE=2" in message
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "blank.txt").write_text(" \n")
+    (folder / "one.txt").write_text("the only document")
+    (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (folder / "no-text.txt").write_bytes(b"\xff\xfe\x00\x01")
+    return folder
+
+
+DATA = {
+    "absent.txt": "no such file",
+    "absent-*.txt": "absent-*.txt",
+    "blank.txt": "no text in any of them",
+    "one.txt": "one document",
+    "broken.jsonl": "broken.jsonl",
+    "no-text.txt": "no-text.txt",
+}
+
+
+# Starting ranks takes a second, and on two of them it is the same check.
+@pytest.mark.parametrize(("name", "ranks"), [*((n, "1") for n in DATA), ("blank.txt", "2")])
+def test_text_that_cannot_be_learnt(
+    train: Callable[..., int],
+    sources: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    name: str,
+    ranks: str,
+) -> None:
+    out = tmp_path / "run"
+    code = train(out, "--ranks", ranks, "--set", f"data.path=['{sources / name}']")
+    message = refused(capsys, code)
+    assert DATA[name] in message
+    # Once, and not once for each rank.
+    assert message.count("ConfigError: ") == 1
+    assert [path.name for path in out.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_folder_that_cannot_be_made(
+    train: Callable[..., int], tmp_path: Path, capsys: Capture, ranks: str
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    out = tmp_path / "file" / "run"
+    message = refused(capsys, train(out, "--ranks", ranks))
+    assert f"train: folder {out}: " in message
+    assert "Choose a folder that can be written, with --out." in message
+
+
+def test_a_failed_start_can_be_repeated(
+    train: Callable[..., int], sources: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """What a failed start leaves does not stand in the way of the next."""
+    out = tmp_path / "run"
+    refused(capsys, train(out, "--set", f"data.path=['{sources / 'blank.txt'}']"))
+    assert train(out) == 0
+
+
+@pytest.mark.parametrize("moment", ["import", "batch"])
+def test_a_rank_that_dies_is_named_and_stops_the_others(
+    start: Callable[..., subprocess.Popen[str]], config_file: Path, tmp_path: Path, moment: str
+) -> None:
+    """At start-up, before it has joined the others; or while they wait for it in a collective."""
+    options = ["--config", config_file, "--out", tmp_path / "run", "--ranks", 2]
+    process = start("python", DYING, moment, "train", *options)
+    printed, logged = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert printed == ""
+    assert "rank 1 of 2 died: killed by SIGKILL" in logged
+
+
+def test_a_mistake_is_reported_without_waiting_for_torch(config_file: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pcomm.core.cli import main\n"
+        f"code = main(['train', '--config', {str(config_file)!r}, '--out', {str(tmp_path)!r},"
+        " '--set', 'train.stesp=1'])\n"
+        "sys.exit(3 if 'torch' in sys.modules else code)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "Did you mean 'steps'" in run.stderr
