@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ def partitions(draw: st.DrawFn, length: int, size: int) -> Layout:
     """Any partition of a dimension: cut anywhere, pieces dealt to ranks in any order."""
     cuts = draw(st.sets(st.integers(1, length - 1), max_size=6)) if length > 1 else set()
     edges = [0, *sorted(cuts), length]
-    runs = [Run(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    runs = [Run(a, b) for a, b in itertools.pairwise(edges) if a < b]
     own: list[list[Run]] = [[] for _ in range(size)]
     for run in draw(st.permutations(runs)):
         own[draw(st.integers(0, size - 1))].append(run)

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pcomm.core.errors import PcommError
+from pcomm.core.errors import PcommError, PeerError
 
 __all__ = ["LocalRanks", "RankError", "run_local"]
 
@@ -63,6 +63,7 @@ class _Report:
     headline: str = ""
     traceback: str = ""
     error: bytes = b""
+    is_echo: bool = False
 
 
 class LocalRanks:
@@ -83,19 +84,26 @@ class LocalRanks:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", __name__])
         self._connections: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(theirs, rank, size, threads, str(self._stacks(rank))),
-                name=f"rank {rank} of {size}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
+        self._processes: list[mp.process.BaseProcess] = []
+        try:
+            # A process takes over what is blocked here: a Ctrl-C reaches a rank within a task,
+            # and neither the server that imports torch nor a rank that waits.
+            with _blocked_interrupt():
+                for rank in range(size):
+                    ours, theirs = context.Pipe()
+                    process = context.Process(
+                        target=_serve,
+                        args=(theirs, rank, size, threads, str(self._stacks(rank))),
+                        name=f"rank {rank} of {size}",
+                        daemon=True,
+                    )
+                    process.start()
+                    theirs.close()
+                    self._connections.append(ours)
+                    self._processes.append(process)
+        except BaseException:
+            self.close()
+            raise
 
     def run(
         self,
@@ -226,7 +234,8 @@ class LocalRanks:
             first = min(dead)
             cause = f"rank {first} of {self.size} died: {_exit(dead[first])}"
         elif failed:
-            first = min(failed, key=lambda rank: failed[rank].failed_at or 0.0)
+            # A rank that only repeats another's error may have been the quicker one.
+            first = min(failed, key=lambda r: (failed[r].is_echo, failed[r].failed_at or 0.0))
             cause = f"rank {first} of {self.size} failed\n{failed[first].traceback}"
             # Some exceptions cannot be pickled, and some not be loaded here.
             with contextlib.suppress(Exception):
@@ -307,7 +316,7 @@ def _serve(tasks: Connection, rank: int, size: int, threads: int, stacks: str) -
         while True:
             try:
                 payload = tasks.recv_bytes()
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 return
             try:
                 tasks.send(_attempt(payload, rank, size))
@@ -318,6 +327,7 @@ def _serve(tasks: Connection, rank: int, size: int, threads: int, stacks: str) -
 def _attempt(payload: bytes, rank: int, size: int) -> _Report:
     failed_at = None
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         task, args, store = pickle.loads(payload)
         file = dist.FileStore(store, size)
         dist.init_process_group("gloo", store=file, rank=rank, world_size=size)
@@ -342,7 +352,20 @@ def _attempt(payload: bytes, rank: int, size: int) -> _Report:
         with contextlib.suppress(Exception):
             carried = pickle.dumps(error)
         headline = traceback.format_exception_only(error)[0].strip()
-        return _Report(failed_at, b"", headline, traceback.format_exc(), carried)
+        is_echo = isinstance(error, PeerError)
+        return _Report(failed_at, b"", headline, traceback.format_exc(), carried, is_echo)
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+@contextlib.contextmanager
+def _blocked_interrupt() -> Iterator[None]:
+    """Keep SIGINT waiting until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_parent() -> None:
