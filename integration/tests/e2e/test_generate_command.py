@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pcomm.core.cli import main
 from pcomm.integration.generate.writer import Writer
-from pcomm.integration.models.context import KeyValueCache
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.sequences import PackedSequences
@@ -111,7 +110,7 @@ def logits_with_cache(
     model: LanguageModel, tokens: Sequence[int], prompt: int, *, shift: int = 0
 ) -> Tensor:
     """The prompt at once, then token by token; `shift` breaks the positions of the latter."""
-    cache = tuple(KeyValueCache(len(tokens)) for _ in model.blocks)
+    cache = model.new_cache(len(tokens))
     parts = []
     with torch.inference_mode():
         for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, len(tokens)))]:

@@ -30,12 +30,13 @@ ON_FOUR = {
     "tp2 x dp2": ParallelConfig(dp=2, tp=2),
     "tp2+sequence x dp2": ParallelConfig(dp=2, tp=2, sequence=True),
 }
-# Norms shared by heads are part of what has to agree.
-MODEL = {"qk_norm": True}
+# Norms shared by heads are part of what has to agree, and groups that ranks share.
+MODEL = {"qk_norm": True, "mamba_groups": 2, "mamba_state_dim": 16}
+PATTERNS = ["A", "GM"]
 TRAIN = {"steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 5}
 
 
-def config(parallel: ParallelConfig) -> Config:
+def config(parallel: ParallelConfig, pattern: str) -> Config:
     """The tiny recipe; one and two ranks compute their share in two micro-batches."""
     tiny = recipes.tiny()
     share = tiny.train.global_batch_tokens // max(1, parallel.dp)
@@ -43,21 +44,21 @@ def config(parallel: ParallelConfig) -> Config:
     return dataclasses.replace(
         tiny,
         parallel=parallel,
-        model=dataclasses.replace(tiny.model, **MODEL),
+        model=dataclasses.replace(tiny.model, **MODEL, pattern=pattern),
         train=dataclasses.replace(tiny.train, **TRAIN, micro_batch_tokens=micro),
     )
 
 
-def losses(parallel: ParallelConfig, run_dir: Path, dtype: torch.dtype) -> list[list[float]]:
+def losses(
+    parallel: ParallelConfig, run_dir: Path, dtype: torch.dtype, pattern: str
+) -> list[list[float]]:
     """Loss and gradient norm of each step, on this rank of whatever world there is."""
     with connect() as world:
-        return losses_in(world, parallel, run_dir, dtype)
+        return losses_in(world, config(parallel, pattern), run_dir, dtype)
 
 
-def losses_in(
-    world: World, parallel: ParallelConfig, run_dir: Path, dtype: torch.dtype
-) -> list[list[float]]:
-    resolved = validate(config(parallel), world.size)
+def losses_in(world: World, asked: Config, run_dir: Path, dtype: torch.dtype) -> list[list[float]]:
+    resolved = validate(asked, world.size)
     with open_run_groups(resolved, world) as groups:
         batches = TrainBatches(
             open_prepared(run_dir).train,
@@ -86,24 +87,32 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def single(run_dir: Path) -> dict[torch.dtype, list[list[float]]]:
+def single(run_dir: Path) -> dict[tuple[str, torch.dtype], list[list[float]]]:
     """The run on one process, which never touches torch.distributed."""
     kinds = (torch.float64, torch.float32)
-    return {dtype: losses(ParallelConfig(), run_dir, dtype) for dtype in kinds}
+    return {
+        (pattern, dtype): losses(ParallelConfig(), run_dir, dtype, pattern)
+        for pattern in PATTERNS
+        for dtype in kinds
+    }
 
 
-def test_training_learns_something(single: dict[torch.dtype, list[list[float]]]) -> None:
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_training_learns_something(single: dict, pattern: str) -> None:
     """Otherwise equal losses would say little."""
-    rows = single[torch.float64]
+    rows = single[pattern, torch.float64]
     assert rows[-1][0] < rows[0][0] - 1.0
 
 
-def compare(parallel: ParallelConfig, run_dir: Path, single: dict, dtype: torch.dtype) -> None:
-    mine = torch.tensor(losses(parallel, run_dir, dtype), dtype=torch.float64)
-    exact = torch.tensor(single[torch.float64], dtype=torch.float64)
+def compare(
+    parallel: ParallelConfig, run_dir: Path, single: dict, dtype: torch.dtype, pattern: str = "A"
+) -> None:
+    mine = torch.tensor(losses(parallel, run_dir, dtype, pattern), dtype=torch.float64)
+    exact = torch.tensor(single[pattern, torch.float64], dtype=torch.float64)
     # In fp32 the yardstick is how far the run on one process is from the exact one: the order of
     # additions differs, so the parallel run has rounding of its own, of the same size.
-    own_error = (torch.tensor(single[torch.float32], dtype=torch.float64) - exact).abs().max()
+    in_fp32 = torch.tensor(single[pattern, torch.float32], dtype=torch.float64)
+    own_error = (in_fp32 - exact).abs().max()
     allowed = 1e-10 if dtype == torch.float64 else 4 * float(own_error)
     worst = float((mine - exact).abs().max())
     assert worst <= allowed, f"off by {worst:.2e}, allowed are {allowed:.2e}"
@@ -116,6 +125,14 @@ def test_two_ranks(
     rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single: dict
 ) -> None:
     compare(parallel, run_dir, single, dtype)
+
+
+@pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
+@ranks(2)
+def test_recurrent_mixers_on_two_ranks(
+    rank: int, parallel: ParallelConfig, run_dir: Path, single: dict
+) -> None:
+    compare(parallel, run_dir, single, torch.float64, "GM")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

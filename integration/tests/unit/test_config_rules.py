@@ -50,8 +50,10 @@ def test_the_pattern_repeats():
 @pytest.mark.parametrize(
     ("overrides", "world_size", "kind", "parts"),
     [
-        (["model.pattern=GGGA"], 1, UnsupportedError, ["'G'", "Gated DeltaNet", "pcomm-gdn-cp"]),
-        (["model.pattern=M"], 1, UnsupportedError, ["'M'", "Mamba-2", "pcomm-gdn-cp"]),
+        (["model.pattern=GGGA"], 1, ConfigError, ["model.layers is 2", "is 4"]),
+        (["model.pattern=M", "parallel.tp=2"], 2, ConfigError, ["model.mamba_groups is 1"]),
+        (["model.pattern=G", "model.gdn_key_heads=3"], 1, ConfigError, ["is 3", "key head"]),
+        (["model.pattern=M", "model.mamba_groups=5"], 1, ConfigError, ["is 5", "Each group"]),
         (["model.pattern=AX"], 1, ConfigError, ["'X'", "'A'"]),
         (["model.pattern="], 1, ConfigError, ["empty pattern"]),
         (["model.pattern=AAA"], 1, ConfigError, ["model.layers is 2", "is 3", "nearest is 3"]),

@@ -34,13 +34,24 @@ def _key(default: T, help: str) -> T:
 class ModelConfig:
     """The shape of the model. Sizes given as 0 are derived from the others."""
 
-    pattern: str = _key("A", "Mixer of each block, repeated to fill `layers`: A is attention.")
+    pattern: str = _key(
+        "A", "Mixer of each block, repeated to fill `layers`: A attention, M Mamba-2, G GDN."
+    )
     layers: int = _key(4, "Number of blocks.")
     width: int = _key(256, "Width of the residual stream.")
     heads: int = _key(4, "Query heads of an attention block.")
     kv_heads: int = _key(0, "Key and value heads, a divisor of `heads`. 0: as many as `heads`.")
     head_dim: int = _key(0, "Width of one head. 0: `width` / `heads`.")
     mlp_width: int = _key(0, "Hidden width of the MLP. 0: 8/3 of `width`, up to a multiple of 64.")
+    gdn_key_heads: int = _key(0, "Key heads of a GDN block. 0: as many as `kv_heads`.")
+    gdn_value_heads: int = _key(0, "Its value heads, a multiple. 0: as many as `heads`.")
+    gdn_key_dim: int = _key(0, "Width of a GDN key. 0: that of `head_dim`.")
+    gdn_value_dim: int = _key(0, "Width of a GDN value. 0: that of `head_dim`.")
+    mamba_heads: int = _key(0, "Heads of a Mamba-2 block. 0: twice `width` in heads.")
+    mamba_head_dim: int = _key(0, "Width of one of them. 0: that of `head_dim`.")
+    mamba_groups: int = _key(0, "Groups that share input and output matrices. 0: one.")
+    mamba_state_dim: int = _key(64, "Rows of a Mamba-2 state.")
+    conv_width: int = _key(4, "Tokens that the convolution of a GDN or Mamba-2 block sees.")
     qk_norm: bool = _key(False, "Normalise queries and keys before the rotation.")
     tie_embeddings: bool = _key(False, "Use the embedding's weights as the output head.")
     rope_theta: float = _key(10_000.0, "Base of the rotary positions.")

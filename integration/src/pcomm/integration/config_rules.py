@@ -40,24 +40,14 @@ def mixers(model: ModelConfig) -> str:
 
     Raises:
         ConfigError: `layers` is no multiple of the pattern's length, or a letter is unknown.
-        UnsupportedError: A letter names a mixer that a later package brings.
     """
     for letter in model.pattern:
-        if letter in "MG":
-            name = {"M": "Mamba-2", "G": "Gated DeltaNet"}[letter]
-            raise UnsupportedError(
-                "model.pattern",
-                found=f"the letter {letter!r} in {model.pattern!r}, which is {name}",
-                why="This version builds attention blocks only; the other mixers come with "
-                "pcomm-gdn-cp.",
-                fix="Use the letter 'A': `model.pattern = \"A\"`.",
-            )
-        if letter != "A":
+        if letter not in "AMG":
             raise ConfigError(
                 "model.pattern",
                 found=f"the letter {letter!r} in {model.pattern!r}",
                 why="Each letter is the mixer of one block, and none is called so.",
-                fix="Use 'A' for attention: `model.pattern = \"A\"`.",
+                fix="Use 'A' for attention, 'M' for Mamba-2 and 'G' for Gated DeltaNet.",
             )
     if not model.pattern:
         raise ConfigError(
@@ -93,6 +83,15 @@ _RULES: dict[str, _Rule] = {
     "model.kv_heads": _AT_LEAST_0,
     "model.head_dim": _AT_LEAST_0,
     "model.mlp_width": _AT_LEAST_0,
+    "model.gdn_key_heads": _AT_LEAST_0,
+    "model.gdn_value_heads": _AT_LEAST_0,
+    "model.gdn_key_dim": _AT_LEAST_0,
+    "model.gdn_value_dim": _AT_LEAST_0,
+    "model.mamba_heads": _AT_LEAST_0,
+    "model.mamba_head_dim": _AT_LEAST_0,
+    "model.mamba_groups": _AT_LEAST_0,
+    "model.mamba_state_dim": _AT_LEAST_1,
+    "model.conv_width": _AT_LEAST_1,
     "model.rope_theta": _ABOVE_0,
     "model.norm_eps": _AT_LEAST_0,
     "model.init_std": _ABOVE_0,
@@ -165,7 +164,38 @@ def _resolve_model(model: ModelConfig) -> ModelConfig:
     )
     # 8/3 keeps the gated MLP's three matrices as large as the plain MLP's two of 4 widths.
     mlp_width = model.mlp_width or -(-8 * model.width // (3 * 64)) * 64
-    return replace(model, kv_heads=kv_heads, head_dim=head_dim, mlp_width=mlp_width)
+    resolved = replace(model, kv_heads=kv_heads, head_dim=head_dim, mlp_width=mlp_width)
+    return _resolve_recurrent(resolved)
+
+
+def _resolve_recurrent(model: ModelConfig) -> ModelConfig:
+    """Sizes of GDN and Mamba-2 blocks, which follow those of attention where they are 0."""
+    mamba_head_dim = model.mamba_head_dim or model.head_dim
+    resolved = replace(
+        model,
+        gdn_key_heads=model.gdn_key_heads or model.kv_heads,
+        gdn_value_heads=model.gdn_value_heads or model.heads,
+        gdn_key_dim=model.gdn_key_dim or model.head_dim,
+        gdn_value_dim=model.gdn_value_dim or model.head_dim,
+        mamba_heads=model.mamba_heads or max(1, 2 * model.width // mamba_head_dim),
+        mamba_head_dim=mamba_head_dim,
+        mamba_groups=model.mamba_groups or 1,
+    )
+    if "G" in model.pattern:
+        _must_divide(
+            "model.gdn_value_heads",
+            ("model.gdn_value_heads", resolved.gdn_value_heads),
+            ("model.gdn_key_heads", resolved.gdn_key_heads),
+            "Each key head of a GDN block serves the same number of value heads.",
+        )
+    if "M" in model.pattern:
+        _must_divide(
+            "model.mamba_heads",
+            ("model.mamba_heads", resolved.mamba_heads),
+            ("model.mamba_groups", resolved.mamba_groups),
+            "Each group of a Mamba-2 block serves the same number of heads.",
+        )
+    return resolved
 
 
 def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
@@ -196,11 +226,28 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConf
 
 
 def _check_shards(model: ModelConfig, vocabulary: int, tp: int) -> None:
-    for key, size, part in (
-        ("model.heads", model.heads, "query heads"),
-        ("model.kv_heads", model.kv_heads, "key and value heads"),
+    """Every dimension that the ranks of `tp` split, for the mixers that the pattern has."""
+    by_mixer = {
+        "A": (
+            ("model.heads", model.heads, "query heads"),
+            ("model.kv_heads", model.kv_heads, "key and value heads"),
+        ),
+        "G": (
+            ("model.gdn_key_heads", model.gdn_key_heads, "key heads of a GDN block"),
+            ("model.gdn_value_heads", model.gdn_value_heads, "value heads of a GDN block"),
+        ),
+        "M": (
+            ("model.mamba_heads", model.mamba_heads, "heads of a Mamba-2 block"),
+            ("model.mamba_groups", model.mamba_groups, "groups of a Mamba-2 block"),
+        ),
+    }
+    everywhere = (
         ("model.mlp_width", model.mlp_width, "columns of the MLP"),
         ("data.vocabulary", vocabulary, "rows of the embedding"),
+    )
+    for key, size, part in (
+        *(row for letter, rows in by_mixer.items() if letter in model.pattern for row in rows),
+        *everywhere,
     ):
         _must_divide(
             key, (key, size), ("parallel.tp", tp), f"Each rank of tp holds as many {part}."

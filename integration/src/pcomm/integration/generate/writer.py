@@ -17,7 +17,6 @@ from pcomm.integration.config_file import load_config
 from pcomm.integration.config_rules import validate
 from pcomm.integration.data.tokenizer import BytePairTokenizer, load_tokenizer
 from pcomm.integration.generate.sampling import sample
-from pcomm.integration.models.context import KeyValueCache
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.sequences import PackedSequences
 
@@ -97,7 +96,7 @@ class Writer:
         # Documents follow one another in training, each behind the end of the one before; but
         # every segment is read alone, so the end mark is the only start that was never context.
         fed = self.tokenizer.encode(prompt) or [self.tokenizer.end_id]
-        cache = tuple(KeyValueCache(len(fed) + limit) for _ in self.model.blocks)
+        cache = self.model.new_cache(len(fed) + limit)
         position = 0
         for _ in range(limit):
             tokens_T = torch.tensor(fed, device=device)

@@ -94,9 +94,15 @@ class Attention(nn.Module):
         if context.cache is None:
             mixed_THK = packed_attention(q_THK, k_TGK, v_TGK, context.sequences)
         else:
-            mixed_THK = _cached_attention(q_THK, k_TGK, v_TGK, context.cache[self.index])
+            cache = context.cache[self.index]
+            assert isinstance(cache, KeyValueCache)
+            mixed_THK = _cached_attention(q_THK, k_TGK, v_TGK, cache)
         output: Tensor = self.output(mixed_THK.flatten(-2))
         return output
+
+    def new_cache(self, max_tokens: int) -> KeyValueCache:
+        """What this layer keeps of a sequence while text is written."""
+        return KeyValueCache(max_tokens)
 
 
 def packed_attention(

@@ -9,17 +9,25 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.integration.config import ModelConfig
 from pcomm.integration.models.attention import Attention
 from pcomm.integration.models.context import Context
+from pcomm.integration.models.gated_delta_net import GatedDeltaNet
+from pcomm.integration.models.mamba2 import Mamba2
 from pcomm.integration.models.mlp import SwiGLU
 from pcomm.integration.models.norm import RMSNorm
 
 __all__ = ["Block"]
+
+_MIXERS: dict[str, type[Attention | GatedDeltaNet | Mamba2]] = {
+    "A": Attention,
+    "G": GatedDeltaNet,
+    "M": Mamba2,
+}
 
 
 class Block(nn.Module):
     """A residual block whose mixer is chosen by a letter of the model's pattern.
 
     Args:
-        letter: `"A"` for attention.
+        letter: `"A"` for attention, `"M"` for Mamba-2, `"G"` for Gated DeltaNet.
         config: With every size filled in.
         collectives: Of the tensor-parallel group.
         sequence_parallel: Whether the residual stream is this rank's share of the tokens.
@@ -40,7 +48,6 @@ class Block(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        assert letter == "A", "config_rules.mixers lets no other letter through"
         self.mixer_norm, self.mlp_norm = (
             RMSNorm(
                 config.width,
@@ -51,7 +58,7 @@ class Block(nn.Module):
             )
             for _ in range(2)
         )
-        self.mixer = Attention(
+        self.mixer: Attention | GatedDeltaNet | Mamba2 = _MIXERS[letter](
             config,
             collectives,
             sequence_parallel=sequence_parallel,

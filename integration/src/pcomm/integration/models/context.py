@@ -9,7 +9,7 @@ from torch import Tensor
 from pcomm.integration.models.rotary import Rotation
 from pcomm.integration.models.sequences import PackedSequences
 
-__all__ = ["Context", "KeyValueCache"]
+__all__ = ["Context", "KeyValueCache", "LayerCache", "RecurrentCache"]
 
 
 class KeyValueCache:
@@ -43,6 +43,22 @@ class KeyValueCache:
         return self._keys[:stop], self._values[:stop]
 
 
+@dataclass
+class RecurrentCache:
+    """What a recurrent layer keeps of one sequence: as much after a thousand tokens as after one.
+
+    Args:
+        halo: `[1, W - 1, C]`, the last inputs of its convolution; None before the prompt.
+        state: `[1, H, ...]`; None before the prompt.
+    """
+
+    halo: Tensor | None = None
+    state: Tensor | None = None
+
+
+LayerCache = KeyValueCache | RecurrentCache
+
+
 @dataclass(frozen=True)
 class Context:
     """Shared by the layers of one forward pass.
@@ -55,4 +71,4 @@ class Context:
 
     sequences: PackedSequences
     rotation: Rotation
-    cache: tuple[KeyValueCache, ...] | None = None
+    cache: tuple[LayerCache, ...] | None = None

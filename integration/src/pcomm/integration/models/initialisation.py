@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pcomm.core.placement import placements_of, take_shard
 from pcomm.integration.config import ModelConfig
 
-__all__ = ["initialise"]
+__all__ = ["KnowsFirstValues", "initialise"]
 
 # Layers that write into the residual stream; their variance is shared among all of them.
 _RESIDUAL = ("mixer.output.weight", "mlp.down.weight")
+
+
+@runtime_checkable
+class KnowsFirstValues(Protocol):
+    """A module that says what its own parameters start from."""
+
+    def first_values(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        """The whole parameter `name`, of the logical `shape`."""
+        ...
 
 
 def initialise(model: nn.Module, config: ModelConfig, *, seed: int, tp_rank: int = 0) -> None:
@@ -23,25 +33,29 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int, tp_rank: int
     A logical weight is drawn whole, by a generator of its own, and then cut; so the same seed
     gives the same model on 1, 2 or 4 ranks, and adding a layer changes no other. Matrices are
     normal with `config.init_std`, those that write into the residual stream less by the square
-    root of twice the number of layers (Radford et al., 2019), norms are 1.
+    root of twice the number of layers (Radford et al., 2019), norms are 1. What a module says in
+    `first_values` goes first.
     """
     placements = placements_of(model)
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            nn.init.ones_(parameter)
-            continue
         placement = placements[name]
-        std = config.init_std
-        if name.endswith(_RESIDUAL):
-            std /= math.sqrt(2 * config.layers)
         generator = torch.Generator().manual_seed(_seed_of(seed, name))
-        whole = torch.empty(placement.logical_shape(parameter.shape))
-        whole.normal_(0.0, std, generator=generator)
-        share = whole
+        prefix, _, own_name = name.rpartition(".")
+        owner = model.get_submodule(prefix)
+        shape = placement.logical_shape(parameter.shape)
+        whole = torch.ones(shape)
+        if isinstance(owner, KnowsFirstValues):
+            # A mixer knows what its decays and time steps should be.
+            whole = owner.first_values(own_name, shape, generator)
+        elif parameter.dim() >= 2:
+            std = config.init_std
+            if name.endswith(_RESIDUAL):
+                std /= math.sqrt(2 * config.layers)
+            whole.normal_(0.0, std, generator=generator)
         if placement.layout is not None:
-            share = take_shard(whole, placement.layout, tp_rank, dim=placement.dim)
+            whole = take_shard(whole, placement.layout, tp_rank, dim=placement.dim)
         with torch.no_grad():
-            parameter.copy_(share)
+            parameter.copy_(whole)
 
 
 def _seed_of(seed: int, name: str) -> int:

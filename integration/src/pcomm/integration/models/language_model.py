@@ -17,7 +17,7 @@ from pcomm.core.tensor_parallel.linear import ColumnParallelLinear
 from pcomm.integration.config import ModelConfig
 from pcomm.integration.config_rules import mixers
 from pcomm.integration.models.block import Block
-from pcomm.integration.models.context import Context, KeyValueCache
+from pcomm.integration.models.context import Context, LayerCache
 from pcomm.integration.models.norm import RMSNorm
 from pcomm.integration.models.rotary import rotation
 from pcomm.integration.models.sequences import PackedSequences
@@ -26,7 +26,7 @@ __all__ = ["LanguageModel"]
 
 
 class LanguageModel(nn.Module):
-    """A decoder: GPT, and later Mamba, GDN and hybrids, by the pattern of `config`.
+    """A decoder: GPT, Mamba, GDN and hybrids, by the pattern of `config`.
 
     Args:
         config: With every size filled in (see `config_rules.validate`).
@@ -96,7 +96,7 @@ class LanguageModel(nn.Module):
         tokens_T: Tensor,
         positions_T: Tensor,
         sequences: PackedSequences,
-        cache: tuple[KeyValueCache, ...] | None = None,
+        cache: tuple[LayerCache, ...] | None = None,
     ) -> Tensor:
         """Logits `[T, v]` of this rank's part of the vocabulary; collective over its group.
 
@@ -128,6 +128,10 @@ class LanguageModel(nn.Module):
         return vocabulary_parallel_cross_entropy(
             logits_Tv, targets_T, self.vocabulary, self.collectives
         )
+
+    def new_cache(self, max_tokens: int) -> tuple[LayerCache, ...]:
+        """What `forward` needs to write text token by token, for one sequence; local."""
+        return tuple(b.mixer.new_cache(max_tokens) for b in self.blocks if isinstance(b, Block))
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, over all ranks of the tensor-parallel group; local."""

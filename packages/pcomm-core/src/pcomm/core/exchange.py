@@ -25,6 +25,8 @@ from torch import Tensor
 from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout, Run
+from pcomm.core.positions import inverse_order
+from pcomm.core.row_moves import RowMoves
 
 if TYPE_CHECKING:
     from pcomm.core.collectives.protocol import Collectives
@@ -85,6 +87,9 @@ class Exchange:
 
     def sent_elements(self, rank: int, shape: Sequence[int]) -> int:
         """Elements that `rank` sends to others when its source region has `shape`."""
+        if self._moves_rows:
+            sent = self._rows(rank, torch.device("cpu")).send_sizes
+            return (sum(sent) - sent[rank]) * math.prod(shape[1:])
         send = self._steps(rank, torch.device("cpu")).send
         return sum(math.prod(_lengths(s, shape)) for peer, s in enumerate(send) if peer != rank)
 
@@ -118,7 +123,14 @@ class Exchange:
 
     # -- how it is done ------------------------------------------------------------------
 
+    @cached_property
+    def _moves_rows(self) -> bool:
+        whole = [d for d, layout in self.source.items() if layout.is_whole]
+        return {0, *whole} == set(self.source) and all(self.target[d].is_whole for d in whole)
+
     def _move(self, x: Tensor, collectives: Collectives) -> Tensor:
+        if self._moves_rows:
+            return self._rows(collectives.rank, x.device).move(x, collectives)
         steps = self._steps(collectives.rank, x.device)
         sizes = {dim: layout.sizes[collectives.rank] for dim, layout in self.target.items()}
         shape = [sizes.get(dim, length) for dim, length in enumerate(x.shape)]
@@ -137,6 +149,15 @@ class Exchange:
         known: dict[tuple[int, torch.device], _Steps] = self.__dict__.setdefault("_known", {})
         if (rank, device) not in known:
             known[rank, device] = _Steps.build(self, rank, device)
+        return known[rank, device]
+
+    def _rows(self, rank: int, device: torch.device) -> RowMoves:
+        known: dict[tuple[int, torch.device], RowMoves] = self.__dict__.setdefault("_known_rows", {})
+        if (rank, device) not in known:
+            moves = RowMoves.of(self.source[0], self.target[0], rank, device)
+            known[rank, device] = moves
+            # The way back is known as well, and will be asked for.
+            self.inverse.__dict__.setdefault("_known_rows", {})[rank, device] = moves.inverse
         return known[rank, device]
 
     def _check_region(self, x: Tensor, collectives: Collectives) -> None:
@@ -210,10 +231,7 @@ def _ascend(places: Sequence[_Selection]) -> bool:
 
 def _inverse(places: Sequence[_Selection], device: torch.device) -> Tensor:
     """Index that brings rows lying in the order of `places` into ascending order."""
-    order = torch.cat([_as_index(place, device) for place in places])
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), device=device)
-    return inverse
+    return inverse_order(torch.cat([_as_index(place, device) for place in places]))
 
 
 def _write(used: list[tuple[Tensor, dict[int, _Selection]]], shape: list[int]) -> Tensor:

@@ -8,17 +8,19 @@ several dimensions is a layout per dimension, see `exchange`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
 from pcomm.core.errors import LayoutError
 
 __all__ = ["Layout", "Run"]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Positions `start` to `stop - 1` of a dimension."""
 
     start: int
@@ -54,16 +56,21 @@ class Layout:
                 fix="Give at least one tuple of runs.",
             )
         for rank, runs in enumerate(self.runs):
-            end = 0
-            for run in sorted(runs, key=lambda run: run.start):
-                if run.start < end or run.stop > self.length or run.length < 1:
-                    raise LayoutError(
-                        f"Layout of {self.length} positions",
-                        found=f"rank {rank} has runs {_ranges(runs)}",
-                        why="Runs are non-empty, lie inside the dimension and do not overlap.",
-                        fix="Correct the runs; a rank that holds nothing has no runs.",
-                    )
-                end = run.stop
+            # Start, stop, start, stop ... of the runs in ascending order: a pack of a thousand
+            # sequences has as many, so there is no loop over them here.
+            edges = list(chain.from_iterable(sorted(runs)))
+            is_sound = (
+                all(map(operator.lt, edges[::2], edges[1::2]))
+                and all(map(operator.le, edges[1::2], edges[2::2]))
+                and (not edges or (edges[0] >= 0 and edges[-1] <= self.length))
+            )
+            if not is_sound:
+                raise LayoutError(
+                    f"Layout of {self.length} positions",
+                    found=f"rank {rank} has runs {_ranges(runs)}",
+                    why="Runs are non-empty, lie inside the dimension and do not overlap.",
+                    fix="Correct the runs; a rank that holds nothing has no runs.",
+                )
 
     # -- ways to make one ----------------------------------------------------------------
 
@@ -150,10 +157,8 @@ class Layout:
     @cached_property
     def is_partition(self) -> bool:
         """Whether every position is held by exactly one rank."""
-        everything = sorted((run.start, run.stop) for own in self.runs for run in own)
-        ends = [0] + [stop for _, stop in everything]
-        starts = [start for start, _ in everything] + [self.length]
-        return starts == ends
+        edges = list(chain.from_iterable(sorted(chain.from_iterable(self.runs))))
+        return [0, *edges[1::2]] == [*edges[::2], self.length]
 
     @cached_property
     def is_whole(self) -> bool:

@@ -8,7 +8,6 @@ the value heads of a key head side by side behind the key dimension, `[N, G, K, 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pcomm.gdn_cp.cores.inputs import check_shape
@@ -50,7 +49,8 @@ def state_for_scan(
     state = state_NHKV.to(like.dtype)
     if num_sequences > 1:
         state = state.index_select(0, layout.indices(like.device).order_N)
-    return state.unflatten(1, (num_groups, num_repeats)).transpose(2, 3).contiguous()
+    state = state.reshape(num_sequences, num_groups, num_repeats, key_dim, width)
+    return state.transpose(2, 3).contiguous()
 
 
 def state_for_user(state_NGKRV: Tensor, layout: ChunkLayout) -> Tensor:

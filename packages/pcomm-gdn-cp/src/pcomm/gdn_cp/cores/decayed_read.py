@@ -6,10 +6,12 @@ is the logarithm of the decay since the chunk began. Only differences c_i - c_j 
 exponentiated, and the others are masked before, so that nothing overflows in either direction.
 """
 
-# M chunks, C tokens of a chunk, G key heads, R value heads for each key head, K key dim, V value dim
+# M chunks, C tokens of a chunk, G key heads, R value heads for each key head,
+# K key dim, V value dim
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -33,20 +35,20 @@ def log_decay_since_start(g_MHC: Tensor, num_key_heads: int) -> Tensor:
         so that minus infinity is allowed and large values cost the others no digits.
     """
     kind = torch.finfo(g_MHC.dtype)
-    least = torch.tensor(kind.smallest_normal * kind.eps, dtype=torch.float64).log().item()
-    return g_MHC.clamp(min=least).cumsum(-1).unflatten(1, (num_key_heads, -1))
+    least = math.log(kind.smallest_normal * kind.eps)
+    num_chunks, num_heads, chunk = g_MHC.shape
+    decay_MHC = g_MHC.clamp(min=least).cumsum(-1)
+    return decay_MHC.view(num_chunks, num_key_heads, num_heads // num_key_heads, chunk)
 
 
-@torch.no_grad()
 def pairwise_decay(decay_MGRC: Tensor) -> Tensor:
     """`[M, G, R, C, C]`: the decay from token j to token i, zero where j comes after i.
 
     A constant for autograd: the functions that use it know its gradient.
     """
-    later_CC = torch.ones(
-        decay_MGRC.shape[-1], decay_MGRC.shape[-1], dtype=torch.bool, device=decay_MGRC.device
-    ).triu(1)
-    log_MGRCC = decay_MGRC[..., :, None] - decay_MGRC[..., None, :]
+    decay, chunk = decay_MGRC.detach(), decay_MGRC.shape[-1]
+    later_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).triu(1)
+    log_MGRCC = decay[..., :, None] - decay[..., None, :]
     return log_MGRCC.masked_fill_(later_CC, -torch.inf).exp_()
 
 
@@ -72,7 +74,7 @@ def read_chunks(
         `[M, G, R, C, V]`, differentiable once in everything but `pairwise_MGRCC`.
     """
     tensors = (q_MGCK, k_MGCK, values_MGRCV, states_MGKRV, decay_MGRC, pairwise_MGRCC)
-    read: Tensor = _ReadChunks.apply(*tensors)
+    read: Tensor = _ReadChunks.apply(*tensors)  # type: ignore[no-untyped-call]
     return read
 
 
@@ -98,7 +100,7 @@ class _ReadChunks(torch.autograd.Function):
             scores = (q @ k.mT).unsqueeze(2) * pairs
             grad_values = scores.mT @ grad
             # A decay scales rows of what is read and columns of what is written, so its gradient
-            # is a difference of two inner products (GLA, arXiv 2312.06635, section 4.3).
+            # is a difference of two inner products (as in arXiv 2312.06635).
             grad_decay = (grad * read).sum(-1) - (grad_values * values).sum(-1)
             grad_pairs = (grad @ values.mT).mul_(pairs).sum(2)
             decayed = side_by_side(grad, decay.exp())

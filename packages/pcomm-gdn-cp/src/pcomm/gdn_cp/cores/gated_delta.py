@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from pcomm.gdn_cp.cores.gated_delta_chunks import DEFAULT_CHUNK, DeltaChunks
+from pcomm.gdn_cp.cores.gated_delta_chunks import DeltaChunks
 from pcomm.gdn_cp.cores.norms import l2_normalise
 from pcomm.gdn_cp.cores.precision import compute_dtype
 
@@ -30,9 +30,9 @@ def chunk_gated_delta_rule(
     *,
     cu_seqlens: Sequence[int],
     initial_state: Tensor | None = None,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule on each sequence of the pack, in chunks of `chunk` tokens.
+    """The gated delta rule on each sequence of the pack, in chunks.
 
     Choose it for training and prefill; `gated_delta_step` is for decoding. Queries and keys are
     used as they are: `gated_delta_rule` prepares them. Computes in fp32, and in fp64 if the
@@ -47,7 +47,7 @@ def chunk_gated_delta_rule(
         beta_TH: `[T, H]` from 0 to 1.
         cu_seqlens: Offsets of the sequences, on the host; the last one is `T`.
         initial_state: `[N, H, K, V]`, the state before each sequence; zeros by default.
-        chunk: Tokens of a chunk. Results differ by rounding.
+        chunk: Tokens of a chunk, `default_chunk` by default. Results differ by rounding.
 
     Returns:
         `[T, H, V]` in the dtype of `v_THV`, and the state after each sequence, `[N, H, K, V]`, in
@@ -73,7 +73,7 @@ def gated_delta_rule(
     *,
     cu_seqlens: Sequence[int],
     initial_state: Tensor | None = None,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`chunk_gated_delta_rule` with queries and keys as Qwen3-Next prepares them.
 
@@ -85,7 +85,7 @@ def gated_delta_rule(
         beta_TH: From `delta_gates`.
         cu_seqlens: Offsets of the sequences, on the host.
         initial_state: `[N, H, K, V]`; zeros by default.
-        chunk: Tokens of a chunk.
+        chunk: Tokens of a chunk, `default_chunk` by default.
 
     Returns:
         What `chunk_gated_delta_rule` returns.

@@ -21,13 +21,10 @@ from pcomm.gdn_cp.cores.carried_state import state_for_scan, state_for_user
 from pcomm.gdn_cp.cores.decayed_read import log_decay_since_start, pairwise_decay, read_chunks
 from pcomm.gdn_cp.cores.gated_delta_scan import chunk_inverse, delta_scan
 from pcomm.gdn_cp.cores.inputs import check_group, check_shape, check_tokens
-from pcomm.gdn_cp.cores.packing import ChunkLayout, from_chunks, to_chunks
+from pcomm.gdn_cp.cores.packing import ChunkLayout, default_chunk, from_chunks, to_chunks
 from pcomm.gdn_cp.cores.precision import compute_dtype
 
-__all__ = ["DEFAULT_CHUNK", "DeltaChunks"]
-
-# Measured on CPU, forward and backward, 2048 tokens, heads of 64: see benchmarks/cores.py.
-DEFAULT_CHUNK = 64
+__all__ = ["DeltaChunks"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class DeltaChunks:
         beta_TH: Tensor,
         *,
         cu_seqlens: Sequence[int],
-        chunk: int = DEFAULT_CHUNK,
+        chunk: int | None = None,
     ) -> DeltaChunks:
         """Cut the pack into chunks and solve the system of each.
 
@@ -66,12 +63,13 @@ class DeltaChunks:
             g_TH: `[T, H]` logarithm of the decay of each token, at most 0.
             beta_TH: `[T, H]` from 0 to 1.
             cu_seqlens: Offsets of the sequences, on the host; the last one is `T`.
-            chunk: Tokens of a chunk.
+            chunk: Tokens of a chunk; `default_chunk` says by default.
 
         Raises:
             LayoutError: The offsets fall, or do not end at `T`.
             ConfigError: Shapes that do not fit, or a chunk without tokens.
         """
+        chunk = default_chunk(k_TGK.shape[-1]) if chunk is None else chunk
         layout = ChunkLayout.of(cu_seqlens, chunk)
         check_delta_inputs("DeltaChunks", layout.cu_seqlens, k_TGK, v_THV, g_TH, beta_TH)
         dtype, num_groups = compute_dtype(v_THV), k_TGK.shape[1]

@@ -38,7 +38,7 @@ def gated_delta_step(
     Returns:
         `[N, H, V]` in the dtype of `v_NHV`, and `[N, H, K, V]`.
     """
-    num_groups, key_dim = k_NGK.shape[1:]
+    num_groups = k_NGK.shape[1]
     dtype = state_NHKV.dtype
     q, k = (x.to(dtype)[:, :, None, None] for x in (q_NGK, k_NGK))
     v, g, beta = (x.to(dtype).unflatten(1, (num_groups, -1)) for x in (v_NHV, g_NH, beta_NH))

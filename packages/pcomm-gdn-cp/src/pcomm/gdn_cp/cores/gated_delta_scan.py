@@ -42,15 +42,17 @@ class DeltaScan(NamedTuple):
     final_NGKRV: Tensor
 
 
-@torch.no_grad()
 def chunk_inverse(k_MGCK: Tensor, beta_MGRC: Tensor, pairwise_MGRCC: Tensor) -> Tensor:
     """`[M, G, R, C, C]`: the inverse of 1 + A of every chunk, a constant for autograd."""
-    with full_precision(k_MGCK):
+    with torch.no_grad(), full_precision(k_MGCK):
         system = (k_MGCK @ k_MGCK.mT).unsqueeze(2) * pairwise_MGRCC
         system *= beta_MGRC.unsqueeze(-1)
         # The solver reads only what lies under the diagonal, and takes ones for the diagonal.
         one = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
-        return torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
+        inverse: Tensor = torch.linalg.solve_triangular(
+            system, one, upper=False, unitriangular=True
+        )
+    return inverse
 
 
 def delta_scan(
@@ -80,7 +82,8 @@ def delta_scan(
         initial state. The gradient covers what the two constants owe to them.
     """
     tensors = (k_MGCK, v_MGRCV, beta_MGRC, decay_MGRC, initial_NGKRV)
-    return DeltaScan(*_DeltaScan.apply(*tensors, pairwise_MGRCC, inverse_MGRCC, step_sizes))
+    constants = (pairwise_MGRCC, inverse_MGRCC, step_sizes)
+    return DeltaScan(*_DeltaScan.apply(*tensors, *constants))  # type: ignore[no-untyped-call]
 
 
 class _DeltaScan(torch.autograd.Function):
@@ -96,25 +99,25 @@ class _DeltaScan(torch.autograd.Function):
         inverse: Tensor,
         step_sizes: tuple[int, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_chunks, num_groups, num_repeats, chunk, width = v.shape
-        key_dim = k.shape[-1]
+        num_chunks, num_groups, num_repeats, _, width = v.shape
         values, unknown = torch.empty_like(v), torch.empty_like(v)
-        states = v.new_empty(num_chunks, num_groups, key_dim, num_repeats, width)
-        kept, until_end, whole = _decays(decay)
-        state, finals, start = initial.flatten(-2), [], 0
+        states = v.new_empty(num_chunks, num_groups, k.shape[-1], num_repeats, width)
+        from_start, to_end, whole = _decays(decay)
+        state, finals, start = initial, [], 0
         with full_precision(v):
             for size in step_sizes:
                 now = slice(start, start + size)
                 finals.append(state[size:])
-                state = state[:size]
-                states[now] = state.view_as(states[now])
-                known = (k[now] @ state).unflatten(-1, (num_repeats, width)).transpose(2, 3)
-                torch.addcmul(v[now], known, kept[now], value=-1, out=unknown[now])
-                values[now] = inverse[now] @ (unknown[now] * beta[now].unsqueeze(-1))
-                state = (states[now] * whole[now]).flatten(-2)
-                state += k[now].mT @ side_by_side(values[now], until_end[now])
+                states[now] = state[:size]
+                known = (k[now] @ states[now].flatten(-2)).unflatten(-1, (num_repeats, width))
+                factor = from_start[now].unsqueeze(-1)
+                torch.addcmul(v[now], known.transpose(2, 3), factor, value=-1, out=unknown[now])
+                right = unknown[now] * beta[now].unsqueeze(-1)
+                torch.matmul(inverse[now], right, out=values[now])
+                state = states[now] * whole[now]
+                state += (k[now].mT @ side_by_side(values[now], to_end[now])).view_as(state)
                 start += size
-        final = torch.cat([state, *reversed(finals)]).view_as(initial)
+        final = torch.cat([state, *reversed(finals)])
         ctx.save_for_backward(k, v, beta, decay, pairs, inverse, values, unknown, states)
         ctx.step_sizes = step_sizes
         return values, states, final
@@ -122,82 +125,92 @@ class _DeltaScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        k, v, beta, decay, pairs, inverse, values, unknown, states = ctx.saved_tensors
-        with full_precision(v):
-            return _backward(
-                *grads, k, v, beta, decay, pairs, inverse, values, unknown, states, ctx.step_sizes
-            )
+        kept, (grad_values, grad_states, grad_final) = _Kept(*ctx.saved_tensors), grads
+        with full_precision(kept.v):
+            back = _scan_back(kept, grad_values, grad_states, grad_final, ctx.step_sizes)
+            return (*_collect(kept, back, grad_values), back.initial, None, None, None)
+
+
+class _Kept(NamedTuple):
+    """What forward keeps; `unknown` is r, and `states` those that enter the chunks."""
+
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    decay: Tensor
+    pairs: Tensor
+    inverse: Tensor
+    values: Tensor
+    unknown: Tensor
+    states: Tensor
+
+
+class _Back(NamedTuple):
+    """Gradients of what is written, of beta r, of what was known, and of states."""
+
+    written: Tensor
+    right: Tensor
+    known: Tensor
+    left: Tensor
+    initial: Tensor
 
 
 def _decays(decay_MGRC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """From the start to each token, from each token to the end, and over the whole chunk."""
     to_end = (decay_MGRC[..., -1:] - decay_MGRC).exp()
     whole_MG1R1 = decay_MGRC[:, :, None, :, -1:].exp()
-    return decay_MGRC.exp().unsqueeze(-1), to_end, whole_MG1R1
+    return decay_MGRC.exp(), to_end, whole_MG1R1
 
 
-def _backward(
+def _scan_back(
+    kept: _Kept,
     grad_values: Tensor,
     grad_states: Tensor,
     grad_final: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    decay: Tensor,
-    pairs: Tensor,
-    inverse: Tensor,
-    values: Tensor,
-    unknown: Tensor,
-    states: Tensor,
     step_sizes: tuple[int, ...],
-) -> tuple[Tensor | None, ...]:
-    num_repeats, chunk, width = v.shape[2:]
-    kept, until_end, whole = _decays(decay)
-    # Gradients of: what is written, the right-hand side, what was known, the state that leaves.
-    grad_written, grad_right = torch.empty_like(v), torch.empty_like(v)
-    grad_known = v.new_empty(*k.shape[:-1], num_repeats * width)
-    grad_left = torch.empty_like(states)
-    minus_kept_beta = -kept.squeeze(-1) * beta
-    grad_final = grad_final.flatten(-2)
+) -> _Back:
+    """The transposed chain, from the last step to the first: all that has to wait."""
+    k, num_repeats, width = kept.k, kept.v.shape[2], kept.v.shape[-1]
+    from_start, to_end, whole = _decays(kept.decay)
+    known_factor = -from_start * kept.beta
+    written, right = torch.empty_like(kept.v), torch.empty_like(kept.v)
+    known = kept.v.new_empty(*k.shape[:-1], num_repeats * width)
+    left = torch.empty_like(kept.states)
     state, stop = grad_final[:0], len(k)
     for size in reversed(step_sizes):
         now = slice(stop - size, stop)
-        state = torch.cat([state, grad_final[len(state) : size]])
-        grad_left[now] = state.view_as(grad_left[now])
-        seen = (k[now] @ state).unflatten(-1, (num_repeats, width)).transpose(2, 3)
+        torch.cat([state, grad_final[len(state) : size]], out=left[now])
+        seen = (k[now] @ left[now].flatten(-2)).unflatten(-1, (num_repeats, width))
         torch.addcmul(
-            grad_values[now], seen, until_end[now].unsqueeze(-1), out=grad_written[now]
+            grad_values[now], seen.transpose(2, 3), to_end[now].unsqueeze(-1), out=written[now]
         )
-        grad_right[now] = inverse[now].mT @ grad_written[now]
-        grad_known[now] = side_by_side(grad_right[now], minus_kept_beta[now])
-        state = torch.addcmul(grad_states[now], grad_left[now], whole[now]).flatten(-2)
-        state += k[now].mT @ grad_known[now]
+        torch.matmul(kept.inverse[now].mT, written[now], out=right[now])
+        known[now] = side_by_side(right[now], known_factor[now])
+        state = torch.addcmul(grad_states[now], left[now], whole[now])
+        state += (k[now].mT @ known[now]).view_as(state)
         stop -= size
-    grad_initial = torch.cat([state, grad_final[len(state) :]])
+    return _Back(written, right, known, left, torch.cat([state, grad_final[len(state) :]]))
 
-    grad_v = grad_right * beta.unsqueeze(-1)
-    # dA = -grad_right values^T below the diagonal; by rows it is what beta and the decay need.
-    grad_system = (grad_right @ values.mT).mul_(pairs).neg_().tril_(-1)
-    grad_beta = (grad_right * unknown).sum(-1)
+
+def _collect(kept: _Kept, back: _Back, grad_values: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of keys, values, beta and decay, for all chunks at once."""
+    k, beta, values = kept.k, kept.beta, kept.values
+    _, to_end, whole = _decays(kept.decay)
+    grad_v = back.right * beta.unsqueeze(-1)
+    # The gradient of A is minus right values^T, below the diagonal. Times A, its sum over a row
+    # is what beta and the decay of that token get, and that over a column what the decay loses;
+    # the latter follows from (1 + A)^T right = written without another product.
+    grad_system = (back.right @ values.mT).mul_(kept.pairs).neg_().tril_(-1)
     by_row = (grad_system * (k @ k.mT).unsqueeze(2)).sum(-1)
-    grad_beta += by_row
+    grad_beta = (back.right * kept.unknown).sum(-1) + by_row
     grad_keys = (grad_system * beta.unsqueeze(-1)).sum(2)
     grad_k = (grad_keys + grad_keys.mT) @ k
-    grad_k += grad_known @ states.flatten(-2).mT
-    grad_k += side_by_side(values, until_end) @ grad_left.flatten(-2).mT
+    grad_k += back.known @ kept.states.flatten(-2).mT
+    grad_k += side_by_side(values, to_end) @ back.left.flatten(-2).mT
 
-    left = ((grad_written - grad_values) * values).sum(-1)
-    grad_decay = by_row * beta + ((grad_written - grad_right) * values).sum(-1)
-    grad_decay -= (grad_v * (v - unknown)).sum(-1) + left
-    through = (grad_left * states).sum((2, 4)) * whole[:, :, 0, :, 0]
-    grad_decay[..., -1] += left.sum(-1) + through
-    return (
-        grad_k,
-        grad_v,
-        grad_beta,
-        grad_decay,
-        grad_initial.view(len(grad_initial), *states.shape[1:]),
-        None,
-        None,
-        None,
-    )
+    at_end = ((back.written - grad_values) * values).sum(-1)
+    grad_decay = by_row * beta + ((back.written - back.right) * values).sum(-1)
+    grad_decay -= (grad_v * (kept.v - kept.unknown)).sum(-1) + at_end
+    through = (back.left * kept.states).sum((2, 4)) * whole[:, :, 0, :, 0]
+    grad_decay[..., -1] += at_end.sum(-1) + through
+    return grad_k, grad_v, grad_beta, grad_decay

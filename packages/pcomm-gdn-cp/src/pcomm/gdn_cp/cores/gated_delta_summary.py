@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pcomm.gdn_cp.cores.gated_delta_chunks import DEFAULT_CHUNK, DeltaChunks
+from pcomm.gdn_cp.cores.gated_delta_chunks import DeltaChunks
 from pcomm.gdn_cp.cores.precision import full_precision
 
 __all__ = ["apply_summary", "compose", "gated_delta_summary"]
@@ -27,7 +27,7 @@ def gated_delta_summary(
     beta_TH: Tensor,
     *,
     cu_seqlens: Sequence[int],
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
 ) -> Summary:
     """The map of each sequence of the pack; `DeltaChunks.summary` shares work with the outputs.
 
@@ -37,7 +37,7 @@ def gated_delta_summary(
         g_TH: `[T, H]`.
         beta_TH: `[T, H]`.
         cu_seqlens: Offsets of the sequences, on the host.
-        chunk: Tokens of a chunk.
+        chunk: Tokens of a chunk, `default_chunk` by default.
 
     Returns:
         M, `[N, H, K, K]`, and B, `[N, H, K, V]`, in fp32, or in fp64 if the values are. An empty

@@ -13,18 +13,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, LayoutError
 
-__all__ = ["ChunkIndices", "ChunkLayout", "from_chunks", "to_chunks"]
+__all__ = ["ChunkIndices", "ChunkLayout", "default_chunk", "from_chunks", "to_chunks"]
 
 
-@dataclass(frozen=True)
-class ChunkIndices:
+def default_chunk(key_dim: int) -> int:
+    """Tokens of a chunk for heads of this key or state dimension: 32, or 64 from 128 on.
+
+    Longer chunks mean fewer states, of `key_dim` rows each, and more products between tokens,
+    which short sequences waste on padding. Measured on CPU: `benchmarks/cores.py`.
+    """
+    return 64 if key_dim >= 128 else 32
+
+
+class ChunkIndices(NamedTuple):
     """The index tensors of a layout on one device.
 
     Args:
@@ -80,8 +89,7 @@ class ChunkLayout:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence."""
-        starts, stops = self.cu_seqlens[:-1], self.cu_seqlens[1:]
-        return tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return tuple(stop - start for start, stop in pairwise(self.cu_seqlens))
 
     @cached_property
     def chunk_counts(self) -> tuple[int, ...]:
@@ -117,7 +125,10 @@ class ChunkLayout:
         return self.num_sequences == 1 and self.num_tokens % self.chunk == 0
 
     def indices(self, device: torch.device) -> ChunkIndices:
-        """The index tensors on `device`, made once."""
+        """The index tensors on `device`, made once.
+
+        Whoever plans ahead calls this then, so that no layer waits for the copy.
+        """
         return _indices(self, device)
 
 
@@ -130,7 +141,7 @@ def _layout(cu_seqlens: tuple[int, ...], chunk: int) -> ChunkLayout:
             why="Sequences are cut into chunks of this many tokens.",
             fix="Use a positive number, such as 64.",
         )
-    falls = any(stop < start for start, stop in zip(cu_seqlens, cu_seqlens[1:], strict=False))
+    falls = any(stop < start for start, stop in pairwise(cu_seqlens))
     if not cu_seqlens or cu_seqlens[0] != 0 or falls:
         shown = cu_seqlens if len(cu_seqlens) < 9 else (*cu_seqlens[:8], "...")
         raise LayoutError(
@@ -146,8 +157,8 @@ def _layout(cu_seqlens: tuple[int, ...], chunk: int) -> ChunkLayout:
 def _indices(layout: ChunkLayout, device: torch.device) -> ChunkIndices:
     # A tensor made in inference mode could not be used in training later, and these are kept.
     with torch.inference_mode(False):
-        starts_N = torch.tensor(layout.cu_seqlens[:-1])
-        lengths_N = torch.tensor(layout.lengths)
+        starts_N = torch.tensor(layout.cu_seqlens[:-1], dtype=torch.int64)
+        lengths_N = torch.tensor(layout.lengths, dtype=torch.int64)
         order_N = torch.tensor(layout.order, dtype=torch.int64)
         sizes_S = torch.tensor(layout.step_sizes, dtype=torch.int64)
         num_steps, chunk = len(layout.step_sizes), layout.chunk
@@ -180,8 +191,9 @@ def to_chunks(x_THD: Tensor, layout: ChunkLayout) -> Tensor:
         is the same in every run, and what arrives at padding is ignored.
     """
     if layout.is_plain:
-        return x_THD.unflatten(0, (layout.num_chunks, layout.chunk)).transpose(1, 2).contiguous()
-    chunks: Tensor = _ToChunks.apply(x_THD, layout)
+        cut = x_THD.reshape(layout.num_chunks, layout.chunk, *x_THD.shape[1:])
+        return cut.transpose(1, 2).contiguous()
+    chunks: Tensor = _ToChunks.apply(x_THD, layout)  # type: ignore[no-untyped-call]
     return chunks
 
 
@@ -197,7 +209,7 @@ def from_chunks(x_MHCD: Tensor, layout: ChunkLayout) -> Tensor:
     """
     if layout.is_plain:
         return x_MHCD.transpose(1, 2).flatten(0, 1).contiguous()
-    tokens: Tensor = _FromChunks.apply(x_MHCD, layout)
+    tokens: Tensor = _FromChunks.apply(x_MHCD, layout)  # type: ignore[no-untyped-call]
     return tokens
 
 
@@ -226,7 +238,7 @@ class _ToChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _FromChunks.apply(grads[0], ctx.layout), None
+        return _FromChunks.apply(grads[0], ctx.layout), None  # type: ignore[no-untyped-call]
 
 
 class _FromChunks(torch.autograd.Function):
@@ -237,4 +249,4 @@ class _FromChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _ToChunks.apply(grads[0], ctx.layout), None
+        return _ToChunks.apply(grads[0], ctx.layout), None  # type: ignore[no-untyped-call]

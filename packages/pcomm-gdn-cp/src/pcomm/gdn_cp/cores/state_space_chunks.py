@@ -15,14 +15,11 @@ from torch.nn import functional as F
 from pcomm.gdn_cp.cores.carried_state import state_for_scan, state_for_user
 from pcomm.gdn_cp.cores.decayed_read import log_decay_since_start, pairwise_decay, read_chunks
 from pcomm.gdn_cp.cores.inputs import check_group, check_shape, check_tokens
-from pcomm.gdn_cp.cores.packing import ChunkLayout, from_chunks, to_chunks
+from pcomm.gdn_cp.cores.packing import ChunkLayout, default_chunk, from_chunks, to_chunks
 from pcomm.gdn_cp.cores.precision import compute_dtype
 from pcomm.gdn_cp.cores.state_space_scan import decay_scan
 
-__all__ = ["DEFAULT_CHUNK", "StateSpaceChunks"]
-
-# Measured on CPU, forward and backward, 2048 tokens: see benchmarks/cores.py.
-DEFAULT_CHUNK = 64
+__all__ = ["StateSpaceChunks"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class StateSpaceChunks:
         *,
         dt_bias_H: Tensor,
         cu_seqlens: Sequence[int],
-        chunk: int = DEFAULT_CHUNK,
+        chunk: int | None = None,
     ) -> StateSpaceChunks:
         """Cut the pack into chunks.
 
@@ -59,12 +56,13 @@ class StateSpaceChunks:
             b_TGS: `[T, G, S]` input matrix of each token; head h belongs to group h // (H / G).
             dt_bias_H: `[H]` parameter.
             cu_seqlens: Offsets of the sequences, on the host; the last one is `T`.
-            chunk: Tokens of a chunk.
+            chunk: Tokens of a chunk; `default_chunk` says by default.
 
         Raises:
             LayoutError: The offsets fall, or do not end at `T`.
             ConfigError: Shapes that do not fit, or a chunk without tokens.
         """
+        chunk = default_chunk(b_TGS.shape[-1]) if chunk is None else chunk
         layout = ChunkLayout.of(cu_seqlens, chunk)
         check_state_space_inputs(
             "StateSpaceChunks", layout.cu_seqlens, x_THP, dt_TH, a_log_H, b_TGS, dt_bias_H
@@ -96,7 +94,7 @@ class StateSpaceChunks:
         num_groups, state_dim = self.b_MGCS.shape[1], self.b_MGCS.shape[-1]
         asked = "StateSpaceChunks.outputs"
         check_shape(f"{asked}: c", c_TGS, (self.layout.num_tokens, num_groups, state_dim))
-        states, final = self._scan(initial_state)
+        states, final = self._scan(self.values_MGRCP, initial_state)
         read_MGRCP = read_chunks(
             to_chunks(c_TGS, self.layout).to(self.values_MGRCP.dtype),
             self.b_MGCS,
@@ -118,26 +116,44 @@ class StateSpaceChunks:
             M, one number a head, `[N, H, 1, 1]`, and B, `[N, H, S, P]`, in fp32, or in fp64 if
             the inputs are.
         """
-        _, written = self._scan(None)
-        # The whole decay of a sequence: of its tokens' logarithms, summed before the exponential.
-        num_heads = written.shape[1]
-        ends_MH = self.decay_MGRC[..., -1].flatten(1)
-        sequence_M = sequence_of_chunks(self.layout, ends_MH.device)
-        total = ends_MH.new_zeros(self.layout.num_sequences, num_heads)
-        total = total.index_add(0, sequence_M, ends_MH)
-        return total.exp()[..., None, None], written
+        # All rows of a state decay alike, and its columns are independent. So the decay of the
+        # whole sequence is what becomes of ones that enter in one more column.
+        num_sequences, num_heads = self.layout.num_sequences, self.x_THP.shape[1]
+        values = F.pad(self.values_MGRCP, (1, 0))
+        width, state_dim = values.shape[-1], self.b_MGCS.shape[-1]
+        ones = values.new_zeros(num_sequences, num_heads, state_dim, width)
+        ones[..., 0] = 1
+        _, final = self._scan(values, ones)
+        return final[..., :1, :1], final[..., 1:]
 
-    def _scan(self, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _scan(self, values: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The state that enters each chunk, and those after the sequences, as users see them."""
         num_groups, state_dim = self.b_MGCS.shape[1], self.b_MGCS.shape[-1]
-        initial = state_for_scan(
-            "StateSpaceChunks.outputs",
-            initial_state,
-            self.layout,
-            self.values_MGRCP,
-            num_groups,
-            state_dim,
-        )
-        states, final = decay_scan(
-            self.b_MGCS, self.values_MGRCP, self.decay_MGRC, initial, self.layout.step_sizes
-        )
+        asked = "StateSpaceChunks.outputs"
+        initial = state_for_scan(asked, initial_state, self.layout, values, num_groups, state_dim)
+        sizes = self.layout.step_sizes
+        states, final = decay_scan(self.b_MGCS, values, self.decay_MGRC, initial, sizes)
         return states, state_for_user(final, self.layout)
+
+
+def time_steps(dt_TH: Tensor, dt_bias_H: Tensor, dtype: torch.dtype) -> Tensor:
+    """`softplus(dt + dt_bias)`: how long each token lasts for the state."""
+    return F.softplus(dt_TH.to(dtype) + dt_bias_H.to(dtype))
+
+
+def check_state_space_inputs(
+    asked: str,
+    cu_seqlens: Sequence[int],
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    a_log_H: Tensor,
+    b_TGS: Tensor,
+    dt_bias_H: Tensor,
+) -> None:
+    """Inputs, time steps and matrices are of one pack and have matching heads."""
+    check_tokens(asked, cu_seqlens, x=x_THP, dt=dt_TH, b=b_TGS)
+    num_heads = x_THP.shape[1]
+    check_group(asked, num_heads, b_TGS.shape[1])
+    check_shape(f"{asked}: dt", dt_TH, (len(x_THP), num_heads))
+    for name, parameter in (("a_log", a_log_H), ("dt_bias", dt_bias_H)):
+        check_shape(f"{asked}: {name}", parameter, (num_heads,))

@@ -42,7 +42,7 @@ def decay_scan(
         `[M, G, K, R, V]` and `[N, G, K, R, V]`, differentiable once.
     """
     tensors = (k_MGCK, values_MGRCV, decay_MGRC, initial_NGKRV)
-    states, final = _DecayScan.apply(*tensors, step_sizes)
+    states, final = _DecayScan.apply(*tensors, step_sizes)  # type: ignore[no-untyped-call]
     return states, final
 
 
@@ -57,9 +57,9 @@ class _DecayScan(torch.autograd.Function):
         step_sizes: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         num_repeats, width = values.shape[2], values.shape[-1]
-        until_end, whole = _decays(decay)
+        to_end, whole = _decays(decay)
         with full_precision(k):
-            added = k.mT @ side_by_side(values, until_end)
+            added = k.mT @ side_by_side(values, to_end)
         added = added.unflatten(-1, (num_repeats, width))
         states = torch.empty_like(added)
         state, finals, start = initial, [], 0
@@ -78,7 +78,7 @@ class _DecayScan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         k, values, decay, states = ctx.saved_tensors
         grad_states, grad_final = grads
-        until_end, whole = _decays(decay)
+        to_end, whole = _decays(decay)
         grad_left = torch.empty_like(states)
         state, stop = grad_final[:0], len(states)
         for size in reversed(ctx.step_sizes):
@@ -89,8 +89,8 @@ class _DecayScan(torch.autograd.Function):
         grad_initial = torch.cat([state, grad_final[len(state) :]])
         with full_precision(k):
             seen = (k @ grad_left.flatten(-2)).unflatten(-1, (-1, values.shape[-1]))
-            grad_values = seen.transpose(2, 3) * until_end.unsqueeze(-1)
-            grad_k = side_by_side(values, until_end) @ grad_left.flatten(-2).mT
+            grad_values = seen.transpose(2, 3) * to_end.unsqueeze(-1)
+            grad_k = side_by_side(values, to_end) @ grad_left.flatten(-2).mT
         left = (grad_values * values).sum(-1)
         grad_decay = -left
         through = (grad_left * states).sum((2, 4)) * whole[:, :, 0, :, 0]

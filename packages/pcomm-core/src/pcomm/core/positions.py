@@ -1,0 +1,48 @@
+"""Positions of a dimension as index tensors: runs of neighbours written out, without a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from pcomm.core.layout import Layout, Run
+
+__all__ = ["expand_ranges", "inverse_order", "rank_order", "run_edges"]
+
+
+def run_edges(runs: Sequence[Run]) -> Tensor:
+    """`[R, 2]`, int64 on the CPU: start and stop of each run."""
+    return torch.tensor(list(chain.from_iterable(runs)), dtype=torch.int64).view(-1, 2)
+
+
+def expand_ranges(starts_R: Tensor, lengths_R: Tensor) -> Tensor:
+    """Every position of the first range, then of the second, and so on; int64.
+
+    Args:
+        starts_R: `[R]`, int64: first position of each range.
+        lengths_R: `[R]`, int64: how many positions follow from there.
+    """
+    stops_R = lengths_R.cumsum(0)
+    shift_R = starts_R - stops_R + lengths_R
+    total = int(stops_R[-1]) if len(stops_R) else 0
+    return torch.arange(total) + shift_R.repeat_interleave(lengths_R, output_size=total)
+
+
+def rank_order(layout: Layout) -> Tensor:
+    """The positions of the first rank in its local order, then those of the second, and so on.
+
+    For a partition this is the order in which a gather in rank order delivers the dimension:
+    row i of the result is position `rank_order(layout)[i]`.
+    """
+    edges_R2 = run_edges(tuple(chain.from_iterable(layout.runs)))
+    return expand_ranges(edges_R2[:, 0], edges_R2[:, 1] - edges_R2[:, 0])
+
+
+def inverse_order(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`: `x[order][inverse_order(order)]` is `x`."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return inverse

@@ -1,0 +1,152 @@
+"""Which heads of each projection a rank works on, and its slices of the parameters.
+
+Value heads are split evenly. A key head (or group) serves several consecutive value heads; where
+those lie on several ranks, each of them gets a copy of the key head. Every rank then has a smaller
+mixer of the same kind: whole groups of value heads, one key head for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pcomm.core.errors import ConfigError, LayoutError, near_misses
+from pcomm.gdn_cp.specs import Section, Spec
+
+__all__ = ["HeadShare", "SectionShare"]
+
+
+@dataclass(frozen=True)
+class SectionShare:
+    """How the heads of one section are dealt out.
+
+    Args:
+        section: The whole section.
+        copies: How often each head is repeated before the ranks take equal stretches.
+        num_heads: Heads of a rank, copies counted.
+    """
+
+    section: Section
+    copies: int
+    num_heads: int
+
+    @property
+    def width(self) -> int:
+        """Columns of a rank."""
+        return self.num_heads * self.section.head_width
+
+    def heads(self, rank: int) -> tuple[int, ...]:
+        """The heads of `rank`, by their numbers in the whole section."""
+        first = rank * self.num_heads
+        return tuple(i // self.copies for i in range(first, first + self.num_heads))
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The heads of one rank of `size`.
+
+    Args:
+        spec: The whole mixer.
+        size: Number of ranks that share its heads; 1 where every rank has all of them.
+        rank: One of these.
+
+    Raises:
+        LayoutError: The ranks do not divide the heads of the output.
+    """
+
+    spec: Spec
+    size: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        num_heads = self.spec.output.num_heads
+        if num_heads % self.size:
+            raise LayoutError(
+                f"make_plan: mode 'heads' for {self.spec}",
+                found=f"{num_heads} heads over {self.size} ranks",
+                why="Every rank works on the same number of whole heads, on at least one.",
+                fix=f"Use a context-parallel size that divides {num_heads}, or mode "
+                f"{' or '.join(_others(self.spec))}, which need no heads to divide.",
+            )
+
+    @cached_property
+    def sections(self) -> tuple[SectionShare, ...]:
+        """The sections that travel to heads, in the order of the specification."""
+        return tuple(self._share(section) for section in self.spec.sections)
+
+    @cached_property
+    def output(self) -> SectionShare:
+        """The output."""
+        return self._share(self.spec.output)
+
+    def heads(self, name: str) -> tuple[int, ...]:
+        """The heads of a section on this rank; a key head may be there more than once."""
+        return self._find(name).heads(self.rank)
+
+    def take(self, parameter: Tensor, names: str | Sequence[str], *, dim: int = 0) -> Tensor:
+        """This rank's slice of a parameter that has an entry for each head or each column.
+
+        Differentiable: the gradient is zero outside the slice, so that the sum over all ranks is
+        the gradient of the whole parameter.
+
+        Args:
+            parameter: Whole along `dim`, with as many entries there as the sections have heads,
+                or columns.
+            names: Section, or those that lie side by side along `dim`, as `("q", "k", "v")` do in
+                the weight of a convolution.
+            dim: Where the heads are.
+
+        Raises:
+            ConfigError: No such section.
+            LayoutError: `parameter` has another length along `dim`.
+        """
+        shares = [self._find(name) for name in ([names] if isinstance(names, str) else names)]
+        by_width = [share.section.width for share in shares]
+        by_head = [share.section.num_heads for share in shares]
+        length = parameter.shape[dim]
+        if length not in (sum(by_width), sum(by_head)):
+            raise LayoutError(
+                f"HeadShare.take: {names!r}",
+                found=f"shape {tuple(parameter.shape)}, so {length} along dim {dim}",
+                why=f"The sections have {sum(by_head)} heads and {sum(by_width)} columns.",
+                fix="Pass the whole parameter, and the dimension along which its heads lie.",
+            )
+        if self.size == 1:
+            return parameter
+        sizes = by_width if length == sum(by_width) else by_head
+        parts = parameter.split(sizes, dim)
+        slices = [self._slice(p, share, dim) for p, share in zip(parts, shares, strict=True)]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
+
+    def _slice(self, part: Tensor, share: SectionShare, dim: int) -> Tensor:
+        unit = part.shape[dim] // share.section.num_heads
+        if share.copies == 1:
+            return part.narrow(dim, self.rank * share.num_heads * unit, share.num_heads * unit)
+        return torch.cat([part.narrow(dim, h * unit, unit) for h in share.heads(self.rank)], dim)
+
+    def _share(self, section: Section) -> SectionShare:
+        per_rank = self.spec.output.num_heads // self.size
+        served = self.spec.output.num_heads // section.num_heads
+        # The longest stretches of value heads that no border of a rank or of a key head cuts.
+        together = math.gcd(per_rank, served)
+        return SectionShare(section, served // together, per_rank // together)
+
+    def _find(self, name: str) -> SectionShare:
+        known = {share.section.name: share for share in (*self.sections, self.output)}
+        if name not in known:
+            raise ConfigError(
+                f"HeadShare: section {name!r}",
+                found="no such section",
+                why=f"{type(self.spec).__name__} names the projections that have heads.",
+                fix=near_misses(name, known),
+            )
+        return known[name]
+
+
+def _others(spec: Spec) -> list[str]:
+    return ["'docs'", "'state'", "'gather'"] if spec.has_state else ["'docs'", "'gather'"]

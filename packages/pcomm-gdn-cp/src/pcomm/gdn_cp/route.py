@@ -1,0 +1,171 @@
+"""How the tensors of one mixer travel. This one is for a rank alone: nothing moves.
+
+The other modes replace what differs. All take the group's collectives as an argument, so that a
+route is integers and nothing else, the same whoever carries it out.
+"""
+
+# t tokens of this rank between layers, T tokens that the core sees, D model dim, W columns
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.errors import LayoutError
+from pcomm.gdn_cp.head_share import HeadShare
+from pcomm.gdn_cp.specs import Spec
+from pcomm.gdn_cp.tokens import Tokens
+
+__all__ = ["Mode", "Route", "Traffic"]
+
+Mode = Literal["heads", "docs", "state", "gather"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank does for one mixer in one layer.
+
+    Args:
+        forward: The collectives, in order.
+        backward: Those of the way back.
+        forward_bytes: What this rank sends to others at least.
+        backward_bytes: The same on the way back.
+    """
+
+    forward: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+    @property
+    def num_collectives(self) -> int:
+        """Forward and backward."""
+        return len(self.forward) + len(self.backward)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Forward and backward."""
+        return self.forward_bytes + self.backward_bytes
+
+
+class Route:
+    """The way of one mixer on one rank; this one stays where it is.
+
+    Args:
+        spec: The mixer.
+        tokens: The pack.
+        rank: This rank's place in the group.
+    """
+
+    mode: ClassVar[Mode] = "heads"
+
+    def __init__(self, spec: Spec, tokens: Tokens, rank: int) -> None:
+        self.spec, self.tokens, self.rank = spec, tokens, rank
+        self._known: dict[tuple[str, torch.device], Tensor] = {}
+
+    @cached_property
+    def share(self) -> HeadShare:
+        """The heads that the core of this rank works on: all of them."""
+        return HeadShare(self.spec, 1, 0)
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """Offsets of the sequences that the core sees."""
+        return self.tokens.cu_seqlens
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the busiest rank has more tokens than the average: 0.1 is 10 % more."""
+        return 0.0
+
+    def core_tokens(self) -> Tensor:
+        """Which tokens of the pack the core sees, in its order; int64 on the CPU."""
+        return torch.arange(self.tokens.num_tokens)
+
+    def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
+        """What `rank` sends: nothing."""
+        return Traffic()
+
+    def enter(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
+        """Hidden states of this rank's tokens, as the projections want them."""
+        return hidden_tD
+
+    def leave(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
+        """What `enter` undoes."""
+        return hidden_tD
+
+    def to_heads(
+        self, sections: Sequence[Tensor], collectives: Collectives, fused: int
+    ) -> list[Tensor]:
+        """The sections as the core wants them, the first `fused` of them side by side."""
+        return [_joined(sections[:fused]), *sections[fused:]]
+
+    def from_heads(self, output_TW: Tensor, collectives: Collectives) -> Tensor:
+        """The core's output, back at the tokens of this rank."""
+        return output_TW
+
+    def entry_states(
+        self, summary: tuple[Tensor, Tensor], collectives: Collectives
+    ) -> Tensor | None:
+        """States in which the sequences of the core start: none."""
+        return None
+
+    def conv_halo(self, x_TW: Tensor, collectives: Collectives) -> Tensor | None:
+        """Inputs before the sequences of the core: none."""
+        return None
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the index tensors on `device`, so that no step has to wait for them."""
+
+    # -- for the modes -------------------------------------------------------------------
+
+    @property
+    def expected_rows(self) -> int:
+        """Rows of the sections before `to_heads`."""
+        return self.tokens.local_tokens
+
+    def on(self, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """The index tensor that `make`, a method of this route, computes, on `device`; kept."""
+        key = (make.__name__, device)
+        if key not in self._known:
+            # A tensor made in inference mode could not be used in training, and these are kept.
+            with torch.inference_mode(False):
+                self._known[key] = make().to(device)
+        return self._known[key]
+
+    def check_sections(self, sections: Sequence[Tensor]) -> None:
+        """Refuse sections that are not those of the specification, before anything is sent."""
+        rows = self.expected_rows
+        wanted = [(rows, section.width) for section in self.spec.sections]
+        found = [tuple(x.shape) for x in sections]
+        kinds = {(x.dtype, x.device) for x in sections}
+        if wanted != found or len(kinds) != 1:
+            names = ", ".join(section.name for section in self.spec.sections)
+            raise LayoutError(
+                f"Plan.to_heads: {names} of {type(self.spec).__name__}",
+                found=f"shapes {found} in {sorted({str(x.dtype) for x in sections})}",
+                why=f"They travel in one message, so they have one dtype and shapes {wanted}.",
+                fix="Pass the projections of this rank's tokens, [tokens, heads * width] each.",
+            )
+
+    def check_output(self, output_TW: Tensor, num_rows: int) -> None:
+        """Refuse an output of another shape, before anything is sent."""
+        wanted = (num_rows, self.share.output.width)
+        if tuple(output_TW.shape) != wanted:
+            raise LayoutError(
+                f"Plan.from_heads: output of {type(self.spec).__name__}",
+                found=f"shape {tuple(output_TW.shape)}",
+                why=f"The core of rank {self.rank} has {wanted[0]} tokens and "
+                f"{self.share.output.num_heads} heads, so the output has shape {wanted}.",
+                fix="Pass the output of the core, flattened to [tokens, heads * width].",
+            )
+
+
+def _joined(sections: Sequence[Tensor]) -> Tensor:
+    return sections[0] if len(sections) == 1 else torch.cat(list(sections), -1)

@@ -1,0 +1,1 @@
+"""What tests of the mixers need, here and in other packages."""

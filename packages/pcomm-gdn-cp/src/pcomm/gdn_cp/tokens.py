@@ -1,0 +1,176 @@
+"""Which rank holds which tokens of a packed buffer, between the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from pcomm.core.errors import ConfigError, LayoutError, near_misses
+from pcomm.core.layout import Layout, Run
+
+__all__ = ["Fragment", "LayoutName", "Tokens", "contiguous", "zigzag"]
+
+LayoutName = Literal["zigzag", "contiguous"]
+LAYOUTS: tuple[LayoutName, ...] = ("zigzag", "contiguous")
+
+
+def zigzag(cu_seqlens: Sequence[int], size: int) -> Layout:
+    """Each sequence in 2 x `size` equal chunks, of which rank r holds chunk r and the r-th last.
+
+    A rank's tensor holds its two chunks of the first sequence, then those of the second, and so
+    on. Under causal attention every rank then has the same work. Sequences may be empty.
+
+    Args:
+        cu_seqlens: Offsets of the sequences, from 0 to the number of tokens of all ranks.
+        size: Number of ranks.
+
+    Raises:
+        LayoutError: The offsets do not start at 0 or fall, or a length is no multiple.
+    """
+    offsets = _checked("zigzag", cu_seqlens, size)
+    chunks = 2 * size
+    wrong = [n for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % chunks]
+    if wrong:
+        n = wrong[0]
+        raise LayoutError(
+            f"zigzag: {len(offsets) - 1} sequences over {size} ranks",
+            found=f"sequence {n} has {offsets[n + 1] - offsets[n]} tokens; so {len(wrong)} in all "
+            f"are no multiple of {chunks}",
+            why=f"Each sequence is cut into {chunks} equal chunks, two for each rank.",
+            fix=f"Pad every sequence to a multiple of {chunks}, or use the contiguous layout.",
+        )
+    pieces = [(a, (b - a) // chunks) for a, b in pairwise(offsets) if b > a]
+    runs = []
+    for rank in range(size):
+        both = ((rank, rank + 1), (chunks - 1 - rank, chunks - rank))
+        runs.append(tuple(Run(a + i * c, a + j * c) for a, c in pieces for i, j in both))
+    return Layout(offsets[-1], tuple(runs))
+
+
+def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
+    """The r-th of `size` equal stretches of the buffer on rank r, wherever sequences begin.
+
+    Args:
+        cu_seqlens: Offsets of the sequences, from 0 to the number of tokens of all ranks.
+        size: Number of ranks.
+
+    Raises:
+        LayoutError: The offsets do not start at 0 or fall, or the last one is no multiple.
+    """
+    offsets = _checked("contiguous", cu_seqlens, size)
+    if offsets[-1] % size:
+        raise LayoutError(
+            f"contiguous: {offsets[-1]} tokens over {size} ranks",
+            found=f"a remainder of {offsets[-1] % size}",
+            why="Every rank holds an equal stretch of the buffer.",
+            fix=f"Pad the buffer to a multiple of {size}, as a sequence of its own or of the last.",
+        )
+    return Layout.even(offsets[-1], size)
+
+
+class Fragment(NamedTuple):
+    """Tokens `start` to `stop - 1` of the buffer, all of one sequence."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A pack of sequences and how its tokens lie on the ranks; integers only.
+
+    Args:
+        cu_seqlens: Offsets of the sequences, from 0 to the number of tokens of all ranks.
+        size: Number of ranks.
+        layout_name: `zigzag` or `contiguous`.
+
+    Raises:
+        ConfigError: No such layout.
+        LayoutError: See there.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    size: int
+    layout_name: LayoutName
+
+    def __post_init__(self) -> None:
+        if self.layout_name not in LAYOUTS:
+            raise ConfigError(
+                f"make_plan: layout={self.layout_name!r}",
+                found="no such layout",
+                why="A plan must know which tokens each rank holds between the layers.",
+                fix=near_misses(str(self.layout_name), LAYOUTS),
+            )
+        # Made here, so that a pack which does not fit is refused when the plan is made.
+        _ = self.layout
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The runs of tokens that each rank holds."""
+        return {"zigzag": zigzag, "contiguous": contiguous}[self.layout_name](
+            self.cu_seqlens, self.size
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all ranks together."""
+        return self.cu_seqlens[-1]
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of each rank."""
+        return self.num_tokens // self.size
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences, empty ones included."""
+        return len(self.cu_seqlens) - 1
+
+    def local_cu_seqlens(self, rank: int) -> tuple[int, ...]:
+        """Offsets, in the tensor of `rank`, of what it holds of each sequence."""
+        if self.layout_name == "zigzag":
+            return tuple(offset // self.size for offset in self.cu_seqlens)
+        first = rank * self.local_tokens
+        return tuple(min(max(o - first, 0), self.local_tokens) for o in self.cu_seqlens)
+
+    def fragments(self, rank: int) -> tuple[Fragment, ...]:
+        """The pieces of sequences that `rank` holds, in its own order; none is empty."""
+        found, sequence, ends = [], 0, self.cu_seqlens
+        for start, stop in self.layout.runs[rank]:
+            # Runs of both layouts come sequence by sequence.
+            while start < stop:
+                while ends[sequence + 1] <= start:
+                    sequence += 1
+                end = min(stop, ends[sequence + 1])
+                found.append(Fragment(sequence, start, end))
+                start = end
+        return tuple(found)
+
+
+def _checked(asked: str, cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
+    offsets = tuple(cu_seqlens)
+    if size < 1:
+        raise LayoutError(
+            asked,
+            found=f"{size} ranks",
+            why="Tokens lie on at least one rank.",
+            fix="Pass the size of the context-parallel group.",
+        )
+    falls = [n for n, (a, b) in enumerate(pairwise(offsets)) if b < a]
+    if not offsets or offsets[0] or falls or not all(map(_is_int, offsets)):
+        near = falls[0] if falls else 0
+        raise LayoutError(
+            f"{asked}: cu_seqlens",
+            found=f"{list(offsets[near : near + 3])} from place {near} of {len(offsets)}",
+            why="They are the integers where each sequence starts, and where the last one ends.",
+            fix="Start at 0 and let no offset be smaller than the one before it.",
+        )
+    return offsets
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int

@@ -1,0 +1,9 @@
+"""Settings of the test process itself."""
+
+from __future__ import annotations
+
+import torch
+
+# Ranks run beside this process, and threads that spin for a core they do not get make a test of
+# one second last minutes (measured on two cores).
+torch.set_num_threads(1)
