@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import LayoutError
 from pcomm.core.exchange import Exchange
 from pcomm.core.layout import Layout
-from pcomm.core.positions import rank_order
 from pcomm.gdn_cp.route import Route, Traffic
 from pcomm.gdn_cp.specs import Spec
 from pcomm.gdn_cp.tokens import Tokens
@@ -38,34 +38,36 @@ def document_cuts(cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
     The largest number of tokens on a rank is the least that whole, consecutive documents allow.
     Among the cuts that reach it, those nearest to equal shares are taken, one after another.
     """
-    offsets = list(cu_seqlens)
-    total, last = offsets[-1], len(offsets) - 1
-    longest = max((b - a for a, b in zip(offsets, offsets[1:], strict=False)), default=0)
+    offsets, last = list(cu_seqlens), len(cu_seqlens) - 1
+    total = offsets[-1]
+    longest = max((b - a for a, b in pairwise(offsets)), default=0)
     low, high = max(longest, -(-total // size)), total
     while low < high:
         middle = (low + high) // 2
-        low, high = (
-            (low, middle)
-            if _first_fit(offsets, size, middle)[-1] == last
-            else (
-                middle + 1,
-                high,
-            )
-        )
+        if _first_fit(offsets, size, middle)[-1] == last:
+            high = middle
+        else:
+            low = middle + 1
     latest = _first_fit(offsets, size, low)
     # From the other end: the earliest place of each cut from which the rest still fits.
     mirrored = [total - offset for offset in reversed(offsets)]
     earliest = [last - place for place in reversed(_first_fit(mirrored, size, low))]
     cuts = [0]
     for rank in range(1, size):
-        ideal = bisect_left(offsets, rank * total / size)
-        if 0 < ideal <= last:
-            before, after = offsets[ideal - 1], offsets[ideal]
-            ideal -= rank * total / size - before < after - rank * total / size
-        first = max(earliest[rank], cuts[-1])
         fits = bisect_right(offsets, offsets[cuts[-1]] + low) - 1
-        cuts.append(min(max(ideal, first), latest[rank], fits))
+        first, stop = max(earliest[rank], cuts[-1]), min(latest[rank], fits)
+        cuts.append(min(max(_nearest(offsets, rank * total / size), first), stop))
     return (*cuts, last)
+
+
+def _nearest(offsets: list[int], wanted: float) -> int:
+    """The place of the offset nearest to `wanted`, the earlier one of two."""
+    after = bisect_left(offsets, wanted)
+    if after == 0 or (
+        after < len(offsets) and offsets[after] - wanted < wanted - offsets[after - 1]
+    ):
+        return after
+    return after - 1
 
 
 def _first_fit(offsets: list[int], size: int, most: int) -> list[int]:
@@ -108,7 +110,7 @@ class DocumentsRoute(Route):
     def layout(self) -> Layout:
         """The tokens of each rank's documents."""
         at = [self.tokens.cu_seqlens[cut] for cut in self.cuts]
-        return Layout.uneven([b - a for a, b in zip(at, at[1:], strict=False)])
+        return Layout.uneven([b - a for a, b in pairwise(at)])
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -174,5 +176,5 @@ class DocumentsRoute(Route):
             for layout in (self.tokens.layout, self.layout)
         )
         # `target` is in the order of the pack, `source` in the order of the ranks' tensors.
-        pairs = source * size + target[rank_order(self.tokens.layout)]
+        pairs = source * size + target[self.tokens.order]
         return pairs.bincount(minlength=size * size).view(size, size)

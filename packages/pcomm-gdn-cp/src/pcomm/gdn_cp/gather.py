@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.positions import inverse_order, rank_order
+from pcomm.core.positions import inverse_order
 from pcomm.gdn_cp.route import Route, Traffic
 
 __all__ = ["GatherRoute"]
@@ -63,10 +63,10 @@ class GatherRoute(Route):
             self.on(device, make)
 
     def _order(self) -> Tensor:
-        return rank_order(self.tokens.layout)
+        return self.tokens.order
 
     def _arrival(self) -> Tensor:
-        return inverse_order(self._order())
+        return inverse_order(self.tokens.order)
 
     def _own(self) -> Tensor:
-        return self._order().split(self.tokens.layout.sizes)[self.rank].clone()
+        return self.tokens.order.split(self.tokens.layout.sizes)[self.rank].clone()

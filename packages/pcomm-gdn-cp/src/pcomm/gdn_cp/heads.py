@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.positions import inverse_order, rank_order
+from pcomm.core.positions import inverse_order
 from pcomm.gdn_cp.head_share import HeadShare, SectionShare
 from pcomm.gdn_cp.route import Route, Traffic
 from pcomm.gdn_cp.specs import Spec
@@ -74,28 +74,19 @@ class HeadsRoute(Route):
 
     def prepare(self, device: torch.device) -> None:
         """Both directions of the row permutation."""
-        if not self._is_natural:
+        if not self.tokens.is_natural:
             self.on(device, self._arrival)
             self.on(device, self._pack)
 
     # -- moving --------------------------------------------------------------------------
 
-    @cached_property
-    def _is_natural(self) -> bool:
-        """Whether the ranks' tokens, one rank after another, are the pack as it is."""
-        return self.tokens.layout.is_contiguous
-
-    @cached_property
-    def _order(self) -> Tensor:
-        return rank_order(self.tokens.layout)
-
     def _arrival(self) -> Tensor:
         """Where each token of the pack is among those received."""
-        return inverse_order(self._order)
+        return inverse_order(self.tokens.order)
 
     def _pack(self) -> Tensor:
         """Which token of the pack stands at each place of the message."""
-        return self._order
+        return self.tokens.order
 
     def _scatter(
         self,
@@ -114,7 +105,7 @@ class HeadsRoute(Route):
                 section = heads.repeat_interleave(share.copies, 1).flatten(1)
             place_RtW.copy_(section.unflatten(-1, (num_ranks, share.width)).transpose(0, 1))
         received_TW = collectives.all_to_all(message_RtW.flatten(0, 1))
-        if self._is_natural:
+        if self.tokens.is_natural:
             return received_TW
         return received_TW.index_select(0, self.on(received_TW.device, self._arrival))
 
@@ -122,7 +113,7 @@ class HeadsRoute(Route):
         self, buffer_TW: Tensor, shares: tuple[SectionShare, ...], collectives: Collectives
     ) -> tuple[Tensor, ...]:
         """The sections of my tokens, `[t, columns of all ranks]` each; copies are added up."""
-        if not self._is_natural:
+        if not self.tokens.is_natural:
             buffer_TW = buffer_TW.index_select(0, self.on(buffer_TW.device, self._pack))
         received_TW = collectives.all_to_all(buffer_TW)
         received_RtW = received_TW.unflatten(0, (self.tokens.size, self.tokens.local_tokens))

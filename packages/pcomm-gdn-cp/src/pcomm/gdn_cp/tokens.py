@@ -8,8 +8,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
 from pcomm.core.layout import Layout, Run
+from pcomm.core.positions import rank_order
 
 __all__ = ["Fragment", "LayoutName", "Tokens", "contiguous", "zigzag"]
 
@@ -129,6 +133,18 @@ class Tokens:
     def num_sequences(self) -> int:
         """Sequences, empty ones included."""
         return len(self.cu_seqlens) - 1
+
+    @cached_property
+    def order(self) -> Tensor:
+        """The tokens of the first rank, then those of the second, and so on; on the CPU."""
+        # Kept, so it must not be a tensor of inference mode, which training cannot use.
+        with torch.inference_mode(False):
+            return rank_order(self.layout)
+
+    @cached_property
+    def is_natural(self) -> bool:
+        """Whether `order` is the order of the pack."""
+        return torch.equal(self.order, torch.arange(self.num_tokens))
 
     def local_cu_seqlens(self, rank: int) -> tuple[int, ...]:
         """Offsets, in the tensor of `rank`, of what it holds of each sequence."""

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from pcomm.gdn_cp.cores.precision import full_precision
 
-__all__ = ["log_decay_since_start", "pairwise_decay", "read_chunks"]
+__all__ = ["log_decay_since_start", "pairwise_decay", "read_chunks", "side_by_side"]
 
 
 def log_decay_since_start(g_MHC: Tensor, num_key_heads: int) -> Tensor:

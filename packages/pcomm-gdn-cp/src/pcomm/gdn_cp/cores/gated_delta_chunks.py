@@ -24,7 +24,7 @@ from pcomm.gdn_cp.cores.inputs import check_group, check_shape, check_tokens
 from pcomm.gdn_cp.cores.packing import ChunkLayout, default_chunk, from_chunks, to_chunks
 from pcomm.gdn_cp.cores.precision import compute_dtype
 
-__all__ = ["DeltaChunks"]
+__all__ = ["DeltaChunks", "check_delta_inputs"]
 
 
 @dataclass(frozen=True)

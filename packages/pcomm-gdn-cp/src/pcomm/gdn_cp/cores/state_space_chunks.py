@@ -19,7 +19,7 @@ from pcomm.gdn_cp.cores.packing import ChunkLayout, default_chunk, from_chunks, 
 from pcomm.gdn_cp.cores.precision import compute_dtype
 from pcomm.gdn_cp.cores.state_space_scan import decay_scan
 
-__all__ = ["StateSpaceChunks"]
+__all__ = ["StateSpaceChunks", "check_state_space_inputs", "time_steps"]
 
 
 @dataclass(frozen=True)
