@@ -42,7 +42,7 @@ def refused(capsys: Capture, code: int) -> str:
         ("parallel.tp=3", "tp 3, cp 1 for "),
         ("parallel.dp=5", "dp 5, tp 1, cp 1 for "),
         ("parallel.cp=2", "comes with pcomm-gdn-cp"),
-        ("model.pattern=M", "Mamba-2"),
+        ("model.pattern=X", "'G' for Gated DeltaNet"),
     ],
 )
 def test_configurations_that_cannot_run(
