@@ -44,7 +44,7 @@ def config(parallel: ParallelConfig, pattern: str) -> Config:
     return dataclasses.replace(
         tiny,
         parallel=parallel,
-        model=dataclasses.replace(tiny.model, **MODEL, pattern=pattern),
+        model=dataclasses.replace(tiny.model, **MODEL, pattern=pattern, layers=len(pattern)),
         train=dataclasses.replace(tiny.train, **TRAIN, micro_batch_tokens=micro),
     )
 
