@@ -134,6 +134,28 @@ def test_a_gradient_that_is_not_contiguous_is_exchanged_right() -> None:
     run_virtual(on_rank, 2)
 
 
+def test_rows_in_a_thousand_runs_move_in_one_message_and_come_back() -> None:
+    """As a pack of many sequences does: only the first dimension is split, by many runs."""
+    size, each = 4, 250
+    runs = [Run(8 * i + 2 * part, 8 * i + 2 * part + 2) for i in range(each) for part in range(4)]
+    dealt = Layout(2000, tuple(tuple(runs[rank::size]) for rank in range(size)))
+    plan = Exchange({0: dealt}, {0: Layout.uneven([500, 0, 1400, 100])})
+    whole = torch.arange(2000.0)[:, None] + torch.arange(3.0)
+
+    def on_rank(collectives: VirtualCollectives) -> None:
+        spy = SpyCollectives(collectives)
+        plan.prepare(spy.rank, torch.device("cpu"))
+        mine = region(whole, plan.source, spy.rank).requires_grad_()
+        there = plan.apply(mine, spy)
+        assert_equal(there.detach(), region(whole, plan.target, spy.rank))
+        assert spy.sent_bytes == plan.sent_elements(spy.rank, mine.shape) * 4
+        (gradient,) = torch.autograd.grad(there, mine, there.detach() * 2)
+        assert_equal(gradient, mine.detach() * 2)
+        assert spy.counts == {"all_to_all": 2}
+
+    run_virtual(on_rank, size)
+
+
 def test_alone_it_is_the_identity_and_can_still_reorder() -> None:
     x = torch.arange(4.0)
     same = Exchange({0: Layout.even(4, 1)}, {0: Layout.even(4, 1)})

@@ -121,6 +121,11 @@ class Exchange:
             )
         return self._move(x, collectives)
 
+    def prepare(self, rank: int, device: torch.device) -> None:
+        """Make the index tensors of `rank` on `device` now, for both ways, not at the first use."""
+        for way in (self, self.inverse):
+            _ = way._rows(rank, device) if way._moves_rows else way._steps(rank, device)
+
     # -- how it is done ------------------------------------------------------------------
 
     @cached_property
@@ -152,7 +157,9 @@ class Exchange:
         return known[rank, device]
 
     def _rows(self, rank: int, device: torch.device) -> RowMoves:
-        known: dict[tuple[int, torch.device], RowMoves] = self.__dict__.setdefault("_known_rows", {})
+        known: dict[tuple[int, torch.device], RowMoves] = self.__dict__.setdefault(
+            "_known_rows", {}
+        )
         if (rank, device) not in known:
             moves = RowMoves.of(self.source[0], self.target[0], rank, device)
             known[rank, device] = moves

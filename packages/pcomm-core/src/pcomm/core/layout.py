@@ -163,8 +163,9 @@ class Layout:
     @cached_property
     def is_whole(self) -> bool:
         """Whether every rank holds the whole dimension in its natural order."""
-        return all(_merge(own) in ([Run(0, self.length)], []) for own in self.runs) and all(
-            size == self.length for size in self.sizes
+        # The sizes first: they rule out most layouts without a look at every run.
+        return all(size == self.length for size in self.sizes) and all(
+            _merge(own) in ([Run(0, self.length)], []) for own in self.runs
         )
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import chain
 
@@ -15,7 +16,10 @@ __all__ = ["expand_ranges", "inverse_order", "rank_order", "run_edges"]
 
 def run_edges(runs: Sequence[Run]) -> Tensor:
     """`[R, 2]`, int64 on the CPU: start and stop of each run."""
-    return torch.tensor(list(chain.from_iterable(runs)), dtype=torch.int64).view(-1, 2)
+    edges = array("q", chain.from_iterable(runs))
+    return (torch.frombuffer(edges, dtype=torch.int64) if edges else torch.empty(0).long()).view(
+        -1, 2
+    )
 
 
 def expand_ranges(starts_R: Tensor, lengths_R: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -25,7 +26,7 @@ from pcomm.gdn_cp.route import Route, Traffic
 from pcomm.gdn_cp.specs import Spec
 from pcomm.gdn_cp.tokens import Tokens
 
-__all__ = ["DocumentsRoute", "document_cuts"]
+__all__ = ["Documents", "DocumentsRoute", "document_cuts"]
 
 # A rank with more than twice its share: the others would wait for it longer than the exchange of
 # heads takes, and the documents in question are longer than a share.
@@ -78,28 +79,15 @@ def _first_fit(offsets: list[int], size: int, most: int) -> list[int]:
     return cuts
 
 
-class DocumentsRoute(Route):
-    """Whole documents on each rank, with all heads.
+@dataclass(frozen=True)
+class Documents:
+    """How the documents of a pack are dealt out; the same for every mixer.
 
-    Raises:
-        LayoutError: However the documents are dealt out, a rank has more than twice its share.
+    Args:
+        tokens: The pack and its layout between layers.
     """
 
-    mode = "docs"
-
-    def __init__(self, spec: Spec, tokens: Tokens, rank: int) -> None:
-        super().__init__(spec, tokens, rank)
-        if self.imbalance > MAX_IMBALANCE:
-            counts = self.layout.sizes
-            raise LayoutError(
-                f"make_plan: mode 'docs' for {tokens.num_sequences} sequences over "
-                f"{tokens.size} ranks",
-                found=f"at best {max(counts)} of {tokens.num_tokens} tokens on one rank, "
-                f"{self.imbalance:.0%} above the average",
-                why="A document is not cut, and one that is longer than a share holds all up; "
-                f"above {MAX_IMBALANCE:.0%} this mode is refused.",
-                fix="Use mode 'heads' or 'state' for packs with such documents, or 'auto'.",
-            )
+    tokens: Tokens
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
@@ -118,57 +106,13 @@ class DocumentsRoute(Route):
         return Exchange({0: self.tokens.layout}, {0: self.layout})
 
     @cached_property
-    def cu_seqlens(self) -> tuple[int, ...]:
-        """Offsets of this rank's documents."""
-        own = self.tokens.cu_seqlens[self.cuts[self.rank] : self.cuts[self.rank + 1] + 1]
-        return tuple(offset - own[0] for offset in own)
-
-    @cached_property
     def imbalance(self) -> float:
         """By how much the busiest rank has more tokens than the average."""
         average = self.tokens.num_tokens / self.tokens.size
         return max(self.layout.sizes) / average - 1 if average else 0.0
 
-    @property
-    def expected_rows(self) -> int:
-        """Tokens of this rank's documents."""
-        return self.layout.sizes[self.rank]
-
-    def core_tokens(self) -> Tensor:
-        """The tokens of this rank's documents."""
-        first = self.tokens.cu_seqlens[self.cuts[self.rank]]
-        return torch.arange(first, first + self.expected_rows)
-
-    def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
-        """Hidden states of the tokens that move, there and back."""
-        moved = self._moved_rows[rank]
-        leaving = int(moved.sum() - moved[rank])
-        coming = int(self._moved_rows[:, rank].sum() - moved[rank])
-        sent = (leaving + coming) * (hidden_dim or 0) * element_bytes
-        return Traffic(("all_to_all",) * 2, ("all_to_all",) * 2, sent, sent)
-
-    def enter(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
-        """Hidden states of this rank's documents, one all-to-all."""
-        return self.exchange.apply(hidden_tD, collectives)
-
-    def leave(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
-        """Hidden states of this rank's tokens, one all-to-all."""
-        return self.exchange.inverse.apply(hidden_tD, collectives)
-
-    def from_heads(self, output_TW: Tensor, collectives: Collectives) -> Tensor:
-        """The output as it is."""
-        self.check_output(output_TW, self.expected_rows)
-        return output_TW
-
-    def to_heads(
-        self, sections: Sequence[Tensor], collectives: Collectives, fused: int
-    ) -> list[Tensor]:
-        """The sections as they are."""
-        self.check_sections(sections)
-        return super().to_heads(sections, collectives, fused)
-
     @cached_property
-    def _moved_rows(self) -> Tensor:
+    def moved_rows(self) -> Tensor:
         """`[ranks, ranks]`: how many tokens go from one to the other."""
         size = self.tokens.size
         source, target = (
@@ -178,3 +122,82 @@ class DocumentsRoute(Route):
         # `target` is in the order of the pack, `source` in the order of the ranks' tensors.
         pairs = source * size + target[self.tokens.order]
         return pairs.bincount(minlength=size * size).view(size, size)
+
+
+class DocumentsRoute(Route):
+    """Whole documents on each rank, with all heads.
+
+    Raises:
+        LayoutError: However the documents are dealt out, a rank has more than twice its share.
+    """
+
+    mode = "docs"
+
+    def __init__(self, spec: Spec, tokens: Tokens, rank: int) -> None:
+        super().__init__(spec, tokens, rank)
+        if self.imbalance > MAX_IMBALANCE:
+            counts = self.documents.layout.sizes
+            raise LayoutError(
+                f"make_plan: mode 'docs' for {tokens.num_sequences} sequences over "
+                f"{tokens.size} ranks",
+                found=f"at best {max(counts)} of {tokens.num_tokens} tokens on one rank, "
+                f"{self.imbalance:.0%} above the average",
+                why="A document is not cut, and one that is longer than a share holds all up; "
+                f"above {MAX_IMBALANCE:.0%} this mode is refused.",
+                fix="Use mode 'heads' or 'state' for packs with such documents, or 'auto'.",
+            )
+
+    @property
+    def documents(self) -> Documents:
+        """How the documents are dealt out."""
+        return self.tokens.derived(Documents)
+
+    @cached_property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """Offsets of this rank's documents."""
+        own = self.tokens.cu_seqlens[
+            self.documents.cuts[self.rank] : self.documents.cuts[self.rank + 1] + 1
+        ]
+        return tuple(offset - own[0] for offset in own)
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the busiest rank has more tokens than the average."""
+        return self.documents.imbalance
+
+    @property
+    def core_rows(self) -> int:
+        """Tokens of this rank's documents."""
+        return self.documents.layout.sizes[self.rank]
+
+    @property
+    def layer_rows(self) -> int:
+        """The same: the whole layer runs on them."""
+        return self.core_rows
+
+    def core_tokens(self) -> Tensor:
+        """The tokens of this rank's documents."""
+        first = self.tokens.cu_seqlens[self.documents.cuts[self.rank]]
+        return torch.arange(first, first + self.core_rows)
+
+    def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
+        """Hidden states of the tokens that move, there and back."""
+        moved = self.documents.moved_rows
+        leaving = int(moved[rank].sum() - moved[rank, rank])
+        coming = int(moved[:, rank].sum() - moved[rank, rank])
+        sent = (leaving + coming) * (hidden_dim or 0) * element_bytes
+        return Traffic(("all_to_all",) * 2, ("all_to_all",) * 2, sent, sent)
+
+    def enter(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
+        """Hidden states of this rank's documents, one all-to-all."""
+        self.check_rows("Plan.enter", hidden_tD, self.tokens.local_tokens)
+        return self.documents.exchange.apply(hidden_tD, collectives)
+
+    def leave(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
+        """Hidden states of this rank's tokens, one all-to-all."""
+        self.check_rows("Plan.leave", hidden_tD, self.layer_rows)
+        return self.documents.exchange.inverse.apply(hidden_tD, collectives)
+
+    def prepare(self, device: torch.device) -> None:
+        """The rows of the exchange, both ways."""
+        self.documents.exchange.prepare(self.rank, device)

@@ -35,7 +35,7 @@ class GatherRoute(Route):
         self, sections: Sequence[Tensor], collectives: Collectives, fused: int
     ) -> list[Tensor]:
         """All tokens of all heads: views of one buffer, one all-gather."""
-        self.check_sections(sections)
+        self.check_sections(sections, fused)
         device = sections[0].device
         arrival, order = self.on(device, self._arrival), self.on(device, self._order)
         buffer_TW = with_adjoint(
@@ -48,7 +48,7 @@ class GatherRoute(Route):
 
     def from_heads(self, output_TW: Tensor, collectives: Collectives) -> Tensor:
         """The rows of this rank's tokens; nothing is sent."""
-        self.check_output(output_TW, self.tokens.num_tokens)
+        self.check_output(output_TW)
         own = self.on(output_TW.device, self._own)
         shape = output_TW.shape
         return with_adjoint(
@@ -69,4 +69,4 @@ class GatherRoute(Route):
         return inverse_order(self.tokens.order)
 
     def _own(self) -> Tensor:
-        return self.tokens.order.split(self.tokens.layout.sizes)[self.rank].clone()
+        return self.tokens.of_rank(self.rank)

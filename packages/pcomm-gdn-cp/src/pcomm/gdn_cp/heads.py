@@ -56,7 +56,7 @@ class HeadsRoute(Route):
         self, sections: Sequence[Tensor], collectives: Collectives, fused: int
     ) -> list[Tensor]:
         """All tokens of this rank's heads: views of one buffer, one all-to-all."""
-        self.check_sections(sections)
+        self.check_sections(sections, fused)
         buffer: Tensor = _ToHeads.apply(  # type: ignore[no-untyped-call]
             self, self.share.sections, collectives, *sections
         )
@@ -65,7 +65,7 @@ class HeadsRoute(Route):
 
     def from_heads(self, output_TW: Tensor, collectives: Collectives) -> Tensor:
         """All heads of this rank's tokens, one all-to-all."""
-        self.check_output(output_TW, self.tokens.num_tokens)
+        self.check_output(output_TW)
         (local,) = _FromHeads.apply(  # type: ignore[no-untyped-call]
             self, (self.share.output,), collectives, output_TW
         )

@@ -1,19 +1,50 @@
 """How a pack lies on the ranks in pieces, and which pieces come before which: integers only.
 
-A piece that does not end its sequence has a *slot*: its number among all such pieces, rank after
-rank, which is the order in which a gather delivers what belongs to them.
+A piece is a stretch of one sequence on one rank. A piece that does not end its sequence has a
+*slot*: its number among all such pieces, rank after rank, which is the order in which a gather
+delivers what belongs to them. There may be thousands, so nothing here loops over them.
 """
+
+# R runs of all ranks, F pieces (of all ranks, or of one), S slots, P tokens before a piece
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import chain
+from typing import NamedTuple
 
-from pcomm.gdn_cp.tokens import Fragment, Tokens
+import torch
+from torch import Tensor
 
-__all__ = ["Pieces"]
+from pcomm.core.positions import expand_ranges, run_edges
+from pcomm.gdn_cp.tokens import Tokens
+
+__all__ = ["Pieces", "Table"]
+
+
+class Table(NamedTuple):
+    """Pieces, one a row; int64 and bool on the CPU.
+
+    Args:
+        start: First token, by its place in the pack.
+        stop: The token after the last.
+        origin: First token of its sequence.
+        rank: Who holds it.
+        row: Where it starts in the tensor of its rank.
+        goes_on: Whether its sequence goes on after it.
+    """
+
+    start: Tensor
+    stop: Tensor
+    origin: Tensor
+    rank: Tensor
+    row: Tensor
+    goes_on: Tensor
+
+    def where(self, mask: Tensor) -> Table:
+        """Some of them."""
+        return Table(*(column[mask] for column in self))
 
 
 @dataclass(frozen=True)
@@ -29,80 +60,101 @@ class Pieces:
     reach: int
 
     @cached_property
-    def of_ranks(self) -> tuple[tuple[Fragment, ...], ...]:
-        """Of each rank its pieces, as they lie there."""
-        return tuple(self.tokens.fragments(rank) for rank in range(self.tokens.size))
+    def table(self) -> Table:
+        """Every piece, rank after rank and as they lie there; none is empty."""
+        runs = self.tokens.layout.runs
+        runs_R2 = run_edges(tuple(chain.from_iterable(runs)))
+        begin_R, end_R = runs_R2.T.contiguous()
+        rank_R = torch.arange(len(runs)).repeat_interleave(torch.tensor([len(r) for r in runs]))
+        offsets = torch.tensor(self.tokens.cu_seqlens)
+        starts, stops = offsets[:-1].clone(), offsets[1:].clone()
+        # The sequences that a run meets are neighbours; empty ones among them drop out below.
+        first_R = torch.searchsorted(stops, begin_R, right=True)
+        count_R = torch.searchsorted(starts, end_R) - first_R
+        run_F = torch.arange(len(begin_R)).repeat_interleave(count_R)
+        sequence_F = expand_ranges(first_R, count_R)
+        start_F = begin_R[run_F].maximum(starts[sequence_F])
+        stop_F = end_R[run_F].minimum(stops[sequence_F])
+        length_F = stop_F - start_F
+        rank_F = rank_R[run_F]
+        row_F = length_F.cumsum(0) - length_F - rank_F * self.tokens.local_tokens
+        columns = (start_F, stop_F, starts[sequence_F], rank_F, row_F, stop_F < stops[sequence_F])
+        return Table(*columns).where(length_F > 0)
+
+    @cached_property
+    def slots(self) -> Table:
+        """The pieces that go on elsewhere, in the order of their slots."""
+        return self.table.where(self.table.goes_on)
 
     @cached_property
     def slot_counts(self) -> tuple[int, ...]:
         """Of each rank how many of its pieces go on elsewhere."""
-        return tuple(len(self.slots_of(rank)) for rank in range(self.tokens.size))
-
-    @property
-    def num_slots(self) -> int:
-        """Pieces of all ranks that go on elsewhere."""
-        return sum(self.slot_counts)
+        return tuple(self.slots.rank.bincount(minlength=self.tokens.size).tolist())
 
     @cached_property
     def tail_counts(self) -> tuple[int, ...]:
         """Of each rank how many of its tokens a convolution elsewhere looks back to."""
-        return tuple(len(self.tail_rows(rank)) for rank in range(self.tokens.size))
+        counts = torch.zeros(self.tokens.size, dtype=torch.int64)
+        return tuple(counts.index_add_(0, self.slots.rank, self._tail_lengths).tolist())
 
-    def slots_of(self, rank: int) -> list[int]:
+    @property
+    def num_slots(self) -> int:
+        """Pieces of all ranks that go on elsewhere."""
+        return len(self.slots.start)
+
+    def of_rank(self, rank: int) -> Table:
+        """The pieces of `rank`, as they lie there."""
+        return self.table.where(self.table.rank == rank)
+
+    def own_slots(self, rank: int) -> Tensor:
         """Which pieces of `rank` go on elsewhere, by their places there."""
-        ends = self.tokens.cu_seqlens
-        pieces = self.of_ranks[rank]
-        return [i for i, piece in enumerate(pieces) if piece.stop < ends[piece.sequence + 1]]
+        return self.of_rank(rank).goes_on.nonzero().flatten()
 
-    def slots_before(self, rank: int) -> list[list[int]]:
-        """For each piece of `rank`, the slots of its sequence before it, earliest first."""
-        return [
-            [slot for start, slot in self._chains.get(piece.sequence, []) if start < piece.start]
-            for piece in self.of_ranks[rank]
-        ]
+    def num_before(self, rank: int) -> Tensor:
+        """`[F]`: for each piece of `rank`, how many of its sequence come before it."""
+        first, last = self._span_before(self.of_rank(rank))
+        return last - first
 
-    def tail_rows(self, rank: int) -> list[int]:
+    def slot_before(self, rank: int, depth: int) -> Tensor:
+        """For the pieces of `rank` with more than `depth` before them, the slot of that one.
+
+        The earliest piece of the sequence has depth 0.
+        """
+        first, last = self._span_before(self.of_rank(rank))
+        return self._by_start[(first + depth)[last - first > depth]]
+
+    def tail_rows(self, rank: int) -> Tensor:
         """The tokens of `rank` that others look back to, by their rows there."""
-        rows = []
-        for first, piece in self._slots_with_rows(rank):
-            length = piece.stop - piece.start
-            rows += range(first + max(length - self.reach, 0), first + length)
-        return rows
+        mine = self.slots.rank == rank
+        slots, lengths = self.slots.where(mine), self._tail_lengths[mine]
+        return expand_ranges(slots.row + slots.stop - slots.start - lengths, lengths)
 
-    def halo_rows(self, rank: int) -> list[int]:
-        """For each piece of `rank` the `reach` tokens before it, as rows of the gathered tails.
+    def halo_rows(self, rank: int) -> Tensor:
+        """`[F, P]`: the tokens before each piece of `rank`, as rows of the gathered tails.
 
         A token before the start of the sequence is the row after the last.
         """
-        nothing = sum(self.tail_counts)
-        rows = []
-        for piece in self.of_ranks[rank]:
-            begin = self.tokens.cu_seqlens[piece.sequence]
-            for token in range(piece.start - self.reach, piece.start):
-                rows.append(self._gathered_row[token] if token >= begin else nothing)
-        return rows
+        pieces = self.of_rank(rank)
+        gathered = expand_ranges(self.slots.stop - self._tail_lengths, self._tail_lengths)
+        by_token = gathered.argsort()
+        token_FP = pieces.start[:, None] - self.reach + torch.arange(self.reach)
+        is_outside_FP = token_FP < pieces.origin[:, None]
+        rows_FP = torch.full_like(token_FP, len(gathered))
+        inside = token_FP[~is_outside_FP]
+        rows_FP[~is_outside_FP] = by_token[torch.searchsorted(gathered[by_token], inside)]
+        return rows_FP
 
     @cached_property
-    def _chains(self) -> dict[int, list[tuple[int, int]]]:
-        """Of each sequence that is on several pieces: start and slot of those that go on."""
-        chains: dict[int, list[tuple[int, int]]] = {}
-        slot = 0
-        for rank, pieces in enumerate(self.of_ranks):
-            for place in self.slots_of(rank):
-                chains.setdefault(pieces[place].sequence, []).append((pieces[place].start, slot))
-                slot += 1
-        return {sequence: sorted(chain) for sequence, chain in chains.items()}
+    def _tail_lengths(self) -> Tensor:
+        """`[S]`: of each slot as many of its last tokens as a convolution can look back to."""
+        return (self.slots.stop - self.slots.start).clamp(max=self.reach)
 
     @cached_property
-    def _gathered_row(self) -> dict[int, int]:
-        """The row of each token among the gathered tails."""
-        tokens: list[int] = []
-        for rank in range(self.tokens.size):
-            for _, piece in self._slots_with_rows(rank):
-                tokens += range(max(piece.start, piece.stop - self.reach), piece.stop)
-        return {token: row for row, token in enumerate(tokens)}
+    def _by_start(self) -> Tensor:
+        """The slots in the order of the pack, and so of each sequence."""
+        return self.slots.start.argsort()
 
-    def _slots_with_rows(self, rank: int) -> list[tuple[int, Fragment]]:
-        pieces: Sequence[Fragment] = self.of_ranks[rank]
-        firsts = list(accumulate((p.stop - p.start for p in pieces), initial=0))
-        return [(firsts[place], pieces[place]) for place in self.slots_of(rank)]
+    def _span_before(self, pieces: Table) -> tuple[Tensor, Tensor]:
+        """Of each piece, where the slots of its sequence before it begin and end in that order."""
+        starts = self.slots.start[self._by_start]
+        return torch.searchsorted(starts, pieces.origin), torch.searchsorted(starts, pieces.start)

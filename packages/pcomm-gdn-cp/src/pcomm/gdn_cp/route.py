@@ -8,7 +8,7 @@ route is integers and nothing else, the same whoever carries it out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.errors import LayoutError
+from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.gdn_cp.head_share import HeadShare
 from pcomm.gdn_cp.specs import Spec
 from pcomm.gdn_cp.tokens import Tokens
+from pcomm.gdn_cp.views import TokenView
 
 __all__ = ["Mode", "Route", "Traffic"]
 
@@ -54,7 +55,7 @@ class Traffic:
         return self.forward_bytes + self.backward_bytes
 
 
-class Route:
+class Route(TokenView):
     """The way of one mixer on one rank; this one stays where it is.
 
     Args:
@@ -66,8 +67,8 @@ class Route:
     mode: ClassVar[Mode] = "heads"
 
     def __init__(self, spec: Spec, tokens: Tokens, rank: int) -> None:
-        self.spec, self.tokens, self.rank = spec, tokens, rank
-        self._known: dict[tuple[str, torch.device], Tensor] = {}
+        super().__init__(tokens, rank)
+        self.spec = spec
 
     @cached_property
     def share(self) -> HeadShare:
@@ -84,9 +85,20 @@ class Route:
         """By how much the busiest rank has more tokens than the average: 0.1 is 10 % more."""
         return 0.0
 
-    def core_tokens(self) -> Tensor:
-        """Which tokens of the pack the core sees, in its order; int64 on the CPU."""
-        return torch.arange(self.tokens.num_tokens)
+    @property
+    def core_rows(self) -> int:
+        """Tokens that the core sees."""
+        return self.tokens.num_tokens
+
+    @property
+    def layer_rows(self) -> int:
+        """Tokens between `enter` and `to_heads`, and between `from_heads` and `leave`."""
+        return self.tokens.local_tokens
+
+    @property
+    def needs_summary(self) -> bool:
+        """Whether `entry_states` returns states."""
+        return False
 
     def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
         """What `rank` sends: nothing."""
@@ -94,20 +106,24 @@ class Route:
 
     def enter(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
         """Hidden states of this rank's tokens, as the projections want them."""
+        self.check_rows("Plan.enter", hidden_tD, self.tokens.local_tokens)
         return hidden_tD
 
     def leave(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
         """What `enter` undoes."""
+        self.check_rows("Plan.leave", hidden_tD, self.layer_rows)
         return hidden_tD
 
     def to_heads(
         self, sections: Sequence[Tensor], collectives: Collectives, fused: int
     ) -> list[Tensor]:
         """The sections as the core wants them, the first `fused` of them side by side."""
+        self.check_sections(sections, fused)
         return [_joined(sections[:fused]), *sections[fused:]]
 
     def from_heads(self, output_TW: Tensor, collectives: Collectives) -> Tensor:
         """The core's output, back at the tokens of this rank."""
+        self.check_output(output_TW)
         return output_TW
 
     def entry_states(
@@ -125,23 +141,27 @@ class Route:
 
     # -- for the modes -------------------------------------------------------------------
 
-    @property
-    def expected_rows(self) -> int:
-        """Rows of the sections before `to_heads`."""
-        return self.tokens.local_tokens
+    def check_rows(self, asked: str, x: Tensor, num_rows: int) -> None:
+        """Refuse a tensor of other tokens, before anything is sent."""
+        if x.dim() == 0 or len(x) != num_rows:
+            raise LayoutError(
+                f"{asked}: {type(self.spec).__name__}",
+                found=f"shape {tuple(x.shape)} on rank {self.rank}",
+                why=f"Here it has {num_rows} tokens along its first dimension: the plan is for "
+                f"{self.tokens.num_tokens} over {self.tokens.size} ranks, in mode {self.mode!r}.",
+                fix="End cu_seqlens at the length of the buffer, padding included.",
+            )
 
-    def on(self, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """The index tensor that `make`, a method of this route, computes, on `device`; kept."""
-        key = (make.__name__, device)
-        if key not in self._known:
-            # A tensor made in inference mode could not be used in training, and these are kept.
-            with torch.inference_mode(False):
-                self._known[key] = make().to(device)
-        return self._known[key]
-
-    def check_sections(self, sections: Sequence[Tensor]) -> None:
+    def check_sections(self, sections: Sequence[Tensor], fused: int) -> None:
         """Refuse sections that are not those of the specification, before anything is sent."""
-        rows = self.expected_rows
+        if not 1 <= fused <= len(self.spec.sections):
+            raise ConfigError(
+                f"Plan.to_heads: fused={fused}",
+                found=f"{len(self.spec.sections)} sections of {type(self.spec).__name__}",
+                why="So many of the first sections are returned as one tensor.",
+                fix="Use 1 to have them all apart.",
+            )
+        rows = self.layer_rows
         wanted = [(rows, section.width) for section in self.spec.sections]
         found = [tuple(x.shape) for x in sections]
         kinds = {(x.dtype, x.device) for x in sections}
@@ -154,9 +174,9 @@ class Route:
                 fix="Pass the projections of this rank's tokens, [tokens, heads * width] each.",
             )
 
-    def check_output(self, output_TW: Tensor, num_rows: int) -> None:
+    def check_output(self, output_TW: Tensor) -> None:
         """Refuse an output of another shape, before anything is sent."""
-        wanted = (num_rows, self.share.output.width)
+        wanted = (self.core_rows, self.share.output.width)
         if tuple(output_TW.shape) != wanted:
             raise LayoutError(
                 f"Plan.from_heads: output of {type(self.spec).__name__}",

@@ -11,7 +11,6 @@ made of what comes out of the convolution. Backward is the same with reduce-scat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 
@@ -51,20 +50,30 @@ class StateRoute(Route):
             )
         self._mixer = spec
 
-    @cached_property
+    @property
     def pieces(self) -> Pieces:
         """All pieces of all ranks, and how they follow each other."""
-        return Pieces(self.tokens, self._mixer.conv_width - 1)
+        return self.tokens.derived(Pieces, self._mixer.conv_width - 1)
 
     @cached_property
     def cu_seqlens(self) -> tuple[int, ...]:
         """Offsets of this rank's pieces."""
-        own = self.pieces.of_ranks[self.rank]
-        return tuple(accumulate((p.stop - p.start for p in own), initial=0))
+        own = self.pieces.of_rank(self.rank)
+        return tuple(accumulate((own.stop - own.start).tolist(), initial=0))
+
+    @property
+    def core_rows(self) -> int:
+        """Tokens of this rank."""
+        return self.tokens.local_tokens
+
+    @property
+    def needs_summary(self) -> bool:
+        """Whether any piece of any rank goes on elsewhere; the same on all ranks."""
+        return self.pieces.num_slots > 0
 
     def core_tokens(self) -> Tensor:
         """The tokens of this rank, as they lie."""
-        return self.tokens.order.split(self.tokens.layout.sizes)[self.rank]
+        return self.tokens.of_rank(self.rank)
 
     def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
         """Halo rows and maps to everybody; back, the gradients of the others' to each of them."""
@@ -85,39 +94,27 @@ class StateRoute(Route):
             everything - own,
         )
 
-    def to_heads(
-        self, sections: Sequence[Tensor], collectives: Collectives, fused: int
-    ) -> list[Tensor]:
-        """The sections as they are."""
-        self.check_sections(sections)
-        return super().to_heads(sections, collectives, fused)
-
-    def from_heads(self, output_TW: Tensor, collectives: Collectives) -> Tensor:
-        """The output as it is."""
-        self.check_output(output_TW, self.tokens.local_tokens)
-        return output_TW
-
     def conv_halo(self, x_TW: Tensor, collectives: Collectives) -> Tensor | None:
         """`[F, conv_width - 1, W]`: the inputs before each piece, zeros before a sequence."""
         if not sum(self.pieces.tail_counts):
             return None
-        self._check("Plan.conv_halo", x_TW, self.tokens.local_tokens)
+        self.check_rows("Plan.conv_halo", x_TW, self.core_rows)
         tails = x_TW.index_select(0, self.on(x_TW.device, self._tail_rows))
         gathered = differentiable(collectives).all_gather(tails, sizes=self.pieces.tail_counts)
         # The row of zeros also keeps the gather in the graph of a rank that needs nothing of it:
         # backward is a collective, and every rank has to come.
         rows = torch.cat([gathered, gathered.new_zeros(1, gathered.shape[1])])
         halo = rows.index_select(0, self.on(x_TW.device, self._halo_rows))
-        return halo.unflatten(0, (len(self.cu_seqlens) - 1, self._mixer.conv_width - 1))
+        return halo.view(len(self.cu_seqlens) - 1, self._mixer.conv_width - 1, -1)
 
     def entry_states(
         self, summary: tuple[Tensor, Tensor], collectives: Collectives
     ) -> Tensor | None:
-        """`[F, H, K, V]`: the state in which each piece starts, zeros at the start of a sequence."""
+        """`[F, H, K, V]`: the state in which each piece starts; zeros if it is the first."""
         if not self.pieces.num_slots:
             return None
         for x in summary:
-            self._check("Plan.entry_states", x, len(self.cu_seqlens) - 1)
+            self._check_pieces(x)
         own = self.on(summary[0].device, self._own_slots)
         message = torch.cat([x.index_select(0, own).flatten(1) for x in summary], 1)
         gathered = differentiable(collectives).all_gather(message, sizes=self.pieces.slot_counts)
@@ -151,38 +148,42 @@ class StateRoute(Route):
 
     def _steps_on(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """For each further piece before mine: which of mine have one, and its slot."""
-        before = self.pieces.slots_before(self.rank)
-        steps = []
-        for depth in range(1, max(map(len, before), default=0)):
+        return [
+            (self.on(device, self._with_slot, depth), self.on(device, self._slot_at, depth))
+            for depth in range(1, self._deepest)
+        ]
 
-            def mine(depth: int = depth) -> Tensor:
-                return torch.tensor([i for i, slots in enumerate(before) if len(slots) > depth])
+    @cached_property
+    def _deepest(self) -> int:
+        return max(self.pieces.num_before(self.rank).tolist(), default=0)
 
-            def slots(depth: int = depth) -> Tensor:
-                return torch.tensor([slots[depth] for slots in before if len(slots) > depth])
+    def _with_slot(self, depth: int) -> Tensor:
+        return (self.pieces.num_before(self.rank) > depth).nonzero().flatten()
 
-            mine.__name__, slots.__name__ = f"mine {depth}", f"slots {depth}"
-            steps.append((self.on(device, mine), self.on(device, slots)))
-        return steps
-
-    def _own_slots(self) -> Tensor:
-        return torch.tensor(self.pieces.slots_of(self.rank), dtype=torch.int64)
+    def _slot_at(self, depth: int) -> Tensor:
+        return self.pieces.slot_before(self.rank, depth)
 
     def _first_slots(self) -> Tensor:
-        before = self.pieces.slots_before(self.rank)
-        return torch.tensor([s[0] if s else self.pieces.num_slots for s in before])
+        num_before = self.pieces.num_before(self.rank)
+        first = torch.full_like(num_before, self.pieces.num_slots)
+        first[num_before > 0] = self.pieces.slot_before(self.rank, 0)
+        return first
+
+    def _own_slots(self) -> Tensor:
+        return self.pieces.own_slots(self.rank)
 
     def _tail_rows(self) -> Tensor:
-        return torch.tensor(self.pieces.tail_rows(self.rank), dtype=torch.int64)
+        return self.pieces.tail_rows(self.rank)
 
     def _halo_rows(self) -> Tensor:
-        return torch.tensor(self.pieces.halo_rows(self.rank), dtype=torch.int64)
+        return self.pieces.halo_rows(self.rank).flatten()
 
-    def _check(self, asked: str, x: Tensor, num_rows: int) -> None:
-        if len(x) != num_rows:
+    def _check_pieces(self, x: Tensor) -> None:
+        num_pieces = len(self.cu_seqlens) - 1
+        if x.dim() < 2 or x.shape[:2] != (num_pieces, self._mixer.state_shape[0]):
             raise LayoutError(
-                asked,
+                f"Plan.entry_states: {type(self.spec).__name__}",
                 found=f"shape {tuple(x.shape)} on rank {self.rank}",
-                why=f"The first dimension is that of {num_rows} tokens or pieces of this rank.",
+                why=f"This rank has {num_pieces} pieces, with {self._mixer.state_shape[0]} heads.",
                 fix="Use Plan.cu_seqlens_of(spec) for the core and for its summary.",
             )

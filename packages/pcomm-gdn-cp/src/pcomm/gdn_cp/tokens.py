@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from pcomm.core.errors import ConfigError, LayoutError, near_misses
 from pcomm.core.layout import Layout, Run
 from pcomm.core.positions import rank_order
 
-__all__ = ["Fragment", "LayoutName", "Tokens", "contiguous", "zigzag"]
+__all__ = ["LayoutName", "Tokens", "contiguous", "zigzag"]
 
 LayoutName = Literal["zigzag", "contiguous"]
+_Made = TypeVar("_Made")
+
 LAYOUTS: tuple[LayoutName, ...] = ("zigzag", "contiguous")
 
 
@@ -25,7 +27,8 @@ def zigzag(cu_seqlens: Sequence[int], size: int) -> Layout:
     """Each sequence in 2 x `size` equal chunks, of which rank r holds chunk r and the r-th last.
 
     A rank's tensor holds its two chunks of the first sequence, then those of the second, and so
-    on. Under causal attention every rank then has the same work. Sequences may be empty.
+    on. Under causal attention every rank then has the same work. Sequences may be empty. One rank
+    holds all tokens as they are, whatever the lengths.
 
     Args:
         cu_seqlens: Offsets of the sequences, from 0 to the number of tokens of all ranks.
@@ -35,6 +38,9 @@ def zigzag(cu_seqlens: Sequence[int], size: int) -> Layout:
         LayoutError: The offsets do not start at 0 or fall, or a length is no multiple.
     """
     offsets = _checked("zigzag", cu_seqlens, size)
+    if size == 1:
+        # Both chunks of a sequence lie side by side, so its length does not matter.
+        return Layout.even(offsets[-1], 1)
     chunks = 2 * size
     wrong = [n for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % chunks]
     if wrong:
@@ -73,14 +79,6 @@ def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
             fix=f"Pad the buffer to a multiple of {size}, as a sequence of its own or of the last.",
         )
     return Layout.even(offsets[-1], size)
-
-
-class Fragment(NamedTuple):
-    """Tokens `start` to `stop - 1` of the buffer, all of one sequence."""
-
-    sequence: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -141,10 +139,24 @@ class Tokens:
         with torch.inference_mode(False):
             return rank_order(self.layout)
 
+    def of_rank(self, rank: int) -> Tensor:
+        """The tokens of `rank`, as they lie there; on the CPU."""
+        first = rank * self.local_tokens
+        return self.order.narrow(0, first, self.local_tokens).clone()
+
     @cached_property
     def is_natural(self) -> bool:
         """Whether `order` is the order of the pack."""
         return torch.equal(self.order, torch.arange(self.num_tokens))
+
+    def derived(self, make: Callable[..., _Made], *arguments: int) -> _Made:
+        """What `make(self, *arguments)` returns, made once and shared by all mixers."""
+        known = self.__dict__.setdefault("_derived", {})
+        if (make, arguments) not in known:
+            with torch.inference_mode(False):
+                known[make, arguments] = make(self, *arguments)
+        made: _Made = known[make, arguments]
+        return made
 
     def local_cu_seqlens(self, rank: int) -> tuple[int, ...]:
         """Offsets, in the tensor of `rank`, of what it holds of each sequence."""
@@ -152,19 +164,6 @@ class Tokens:
             return tuple(offset // self.size for offset in self.cu_seqlens)
         first = rank * self.local_tokens
         return tuple(min(max(o - first, 0), self.local_tokens) for o in self.cu_seqlens)
-
-    def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """The pieces of sequences that `rank` holds, in its own order; none is empty."""
-        found, sequence, ends = [], 0, self.cu_seqlens
-        for start, stop in self.layout.runs[rank]:
-            # Runs of both layouts come sequence by sequence.
-            while start < stop:
-                while ends[sequence + 1] <= start:
-                    sequence += 1
-                end = min(stop, ends[sequence + 1])
-                found.append(Fragment(sequence, start, end))
-                start = end
-        return tuple(found)
 
 
 def _checked(asked: str, cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:

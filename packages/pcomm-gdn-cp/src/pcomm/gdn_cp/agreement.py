@@ -1,0 +1,50 @@
+"""All ranks of the context-parallel group make the same plan, or all learn why they did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pcomm.core.errors import PcommError, UnsupportedError
+from pcomm.core.group import Group
+from pcomm.core.group_agreement import agree_in_group
+
+if TYPE_CHECKING:
+    from pcomm.gdn_cp.plan import Plan
+
+__all__ = ["agree_on_plan"]
+
+
+def agree_on_plan(group: object, build: Callable[[], Plan]) -> Plan:
+    """The plan that `build` makes, once every rank of `group` has made the same. Collective.
+
+    Raises:
+        UnsupportedError: `group` is no `Group`, so there is no store to meet in.
+        PcommError: What `build` raised here.
+        PeerError: What it raised on another rank.
+        DivergenceError: The plans differ; names the first difference.
+    """
+    if not isinstance(group, Group):
+        raise UnsupportedError(
+            "make_plan: verify=True",
+            found=f"a group of type {type(group).__name__}",
+            why="The ranks compare their plans through the store that a Group's ranks share.",
+            fix="Pass a Group of pcomm.core, or leave verify away.",
+        )
+    plan, error = None, None
+    try:
+        plan = build()
+    except PcommError as problem:
+        error = problem
+    agree_in_group(group, "make_plan", _facts(plan), error=error)
+    assert plan is not None
+    return plan
+
+
+def _facts(plan: Plan | None) -> list[str]:
+    """What must be equal, one fact a line."""
+    if plan is None:
+        return []
+    facts = [f"layout {plan.tokens.layout_name}"]
+    facts += [f"{spec} {mode}" for spec, mode in zip(plan.specs, plan.modes, strict=True)]
+    return facts + [f"cu_seqlens[{n}] = {o}" for n, o in enumerate(plan.tokens.cu_seqlens)]

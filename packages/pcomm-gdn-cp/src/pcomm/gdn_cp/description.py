@@ -1,0 +1,51 @@
+"""A plan in words, for logs: which modes, why, at what cost, and what was rejected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pcomm.gdn_cp.cost import Candidate
+from pcomm.gdn_cp.route import Traffic
+
+if TYPE_CHECKING:
+    from pcomm.gdn_cp.plan import Plan
+
+__all__ = ["describe_plan"]
+
+
+def describe_plan(plan: Plan) -> str:
+    """Several lines; figures are those of the plan's rank, of one layer of each mixer."""
+    tokens = plan.tokens
+    lines = [
+        f"plan of rank {plan.rank} of {tokens.size}: {tokens.num_sequences} sequences, "
+        f"{tokens.num_tokens} tokens, {tokens.layout_name} between layers"
+    ]
+    for spec, choice in zip(plan.specs, plan.choices, strict=True):
+        lines.append(f"{spec}: {choice.mode} ({choice.reason})")
+        lines.append(f"  {_traffic(plan.traffic(spec))}")
+        if choice.mode == "docs":
+            known = "" if plan.sizes.hidden_dim else "; bytes unknown without hidden_dim"
+            lines.append(f"  imbalance {plan.imbalance(spec):.1%}{known}")
+        lines += [f"  not {_rejected(candidate)}" for candidate in choice.rejected]
+    return "\n".join(lines)
+
+
+def _traffic(traffic: Traffic) -> str:
+    if not traffic.num_collectives:
+        return "nothing is sent"
+    return (
+        f"forward {_calls(traffic.forward)}, {traffic.forward_bytes:,} bytes sent; "
+        f"backward {_calls(traffic.backward)}, {traffic.backward_bytes:,} bytes sent"
+    )
+
+
+def _calls(operations: Sequence[str]) -> str:
+    return " + ".join(f"{count} {name}" for name, count in Counter(operations).items())
+
+
+def _rejected(candidate: Candidate) -> str:
+    if candidate.obstacle:
+        return f"{candidate.mode}: {candidate.obstacle}"
+    return f"{candidate.mode}: {candidate.time_us:.1f} us, {_traffic(candidate.traffic)}"

@@ -1,0 +1,328 @@
+"""One plan for a micro-batch: how the tensors of every mixer travel between the ranks.
+
+Made once from host integers, before any layer runs, and shared by all layers, by recompute and by
+backward. A layer calls the same six operations whatever the mode:
+
+    x = plan.enter(spec, hidden)                       # whole documents, in mode `docs`
+    q, k, v, b, a = plan.to_heads(spec, projections)   # all tokens of my heads, in mode `heads`
+    halo = plan.conv_halo(spec, inputs)                # what came before my pieces, in mode `state`
+    state = plan.entry_states(spec, summary)
+    y = plan.from_heads(spec, output)
+    out = plan.leave(spec, y)
+"""
+
+# t tokens of this rank between layers, T tokens that the core sees, D model dim, W columns
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pcomm.core.collectives.identity import IdentityCollectives
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.errors import ConfigError, LayoutError
+from pcomm.gdn_cp.agreement import agree_on_plan
+from pcomm.gdn_cp.arguments import GroupLike, all_specs, members, pack_of
+from pcomm.gdn_cp.cost import ROUTES, Choice, Link, Sizes, decide
+from pcomm.gdn_cp.description import describe_plan
+from pcomm.gdn_cp.head_share import HeadShare
+from pcomm.gdn_cp.route import Mode, Route, Traffic
+from pcomm.gdn_cp.specs import Spec
+from pcomm.gdn_cp.tokens import LayoutName, Tokens
+from pcomm.gdn_cp.views import LocalTokens
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the tokens of one pack move, for each mixer of a model. Made by `make_plan`.
+
+    Immutable. Two plans are equal if they move the same tokens of the same mixers in the same way
+    on the same rank; the group that carries it out is not compared.
+
+    Attributes:
+        tokens: The pack and its layout between layers.
+        rank: This rank's place in the group.
+        specs: The mixers.
+        modes: The mode of each.
+    """
+
+    tokens: Tokens
+    rank: int
+    specs: tuple[Spec, ...]
+    modes: tuple[Mode, ...]
+    choices: tuple[Choice, ...] = field(compare=False, repr=False)
+    sizes: Sizes = field(compare=False, repr=False)
+    collectives: Collectives | None = field(compare=False, repr=False)
+
+    # -- moving --------------------------------------------------------------------------
+
+    def enter(self, spec: Spec, hidden_tD: Tensor) -> Tensor:
+        """Hidden states as the projections of this mixer want them.
+
+        Whole documents in mode `docs`, in one all-to-all; the input itself in the others.
+        Collective, like all that follow: every rank calls it, in the same order. Differentiable.
+
+        Args:
+            spec: One of the plan's.
+            hidden_tD: `[t, ...]`, this rank's tokens between layers.
+
+        Raises:
+            ConfigError: The plan does not have this mixer, or was made without a group.
+            LayoutError: Another number of tokens; raised before anything is sent.
+        """
+        return self._route(spec).enter(hidden_tD, self._group)
+
+    def leave(self, spec: Spec, hidden: Tensor) -> Tensor:
+        """What `enter` undoes: `[t, ...]` of this rank's tokens between layers.
+
+        Raises:
+            ConfigError: See `enter`.
+            LayoutError: See `enter`.
+        """
+        return self._route(spec).leave(hidden, self._group)
+
+    def to_heads(self, spec: Spec, sections: Sequence[Tensor], *, fused: int = 1) -> list[Tensor]:
+        """The projections of the tokens and heads that the core of this rank works on.
+
+        Args:
+            spec: One of the plan's.
+            sections: The sections of `spec.sections`, `[t, heads * width]` each, any strides, of
+                one dtype. In mode `docs`, those of the tokens that `enter` returned.
+            fused: How many of the first sections to return as one tensor, side by side, which is
+                how a convolution wants them; nothing is copied for it where tensors travel.
+
+        Returns:
+            The sections, `[T, heads * width]` of this rank's heads, in the order of
+            `cu_seqlens_of(spec)`; views of one buffer in modes `heads` and `gather`.
+
+        Raises:
+            ConfigError: See `enter`.
+            LayoutError: Other shapes or several dtypes; raised before anything is sent.
+        """
+        return self._route(spec).to_heads(sections, self._group, fused)
+
+    def from_heads(self, spec: Spec, output_TW: Tensor) -> Tensor:
+        """The output of the core with all heads, at the tokens that `to_heads` was given.
+
+        Args:
+            spec: One of the plan's.
+            output_TW: `[T, heads * width]`, of the core of this rank.
+
+        Raises:
+            ConfigError: See `enter`.
+            LayoutError: Another shape; raised before anything is sent.
+        """
+        return self._route(spec).from_heads(output_TW, self._group)
+
+    def conv_halo(self, spec: Spec, x_TW: Tensor) -> Tensor | None:
+        """What a causal convolution over `cu_seqlens_of(spec)` takes as its initial halo.
+
+        Args:
+            spec: One of the plan's.
+            x_TW: `[T, channels]`, the inputs of the convolution.
+
+        Returns:
+            `[pieces, conv_width - 1, channels]`; None where every sequence is whole.
+
+        Raises:
+            ConfigError: See `enter`.
+            LayoutError: Another number of tokens; raised before anything is sent.
+        """
+        return self._route(spec).conv_halo(x_TW, self._group)
+
+    def entry_states(self, spec: Spec, summary: tuple[Tensor, Tensor]) -> Tensor | None:
+        """The state in which each sequence of `cu_seqlens_of(spec)` starts.
+
+        Args:
+            spec: One of the plan's.
+            summary: What each of them does to a state, as the `summary` of the cores returns it:
+                transitions and what is written, `[pieces, heads, ...]` each. Needed in mode
+                `state` only: ask `needs_summary` before computing it.
+
+        Returns:
+            `[pieces, heads, key dim, value dim]`; None where every sequence is whole.
+
+        Raises:
+            ConfigError: See `enter`.
+            LayoutError: Another number of pieces; raised before anything is sent.
+        """
+        return self._route(spec).entry_states(summary, self._group)
+
+    def needs_summary(self, spec: Spec) -> bool:
+        """Whether pieces of sequences cross ranks, so that `entry_states` returns states."""
+        return self._route(spec).needs_summary
+
+    # -- what the core sees --------------------------------------------------------------
+
+    def mode_of(self, spec: Spec) -> Mode:
+        """The mode of this mixer."""
+        return self.modes[self._place(spec)]
+
+    def head_share(self, spec: Spec) -> HeadShare:
+        """The heads of this rank, and its slices of parameters."""
+        return self._route(spec).share
+
+    def cu_seqlens_of(self, spec: Spec) -> tuple[int, ...]:
+        """Offsets of the sequences, or pieces of them, that the core of this rank sees."""
+        return self._route(spec).cu_seqlens
+
+    def positions_of(self, spec: Spec, device: torch.device | str = "cpu") -> Tensor:
+        """`[T]`, int64: the place in its sequence of each token that the core of this rank sees.
+
+        For rotary embeddings after `to_heads`, whatever the mode.
+        """
+        route = self._route(spec)
+        return route.on(torch.device(device), route.core_positions)
+
+    # -- what lies between layers --------------------------------------------------------
+
+    @property
+    def local_cu_seqlens(self) -> tuple[int, ...]:
+        """Offsets, between layers, of this rank's tokens of each sequence."""
+        return self.tokens.local_cu_seqlens(self.rank)
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """`[t]`, int64: the place in its sequence of each token that this rank holds."""
+        return self._local.on(torch.device(device), self._local.core_positions)
+
+    def shard(self, whole: Tensor, *, dim: int = 0) -> Tensor:
+        """This rank's tokens of a tensor that has those of all ranks along `dim`.
+
+        Raises:
+            LayoutError: `whole` has another number of tokens.
+        """
+        if whole.shape[dim] != self.tokens.num_tokens:
+            raise LayoutError(
+                f"Plan.shard: shape {tuple(whole.shape)}",
+                found=f"{whole.shape[dim]} tokens along dim {dim}",
+                why=f"The plan is for {self.tokens.num_tokens} tokens of all ranks.",
+                fix="End cu_seqlens at the length of the buffer, padding included.",
+            )
+        if self.tokens.size == 1:
+            return whole
+        return whole.index_select(dim, self._local.on(whole.device, self._local.core_tokens))
+
+    def traffic(self, spec: Spec) -> Traffic:
+        """Collectives and bytes of this rank for this mixer in one layer.
+
+        For `docs` the bytes count hidden states of `hidden_dim`, and nothing if that is unknown.
+        """
+        sizes = self.sizes
+        return self._route(spec).traffic(self.rank, sizes.element_bytes, sizes.hidden_dim)
+
+    def imbalance(self, spec: Spec) -> float:
+        """By how much the busiest rank has more tokens than the average: 0.1 is 10 % more."""
+        return self._route(spec).imbalance
+
+    def describe(self) -> str:
+        """The mode of each mixer, why, what it costs, and what was rejected."""
+        return describe_plan(self)
+
+    def prepare(self, device: torch.device | str) -> Plan:
+        """Make all index tensors on `device` now, so that no layer copies them there; itself."""
+        for spec, route in zip(self.specs, self._routes, strict=True):
+            route.prepare(torch.device(device))
+            self.positions_of(spec, device)
+        self.positions(device)
+        return self
+
+    # -- inside --------------------------------------------------------------------------
+
+    @cached_property
+    def _routes(self) -> tuple[Route, ...]:
+        if self.tokens.size == 1:
+            return tuple(Route(spec, self.tokens, 0) for spec in self.specs)
+        pairs = zip(self.specs, self.modes, strict=True)
+        return tuple(ROUTES[mode](spec, self.tokens, self.rank) for spec, mode in pairs)
+
+    @cached_property
+    def _local(self) -> LocalTokens:
+        return LocalTokens(self.tokens, self.rank)
+
+    @property
+    def _group(self) -> Collectives:
+        if self.tokens.size == 1:
+            return IdentityCollectives()
+        if self.collectives is None:
+            raise ConfigError(
+                f"Plan of rank {self.rank} of {self.tokens.size}",
+                found="made with a pair of numbers instead of a group",
+                why="Such a plan can be looked at, and cannot move tensors.",
+                fix="Pass the context-parallel group to make_plan.",
+            )
+        return self.collectives
+
+    def _route(self, spec: Spec) -> Route:
+        return self._routes[self._place(spec)]
+
+    def _place(self, spec: Spec) -> int:
+        if spec not in self.specs:
+            raise ConfigError(
+                f"Plan: {spec}",
+                found=f"a plan for {', '.join(map(str, self.specs))}",
+                why="A plan knows the mixers that it was made for.",
+                fix="Name the specifications of all mixers of the model in make_plan.",
+            )
+        return self.specs.index(spec)
+
+
+def make_plan(
+    cu_seqlens: Sequence[int] | Tensor,
+    group: GroupLike,
+    specs: Spec | Sequence[Spec],
+    *,
+    layout: LayoutName = "zigzag",
+    mode: Literal["auto"] | Mode = "auto",
+    hidden_dim: int | None = None,
+    element_bytes: int = 2,
+    link: Link | None = None,
+    num_tokens: int | None = None,
+    verify: bool = False,
+) -> Plan:
+    """The plan for one pack of sequences; host integers only, nothing is sent.
+
+    Local, and the same on every rank that passes the same integers. With `verify` collective: the
+    ranks compare what they passed, through the store and before any communication.
+
+    Args:
+        cu_seqlens: Offsets of the sequences in the buffer of all ranks, on the host, from 0 to
+            its length. Sequences may be empty. Padding belongs to a sequence.
+        group: The context-parallel group; or collectives; or `(rank, size)` for a plan that is
+            looked at and not carried out.
+        specs: The mixers of the model, with the counts of this tensor-parallel rank.
+        layout: How tokens lie on the ranks between layers.
+        mode: For all mixers, or `auto` for the one that costs least by the model of `cost`. With
+            `state`, a mixer without a state takes `heads`, or `gather` if its heads do not divide.
+        hidden_dim: Width of hidden states; without it `auto` cannot weigh `docs`.
+        element_bytes: Bytes of an element of activations, for the model and `describe`.
+        link: The slowest link between the ranks, for the model.
+        num_tokens: Length of the buffer of all ranks, to have it compared with the last offset.
+        verify: Compare what all ranks passed.
+
+    Raises:
+        ConfigError: No such mode or layout; no mixer; offsets that are not integers on the host.
+        LayoutError: Offsets, lengths or heads that do not fit; a buffer of another length.
+        UnsupportedError: `verify` with something that is not a `Group`.
+        DivergenceError: With `verify`: the ranks did not pass the same, on all of them.
+        PeerError: With `verify`: another rank's error.
+    """
+    rank, size, collectives = members(group)
+
+    def build() -> Plan:
+        tokens = pack_of(cu_seqlens, size, layout, num_tokens)
+        sizes, wanted = Sizes(hidden_dim, element_bytes), all_specs(specs)
+        choices = tuple(decide(s, tokens, mode, sizes, link or Link()) for s in wanted)
+        modes = tuple(choice.mode for choice in choices)
+        plan = Plan(tokens, rank, wanted, modes, choices, sizes, collectives)
+        # A mode that does not work is refused now, not in the first layer.
+        _ = plan._routes
+        return plan
+
+    return agree_on_plan(group, build) if verify else build()

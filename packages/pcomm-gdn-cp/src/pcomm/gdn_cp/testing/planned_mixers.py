@@ -1,0 +1,136 @@
+"""Small functional mixers that run on a plan, for tests: the same code on one rank and on many.
+
+They show which operation of a plan belongs where. Decays are slow, so that a state which gets lost
+between ranks, or leaks from a document to the next, changes results by far.
+"""
+
+# t tokens between layers, T tokens of the core, D model dim, H heads, P head dim
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pcomm.gdn_cp.cores.convolution import causal_convolution
+from pcomm.gdn_cp.cores.gated_delta import delta_gates, normalise_queries_keys
+from pcomm.gdn_cp.cores.gated_delta_chunks import DeltaChunks
+from pcomm.gdn_cp.cores.norms import rms_norm_then_gate
+from pcomm.gdn_cp.cores.state_space_chunks import StateSpaceChunks
+from pcomm.gdn_cp.plan import Plan
+from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp.testing.slow_decay import slow_parameters
+
+__all__ = ["CHUNK", "mixer", "weights_of"]
+
+# Short, so that tests of a few dozen tokens have several chunks and odd remainders.
+CHUNK = 4
+
+
+def weights_of(
+    spec: Spec, hidden_dim: int, *, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> dict[str, Tensor]:
+    """Whole parameters, the same for a seed, that want their gradients."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        scale = 1 / math.sqrt(shape[-1])
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+
+    widths = {section.name: section.width for section in spec.sections}
+    found = {f"in_{name}": normal(width, hidden_dim) for name, width in widths.items()}
+    found["out"] = normal(hidden_dim, spec.output.width)
+    if not isinstance(spec, AttentionSpec):
+        num_heads = spec.output.num_heads
+        found["in_z"] = normal(spec.output.width, hidden_dim)
+        found["conv"] = normal(spec.conv_channels, spec.conv_width)
+        found["norm"] = 1 + normal(spec.output.head_width)
+        found["A_log"], found["dt_bias"] = slow_parameters(num_heads, generator, torch.float64)
+    if isinstance(spec, Mamba2Spec):
+        found["D"] = normal(spec.num_heads)
+    return {name: value.to(dtype).requires_grad_() for name, value in found.items()}
+
+
+def mixer(plan: Plan, spec: Spec, hidden_tD: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """The output of one layer, `[t, D]`, for this rank's tokens."""
+    x = plan.enter(spec, hidden_tD)
+    sections = [F.linear(x, weights[f"in_{section.name}"]) for section in spec.sections]
+    if isinstance(spec, AttentionSpec):
+        y = plan.from_heads(spec, _attention(plan, spec, sections))
+    else:
+        if isinstance(spec, GdnSpec):
+            y = _delta_net(plan, spec, sections, weights)
+        else:
+            y = _mamba(plan, spec, sections, weights)
+        y = plan.from_heads(spec, y)
+        # The gate has stayed here, with the tokens that the output is back at.
+        z = F.linear(x, weights["in_z"])
+        y, z = (part.unflatten(-1, (spec.output.num_heads, -1)) for part in (y, z))
+        y = rms_norm_then_gate(y, z, weights["norm"]).flatten(1)
+    return plan.leave(spec, F.linear(y, weights["out"]))
+
+
+def _convolved(
+    plan: Plan, spec: GdnSpec | Mamba2Spec, x: Tensor, weights: dict[str, Tensor]
+) -> tuple[Tensor, ...]:
+    share, names = plan.head_share(spec), [section.name for section in spec.sections[:3]]
+    y, _ = causal_convolution(
+        x,
+        share.take(weights["conv"], names),
+        cu_seqlens=plan.cu_seqlens_of(spec),
+        initial_halo=plan.conv_halo(spec, x),
+    )
+    return tuple(
+        part.unflatten(-1, (-1, one.section.head_width))
+        for one, part in zip(
+            share.sections[:3], y.split([s.width for s in share.sections[:3]], -1), strict=True
+        )
+    )
+
+
+def _delta_net(
+    plan: Plan, spec: GdnSpec, sections: list[Tensor], weights: dict[str, Tensor]
+) -> Tensor:
+    qkv, b, a = plan.to_heads(spec, sections, fused=3)
+    share = plan.head_share(spec)
+    q, k, v = _convolved(plan, spec, qkv, weights)
+    q, k = normalise_queries_keys(q, k)
+    log, bias = (share.take(weights[name], "a") for name in ("A_log", "dt_bias"))
+    g, beta = delta_gates(a, b, log, bias)
+    chunks = DeltaChunks.of(k, v, g, beta, cu_seqlens=plan.cu_seqlens_of(spec), chunk=CHUNK)
+    start = plan.entry_states(spec, chunks.summary()) if plan.needs_summary(spec) else None
+    return chunks.outputs(q, initial_state=start)[0].flatten(1)
+
+
+def _mamba(
+    plan: Plan, spec: Mamba2Spec, sections: list[Tensor], weights: dict[str, Tensor]
+) -> Tensor:
+    inputs, dt = plan.to_heads(spec, sections, fused=3)
+    share = plan.head_share(spec)
+    x, b, c = _convolved(plan, spec, inputs, weights)
+    log, bias, skip = (share.take(weights[name], "dt") for name in ("A_log", "dt_bias", "D"))
+    chunks = StateSpaceChunks.of(
+        x, dt, log, b, dt_bias_H=bias, cu_seqlens=plan.cu_seqlens_of(spec), chunk=CHUNK
+    )
+    start = plan.entry_states(spec, chunks.summary()) if plan.needs_summary(spec) else None
+    return chunks.outputs(c, d_H=skip, initial_state=start)[0].flatten(1)
+
+
+def _attention(plan: Plan, spec: AttentionSpec, sections: list[Tensor]) -> Tensor:
+    q, k, v = (
+        x.unflatten(-1, (-1, spec.head_dim)).transpose(0, 1) for x in plan.to_heads(spec, sections)
+    )
+    # As little of a rotary embedding as makes results depend on the place in the sequence.
+    phase = (plan.positions_of(spec, q.device)[:, None] * 0.3).to(q.dtype)
+    q, k = q * phase.cos(), k * (1 + phase.sin())
+    parts = [
+        F.scaled_dot_product_attention(
+            q[:, a:b], k[:, a:b], v[:, a:b], is_causal=True, enable_gqa=True
+        )
+        for a, b in pairwise(plan.cu_seqlens_of(spec))
+        if b > a
+    ]
+    return torch.cat([*parts, q[:, :0]], 1).transpose(0, 1).flatten(1)

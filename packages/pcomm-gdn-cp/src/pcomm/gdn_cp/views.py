@@ -1,0 +1,51 @@
+"""The tokens that somebody works on, and index tensors that are made once for each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pcomm.gdn_cp.tokens import Tokens
+
+__all__ = ["LocalTokens", "TokenView"]
+
+
+class TokenView:
+    """Some tokens of a pack in some order; here all of them as they come.
+
+    Args:
+        tokens: The pack.
+        rank: Whose view it is.
+    """
+
+    def __init__(self, tokens: Tokens, rank: int) -> None:
+        self.tokens, self.rank = tokens, rank
+        self._known: dict[tuple[str, tuple[int, ...], torch.device], Tensor] = {}
+
+    def core_tokens(self) -> Tensor:
+        """Which tokens of the pack, in what order; int64 on the CPU."""
+        return torch.arange(self.tokens.num_tokens)
+
+    def core_positions(self) -> Tensor:
+        """The place of each of these tokens in its sequence; int64 on the CPU."""
+        tokens, offsets = self.core_tokens(), torch.tensor(self.tokens.cu_seqlens)
+        return tokens - offsets[torch.searchsorted(offsets, tokens, right=True) - 1]
+
+    def on(self, device: torch.device, make: Callable[..., Tensor], *arguments: int) -> Tensor:
+        """The tensor that `make`, a method of this view, computes, on `device`; kept."""
+        key = (make.__name__, arguments, device)
+        if key not in self._known:
+            # A tensor made in inference mode could not be used in training, and these are kept.
+            with torch.inference_mode(False):
+                self._known[key] = make(*arguments).to(device)
+        return self._known[key]
+
+
+class LocalTokens(TokenView):
+    """What a rank holds between layers."""
+
+    def core_tokens(self) -> Tensor:
+        """This rank's tokens, as they lie."""
+        return self.tokens.of_rank(self.rank)

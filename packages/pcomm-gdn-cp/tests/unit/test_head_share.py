@@ -1,0 +1,122 @@
+"""Which heads a rank works on, against the rule that value head h has key head h // ratio."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pcomm.core.errors import ConfigError, LayoutError
+from pcomm.core.testing.close import assert_equal
+from pcomm.gdn_cp.head_share import HeadShare
+from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec
+
+
+@given(
+    shared=st.integers(1, 6),
+    ratio=st.integers(1, 6),
+    size=st.sampled_from([1, 2, 3, 4, 6, 8]),
+)
+def test_every_value_head_finds_its_key_head_on_its_rank(
+    shared: int, ratio: int, size: int
+) -> None:
+    spec = AttentionSpec(shared * ratio, shared, 1)
+    if shared * ratio % size:
+        with pytest.raises(LayoutError, match=f"{shared * ratio} heads over {size} ranks"):
+            HeadShare(spec, size, 0)
+        return
+    everything = []
+    for rank in range(size):
+        share = HeadShare(spec, size, rank)
+        queries, keys = share.heads("q"), share.heads("k")
+        assert len(queries) % len(keys) == 0
+        serves = len(queries) // len(keys)
+        # The core knows only the local numbers; the pairs must be those of the whole mixer.
+        assert [keys[i // serves] for i in range(len(queries))] == [q // ratio for q in queries]
+        everything += queries
+    assert everything == list(range(shared * ratio))
+
+
+def test_key_heads_are_copied_only_where_their_value_heads_are_split() -> None:
+    shares = [HeadShare(GdnSpec(2, 8, 4, 4), 4, rank) for rank in range(4)]
+    assert [share.heads("k") for share in shares] == [(0,), (0,), (1,), (1,)]
+    assert [share.heads("v") for share in shares] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    whole = HeadShare(Mamba2Spec(8, 4, 4, 2), 2, 1)
+    assert whole.heads("B") == (2, 3)
+    assert whole.heads("dt") == (4, 5, 6, 7)
+    # Three key heads of two value heads each on two ranks: the middle one is on both.
+    split = [HeadShare(GdnSpec(3, 6, 4, 4), 2, rank).heads("q") for rank in range(2)]
+    assert split == [(0, 0, 1), (1, 2, 2)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_slices_of_parameters_add_up_to_the_gradient_of_the_whole(size: int) -> None:
+    spec = GdnSpec(2, 4, 3, 5)
+    conv = torch.randn(spec.conv_channels, 4, dtype=torch.float64)
+    seen = torch.zeros(spec.conv_channels)
+    total = torch.zeros_like(conv)
+    for rank in range(size):
+        share = HeadShare(spec, size, rank)
+        mine = conv.clone().requires_grad_()
+        taken = share.take(mine, ("q", "k", "v"))
+        columns = [2 * 3, 2 * 3, 4 * 5]
+        expected = torch.cat(
+            [
+                part.unflatten(0, (-1, width))[list(share.heads(name))].flatten(0, 1)
+                for part, name, width in zip(conv.split(columns), "qkv", (3, 3, 5), strict=True)
+            ]
+        )
+        assert_equal(taken.detach(), expected)
+        taken.sum().backward()
+        assert mine.grad is not None
+        for name, part in zip("qkv", mine.grad.split(columns), strict=True):
+            width = 5 if name == "v" else 3
+            outside = set(range(len(part) // width)) - set(share.heads(name))
+            assert not part.unflatten(0, (-1, width))[sorted(outside)].any()
+        total += mine.grad
+        seen += (mine.grad != 0).any(1)
+    copies = size // 2 if size > 2 else 1
+    expected_total = torch.ones_like(conv)
+    expected_total[: 2 * 2 * 3] *= copies
+    assert_equal(total, expected_total)
+
+
+def test_entries_by_head_and_by_column_and_any_dimension() -> None:
+    share = HeadShare(Mamba2Spec(4, 3, 1, 2), 2, 1)
+    assert share.take(torch.arange(4), "dt").tolist() == [2, 3]
+    assert share.take(torch.arange(4), "x").tolist() == [2, 3]
+    assert share.take(torch.arange(12), "x").tolist() == list(range(6, 12))
+    assert share.take(torch.arange(12).view(1, 12), "x", dim=1).tolist() == [list(range(6, 12))]
+    assert share.take(torch.arange(2), "B").tolist() == [0, 1]
+
+
+def test_alone_a_parameter_is_itself() -> None:
+    parameter = torch.zeros(4, requires_grad=True)
+    assert HeadShare(Mamba2Spec(4, 3, 1, 2), 1, 0).take(parameter, "dt") is parameter
+
+
+def test_mistakes_are_named() -> None:
+    share = HeadShare(GdnSpec(2, 4, 3, 5), 2, 0)
+    with pytest.raises(ConfigError, match="section 'z'"):
+        share.take(torch.zeros(4), "z")
+    with pytest.raises(LayoutError, match=r"so 7 along dim 0(.|\n)*4 heads and 20 columns"):
+        share.take(torch.zeros(7), "v")
+    with pytest.raises(LayoutError, match="'docs' or 'state' or 'gather'"):
+        HeadShare(GdnSpec(2, 4, 3, 5), 3, 0)
+    with pytest.raises(LayoutError, match="mode 'docs' or 'gather'"):
+        HeadShare(AttentionSpec(4, 2, 8), 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: GdnSpec(2, 3, 4, 4), "3 heads over 2 shared heads"),
+        (lambda: GdnSpec(2, 4, 0, 4), "'key_dim': 0"),
+        (lambda: Mamba2Spec(4, 2, 3, 2), "4 heads over 3"),
+        (lambda: AttentionSpec(0, 1, 2), "'num_heads': 0"),
+    ],
+)
+def test_mixers_that_cannot_be_are_refused(build: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build()  # type: ignore[operator]

@@ -1,0 +1,281 @@
+"""Plans as objects: what they say, what they refuse, which mode they choose."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from pcomm.core.collectives.identity import IdentityCollectives
+from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
+from pcomm.core.group import Group
+from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp.cost import Link
+from pcomm.gdn_cp.plan import Plan, make_plan
+from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec
+
+# The shape of Qwen3-Next, as far as a plan goes.
+GDN, ATTENTION = GdnSpec(16, 32, 128, 128), AttentionSpec(16, 2, 256)
+SMALL = GdnSpec(2, 4, 3, 5)
+FAST_LINK = Link(latency_us=20, gb_per_s=400)
+
+
+def lengths(*each: int) -> tuple[int, ...]:
+    total, offsets = 0, [0]
+    for length in each:
+        total += length
+        offsets.append(total)
+    return tuple(offsets)
+
+
+def test_equal_plans_are_equal_and_found_again_in_a_dict() -> None:
+    one = make_plan((0, 16, 48), (1, 2), [SMALL], mode="heads")
+    again = make_plan([0, 16, 48], (1, 2), SMALL, mode="heads", link=FAST_LINK)
+    tensor = make_plan(torch.tensor([0, 16, 48]), (1, 2), SMALL, mode="heads")
+    assert one == again == tensor
+    assert hash(one) == hash(again) == hash(tensor)
+    others = [
+        make_plan((0, 32, 48), (1, 2), SMALL, mode="heads"),
+        make_plan((0, 16, 48), (0, 2), SMALL, mode="heads"),
+        make_plan((0, 16, 48), (1, 2), SMALL, mode="gather"),
+        make_plan((0, 16, 48), (1, 2), SMALL, mode="heads", layout="contiguous"),
+        make_plan((0, 16, 48), (1, 2), GDN, mode="heads"),
+    ]
+    assert len({one, again, *others}) == 6
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    plan = make_plan((0, 16), (0, 2), SMALL)
+    with pytest.raises(AttributeError):
+        plan.rank = 1  # type: ignore[misc]
+
+
+def test_alone_every_tensor_is_itself() -> None:
+    for mode in ("auto", "heads", "docs", "state", "gather"):
+        plan = make_plan((0, 3, 8), IdentityCollectives(), SMALL, mode=mode)  # type: ignore[arg-type]
+        hidden = torch.zeros(8, 6, requires_grad=True)
+        sections = [torch.zeros(8, s.width, requires_grad=True) for s in SMALL.sections]
+        assert plan.enter(SMALL, hidden) is hidden
+        assert all(a is b for a, b in zip(plan.to_heads(SMALL, sections), sections, strict=True))
+        assert plan.from_heads(SMALL, sections[2]) is sections[2]
+        assert plan.leave(SMALL, hidden) is hidden
+        assert plan.shard(hidden) is hidden
+        assert plan.cu_seqlens_of(SMALL) == (0, 3, 8)
+        assert not plan.needs_summary(SMALL)
+        assert plan.conv_halo(SMALL, hidden) is None
+        assert plan.traffic(SMALL).num_collectives == 0
+    assert "nothing is sent" in plan.describe()
+
+
+def test_positions_between_layers_and_in_the_core() -> None:
+    spec = AttentionSpec(2, 2, 4)
+    plan = make_plan((0, 8, 12), (0, 2), [SMALL, spec], mode="state")
+    assert plan.positions().tolist() == [0, 1, 6, 7, 0, 3]
+    assert plan.local_cu_seqlens == (0, 4, 6)
+    assert plan.positions_of(SMALL).tolist() == [0, 1, 6, 7, 0, 3]
+    assert plan.cu_seqlens_of(SMALL) == (0, 2, 4, 5, 6)
+    # Attention has no state; its heads see all tokens.
+    assert plan.mode_of(spec) == "heads"
+    assert plan.positions_of(spec).tolist() == [*range(8), *range(4)]
+    assert plan.shard(torch.arange(12)).tolist() == [0, 1, 6, 7, 8, 11]
+
+
+def test_state_without_a_state_gathers_where_heads_do_not_divide() -> None:
+    spec = AttentionSpec(3, 3, 4)
+    assert make_plan((0, 8), (0, 2), [SMALL, spec], mode="state").modes == ("state", "gather")
+
+
+# -- the mode that costs least ---------------------------------------------------------------
+
+
+def test_many_short_documents_are_dealt_out() -> None:
+    plan = make_plan(lengths(*[128] * 64), (0, 4), [GDN, ATTENTION], hidden_dim=2048)
+    assert plan.modes == ("docs", "docs")
+    text = plan.describe()
+    assert "64 sequences, 8192 tokens, zigzag" in text
+    assert "imbalance 0.0%" in text
+    assert "not heads: " in text
+    # 2048 tokens a rank, of which 3/4 move, there and back, 2048 columns of 2 bytes.
+    assert f"{2 * 2048 * 3 // 4 * 2048 * 2:,} bytes sent" in text
+
+
+def test_one_long_document_is_cut() -> None:
+    long = make_plan((0, 1 << 18), (0, 8), [GDN, ATTENTION], hidden_dim=2048)
+    assert long.modes == ("state", "heads")
+    assert "docs: at best 262144 of 262144 tokens on one rank, 700% above" in long.describe()
+    assert "state: a mixer without a state" in long.describe()
+    short = make_plan((0, 1024), (0, 4), GDN, hidden_dim=2048, link=FAST_LINK)
+    assert short.modes == ("heads",)
+
+
+def test_without_the_width_of_hidden_states_documents_cannot_be_weighed() -> None:
+    plan = make_plan(lengths(*[128] * 64), (0, 4), GDN)
+    assert plan.modes != ("docs",)
+    assert "docs: hidden_dim was not given" in plan.describe()
+
+
+def test_an_imbalance_is_named_and_can_be_asked_for_all_the_same() -> None:
+    pack = lengths(24, 16, 24)
+    assert "docs: 25% above the average" in make_plan(pack, (0, 2), GDN, hidden_dim=64).describe()
+    assert make_plan(pack, (0, 2), GDN, mode="docs").imbalance(GDN) == pytest.approx(0.25)
+
+
+def test_gather_is_taken_only_where_nothing_else_works() -> None:
+    spec = AttentionSpec(3, 3, 4)
+    plan = make_plan((0, 64), (0, 2), spec, hidden_dim=8)
+    assert plan.modes == ("gather",)
+    assert "nothing else works" in plan.describe()
+    assert "heads: 3 heads over 2 ranks" in plan.describe()
+
+
+def test_every_rank_chooses_the_same() -> None:
+    pack = (0, 40, 48, 96, 128)
+    for layout in ("zigzag", "contiguous"):
+        plans = [
+            make_plan(pack, (rank, 4), SMALL, hidden_dim=8, layout=layout)  # type: ignore[arg-type]
+            for rank in range(4)
+        ]
+        assert len({plan.modes for plan in plans}) == 1
+
+
+def test_the_model_counts_time_per_collective_and_per_byte() -> None:
+    plan = make_plan((0, 64), (0, 2), SMALL, mode="heads", element_bytes=4)
+    sent = plan.traffic(SMALL).sent_bytes
+    # 32 tokens to one peer: q and k of one head of 3, v of two of 5, b and a of two; and v back.
+    assert sent == 2 * 32 * (3 + 3 + 10 + 2 + 2 + 10) * 4
+    assert Link(10, 2).time_us(plan.traffic(SMALL)) == pytest.approx(4 * 10 + sent / 2e3)
+
+
+# -- what is refused, before anything is sent ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"cu_seqlens": (0, 12, 24), "group": (0, 4)}, LayoutError, "no multiple of 8"),
+        ({"cu_seqlens": (0, 15), "layout": "contiguous"}, LayoutError, "a remainder of 1"),
+        ({"cu_seqlens": (0, 16, 8)}, LayoutError, r"\[16, 8\] from place 1"),
+        ({"cu_seqlens": (8, 16)}, LayoutError, r"\[8, 16\]"),
+        ({"cu_seqlens": (0, 8.0)}, ConfigError, "float"),
+        ({"cu_seqlens": torch.zeros(2, device="meta")}, ConfigError, "a tensor on meta"),
+        ({"num_tokens": 20}, LayoutError, "a buffer of 20 tokens: cu_seqlens ends at 16"),
+        ({"layout": "contigous"}, ConfigError, "Did you mean 'contiguous'"),
+        ({"mode": "head"}, ConfigError, "Did you mean 'heads'"),
+        ({"specs": ()}, ConfigError, "no mixer"),
+        ({"group": (2, 2)}, ConfigError, "rank 2 of 2"),
+        ({"mode": "heads", "group": (0, 8)}, LayoutError, r"4 heads over 8 ranks(.|\n)*'state'"),
+        ({"mode": "docs", "cu_seqlens": (0, 32), "group": (0, 4)}, LayoutError, "300% above"),
+        ({"verify": True}, UnsupportedError, "a group of type tuple"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], kind: type[Exception], words: str) -> None:
+    arguments = {"cu_seqlens": (0, 16), "group": (0, 2), "specs": SMALL, **options}
+    with pytest.raises(kind, match=words):
+        make_plan(**arguments)  # type: ignore[arg-type]
+
+
+def test_links_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="gb_per_s=0"):
+        Link(gb_per_s=0)
+
+
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    def on_rank(collectives: VirtualCollectives) -> None:
+        for mode in ("heads", "docs", "state", "gather"):
+            plan = make_plan((0, 16, 32), collectives, SMALL, mode=mode)  # type: ignore[arg-type]
+            right = [torch.zeros(16, s.width) for s in SMALL.sections]
+            with pytest.raises(LayoutError, match=r"Plan\.enter.*\n.*for 32 over 2 ranks"):
+                plan.enter(SMALL, torch.zeros(17, 6))
+            with pytest.raises(LayoutError, match=r"Plan\.leave"):
+                plan.leave(SMALL, torch.zeros(32, 6))
+            with pytest.raises(LayoutError, match=r"q, k, v, b, a of GdnSpec"):
+                plan.to_heads(SMALL, right[:4])
+            for fused in (0, 6):
+                with pytest.raises(ConfigError, match=f"fused={fused}: 5 sections"):
+                    plan.to_heads(SMALL, right, fused=fused)
+            with pytest.raises(LayoutError, match=r"float32', 'torch.float64"):
+                plan.to_heads(SMALL, [*right[:4], right[4].double()])
+            with pytest.raises(LayoutError, match=r"Plan\.from_heads.*shape \(3, 20\)"):
+                plan.from_heads(SMALL, torch.zeros(3, 20))
+            with pytest.raises(LayoutError, match=r"Plan\.shard"):
+                plan.shard(torch.zeros(16))
+        plan = make_plan((0, 16, 32), collectives, SMALL, mode="state")
+        with pytest.raises(LayoutError, match=r"Plan\.conv_halo"):
+            plan.conv_halo(SMALL, torch.zeros(3, SMALL.conv_channels))
+        with pytest.raises(LayoutError, match=r"Plan\.entry_states.*shape \(2, 4, 3, 3\)"):
+            plan.entry_states(SMALL, (torch.zeros(2, 4, 3, 3), torch.zeros(2, 4, 3, 5)))
+
+    run_virtual(on_rank, 2)
+
+
+def test_a_mixer_that_the_plan_does_not_know_is_refused() -> None:
+    plan = make_plan((0, 16), (0, 2), SMALL)
+    with pytest.raises(ConfigError, match="Mamba2Spec"):
+        plan.mode_of(Mamba2Spec(4, 3, 2, 5))
+
+
+def test_a_plan_made_with_numbers_can_be_looked_at_only() -> None:
+    plan = make_plan((0, 16), (0, 2), SMALL, mode="heads")
+    with pytest.raises(ConfigError, match="a pair of numbers"):
+        plan.to_heads(SMALL, [torch.zeros(8, s.width) for s in SMALL.sections])
+
+
+def test_a_group_alone_needs_no_store_to_verify() -> None:
+    group = Group("cp", (0,), None)
+    assert make_plan((0, 16), group, SMALL, verify=True) == make_plan((0, 16), (0, 1), SMALL)
+    with pytest.raises(LayoutError):
+        make_plan((0, 16, 8), group, SMALL, verify=True)
+
+
+# -- size ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_thousand_sequences_and_a_few_empty_ones(layout: str) -> None:
+    pack = lengths(*[16 * (n % 3) for n in range(1000)])
+    specs = [GDN, ATTENTION]
+    for mode in ("heads", "docs", "state", "auto"):
+        plans: list[Plan] = [
+            make_plan(pack, (rank, 8), specs, mode=mode, layout=layout, hidden_dim=64)  # type: ignore[arg-type]
+            for rank in range(8)
+        ]
+        for spec in specs:
+            if plans[0].mode_of(spec) in ("docs", "state"):
+                seen = torch.cat([plan.positions_of(spec) for plan in plans])
+                every = torch.cat([torch.arange(b - a) for a, b in pairwise(pack)])
+                assert torch.equal(seen.sort().values, every.sort().values)
+            else:
+                assert plans[0].cu_seqlens_of(spec) == pack
+
+
+def test_prepare_makes_every_index_tensor_beforehand() -> None:
+    def on_rank(collectives: VirtualCollectives) -> None:
+        for mode in ("heads", "docs", "state", "gather"):
+            plan = make_plan((0, 48, 96), collectives, SMALL, mode=mode).prepare("cpu")  # type: ignore[arg-type]
+            route = plan._routes[0]
+            known = set(route._known)
+            hidden = plan.enter(SMALL, plan.shard(torch.zeros(96, 4)))
+            parts = plan.to_heads(
+                SMALL, [torch.zeros(len(hidden), s.width) for s in SMALL.sections]
+            )
+            if mode == "state":
+                num_pieces = len(plan.cu_seqlens_of(SMALL)) - 1
+                plan.conv_halo(SMALL, torch.zeros(len(hidden), SMALL.conv_channels))
+                states = torch.zeros(num_pieces, 4, 3, 8).split((3, 5), -1)
+                plan.entry_states(SMALL, (states[0], states[1]))
+            width = plan.head_share(SMALL).output.width
+            plan.leave(SMALL, plan.from_heads(SMALL, torch.zeros(len(parts[0]), width)))
+            assert set(route._known) == known
+
+    run_virtual(on_rank, 2)
+
+
+def test_planning_is_quick() -> None:
+    """Far from the goal of 10 ms, which a loaded machine could miss: a loop over tokens is not."""
+    pack = lengths(*[64] * 1000)
+    began = time.perf_counter()
+    make_plan(pack, (1, 4), [GDN, ATTENTION], mode="heads").prepare("cpu")
+    assert time.perf_counter() - began < 0.5

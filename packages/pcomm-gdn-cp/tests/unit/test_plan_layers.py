@@ -1,0 +1,237 @@
+"""Whole layers on virtual ranks against the same layer on one, in every mode; and what breaks them.
+
+Comparisons are in fp64, where both sides are off by at most some hundred roundings of values near
+one. What is broken on purpose must be off by far more, or the comparison says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp.head_share import HeadShare, SectionShare
+from pcomm.gdn_cp.heads import HeadsRoute
+from pcomm.gdn_cp.pieces import Pieces
+from pcomm.gdn_cp.plan import Plan, make_plan
+from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp.state import StateRoute
+from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
+from pcomm.gdn_cp.testing.slow_decay import relative_error
+
+GDN, MAMBA, ATTENTION = GdnSpec(2, 4, 3, 5), Mamba2Spec(4, 3, 2, 5), AttentionSpec(4, 2, 4)
+# Key heads that several ranks need, and a mixer with as many groups as heads.
+NARROW_GDN, WIDE_MAMBA = GdnSpec(1, 4, 3, 2), Mamba2Spec(4, 2, 4, 3)
+DIM = 6
+# Zigzag chunks of 3 to 24 tokens at 2 to 8 ranks, so shorter and longer than a convolution.
+PACK = (0, 48, 48, 96, 192, 240)
+BOUND = 1e-12
+BROKEN = 1e-3
+
+Result = tuple[list[Tensor], list[Tensor]]
+
+
+def on_one(specs: list[Spec], cu_seqlens: tuple[int, ...]) -> Result:
+    """Output and gradients of the layers one after another, on one rank."""
+    plan = make_plan(cu_seqlens, (0, 1), specs)
+    (result,) = [_run(plan, specs, cu_seqlens)]
+    return [result[0][0], result[0][1]], result[1]
+
+
+def on_ranks(specs: list[Spec], cu_seqlens: tuple[int, ...], size: int, **options: Any) -> Result:
+    """The same by `size` ranks: tokens in the order of the pack, parameters summed over ranks."""
+
+    def on_rank(collectives: VirtualCollectives) -> tuple[Result, Plan]:
+        plan = make_plan(cu_seqlens, collectives, specs, hidden_dim=DIM, **options)
+        return _run(plan, specs, cu_seqlens), plan
+
+    results = run_virtual(on_rank, size)
+    order = results[0][1].tokens.order
+    tokens = []
+    for i in range(2):
+        whole = torch.cat([result[0][i] for result, _ in results])
+        tokens.append(torch.empty_like(whole).index_copy_(0, order, whole))
+    return tokens, [sum(grads) for grads in zip(*(r[1] for r, _ in results), strict=True)]  # type: ignore[misc]
+
+
+def _run(plan: Plan, specs: list[Spec], cu_seqlens: tuple[int, ...]) -> Result:
+    generator = torch.Generator().manual_seed(3)
+    shape = (cu_seqlens[-1], DIM)
+    hidden, upstream = (torch.randn(shape, generator=generator).double() for _ in range(2))
+    x = plan.shard(hidden).clone().requires_grad_()
+    y, weights = x, []
+    for seed, spec in enumerate(specs):
+        own = weights_of(spec, DIM, seed=seed)
+        weights += own.values()
+        y = y + mixer(plan, spec, y, own)
+    # On a rank without documents some weights meet nothing.
+    grads = torch.autograd.grad(y, [x, *weights], plan.shard(upstream), materialize_grads=True)
+    return [y.detach(), grads[0]], list(grads[1:])
+
+
+def error(actual: Result, expected: Result) -> float:
+    return max(relative_error(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(
+    ("spec", "size", "mode"),
+    [
+        *[(spec, size, mode) for spec in (GDN, MAMBA) for size in (2, 4)
+          for mode in ("heads", "docs", "state", "gather")],
+        *[(ATTENTION, size, mode) for size in (2, 4) for mode in ("heads", "docs", "gather")],
+        *[(spec, 3, mode) for spec in (GDN, MAMBA) for mode in ("docs", "state")],
+        # More ranks than heads.
+        *[(spec, 8, "state") for spec in (GDN, MAMBA)],
+        (NARROW_GDN, 4, "heads"),
+        (NARROW_GDN, 2, "state"),
+        (WIDE_MAMBA, 4, "heads"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_layer_on_many_ranks_is_the_layer_on_one(
+    spec: Spec, size: int, mode: str, layout: str
+) -> None:
+    expected = on_one([spec], PACK)
+    assert error(on_ranks([spec], PACK, size, mode=mode, layout=layout), expected) < BOUND
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather", "auto"])
+def test_a_hybrid_of_three_mixers_shares_one_plan(mode: str, layout: str) -> None:
+    specs = [GDN, MAMBA, ATTENTION, GDN]
+    expected = on_one(specs, PACK)
+    assert error(on_ranks(specs, PACK, 2, mode=mode, layout=layout), expected) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "size", "layout"),
+    [
+        # One sequence over all ranks; pieces shorter than the convolution; borders everywhere.
+        ((0, 24), 4, "contiguous"),
+        ((0, 8), 4, "contiguous"),
+        ((0, 8), 4, "zigzag"),
+        ((0, 4), 4, "contiguous"),
+        ((0, 1, 2, 3, 8, 9, 10, 12), 3, "contiguous"),
+        ((0, 1, 11, 12), 4, "contiguous"),
+        ((0, 5, 5, 10, 10), 5, "contiguous"),
+        ((0, 6, 6, 24, 30), 3, "zigzag"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
+def test_states_and_halos_cross_awkward_borders(
+    spec: Spec, cu_seqlens: tuple[int, ...], size: int, layout: str
+) -> None:
+    actual = on_ranks([spec], cu_seqlens, size, mode="state", layout=layout)
+    assert error(actual, on_one([spec], cu_seqlens)) < BOUND
+
+
+def test_a_rank_without_documents_takes_part() -> None:
+    cu_seqlens = (0, 24, 48)
+    for spec in (GDN, MAMBA, ATTENTION):
+        actual = on_ranks([spec], cu_seqlens, 3, mode="docs")
+        assert error(actual, on_one([spec], cu_seqlens)) < BOUND
+
+
+# -- deliberate breaks: each must be noticed -------------------------------------------------
+
+
+def drop_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = StateRoute.entry_states
+    monkeypatch.setattr(StateRoute, "entry_states", lambda *given: right(*given) * 0)
+
+
+def stop_state_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = StateRoute.entry_states
+
+    def broken(self: StateRoute, summary: tuple[Tensor, Tensor], group: Collectives) -> Tensor:
+        states = right(self, summary, group)
+        assert states is not None
+        # Still a collective in backward, but of nothing.
+        return states.detach() + 0 * states
+
+    monkeypatch.setattr(StateRoute, "entry_states", broken)
+
+
+def leak_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence starts in what the sequence before has left."""
+    right = Pieces._span_before
+
+    def broken(self: Pieces, pieces: Any) -> tuple[Tensor, Tensor]:
+        first, last = right(self, pieces)
+        return (first - 1).clamp(min=0), last
+
+    monkeypatch.setattr(Pieces, "_span_before", broken)
+
+
+def drop_halos(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = StateRoute.conv_halo
+    monkeypatch.setattr(StateRoute, "conv_halo", lambda *given: right(*given) * 0)
+
+
+def shift_halos(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Pieces.halo_rows
+    monkeypatch.setattr(Pieces, "halo_rows", lambda self, rank: right(self, rank).roll(1, 1))
+
+
+def skip_the_last_composition(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = StateRoute._steps_on
+    monkeypatch.setattr(StateRoute, "_steps_on", lambda *given: right(*given)[:-1])
+
+
+def swap_the_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = HeadsRoute._pack
+    monkeypatch.setattr(HeadsRoute, "_arrival", right)
+
+
+def take_the_heads_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = HeadShare._slice
+
+    def broken(self: HeadShare, part: Tensor, share: SectionShare, dim: int) -> Tensor:
+        other = HeadShare(self.spec, self.size, (self.rank + 1) % self.size)
+        return right(other, part, share, dim)
+
+    monkeypatch.setattr(HeadShare, "_slice", broken)
+
+
+def lose_the_gradient_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = HeadsRoute._collect
+
+    def broken(
+        self: HeadsRoute, buffer: Tensor, shares: tuple[SectionShare, ...], group: Collectives
+    ) -> tuple[Tensor, ...]:
+        found = right(self, buffer, shares, group)
+        return tuple(x / s.copies for x, s in zip(found, shares, strict=True))
+
+    monkeypatch.setattr(HeadsRoute, "_collect", broken)
+
+
+@pytest.mark.parametrize(
+    ("broken", "spec", "mode"),
+    [
+        *[(mistake, spec, "state") for spec in (GDN, MAMBA) for mistake in (
+            drop_states, stop_state_gradients, leak_states, drop_halos, shift_halos,
+            skip_the_last_composition)],
+        (swap_the_permutations, GDN, "heads"),
+        (swap_the_permutations, ATTENTION, "heads"),
+        (take_the_heads_of_another_rank, GDN, "heads"),
+        (lose_the_gradient_of_copies, NARROW_GDN, "heads"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else type(value).__name__,
+)  # fmt: skip
+def test_a_mistake_is_noticed(
+    broken: Callable[[pytest.MonkeyPatch], None],
+    spec: Spec,
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = on_one([spec], PACK)
+    assert error(on_ranks([spec], PACK, 4, mode=mode), expected) < BOUND
+    broken(monkeypatch)
+    assert error(on_ranks([spec], PACK, 4, mode=mode), expected) > BROKEN
