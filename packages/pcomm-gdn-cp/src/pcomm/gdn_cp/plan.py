@@ -67,7 +67,8 @@ class Plan:
         """Hidden states as the projections of this mixer want them.
 
         Whole documents in mode `docs`, in one all-to-all; the input itself in the others.
-        Collective, like all that follow: every rank calls it, in the same order. Differentiable.
+        Collective, like all that follow: every rank calls it, in the same order. Differentiable,
+        and backward is collective too: a rank that got no document runs the layer on no tokens.
 
         Args:
             spec: One of the plan's.
