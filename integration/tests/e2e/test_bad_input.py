@@ -41,7 +41,7 @@ def refused(capsys: Capture, code: int) -> str:
         ("train.global_batch_tokens=100", "100 is no multiple of 32"),
         ("parallel.tp=3", "tp 3, cp 1 for "),
         ("parallel.dp=5", "dp 5, tp 1, cp 1 for "),
-        ("parallel.cp=2", "comes with pcomm-gdn-cp"),
+        ("parallel.cp=3", "cp 3 for "),
         ("model.pattern=X", "'G' for Gated DeltaNet"),
     ],
 )

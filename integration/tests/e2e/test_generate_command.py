@@ -16,7 +16,6 @@ from pcomm.core.cli import main
 from pcomm.integration.generate.writer import Writer
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.sequences import PackedSequences
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +102,7 @@ def test_without_a_prompt_it_writes_all_the_same(
 def logits_at_once(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
     count = len(tokens)
     with torch.inference_mode():
-        return model(torch.tensor(tokens), torch.arange(count), PackedSequences((0, count)))
+        return model(torch.tensor(tokens), model.plan((0, count)))
 
 
 def logits_with_cache(
@@ -114,9 +113,8 @@ def logits_with_cache(
     parts = []
     with torch.inference_mode():
         for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, len(tokens)))]:
-            positions = torch.arange(start, stop) + (shift if start else 0)
-            borders = PackedSequences((0, stop - start))
-            parts.append(model(torch.tensor(tokens[start:stop]), positions, borders, cache))
+            cache.num_tokens += shift if start == prompt else 0
+            parts.append(model.extend(torch.tensor(tokens[start:stop]), cache))
     return torch.cat(parts)
 
 

@@ -10,7 +10,6 @@ from pcomm.integration import recipes
 from pcomm.integration.config_rules import validate
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.sequences import PackedSequences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,9 +23,7 @@ def gradient(device: str, dtype: torch.dtype) -> torch.Tensor:
     model = LanguageModel(config.model, config.data.vocabulary, device=device, dtype=dtype)
     initialise(model, config.model, seed=0)
     tokens = torch.arange(24, device=device) * 7 % config.data.vocabulary
-    positions = torch.cat([torch.arange(10), torch.arange(14)]).to(device)
-    sequences = PackedSequences((0, 10, 24))
-    model.token_losses(tokens, tokens.roll(-1), positions, sequences).sum().backward()
+    model.token_losses(tokens, tokens.roll(-1), model.plan((0, 10, 24))).sum().backward()
     found = model.embedding.weight.grad
     assert found is not None
     return found.cpu()

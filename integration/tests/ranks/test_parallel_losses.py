@@ -10,6 +10,8 @@ import torch
 
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.world import World, connect
+from pcomm.gdn_cp.plan import Plan
+from pcomm.gdn_cp.specs import Spec
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.config_rules import validate
@@ -20,6 +22,8 @@ from pcomm.integration.train import trainer as trainer_module
 from pcomm.integration.train.trainer import Trainer
 
 STEPS = 20
+# Enough for a wrong gradient to be seen in the losses, and four ranks share two cores here.
+CONTEXT_STEPS = 4
 ON_TWO = {
     "dp2": ParallelConfig(dp=2),
     "tp2": ParallelConfig(tp=2),
@@ -30,17 +34,32 @@ ON_FOUR = {
     "tp2 x dp2": ParallelConfig(dp=2, tp=2),
     "tp2+sequence x dp2": ParallelConfig(dp=2, tp=2, sequence=True),
 }
+# A row of tokens that ranks share is cut inside a document, in every mode that there is.
+ON_TWO_CONTEXT = {
+    f"cp2 {mode}": ParallelConfig(cp=2, cp_mode=mode)
+    for mode in ("auto", "heads", "docs", "state", "gather")
+}
+ON_FOUR_CONTEXT = {
+    "cp4": ParallelConfig(cp=4),
+    "cp4 state": ParallelConfig(cp=4, cp_mode="state"),
+    "cp2 x dp2": ParallelConfig(cp=2, dp=2, cp_mode="heads"),
+    "cp2 x tp2": ParallelConfig(cp=2, tp=2, cp_mode="docs"),
+    "cp2 x tp2+sequence": ParallelConfig(cp=2, tp=2, sequence=True, cp_mode="state"),
+}
 # Norms shared by heads are part of what has to agree, and groups that ranks share.
 MODEL = {"qk_norm": True, "mamba_groups": 2, "mamba_state_dim": 16}
-PATTERNS = ["A", "GM"]
-TRAIN = {"steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 5}
+PATTERNS = ["A", "GM", "G", "M", "GGGA"]
+ROW = 64
+TRAIN = {"steps": STEPS, "sequence_length": ROW, "learning_rate": 1e-2, "warmup_steps": 5}
 
 
 def config(parallel: ParallelConfig, pattern: str) -> Config:
-    """The tiny recipe; one and two ranks compute their share in two micro-batches."""
+    """The tiny recipe with longer rows, as many micro-batches as ranks allow."""
     tiny = recipes.tiny()
     share = tiny.train.global_batch_tokens // max(1, parallel.dp)
     micro = share if parallel.dp * parallel.tp > 2 else share // 2
+    # Alone in its micro-batch, a row is cut where no document ends.
+    micro = ROW if parallel.cp > 1 else micro
     return dataclasses.replace(
         tiny,
         parallel=parallel,
@@ -50,14 +69,16 @@ def config(parallel: ParallelConfig, pattern: str) -> Config:
 
 
 def losses(
-    parallel: ParallelConfig, run_dir: Path, dtype: torch.dtype, pattern: str
+    parallel: ParallelConfig, run_dir: Path, dtype: torch.dtype, pattern: str, steps: int = STEPS
 ) -> list[list[float]]:
     """Loss and gradient norm of each step, on this rank of whatever world there is."""
     with connect() as world:
-        return losses_in(world, config(parallel, pattern), run_dir, dtype)
+        return losses_in(world, config(parallel, pattern), run_dir, dtype, steps)
 
 
-def losses_in(world: World, asked: Config, run_dir: Path, dtype: torch.dtype) -> list[list[float]]:
+def losses_in(
+    world: World, asked: Config, run_dir: Path, dtype: torch.dtype, steps: int
+) -> list[list[float]]:
     resolved = validate(asked, world.size)
     with open_run_groups(resolved, world) as groups:
         batches = TrainBatches(
@@ -69,7 +90,7 @@ def losses_in(world: World, asked: Config, run_dir: Path, dtype: torch.dtype) ->
         )
         built = build_model(resolved, groups, world.device, dtype=dtype)
         trainer = Trainer(built, resolved, batches)
-        rows = [trainer.step(index).row for index in range(STEPS)]
+        rows = [trainer.step(index).row for index in range(steps)]
     return [[row["loss"], row["grad_norm"]] for row in rows]
 
 
@@ -107,11 +128,12 @@ def test_training_learns_something(single: dict, pattern: str) -> None:
 def compare(
     parallel: ParallelConfig, run_dir: Path, single: dict, dtype: torch.dtype, pattern: str = "A"
 ) -> None:
-    mine = torch.tensor(losses(parallel, run_dir, dtype, pattern), dtype=torch.float64)
-    exact = torch.tensor(single[pattern, torch.float64], dtype=torch.float64)
+    steps = CONTEXT_STEPS if parallel.cp > 1 else STEPS
+    mine = torch.tensor(losses(parallel, run_dir, dtype, pattern, steps), dtype=torch.float64)
+    exact = torch.tensor(single[pattern, torch.float64][:steps], dtype=torch.float64)
     # In fp32 the yardstick is how far the run on one process is from the exact one: the order of
     # additions differs, so the parallel run has rounding of its own, of the same size.
-    in_fp32 = torch.tensor(single[pattern, torch.float32], dtype=torch.float64)
+    in_fp32 = torch.tensor(single[pattern, torch.float32][:steps], dtype=torch.float64)
     own_error = (in_fp32 - exact).abs().max()
     allowed = 1e-10 if dtype == torch.float64 else 4 * float(own_error)
     worst = float((mine - exact).abs().max())
@@ -133,6 +155,29 @@ def test_recurrent_mixers_on_two_ranks(
     rank: int, parallel: ParallelConfig, run_dir: Path, single: dict
 ) -> None:
     compare(parallel, run_dir, single, torch.float64, "GM")
+
+
+@pytest.mark.parametrize("pattern", ["A", "M", "G", "GGGA"])
+@pytest.mark.parametrize("parallel", ON_TWO_CONTEXT.values(), ids=ON_TWO_CONTEXT)
+@ranks(2)
+def test_two_ranks_share_sequences(
+    rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single: dict
+) -> None:
+    compare(parallel, run_dir, single, torch.float64, pattern)
+
+
+@ranks(2)
+def test_two_ranks_share_sequences_in_fp32(rank: int, run_dir: Path, single: dict) -> None:
+    compare(ParallelConfig(cp=2), run_dir, single, torch.float32, "GGGA")
+
+
+@pytest.mark.parametrize("pattern", ["A", "GM"])
+@pytest.mark.parametrize("parallel", ON_FOUR_CONTEXT.values(), ids=ON_FOUR_CONTEXT)
+@ranks(4)
+def test_four_ranks_share_sequences(
+    rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single: dict
+) -> None:
+    compare(parallel, run_dir, single, torch.float64, pattern)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -171,3 +216,38 @@ def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: 
             compare(ON_TWO[parallel], run_dir, single, torch.float64)
     finally:
         setattr(trainer_module, attribute, whole)
+
+
+def drop_states(plan: Plan, spec: Spec, summary: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """A broken piece: sequences that go on on another rank begin anew there."""
+
+
+def drop_halo(plan: Plan, spec: Spec, inputs: torch.Tensor) -> None:
+    """A broken piece: the convolution does not see what came before on another rank."""
+
+
+def count_from_zero(plan: Plan, spec: Spec, device: torch.device) -> torch.Tensor:
+    """A broken piece: each rank's tokens are counted from its first one."""
+    return torch.arange(plan.tokens.num_tokens) % plan.tokens.local_tokens
+
+
+CONTEXT_MUTANTS = {
+    "states": ("entry_states", drop_states, "cp2 state", "GM"),
+    "halo": ("conv_halo", drop_halo, "cp2 state", "M"),
+    "positions": ("positions_of", count_from_zero, "cp2 heads", "A"),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXT_MUTANTS)
+@ranks(2)
+def test_a_plan_that_is_not_followed_is_noticed(
+    rank: int, name: str, run_dir: Path, single: dict
+) -> None:
+    attribute, broken, parallel, pattern = CONTEXT_MUTANTS[name]
+    whole = getattr(Plan, attribute)
+    setattr(Plan, attribute, broken)
+    try:
+        with pytest.raises(AssertionError, match="off by"):
+            compare(ON_TWO_CONTEXT[parallel], run_dir, single, torch.float64, pattern)
+    finally:
+        setattr(Plan, attribute, whole)

@@ -53,8 +53,6 @@ def _violations(corpus: TokenCorpus, batch: Batch) -> set[str]:
             wrong.add("two documents in a segment")
         elif tokens[0] != FILLING and tokens.tolist() != list(range(tokens[0], tokens[-1] + 1)):
             wrong.add("tokens out of order")
-        if batch.positions[start:stop].tolist() != list(range(stop - start)):
-            wrong.add("positions")
     for token, target in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
         if target != (IGNORE if token == FILLING or token in last else token + 1):
             wrong.add("a target of another document" if token in last else "a wrong target")
@@ -104,11 +102,8 @@ def _leak_targets(batch: Batch) -> Batch:
 
 MUTANTS = {
     "a target of another document": _leak_targets,
-    "two documents in a segment": lambda b: replace(
-        b, cu_seqlens=(*range(0, 33, 8),), positions=np.arange(32) % 8
-    ),
+    "two documents in a segment": lambda b: replace(b, cu_seqlens=(*range(0, 33, 8),)),
     "borders": lambda b: replace(b, cu_seqlens=b.cu_seqlens[:-1]),
-    "positions": lambda b: replace(b, positions=np.arange(32) % 8),
     "tokens out of order": lambda b: replace(b, tokens=b.tokens - (np.arange(32) == 1)),
     "a wrong target": lambda b: replace(b, targets=np.full(32, IGNORE)),
     "number of targets": lambda b: replace(b, num_targets=32),
@@ -229,7 +224,7 @@ def test_a_batch_does_not_depend_on_the_batches_before():
 
 def test_batches_are_what_torch_takes():
     batch = LEAK.batch(3)
-    for array in (batch.tokens, batch.targets, batch.positions):
+    for array in (batch.tokens, batch.targets):
         assert array.dtype == np.int64
         assert array.flags.c_contiguous
         assert array.flags.writeable

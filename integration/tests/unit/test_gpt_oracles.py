@@ -17,7 +17,7 @@ from pcomm.integration.config import Config, ModelConfig
 from pcomm.integration.config_rules import validate
 from pcomm.integration.models import attention, block
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.sequences import PackedSequences
+from pcomm.integration.models.norm import RMSNorm
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
 
@@ -96,12 +96,11 @@ def oracle(model: LanguageModel) -> nn.Module:
     return theirs.eval()
 
 
-def packed() -> tuple[Tensor, Tensor, PackedSequences]:
+def packed() -> tuple[Tensor, tuple[int, ...]]:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=generator)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
     borders = [sum(LENGTHS[:n]) for n in range(len(LENGTHS) + 1)]
-    return tokens, positions, PackedSequences(tuple(borders))
+    return tokens, tuple(borders)
 
 
 def their_logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -117,13 +116,14 @@ def their_logits(model: nn.Module, tokens: Tensor) -> Tensor:
 def test_logits_loss_and_gradients_equal_transformers(changes: dict[str, object]) -> None:
     ours = gpt(**changes)
     theirs = oracle(ours)
-    tokens, positions, sequences = packed()
+    tokens, borders = packed()
     targets = tokens.roll(-1)
     targets[::5] = -100
-    logits = ours(tokens, positions, sequences)
+    plan = ours.plan(borders)
+    logits = ours(tokens, plan)
     expected = their_logits(theirs, tokens)
     torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
-    loss = ours.token_losses(tokens, targets, positions, sequences).sum() / (targets >= 0).sum()
+    loss = ours.token_losses(tokens, targets, plan).sum() / (targets >= 0).sum()
     reference = nn.functional.cross_entropy(expected, targets)
     torch.testing.assert_close(loss, reference, rtol=0, atol=TOLERANCE)
     loss.backward()
@@ -146,9 +146,9 @@ BREAKS = {
     "sees the document before": (
         attention,
         "packed_attention",
-        lambda q, k, v, sequences: attention._equal_sequences(q, k, v, 1),
+        lambda q, k, v, cu_seqlens: attention._equal_sequences(q, k, v, 1),
     ),
-    "no norm": (block.RMSNorm, "forward", lambda self, x: x),
+    "no norm": (RMSNorm, "forward", lambda self, x: x),
 }
 
 
@@ -156,19 +156,20 @@ BREAKS = {
 def test_a_broken_part_is_seen_by_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same comparison, which must fail by far when a part is missing."""
     ours = gpt(layers=1)
-    tokens, positions, sequences = packed()
+    tokens, borders = packed()
     expected = their_logits(oracle(ours), tokens)
     monkeypatch.setattr(*BREAKS[name])
-    difference = (ours(tokens, positions, sequences) - expected).abs().max()
+    difference = (ours(tokens, ours.plan(borders)) - expected).abs().max()
     assert difference > 100 * TOLERANCE
 
 
 def test_a_token_of_one_document_does_not_reach_another() -> None:
     ours = gpt()
-    tokens, positions, sequences = packed()
+    tokens, borders = packed()
     changed = tokens.clone()
     changed[3] = (changed[3] + 1) % VOCABULARY
-    before, after = (ours(t, positions, sequences) for t in (tokens, changed))
+    plan = ours.plan(borders)
+    before, after = (ours(t, plan) for t in (tokens, changed))
     assert torch.equal(before[:3], after[:3])
     assert not torch.allclose(before[3 : LENGTHS[0]], after[3 : LENGTHS[0]])
     assert torch.equal(before[LENGTHS[0] :], after[LENGTHS[0] :])
@@ -176,6 +177,6 @@ def test_a_token_of_one_document_does_not_reach_another() -> None:
 
 def test_the_loss_ignores_what_has_no_target() -> None:
     ours = gpt(layers=1)
-    tokens, positions, sequences = packed()
-    losses = ours.token_losses(tokens, torch.full_like(tokens, -100), positions, sequences)
+    tokens, borders = packed()
+    losses = ours.token_losses(tokens, torch.full_like(tokens, -100), ours.plan(borders))
     assert torch.equal(losses, torch.zeros_like(losses))

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pcomm.gdn_cp.cores.choice import Kernels
 from pcomm.integration.config import Config, ModelConfig
 from pcomm.integration.config_rules import validate
-from pcomm.integration.models import gated_delta_net, mamba2
+from pcomm.integration.models import gated_delta_net
+from pcomm.integration.models.context import Context
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.sequences import PackedSequences
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
 
@@ -123,10 +124,10 @@ def their_mamba2(ours: nn.Module, config: ModelConfig) -> nn.Module:
     return layer.eval()
 
 
-def packed_inputs(width: int) -> tuple[Tensor, PackedSequences]:
+def packed_inputs(width: int) -> tuple[Tensor, tuple[int, ...]]:
     borders = [sum(LENGTHS[:n]) for n in range(len(LENGTHS) + 1)]
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(borders[-1], width, generator=generator), PackedSequences(tuple(borders))
+    return torch.randn(borders[-1], width, generator=generator), tuple(borders)
 
 
 def compare(pattern: str) -> tuple[float, float]:
@@ -134,7 +135,7 @@ def compare(pattern: str) -> tuple[float, float]:
     model = model_of(pattern)
     mixer = model.blocks[0].mixer
     theirs = theirs_of(mixer, model.config)
-    x, sequences = packed_inputs(model.config.width)
+    x, borders = packed_inputs(model.config.width)
     upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(4))
 
     def run(function: object) -> tuple[Tensor, Tensor]:
@@ -142,10 +143,7 @@ def compare(pattern: str) -> tuple[float, float]:
         y = function(mine)  # type: ignore[operator]
         return y.detach(), torch.autograd.grad(y, mine, upstream)[0]
 
-    from pcomm.integration.models.context import Context
-    from pcomm.integration.models.rotary import rotation
-
-    context = Context(sequences, rotation(torch.arange(len(x)), 16, 1e4, torch.float32))
+    context = Context(model.plan(borders), None)
     y, gradient = run(lambda x: mixer(x, context))
     expected, their_gradient = run(
         lambda x: torch.cat([theirs(part.unsqueeze(0))[0] for part in x.split(LENGTHS)])
@@ -160,23 +158,19 @@ def test_output_and_gradient_equal_transformers(pattern: str) -> None:
     assert gradient < TOLERANCE
 
 
-BREAKS = {
-    "G": (gated_delta_net, "chunk_gated_delta_rule"),
-    "M": (mamba2, "chunk_state_space"),
-}
+BREAKS = {"G": "chunk_gated_delta_rule", "M": "chunk_state_space"}
 
 
 @pytest.mark.parametrize("pattern", BREAKS)
 def test_a_state_that_leaks_between_documents_is_seen(
     pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, name = BREAKS[pattern]
-    whole = getattr(module, name)
+    whole = getattr(Kernels, BREAKS[pattern])
 
     def leaking(*inputs: Tensor, cu_seqlens: tuple[int, ...], **options: object) -> object:
         return whole(*inputs, cu_seqlens=(0, cu_seqlens[-1]), **options)
 
-    monkeypatch.setattr(module, name, leaking)
+    monkeypatch.setattr(Kernels, BREAKS[pattern], leaking)
     assert compare(pattern)[0] > 100 * TOLERANCE
 
 
@@ -185,19 +179,11 @@ def test_token_by_token_equals_all_at_once(pattern: str) -> None:
     model = model_of(pattern).eval()
     tokens = torch.arange(40) * 7 % 61
     with torch.inference_mode():
-        whole = model(tokens, torch.arange(40), PackedSequences((0, 40)))
+        whole = model(tokens, model.plan((0, 40)))
         for prompt in (1, 2, 17):
             cache = model.new_cache(40)
             steps = [(0, prompt), *((i, i + 1) for i in range(prompt, 40))]
-            parts = [
-                model(
-                    tokens[start:stop],
-                    torch.arange(start, stop),
-                    PackedSequences((0, stop - start)),
-                    cache,
-                )
-                for start, stop in steps
-            ]
+            parts = [model.extend(tokens[start:stop], cache) for start, stop in steps]
             assert float((torch.cat(parts) - whole).abs().max()) < TOLERANCE
 
 

@@ -30,7 +30,7 @@ def validate(config: Config, world_size: int) -> Config:
     _check_ranges(config)
     model = _resolve_model(config.model)
     parallel = _resolve_parallel(config.parallel, world_size)
-    _check_shards(model, config.data.vocabulary, parallel.tp)
+    _check_shards(model, config.data.vocabulary, parallel)
     train = _resolve_batch(config.train, parallel)
     return replace(config, model=model, parallel=parallel, train=train)
 
@@ -199,17 +199,21 @@ def _resolve_recurrent(model: ModelConfig) -> ModelConfig:
 
 
 def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
-    for axis, size, kind, package in (
-        ("cp", parallel.cp, "Context", "pcomm-gdn-cp"),
-        ("ep", parallel.ep, "Expert", "pcomm-fsdp"),
-    ):
-        if size > 1:
-            raise UnsupportedError(
-                f"parallel.{axis}",
-                found=f"the value {size}",
-                why=f"{kind} parallelism comes with {package}; this version has dp and tp.",
-                fix=f"Set parallel.{axis} to 1 and use the ranks for dp or tp.",
-            )
+    if parallel.ep > 1:
+        raise UnsupportedError(
+            "parallel.ep",
+            found=f"the value {parallel.ep}",
+            why="Expert parallelism comes with pcomm-fsdp; this version has dp, cp and tp.",
+            fix="Set parallel.ep to 1 and use the ranks for dp, cp or tp.",
+        )
+    if parallel.cp_mode == "docs" and parallel.sequence and parallel.tp > 1:
+        raise UnsupportedError(
+            "parallel.cp_mode",
+            found="'docs' with parallel.sequence = true",
+            why="That mode sends the hidden states of whole documents, and with "
+            "parallel.sequence each rank of tp has only some of a document's tokens.",
+            fix="Set parallel.sequence = false, or parallel.cp_mode to 'auto' or 'heads'.",
+        )
     named = f"dp {parallel.dp}, tp {parallel.tp}, cp {parallel.cp}"
     others = parallel.tp * parallel.cp
     dp = parallel.dp or world_size // others
@@ -220,13 +224,14 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConf
             why="Each rank has one place in the grid, so dp x tp x cp must equal the number of "
             "ranks, and with dp = 0 the ranks must be a multiple of tp x cp.",
             fix=f"Start a multiple of {others} ranks and set parallel.dp = 0, or change "
-            "parallel.tp.",
+            "parallel.tp or parallel.cp.",
         )
     return replace(parallel, dp=dp)
 
 
-def _check_shards(model: ModelConfig, vocabulary: int, tp: int) -> None:
-    """Every dimension that the ranks of `tp` split, for the mixers that the pattern has."""
+def _check_shards(model: ModelConfig, vocabulary: int, parallel: ParallelConfig) -> None:
+    """Every dimension that the ranks split, for the mixers that the pattern has."""
+    tp = parallel.tp
     by_mixer = {
         "A": (
             ("model.heads", model.heads, "query heads"),
@@ -252,6 +257,18 @@ def _check_shards(model: ModelConfig, vocabulary: int, tp: int) -> None:
         _must_divide(
             key, (key, size), ("parallel.tp", tp), f"Each rank of tp holds as many {part}."
         )
+    if parallel.cp_mode == "heads":
+        for letter, ((key, size, _), *others) in by_mixer.items():
+            # Output heads are what cp shares: queries, values, and those of Mamba-2.
+            key, size, _ = others[0] if letter == "G" else (key, size, "")
+            if letter in model.pattern:
+                _must_divide(
+                    key,
+                    (f"{key} on each rank of tp", size // tp),
+                    ("parallel.cp", parallel.cp),
+                    "With parallel.cp_mode = 'heads' each rank of cp works on as many heads; the "
+                    "other modes need no heads to divide.",
+                )
 
 
 def _resolve_batch(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
@@ -283,10 +300,16 @@ def _resolve_batch(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
         ("train.micro_batch_tokens", micro),
         "The share is computed in micro-batches of one size.",
     )
+    _must_divide(
+        "parallel.cp",
+        ("the number of tokens of a micro-batch", micro),
+        ("parallel.cp", parallel.cp),
+        "Each rank of cp holds as many tokens between the layers.",
+    )
     if parallel.sequence:
         _must_divide(
             "parallel.sequence",
-            ("the number of tokens of a micro-batch", micro),
+            ("the number of tokens of a micro-batch on a rank of cp", micro // parallel.cp),
             ("parallel.tp", parallel.tp),
             "Each rank of tp holds as many tokens between the layers.",
         )

@@ -1,11 +1,13 @@
 """The choice of kernels is visible, and the way over flash-linear-attention maps arguments right.
 
-Its kernels want a GPU; here a module of the same names stands in, and computes with our cores.
+Its kernels want a GPU. Here functions with the names and parameters of fla-core 0.6.0 stand in:
+the gated delta rule computes with our core, simple gated linear attention token by token.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -17,30 +19,99 @@ from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
 from pcomm.gdn_cp.cores import choice
 from pcomm.gdn_cp.cores.choice import Kernels, choose_kernels
 from pcomm.gdn_cp.cores.gated_delta import chunk_gated_delta_rule
-from pcomm.gdn_cp.testing.slow_decay import delta_inputs, gradients, offsets, relative_error
+from pcomm.gdn_cp.testing.slow_decay import (
+    delta_inputs,
+    gradients,
+    offsets,
+    relative_error,
+    state_space_inputs,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+OPERATIONS = {"gated_delta_rule": "chunk_gated_delta_rule", "simple_gla": "chunk_simple_gla"}
+FLA, TORCH = Kernels("fla", "for the test"), Kernels("torch", "for the test")
+
+
+def check_call(
+    q: Tensor, k: Tensor, v: Tensor, gates: Any, state: Any, cu_seqlens: Any, cu_seqlens_cpu: Any
+) -> list[int]:
+    """What the kernels take for granted; the offsets."""
+    assert q.dtype == k.dtype == v.dtype
+    assert q.shape == k.shape
+    assert all(gate.shape == v.shape[:-1] and gate.dtype == torch.float32 for gate in gates)
+    num_sequences = len(cu_seqlens) - 1
+    assert state.shape == (num_sequences, v.shape[2], k.shape[3], v.shape[3])
+    assert cu_seqlens_cpu.device == CPU
+    assert torch.equal(cu_seqlens.cpu(), cu_seqlens_cpu)
+    assert 0 not in cu_seqlens.diff()
+    return cu_seqlens.tolist()
 
 
 @pytest.fixture
-def fla(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Stand-in for the package; the options of each call."""
+def fla(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stand-in for the package; the operations that were called."""
     calls = []
 
-    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-        calls.append(options)
-        cu_seqlens = options["cu_seqlens"].tolist()
-        assert 0 not in options["cu_seqlens"].diff()
+    def delta(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        calls.append("gated_delta_rule")
+        cuts = check_call(q, k, v, (g, beta), initial_state, cu_seqlens, cu_seqlens_cpu)
+        scale = k.shape[-1] ** -0.5 if scale is None else scale
         output, final = chunk_gated_delta_rule(
-            *(x[0] for x in (options["scale"] * q, k, v, g, beta)),
-            cu_seqlens=cu_seqlens,
-            initial_state=options["initial_state"],
+            *(x[0] for x in (scale * q, k, v, g, beta)),
+            cu_seqlens=cuts,
+            initial_state=initial_state,
         )
-        return output[None], final
+        return output[None], final if output_final_state else None
 
-    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["fla.ops.gated_delta_rule"].chunk_gated_delta_rule = run
+    def simple(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None = None,
+        g_gamma: Tensor | None = None,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        state_v_first: bool = False,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        calls.append("simple_gla")
+        # One head of queries and keys for each of the values: it has no groups.
+        assert q.shape[2] == v.shape[2]
+        assert g_gamma is None
+        assert not state_v_first
+        cuts = check_call(q, k, v, (g,), initial_state, cu_seqlens, cu_seqlens_cpu)
+        scale = k.shape[-1] ** -0.5 if scale is None else scale
+        outputs, states = [], []
+        q, k, values = (x[0].float() for x in (q, k, v))
+        decay = g[0].exp()
+        for state, (start, stop) in zip(initial_state, pairwise(cuts), strict=True):
+            for t in range(start, stop):
+                written = k[t, :, :, None] * values[t, :, None, :]
+                state = decay[t, :, None, None] * state + written
+                outputs.append(scale * (q[t, :, :, None] * state).sum(1))
+            states.append(state)
+        output = torch.stack(outputs).to(v.dtype)[None]
+        return output, torch.stack(states) if output_final_state else None
+
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", ModuleType("fla.ops"))
+    for (folder, name), run in zip(OPERATIONS.items(), (delta, simple), strict=True):
+        module = ModuleType(f"fla.ops.{folder}")
+        setattr(module, name, run)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(choice, "find_spec", lambda name: name == "fla" or None)
     return calls
 
@@ -48,8 +119,10 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("fla")
 def test_fla_runs_on_cuda_where_it_is_installed() -> None:
     chosen = choose_kernels(CUDA, torch.bfloat16)
-    assert chosen.name == "fla"
-    assert "installed, and values are torch.bfloat16 on cuda" in chosen.describe()
+    assert chosen.describe() == (
+        "gated delta rule: fla chunk_gated_delta_rule, state space: fla chunk_simple_gla "
+        "(installed, and values are torch.bfloat16 on cuda)"
+    )
     assert choose_kernels(CUDA, torch.bfloat16, wanted="torch").describe().endswith("(asked for)")
 
 
@@ -62,7 +135,8 @@ def test_fla_runs_on_cuda_where_it_is_installed() -> None:
 def test_ours_run_elsewhere_and_say_why(
     device: torch.device, dtype: torch.dtype, reason: str
 ) -> None:
-    assert choose_kernels(device, dtype).describe() == f"gated delta rule: torch ({reason})"
+    said = f"gated delta rule: torch, state space: torch ({reason})"
+    assert choose_kernels(device, dtype).describe() == said
     with pytest.raises(UnsupportedError, match=reason):
         choose_kernels(device, dtype, wanted="fla")
 
@@ -72,30 +146,141 @@ def test_without_fla_ours_run_on_cuda_and_say_why(monkeypatch: pytest.MonkeyPatc
     assert "not installed" in choose_kernels(CUDA, torch.float32).describe()
 
 
+@pytest.mark.usefixtures("fla")
+@pytest.mark.parametrize(
+    ("major", "triton", "name"),
+    [(9, "3.6.0", "torch"), (9, "3.7.1", "fla"), (9, "3.3.1", "fla"), (10, "3.6.0", "fla")],
+    ids=str,
+)
+def test_a_triton_that_fla_refuses_on_hopper_leaves_it_out(
+    monkeypatch: pytest.MonkeyPatch, major: int, triton: str, name: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(choice, "version", {"triton": triton}.__getitem__)
+    chosen = choose_kernels(CUDA, torch.bfloat16)
+    assert chosen.name == name
+    assert (f"triton {triton} is wrong on Hopper" in chosen.reason) == (name == "torch")
+
+
 def test_unknown_kernels_are_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'torch'"):
         choose_kernels(CPU, torch.float32, wanted="troch")
 
 
-@pytest.mark.parametrize("lengths", [(70, 5), (0, 3, 0, 66, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("with_state", [False, True], ids=["zeros", "state"])
-def test_both_ways_give_the_same(
-    fla: list[dict[str, Any]], lengths: tuple[int, ...], with_state: bool
+PACKS = pytest.mark.parametrize("lengths", [(70, 5), (0, 3, 0, 66, 0), (0, 0)], ids=str)
+WITH_STATE = pytest.mark.parametrize("with_state", [False, True], ids=["zeros", "state"])
+
+
+@PACKS
+@WITH_STATE
+def test_both_ways_give_the_same_gated_delta_rule(
+    fla: list[str], lengths: tuple[int, ...], with_state: bool
 ) -> None:
     *tokens, state = inputs = delta_inputs(lengths, dtype=torch.float32)
     options = {"cu_seqlens": offsets(lengths), "initial_state": state if with_state else None}
-    ways = [Kernels(name, "for the test") for name in ("fla", "torch")]
-    theirs, ours = (kernels.chunk_gated_delta_rule(*tokens, **options) for kernels in ways)
-    assert len(fla) == bool(sum(lengths))
+    theirs, ours = (way.chunk_gated_delta_rule(*tokens, **options) for way in (FLA, TORCH))
+    assert fla == ["gated_delta_rule"] * bool(sum(lengths))
+    leaves = tuple(inputs)
     assert relative_error(theirs, ours) == 0
-    if sum(lengths):
-        leaves = tuple(inputs)
-        assert relative_error(gradients(theirs, leaves), gradients(ours, leaves)) == 0
-        assert fla[0]["cu_seqlens_cpu"].device == CPU
+    assert relative_error(gradients(theirs, leaves), gradients(ours, leaves)) == 0
+
+
+@PACKS
+@WITH_STATE
+@pytest.mark.parametrize("with_skip", [False, True], ids=["no skip", "skip"])
+def test_both_ways_give_the_same_state_space(
+    fla: list[str], lengths: tuple[int, ...], with_state: bool, with_skip: bool
+) -> None:
+    inputs = state_space_inputs(lengths, dtype=torch.float32)
+    x, dt, a_log, b, c, d, bias, state = inputs
+    options = {"d_H": d if with_skip else None, "dt_bias_H": bias, "cu_seqlens": offsets(lengths)}
+    options["initial_state"] = state if with_state else None
+    theirs, ours = (way.chunk_state_space(x, dt, a_log, b, c, **options) for way in (FLA, TORCH))
+    assert fla == ["simple_gla"] * bool(sum(lengths))
+    leaves = tuple(inputs)
+    # fp32 sums over at most 70 tokens and 6 rows of a state, in another order.
+    assert relative_error(theirs, ours) < 1e-5
+    assert relative_error(gradients(theirs, leaves), gradients(ours, leaves)) < 1e-5
+
+
+def test_a_state_space_in_bf16_is_rounded_where_it_says(fla: list[str]) -> None:
+    inputs = state_space_inputs((40, 9), dtype=torch.bfloat16)
+    x, dt, a_log, b, c, d, bias, _ = inputs
+    # Parameters stay in fp32 where a model keeps them so.
+    a_log, d, bias = (p.detach().float().requires_grad_() for p in (a_log, d, bias))
+    options = {"d_H": d, "dt_bias_H": bias, "cu_seqlens": offsets((40, 9))}
+    theirs, ours = (way.chunk_state_space(x, dt, a_log, b, c, **options) for way in (FLA, TORCH))
+    assert fla == ["simple_gla"]
+    assert [y.dtype for y in theirs] == [y.dtype for y in ours] == [torch.bfloat16, torch.float32]
+    # Of dt x, of what is read, and of the sum with what skips the state; ours rounds the last only.
+    roundings, unit = 4, torch.finfo(torch.bfloat16).eps / 2
+    assert relative_error(theirs, ours) < roundings * unit
+    leaves = (x, dt, a_log, b, c, d, bias)
+    assert relative_error(gradients(theirs, leaves), gradients(ours, leaves)) < 2 * roundings * unit
 
 
 @pytest.mark.usefixtures("fla")
-def test_bad_offsets_are_refused_before_its_kernels_run() -> None:
-    *tokens, _ = delta_inputs((8,))
-    with pytest.raises(LayoutError, match="cu_seqlens ends at 7"):
-        Kernels("fla", "for the test").chunk_gated_delta_rule(*tokens, cu_seqlens=(0, 7))
+@pytest.mark.parametrize("way", [FLA, TORCH], ids=lambda way: way.name)
+def test_without_tokens_every_input_still_gets_its_gradient(way: Kernels) -> None:
+    """Backward of a rank without documents has to arrive at the collectives before the core."""
+    *tokens, _ = delta_inputs((0,), dtype=torch.float32)
+    x, dt, a_log, b, c, d, bias, _ = state_space_inputs((0,), dtype=torch.float32)
+    output, _ = way.chunk_gated_delta_rule(*tokens, cu_seqlens=(0, 0))
+    y, _ = way.chunk_state_space(x, dt, a_log, b, c, d_H=d, dt_bias_H=bias, cu_seqlens=(0, 0))
+    leaves = (*tokens, x, dt, a_log, b, c, d, bias)
+    grads = torch.autograd.grad((output.sum(), y.sum()), leaves, allow_unused=True)
+    assert all(grad is not None and not grad.any() for grad in grads)
+
+
+def state_space(**changed: Any) -> None:
+    x, dt, a_log, b, c, d, bias, _ = state_space_inputs((8,), dtype=torch.float32)
+    tensors = {"x_THP": x, "dt_TH": dt, "a_log_H": a_log, "b_TGS": b, "c_TGS": c, "d_H": d}
+    FLA.chunk_state_space(**{**tensors, "dt_bias_H": bias, "cu_seqlens": (0, 8), **changed})
+
+
+def gated_delta_rule(**changed: Any) -> None:
+    q, k, v, g, beta, _ = delta_inputs((8,), dtype=torch.float32)
+    tensors = {"q_TGK": q, "k_TGK": k, "v_THV": v, "g_TH": g, "beta_TH": beta}
+    FLA.chunk_gated_delta_rule(**{**tensors, "cu_seqlens": (0, 8), **changed})
+
+
+@pytest.mark.parametrize("run", [gated_delta_rule, state_space])
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"cu_seqlens": (0, 7)}, LayoutError, "cu_seqlens ends at 7"),
+        ({"cu_seqlens": (0, 9, 8)}, LayoutError, "no offset be smaller"),
+        ({"initial_state": torch.zeros(2, 4, 6, 5)}, ConfigError, r"has \(1, 4, 6, 5\)"),
+    ],
+    ids=["tail", "falling", "state"],
+)
+def test_bad_packs_are_refused_before_its_kernels_run(
+    fla: list[str], run: Any, changed: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        run(**changed)
+    assert not fla
+
+
+@pytest.mark.parametrize(
+    ("run", "changed", "error", "words"),
+    [
+        (gated_delta_rule, {"q_TGK": torch.zeros(8, 4, 6)}, ConfigError, r"has \(8, 2, 6\)"),
+        (state_space, {"c_TGS": torch.zeros(8, 4, 6)}, ConfigError, r"has \(8, 2, 6\)"),
+        (state_space, {"d_H": torch.zeros(3)}, ConfigError, r"has \(4,\)"),
+        (
+            gated_delta_rule,
+            dict.fromkeys(("q_TGK", "k_TGK"), torch.zeros(8, 2, 257)),
+            UnsupportedError,
+            "key heads of 257",
+        ),
+    ],
+    ids=["q", "c", "d", "wide"],
+)
+def test_bad_tensors_are_refused_before_its_kernels_run(
+    fla: list[str], run: Any, changed: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        run(**changed)
+    assert not fla

@@ -47,9 +47,6 @@ class Batch:
     targets: NDArray[np.int64]
     """`[T]`, the next token of the same document, or `IGNORE`."""
 
-    positions: NDArray[np.int64]
-    """`[T]`, place within the segment, from 0."""
-
     cu_seqlens: tuple[int, ...]
     """`S + 1` borders: segment s is `cu_seqlens[s]:cu_seqlens[s + 1]`; from 0 to T."""
 
@@ -67,9 +64,7 @@ def pack(corpus: TokenCorpus, segments: Sequence[Segment]) -> Batch:
         cu_seqlens.append(cu_seqlens[-1] + segment.length)
     tokens = np.full(cu_seqlens[-1], corpus.end_id, dtype=np.int64)
     targets = np.full(cu_seqlens[-1], IGNORE, dtype=np.int64)
-    positions = np.empty(cu_seqlens[-1], dtype=np.int64)
     for segment, begin, end in zip(segments, cu_seqlens, cu_seqlens[1:], strict=False):
-        positions[begin:end] = np.arange(segment.length)
         if segment.start == PADDING:
             continue
         stop = segment.start + segment.length
@@ -81,7 +76,6 @@ def pack(corpus: TokenCorpus, segments: Sequence[Segment]) -> Batch:
     return Batch(
         tokens=tokens,
         targets=targets,
-        positions=positions,
         cu_seqlens=tuple(cu_seqlens),
         num_targets=len(predicted),
         num_bytes=int(corpus.bytes_per_id[predicted].sum(dtype=np.int64)),

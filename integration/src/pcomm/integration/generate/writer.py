@@ -18,7 +18,6 @@ from pcomm.integration.config_rules import validate
 from pcomm.integration.data.tokenizer import BytePairTokenizer, load_tokenizer
 from pcomm.integration.generate.sampling import sample
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.sequences import PackedSequences
 
 __all__ = ["Text", "Writer"]
 
@@ -97,12 +96,9 @@ class Writer:
         # every segment is read alone, so the end mark is the only start that was never context.
         fed = self.tokenizer.encode(prompt) or [self.tokenizer.end_id]
         cache = self.model.new_cache(len(fed) + limit)
-        position = 0
         for _ in range(limit):
             tokens_T = torch.tensor(fed, device=device)
-            positions_T = torch.arange(position, position + len(fed), device=device)
-            logits_TV = self.model(tokens_T, positions_T, PackedSequences((0, len(fed))), cache)
-            position += len(fed)
+            logits_TV = self.model.extend(tokens_T, cache)
             token = sample(logits_TV[-1], temperature, generator)
             yield token
             if token == self.tokenizer.end_id:

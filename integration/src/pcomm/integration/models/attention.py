@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pcomm.integration.config import ModelConfig
+from pcomm.gdn_cp.specs import AttentionSpec
 from pcomm.integration.models.context import Context, KeyValueCache
-from pcomm.integration.models.norm import RMSNorm
-from pcomm.integration.models.rotary import rotate
-from pcomm.integration.models.sequences import PackedSequences
+from pcomm.integration.models.layer_builder import LayerBuilder
+from pcomm.integration.models.rotary import Rotation, rotate
 
 __all__ = ["Attention", "packed_attention"]
 
@@ -28,75 +28,36 @@ class Attention(nn.Module):
     of each of the three.
 
     Args:
-        config: With every size filled in.
-        collectives: Of the tensor-parallel group.
-        sequence_parallel: Whether input and output are this rank's share of the tokens.
-        index: Which layer's cache is ours.
-        device: Where the parameters are.
-        dtype: Of the parameters.
+        build: Sizes, and the tensor-parallel group.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        collectives: Collectives,
-        *,
-        sequence_parallel: bool,
-        index: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
-        size, unit = collectives.size, config.head_dim
-        heads = Layout.even(config.heads * unit, size, unit=unit)
-        kv_heads = Layout.even(config.kv_heads * unit, size, unit=unit)
-        self.index, self.head_dim = index, unit
-        self.num_heads = heads.sizes[collectives.rank] // unit
-        self.num_kv_heads = kv_heads.sizes[collectives.rank] // unit
-        self.qkv = ColumnParallelLinear(
-            config.width,
-            Layout.sections([heads, kv_heads, kv_heads]),
-            collectives,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=dtype,
-        )
-        self.output = RowParallelLinear(
-            heads,
-            config.width,
-            collectives,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=dtype,
-        )
+        config, unit = build.config, build.config.head_dim
+        heads, kv_heads = build.split(config.heads, unit), build.split(config.kv_heads, unit)
+        self.sizes = [build.own(layout) for layout in (heads, kv_heads, kv_heads)]
+        self.spec = AttentionSpec(self.sizes[0] // unit, self.sizes[1] // unit, unit)
+        self.qkv = build.from_stream(Layout.sections([heads, kv_heads, kv_heads]))
+        self.output = build.to_stream(heads)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            # All heads share the weight, and each rank has only some heads.
-            self.q_norm, self.k_norm = (
-                RMSNorm(
-                    unit,
-                    config.norm_eps,
-                    has_partial_gradient=size > 1,
-                    device=device,
-                    dtype=dtype,
-                )
-                for _ in range(2)
-            )
+            self.q_norm, self.k_norm = build.head_norm(unit), build.head_norm(unit)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """`[T, D]` to `[T, D]`; collective over the tensor-parallel group."""
-        num_q, num_kv = self.num_heads, self.num_kv_heads
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        q_THK, k_TGK, v_TGK = heads.split([num_q, num_kv, num_kv], -2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
-        q_THK, k_TGK = rotate(q_THK, context.rotation), rotate(k_TGK, context.rotation)
-        if context.cache is None:
-            mixed_THK = packed_attention(q_THK, k_TGK, v_TGK, context.sequences)
-        else:
-            cache = context.cache[self.index]
-            assert isinstance(cache, KeyValueCache)
-            mixed_THK = _cached_attention(q_THK, k_TGK, v_TGK, cache)
+        """`[T, D]` to `[T, D]`; collective over tensor- and context-parallel group."""
+        plan, spec, turn = context.plan, self.spec, context.rotation
+        assert turn is not None, "a model with attention has rotations"
+        sections = self._projected(context.enter(spec, x))
+        q, k, v = (self._heads(part) for part in plan.to_heads(spec, sections))
+        cu_seqlens = plan.cu_seqlens_of(spec)
+        mixed_THK = packed_attention(rotate(q, turn), rotate(k, turn), v, cu_seqlens)
+        output: Tensor = self.output(plan.from_heads(spec, mixed_THK.flatten(-2)))
+        return context.leave(spec, output)
+
+    def extend(self, x: Tensor, rotation: Rotation, cache: KeyValueCache) -> Tensor:
+        """The same for the next tokens of the sequence that `cache` holds, on one context rank."""
+        q, k, v = (self._heads(part) for part in self._projected(x))
+        mixed_THK = _cached_attention(rotate(q, rotation), rotate(k, rotation), v, cache)
         output: Tensor = self.output(mixed_THK.flatten(-2))
         return output
 
@@ -104,9 +65,21 @@ class Attention(nn.Module):
         """What this layer keeps of a sequence while text is written."""
         return KeyValueCache(max_tokens)
 
+    def _projected(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values, heads side by side."""
+        q, k, v = self.qkv(x).split(self.sizes, -1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(self._heads(q)).flatten(-2)
+            k = self.k_norm(self._heads(k)).flatten(-2)
+        return [q, k, v]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (-1, self.spec.head_dim))
+        return heads
+
 
 def packed_attention(
-    q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, sequences: PackedSequences
+    q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cu_seqlens: Sequence[int]
 ) -> Tensor:
     """Causal attention of each sequence with itself alone; local.
 
@@ -118,12 +91,15 @@ def packed_attention(
         q_THK: Queries.
         k_TGK: Keys; H is a multiple of G, and neighbouring query heads share one.
         v_TGK: Values.
-        sequences: Over T tokens.
+        cu_seqlens: Offsets of the sequences in the T tokens; some may be empty, or all.
 
     Returns:
         `[T, H, K]`.
     """
-    runs = sequences.runs
+    runs = _equal_runs(cu_seqlens)
+    if not runs:
+        # A rank may have no document; backward still has to find its way to what was sent here.
+        return q_THK
     if len(runs) == 1:
         return _equal_sequences(q_THK, k_TGK, v_TGK, runs[0][0])
     lengths = [count * length for count, length in runs]
@@ -134,6 +110,15 @@ def packed_attention(
             for q, k, v, (count, _) in zip(queries, keys, values, runs, strict=True)
         ]
     )
+
+
+def _equal_runs(cu_seqlens: Sequence[int]) -> list[tuple[int, int]]:
+    """`(how many, of which length)` for neighbours of equal length, without the empty ones.
+
+    In packed rows most are whole rows, and so neighbours are computed as one batch.
+    """
+    lengths = (b - a for a, b in itertools.pairwise(cu_seqlens) if b > a)
+    return [(len(list(same)), length) for length, same in itertools.groupby(lengths)]
 
 
 def _equal_sequences(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:

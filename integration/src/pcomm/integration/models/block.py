@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.integration.config import ModelConfig
 from pcomm.integration.models.attention import Attention
-from pcomm.integration.models.context import Context
+from pcomm.integration.models.context import Context, LayerCache
 from pcomm.integration.models.gated_delta_net import GatedDeltaNet
+from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.mamba2 import Mamba2
 from pcomm.integration.models.mlp import SwiGLU
-from pcomm.integration.models.norm import RMSNorm
+from pcomm.integration.models.rotary import Rotation
 
-__all__ = ["Block"]
+__all__ = ["Block", "Mixer"]
 
-_MIXERS: dict[str, type[Attention | GatedDeltaNet | Mamba2]] = {
-    "A": Attention,
-    "G": GatedDeltaNet,
-    "M": Mamba2,
-}
+Mixer = Attention | GatedDeltaNet | Mamba2
+
+_MIXERS: dict[str, type[Mixer]] = {"A": Attention, "G": GatedDeltaNet, "M": Mamba2}
 
 
 class Block(nn.Module):
@@ -28,50 +24,24 @@ class Block(nn.Module):
 
     Args:
         letter: `"A"` for attention, `"M"` for Mamba-2, `"G"` for Gated DeltaNet.
-        config: With every size filled in.
-        collectives: Of the tensor-parallel group.
-        sequence_parallel: Whether the residual stream is this rank's share of the tokens.
-        index: Place in the model, from 0.
-        device: Where the parameters are.
-        dtype: Of the parameters.
+        build: Sizes, and the tensor-parallel group.
     """
 
-    def __init__(
-        self,
-        letter: str,
-        config: ModelConfig,
-        collectives: Collectives,
-        *,
-        sequence_parallel: bool,
-        index: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, letter: str, build: LayerBuilder) -> None:
         super().__init__()
-        self.mixer_norm, self.mlp_norm = (
-            RMSNorm(
-                config.width,
-                config.norm_eps,
-                has_partial_gradient=sequence_parallel and collectives.size > 1,
-                device=device,
-                dtype=dtype,
-            )
-            for _ in range(2)
-        )
-        self.mixer: Attention | GatedDeltaNet | Mamba2 = _MIXERS[letter](
-            config,
-            collectives,
-            sequence_parallel=sequence_parallel,
-            index=index,
-            device=device,
-            dtype=dtype,
-        )
-        self.mlp = SwiGLU(
-            config, collectives, sequence_parallel=sequence_parallel, device=device, dtype=dtype
-        )
+        self.mixer_norm, self.mlp_norm = build.stream_norm(), build.stream_norm()
+        self.mixer: Mixer = _MIXERS[letter](build)
+        self.mlp = SwiGLU(build)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """`[T, D]` to `[T, D]`."""
         x = x + self.mixer(self.mixer_norm(x), context)
+        mixed: Tensor = x + self.mlp(self.mlp_norm(x))
+        return mixed
+
+    def extend(self, x: Tensor, rotation: Rotation, cache: LayerCache) -> Tensor:
+        """The same for the next tokens of the sequence that `cache` holds."""
+        # Each mixer makes the cache that it is given here.
+        x = x + self.mixer.extend(self.mixer_norm(x), rotation, cache)  # type: ignore[arg-type]
         mixed: Tensor = x + self.mlp(self.mlp_norm(x))
         return mixed

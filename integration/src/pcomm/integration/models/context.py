@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pcomm.gdn_cp.plan import Plan
+from pcomm.gdn_cp.specs import Spec
 from pcomm.integration.models.rotary import Rotation
-from pcomm.integration.models.sequences import PackedSequences
 
-__all__ = ["Context", "KeyValueCache", "LayerCache", "RecurrentCache"]
+__all__ = ["Cache", "Context", "KeyValueCache", "LayerCache", "RecurrentCache"]
 
 
 class KeyValueCache:
@@ -59,16 +60,38 @@ class RecurrentCache:
 LayerCache = KeyValueCache | RecurrentCache
 
 
-@dataclass(frozen=True)
-class Context:
-    """Shared by the layers of one forward pass.
+@dataclass
+class Cache:
+    """What a model keeps of one sequence while it writes text; see `LanguageModel.new_cache`.
 
     Args:
-        sequences: Which tokens see each other.
-        rotation: Of the tokens' positions.
-        cache: While text is generated: what each layer has seen; one sequence only.
+        layers: One for each block.
+        num_tokens: Tokens seen.
     """
 
-    sequences: PackedSequences
-    rotation: Rotation
-    cache: tuple[LayerCache, ...] | None = None
+    layers: tuple[LayerCache, ...]
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Context:
+    """Shared by the layers of one forward pass over packed sequences.
+
+    Args:
+        plan: Which tokens belong together, and how they travel between context-parallel ranks.
+        rotation: Of the tokens that attention sees; None in a model without attention.
+        has_stream_shares: Whether the residual stream is split over tensor-parallel ranks. Then no
+            mode of the plan moves hidden states, and projections gather the tokens.
+    """
+
+    plan: Plan
+    rotation: Rotation | None
+    has_stream_shares: bool = False
+
+    def enter(self, spec: Spec, x: Tensor) -> Tensor:
+        """Hidden states as the projections of a mixer want them; collective, see `Plan.enter`."""
+        return x if self.has_stream_shares else self.plan.enter(spec, x)
+
+    def leave(self, spec: Spec, y: Tensor) -> Tensor:
+        """What `enter` undoes."""
+        return y if self.has_stream_shares else self.plan.leave(spec, y)

@@ -10,20 +10,18 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout
 from pcomm.core.placement import Placement
-from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pcomm.gdn_cp.cores.convolution import causal_convolution, convolution_step
-from pcomm.gdn_cp.cores.gated_delta import (
-    chunk_gated_delta_rule,
-    delta_gates,
-    normalise_queries_keys,
-)
+from pcomm.gdn_cp.cores.gated_delta import delta_gates, normalise_queries_keys
+from pcomm.gdn_cp.cores.gated_delta_chunks import DeltaChunks
 from pcomm.gdn_cp.cores.gated_delta_recurrent import gated_delta_step
 from pcomm.gdn_cp.cores.norms import rms_norm_then_gate
-from pcomm.integration.config import ModelConfig
+from pcomm.gdn_cp.plan import Plan
+from pcomm.gdn_cp.specs import GdnSpec
 from pcomm.integration.models.context import Context, RecurrentCache
+from pcomm.integration.models.layer_builder import LayerBuilder
+from pcomm.integration.models.rotary import Rotation
 
 __all__ = ["GatedDeltaNet"]
 
@@ -36,85 +34,74 @@ class GatedDeltaNet(nn.Module):
     with each sequence.
 
     Args:
-        config: With every size filled in.
-        collectives: Of the tensor-parallel group.
-        sequence_parallel: Whether input and output are this rank's share of the tokens.
-        index: Which layer's cache is ours.
-        device: Where the parameters are.
-        dtype: Of the parameters.
+        build: Sizes, and the tensor-parallel group.
 
     Source: Yang et al., Gated Delta Networks, arXiv 2412.06464.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        collectives: Collectives,
-        *,
-        sequence_parallel: bool,
-        index: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
-        size, rank = collectives.size, collectives.rank
+        config = build.config
         key_dim, value_dim = config.gdn_key_dim, config.gdn_value_dim
-        keys = Layout.even(config.gdn_key_heads * key_dim, size, unit=key_dim)
-        values = Layout.even(config.gdn_value_heads * value_dim, size, unit=value_dim)
-        heads = Layout.even(config.gdn_value_heads, size)
+        keys = build.split(config.gdn_key_heads, key_dim)
+        values = build.split(config.gdn_value_heads, value_dim)
+        heads = build.split(config.gdn_value_heads)
         channels = Layout.sections([keys, keys, values])
-        self.index, self.eps = index, config.norm_eps
-        self.key_dim, self.value_dim = key_dim, value_dim
-        self.sizes = [n.sizes[rank] for n in (keys, keys, values, values, heads, heads)]
-        self.input = ColumnParallelLinear(
-            config.width,
-            Layout.sections([keys, keys, values, values, heads, heads]),
-            collectives,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=dtype,
+        self.sizes = [build.own(n) for n in (keys, keys, values, values, heads, heads)]
+        self.spec = GdnSpec(
+            self.sizes[0] // key_dim, build.own(heads), key_dim, value_dim, config.conv_width
         )
-        self.output = RowParallelLinear(
-            values,
-            config.width,
-            collectives,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=dtype,
-        )
-        num_heads = heads.sizes[rank]
-        self.conv_weight = nn.Parameter(
-            torch.empty(channels.sizes[rank], config.conv_width, device=device, dtype=dtype)
-        )
-        self.a_log = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
-        self.dt_bias = nn.Parameter(torch.ones(num_heads, device=device, dtype=dtype))
-        self.norm_weight = nn.Parameter(torch.ones(value_dim, device=device, dtype=dtype))
+        self.eps, self.kernels = config.norm_eps, build.kernels()
+        self.input = build.from_stream(Layout.sections([keys, keys, values, values, heads, heads]))
+        self.output = build.to_stream(values)
+        self.conv_weight = build.parameter(build.own(channels), config.conv_width)
+        self.a_log = build.parameter(build.own(heads))
+        self.dt_bias = build.parameter(build.own(heads), value=1.0)
+        self.norm_weight = build.parameter(value_dim, value=1.0)
         nn.init.normal_(self.conv_weight, std=config.conv_width**-0.5)
         self.placements = {
             "conv_weight": Placement(channels),
             "a_log": Placement(heads),
             "dt_bias": Placement(heads),
             # All heads share it, and each rank has only some heads.
-            "norm_weight": Placement(has_partial_gradient=size > 1),
+            "norm_weight": Placement(has_partial_gradient=build.collectives.size > 1),
         }
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """`[T, D]` to `[T, D]`; collective over the tensor-parallel group."""
-        projected = self.input(x)
-        num_channels = sum(self.sizes[:3])
-        mixed_TC, z, b_TH, a_TH = projected.split([num_channels, *self.sizes[3:]], -1)
-        g_TH, beta_TH = delta_gates(a_TH, b_TH, self.a_log, self.dt_bias)
-        if context.cache is None:
-            o_THV = self._mix(mixed_TC, g_TH, beta_TH, context.sequences.cu_seqlens, None)
-        else:
-            cache = context.cache[self.index]
-            assert isinstance(cache, RecurrentCache)
-            o_THV = self._continue(mixed_TC, g_TH, beta_TH, cache)
-        gated_THV = rms_norm_then_gate(
-            o_THV, z.unflatten(-1, (-1, self.value_dim)), self.norm_weight, eps=self.eps
+        """`[T, D]` to `[T, D]`; collective over tensor- and context-parallel group."""
+        plan, spec = context.plan, self.spec
+        share = plan.head_share(spec)
+        q, k, v, z, b, a = self.input(context.enter(spec, x)).split(self.sizes, -1)
+        mixed_TC, b_TH, a_TH = plan.to_heads(spec, [q, k, v, b, a], fused=3)
+        convolved_TC, _ = causal_convolution(
+            mixed_TC,
+            share.take(self.conv_weight, ("q", "k", "v")),
+            cu_seqlens=plan.cu_seqlens_of(spec),
+            initial_halo=plan.conv_halo(spec, mixed_TC),
         )
-        output: Tensor = self.output(gated_THV.flatten(-2))
-        return output
+        gates = delta_gates(a_TH, b_TH, share.take(self.a_log, "a"), share.take(self.dt_bias, "a"))
+        widths = [section.width for section in share.sections[:3]]
+        q, k, v = self._heads(convolved_TC, widths)
+        o_THV = self._recur(q, k, v, *gates, plan)
+        # The gate has stayed with the tokens that the output comes back to.
+        return context.leave(spec, self._gated(plan.from_heads(spec, o_THV.flatten(-2)), z))
+
+    def extend(self, x: Tensor, rotation: Rotation, cache: RecurrentCache) -> Tensor:
+        """The same for the next tokens of the sequence that `cache` holds, on one context rank."""
+        q, k, v, z, b, a = self.input(x).split(self.sizes, -1)
+        gates = delta_gates(a, b, self.a_log, self.dt_bias)
+        mixed_TC = torch.cat([q, k, v], -1)
+        if cache.halo is None or cache.state is None:
+            one = (0, len(x))
+            convolved, cache.halo = causal_convolution(mixed_TC, self.conv_weight, cu_seqlens=one)
+            q, k, v = self._heads(convolved, self.sizes[:3])
+            o, cache.state = self.kernels.chunk_gated_delta_rule(q, k, v, *gates, cu_seqlens=one)
+        else:
+            assert len(x) == 1, "a prompt is read at once, then token by token"
+            convolved, cache.halo = convolution_step(mixed_TC, cache.halo, self.conv_weight)
+            q, k, v = self._heads(convolved, self.sizes[:3])
+            o, cache.state = gated_delta_step(cache.state, q, k, v, *gates)
+        return self._gated(o.flatten(-2), z)
 
     def new_cache(self, max_tokens: int) -> RecurrentCache:
         """What this layer keeps of a sequence while text is written; its size is fixed."""
@@ -131,39 +118,29 @@ class GatedDeltaNet(nn.Module):
             return torch.empty(shape).normal_(0.0, math.sqrt(1 / shape[1]), generator=generator)
         return torch.ones(shape)
 
-    def _mix(
-        self,
-        mixed_TC: Tensor,
-        g_TH: Tensor,
-        beta_TH: Tensor,
-        cu_seqlens: tuple[int, ...],
-        cache: RecurrentCache | None,
+    def _recur(
+        self, q: Tensor, k: Tensor, v: Tensor, g_TH: Tensor, beta_TH: Tensor, plan: Plan
     ) -> Tensor:
-        convolved_TC, halo = causal_convolution(mixed_TC, self.conv_weight, cu_seqlens=cu_seqlens)
-        q, k, v = self._heads(convolved_TC)
-        o_THV, state = chunk_gated_delta_rule(
-            *normalise_queries_keys(q, k), v, g_TH, beta_TH, cu_seqlens=cu_seqlens
-        )
-        if cache is not None:
-            cache.halo, cache.state = halo, state
-        return o_THV
+        """`[T, H, V]`; where sequences go on on other ranks, from the states they leave there."""
+        cu_seqlens = plan.cu_seqlens_of(self.spec)
+        if not plan.needs_summary(self.spec):
+            kernels = self.kernels
+            return kernels.chunk_gated_delta_rule(q, k, v, g_TH, beta_TH, cu_seqlens=cu_seqlens)[0]
+        # No kernel of fla returns what a piece does to a state, so this is ours on any device.
+        chunks = DeltaChunks.of(k, v, g_TH, beta_TH, cu_seqlens=cu_seqlens)
+        start = plan.entry_states(self.spec, chunks.summary())
+        return chunks.outputs(q, initial_state=start)[0]
 
-    def _continue(
-        self, mixed_TC: Tensor, g_TH: Tensor, beta_TH: Tensor, cache: RecurrentCache
-    ) -> Tensor:
-        """The prompt first, then one token at a time."""
-        if cache.halo is None or cache.state is None:
-            return self._mix(mixed_TC, g_TH, beta_TH, (0, len(mixed_TC)), cache)
-        assert len(mixed_TC) == 1, "a prompt is read at once, then token by token"
-        convolved, cache.halo = convolution_step(mixed_TC, cache.halo, self.conv_weight)
-        q, k, v = self._heads(convolved)
-        o, cache.state = gated_delta_step(
-            cache.state, *normalise_queries_keys(q, k), v, g_TH, beta_TH
-        )
-        return o
+    def _heads(self, convolved_TC: Tensor, widths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normalised, and values."""
+        dims = (self.spec.key_dim, self.spec.key_dim, self.spec.value_dim)
+        parts = zip(convolved_TC.split(widths, -1), dims, strict=True)
+        q, k, v = (x.unflatten(-1, (-1, dim)) for x, dim in parts)
+        return (*normalise_queries_keys(q, k), v)
 
-    def _heads(self, convolved_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = convolved_TC.split(self.sizes[:3], -1)
-        dims = (self.key_dim, self.key_dim, self.value_dim)
-        q, k, v = (x.unflatten(-1, (-1, dim)) for x, dim in zip((q, k, v), dims, strict=True))
-        return q, k, v
+    def _gated(self, o: Tensor, z: Tensor) -> Tensor:
+        """Into the residual stream."""
+        o_THV, z_THV = (x.unflatten(-1, (-1, self.spec.value_dim)) for x in (o, z))
+        gated_THV = rms_norm_then_gate(o_THV, z_THV, self.norm_weight, eps=self.eps)
+        output: Tensor = self.output(gated_THV.flatten(-2))
+        return output

@@ -1,26 +1,32 @@
 """The whole model: embedding, blocks, norm, head, and the loss."""
 
-# Shape suffixes: T tokens, D width; v this rank's share of the vocabulary.
+# Shape suffixes: T tokens of this context-parallel rank, D width; v this rank's share of the
+# vocabulary.
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.layout import Layout
+from pcomm.core.group import Group
 from pcomm.core.placement import placements_of
 from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
-from pcomm.core.tensor_parallel.linear import ColumnParallelLinear
+from pcomm.gdn_cp.plan import Plan, make_plan
+from pcomm.gdn_cp.route import Mode
+from pcomm.gdn_cp.specs import AttentionSpec, Spec
 from pcomm.integration.config import ModelConfig
 from pcomm.integration.config_rules import mixers
+from pcomm.integration.models.attention import Attention
 from pcomm.integration.models.block import Block
-from pcomm.integration.models.context import Context, LayerCache
-from pcomm.integration.models.norm import RMSNorm
-from pcomm.integration.models.rotary import rotation
-from pcomm.integration.models.sequences import PackedSequences
+from pcomm.integration.models.context import Cache, Context
+from pcomm.integration.models.layer_builder import LayerBuilder
+from pcomm.integration.models.rotary import Rotation, rotation
 
 __all__ = ["LanguageModel"]
 
@@ -52,7 +58,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.collectives = collectives or IdentityCollectives()
-        self.vocabulary = Layout.even(vocabulary, self.collectives.size)
+        build = LayerBuilder(config, self.collectives, sequence_parallel, device, dtype)
+        self.vocabulary = build.split(vocabulary)
+        self.has_stream_shares = sequence_parallel and self.collectives.size > 1
         self.embedding = VocabularyParallelEmbedding(
             self.vocabulary,
             config.width,
@@ -61,77 +69,101 @@ class LanguageModel(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.blocks = nn.ModuleList(
-            Block(
-                letter,
-                config,
-                self.collectives,
-                sequence_parallel=sequence_parallel,
-                index=index,
-                device=device,
-                dtype=dtype,
-            )
-            for index, letter in enumerate(mixers(config))
-        )
-        self.norm = RMSNorm(
-            config.width,
-            config.norm_eps,
-            has_partial_gradient=sequence_parallel and self.collectives.size > 1,
-            device=device,
-            dtype=dtype,
-        )
-        self.head = ColumnParallelLinear(
-            config.width,
-            self.vocabulary,
-            self.collectives,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=dtype,
-        )
+        self.blocks = nn.ModuleList(Block(letter, build) for letter in mixers(config))
+        self.norm = build.stream_norm()
+        self.head = build.from_stream(self.vocabulary)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The kinds of mixers that are there, each once."""
+        return tuple(dict.fromkeys(block.mixer.spec for block in self._blocks))
+
+    def plan(
         self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        sequences: PackedSequences,
-        cache: tuple[LayerCache, ...] | None = None,
-    ) -> Tensor:
-        """Logits `[T, v]` of this rank's part of the vocabulary; collective over its group.
+        cu_seqlens: Sequence[int],
+        group: Group | tuple[int, int] = (0, 1),
+        *,
+        mode: Literal["auto"] | Mode = "auto",
+        verify: bool = False,
+    ) -> Plan:
+        """How the mixers share the sequences of one buffer with the ranks of `group`.
+
+        Local; collective with `verify`, see `make_plan`. Each rank holds one stretch of the buffer
+        between the layers, so that sequences need no padding.
 
         Args:
-            tokens_T: int64, the same on all ranks of the group.
-            positions_T: int64, each token's place in its sequence.
-            sequences: Which tokens belong together.
-            cache: To generate: one for each block, of one sequence, filled as a side effect.
+            cu_seqlens: Offsets of the sequences in the buffer of all ranks, on the host.
+            group: The context-parallel group; without it one rank has everything.
+            mode: For all mixers, or `auto` for the one that costs least.
+            verify: Have the ranks compare what they pass.
+
+        Raises:
+            PcommError: See `make_plan`.
         """
-        turn = rotation(
-            positions_T, self.config.head_dim, self.config.rope_theta, self.norm.weight.dtype
+        return make_plan(
+            cu_seqlens,
+            group,
+            self.specs,
+            layout="contiguous",
+            mode=mode,
+            # Shares of tensor-parallel ranks cannot be re-sharded, which leaves mode `docs` out.
+            hidden_dim=None if self.has_stream_shares else self.config.width,
+            element_bytes=self._element_bytes(),
+            verify=verify,
         )
-        context = Context(sequences, turn, cache)
+
+    def forward(self, tokens_T: Tensor, plan: Plan) -> Tensor:
+        """Logits `[T, v]` of this rank's part of the vocabulary.
+
+        Collective over the tensor- and the context-parallel group.
+
+        Args:
+            tokens_T: int64, this context-parallel rank's; the same on its tensor-parallel group.
+            plan: From `plan`, for the tokens of all context-parallel ranks.
+        """
+        context = Context(plan, self._rotation(plan), self.has_stream_shares)
         x = self.embedding(tokens_T)
         for block in self.blocks:
             x = block(x, context)
         logits_Tv: Tensor = self.head(self.norm(x))
         return logits_Tv
 
-    def token_losses(
-        self,
-        tokens_T: Tensor,
-        targets_T: Tensor,
-        positions_T: Tensor,
-        sequences: PackedSequences,
-    ) -> Tensor:
-        """Nats of each target `[T]`, 0 where it is ignored; the same on all ranks of the group."""
-        logits_Tv = self(tokens_T, positions_T, sequences)
+    def token_losses(self, tokens_T: Tensor, targets_T: Tensor, plan: Plan) -> Tensor:
+        """Nats of each target `[T]`, 0 where it is ignored; the same on the tensor-parallel group.
+
+        Args:
+            tokens_T: See `forward`.
+            targets_T: int64, of the same tokens.
+            plan: See `forward`.
+        """
         return vocabulary_parallel_cross_entropy(
-            logits_Tv, targets_T, self.vocabulary, self.collectives
+            self(tokens_T, plan), targets_T, self.vocabulary, self.collectives
         )
 
-    def new_cache(self, max_tokens: int) -> tuple[LayerCache, ...]:
-        """What `forward` needs to write text token by token, for one sequence; local."""
-        return tuple(b.mixer.new_cache(max_tokens) for b in self.blocks if isinstance(b, Block))
+    def extend(self, tokens_T: Tensor, cache: Cache) -> Tensor:
+        """Logits `[T, v]` of the next tokens of one sequence, which `cache` then holds as well.
+
+        On one context-parallel rank; collective over the tensor-parallel group.
+
+        Args:
+            tokens_T: int64; a prompt first, then one token at a time.
+            cache: From `new_cache`.
+        """
+        first, config = cache.num_tokens, self.config
+        positions_T = torch.arange(first, first + len(tokens_T), device=tokens_T.device)
+        turn = rotation(positions_T, config.head_dim, config.rope_theta, self.norm.weight.dtype)
+        x = self.embedding(tokens_T)
+        for block, layer in zip(self._blocks, cache.layers, strict=True):
+            x = block.extend(x, turn, layer)
+        cache.num_tokens += len(tokens_T)
+        logits_Tv: Tensor = self.head(self.norm(x))
+        return logits_Tv
+
+    def new_cache(self, max_tokens: int) -> Cache:
+        """What `extend` needs to write text token by token, for one sequence; local."""
+        return Cache(tuple(block.mixer.new_cache(max_tokens) for block in self._blocks))
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, over all ranks of the tensor-parallel group; local."""
@@ -140,3 +172,28 @@ class LanguageModel(nn.Module):
             placements[name].logical_shape(parameter.shape).numel()
             for name, parameter in self.named_parameters()
         )
+
+    def describe(self) -> str:
+        """The blocks, and which kernels run those that are recurrent; one line each, local."""
+        lines = [f"{self.num_parameters():,} parameters in blocks {mixers(self.config)}"]
+        kernels = [b.mixer.kernels for b in self._blocks if not isinstance(b.mixer, Attention)]
+        return "\n".join([*lines, *dict.fromkeys(one.describe() for one in kernels)])
+
+    @property
+    def _blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.blocks))
+
+    def _rotation(self, plan: Plan) -> Rotation | None:
+        """Of the tokens that attention sees, where there is attention."""
+        config, weight = self.config, self.norm.weight
+        for spec in self.specs:
+            if isinstance(spec, AttentionSpec):
+                positions_T = plan.positions_of(spec, weight.device)
+                return rotation(positions_T, config.head_dim, config.rope_theta, weight.dtype)
+        return None
+
+    def _element_bytes(self) -> int:
+        device = self.norm.weight.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device).itemsize
+        return self.norm.weight.dtype.itemsize

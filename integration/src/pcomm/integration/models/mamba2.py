@@ -6,25 +6,35 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout
 from pcomm.core.placement import Placement
-from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pcomm.gdn_cp.cores.convolution import causal_convolution, convolution_step
 from pcomm.gdn_cp.cores.norms import gate_then_rms_norm
-from pcomm.gdn_cp.cores.state_space import chunk_state_space
+from pcomm.gdn_cp.cores.state_space_chunks import StateSpaceChunks
 from pcomm.gdn_cp.cores.state_space_recurrent import state_space_step
-from pcomm.integration.config import ModelConfig
+from pcomm.gdn_cp.plan import Plan
+from pcomm.gdn_cp.specs import Mamba2Spec
 from pcomm.integration.models.context import Context, RecurrentCache
+from pcomm.integration.models.layer_builder import LayerBuilder
+from pcomm.integration.models.rotary import Rotation
 
 __all__ = ["Mamba2"]
 
 # Time steps before training, log-uniform between these, as in Mamba.
 _SHORTEST, _LONGEST = 1e-3, 1e-1
+
+
+class _Heads(NamedTuple):
+    """Parameters with one entry for each head, `[H]`."""
+
+    a_log: Tensor
+    dt_bias: Tensor
+    d: Tensor
 
 
 class Mamba2(nn.Module):
@@ -34,64 +44,33 @@ class Mamba2(nn.Module):
     time steps go through a causal convolution; state and convolution begin anew with each sequence.
 
     Args:
-        config: With every size filled in.
-        collectives: Of the tensor-parallel group.
-        sequence_parallel: Whether input and output are this rank's share of the tokens.
-        index: Which layer's cache is ours.
-        device: Where the parameters are.
-        dtype: Of the parameters.
+        build: Sizes, and the tensor-parallel group.
 
     Source: Dao and Gu, Transformers are SSMs, arXiv 2405.21060.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        collectives: Collectives,
-        *,
-        sequence_parallel: bool,
-        index: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
-        size, rank = collectives.size, collectives.rank
+        config = build.config
         head_dim, state_dim = config.mamba_head_dim, config.mamba_state_dim
-        inner = Layout.even(config.mamba_heads * head_dim, size, unit=head_dim)
-        groups = Layout.even(config.mamba_groups * state_dim, size, unit=state_dim)
-        heads = Layout.even(config.mamba_heads, size)
+        inner = build.split(config.mamba_heads, head_dim)
+        groups = build.split(config.mamba_groups, state_dim)
+        heads = build.split(config.mamba_heads)
         channels = Layout.sections([inner, groups, groups])
-        self.index, self.eps = index, config.norm_eps
-        self.head_dim, self.state_dim = head_dim, state_dim
-        self.num_groups = groups.sizes[rank] // state_dim
-        self.inner, self.group_width, self.num_heads = (
-            layout.sizes[rank] for layout in (inner, groups, heads)
-        )
-        self.input = ColumnParallelLinear(
-            config.width,
-            Layout.sections([inner, inner, groups, groups, heads]),
-            collectives,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=dtype,
-        )
-        self.output = RowParallelLinear(
-            inner,
-            config.width,
-            collectives,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=dtype,
-        )
-        num_channels = channels.sizes[rank]
-        self.conv_weight = nn.Parameter(
-            torch.empty(num_channels, config.conv_width, device=device, dtype=dtype)
-        )
-        self.conv_bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
-        self.a_log = nn.Parameter(torch.zeros(self.num_heads, device=device, dtype=dtype))
-        self.dt_bias = nn.Parameter(torch.zeros(self.num_heads, device=device, dtype=dtype))
-        self.d = nn.Parameter(torch.ones(self.num_heads, device=device, dtype=dtype))
-        self.norm_weight = nn.Parameter(torch.ones(self.inner, device=device, dtype=dtype))
+        sections = [inner, inner, groups, groups, heads]
+        self.sizes = [build.own(layout) for layout in sections]
+        num_heads, num_channels = build.own(heads), build.own(channels)
+        num_groups = build.own(groups) // state_dim
+        self.spec = Mamba2Spec(num_heads, head_dim, num_groups, state_dim, config.conv_width)
+        self.eps, self.kernels = config.norm_eps, build.kernels()
+        self.input = build.from_stream(Layout.sections(sections))
+        self.output = build.to_stream(inner)
+        self.conv_weight = build.parameter(num_channels, config.conv_width)
+        self.conv_bias = build.parameter(num_channels)
+        self.a_log = build.parameter(num_heads)
+        self.dt_bias = build.parameter(num_heads)
+        self.d = build.parameter(num_heads, value=1.0)
+        self.norm_weight = build.parameter(build.own(inner), value=1.0)
         nn.init.normal_(self.conv_weight, std=config.conv_width**-0.5)
         self.placements = {
             "conv_weight": Placement(channels),
@@ -103,20 +82,43 @@ class Mamba2(nn.Module):
         }
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """`[T, D]` to `[T, D]`; collective over the tensor-parallel group."""
-        num_channels = self.inner + 2 * self.group_width
-        z, mixed_TC, dt_TH = self.input(x).split([self.inner, num_channels, self.num_heads], -1)
-        if context.cache is None:
-            y_THP = self._mix(mixed_TC, dt_TH, context.sequences.cu_seqlens, None)
-        else:
-            cache = context.cache[self.index]
-            assert isinstance(cache, RecurrentCache)
-            y_THP = self._continue(mixed_TC, dt_TH, cache)
-        gated = gate_then_rms_norm(
-            y_THP.flatten(-2), z, self.norm_weight, num_groups=self.num_groups, eps=self.eps
+        """`[T, D]` to `[T, D]`; collective over tensor- and context-parallel group."""
+        plan, spec = context.plan, self.spec
+        share = plan.head_share(spec)
+        z, x, b, c, dt = self.input(context.enter(spec, x)).split(self.sizes, -1)
+        mixed_TC, dt_TH = plan.to_heads(spec, [x, b, c, dt], fused=3)
+        names = ("x", "B", "C")
+        convolved_TC, _ = causal_convolution(
+            mixed_TC,
+            share.take(self.conv_weight, names),
+            cu_seqlens=plan.cu_seqlens_of(spec),
+            bias_D=share.take(self.conv_bias, names),
+            initial_halo=plan.conv_halo(spec, mixed_TC),
         )
-        output: Tensor = self.output(gated)
-        return output
+        heads = _Heads(*(share.take(p, "dt") for p in (self.a_log, self.dt_bias, self.d)))
+        x, b, c = self._split(convolved_TC, [section.width for section in share.sections[:3]])
+        y_THP = self._recur(x, b, c, dt_TH, heads, plan)
+        # The gate has stayed with the tokens that the output comes back to.
+        return context.leave(spec, self._gated(plan.from_heads(spec, y_THP.flatten(-2)), z))
+
+    def extend(self, x: Tensor, rotation: Rotation, cache: RecurrentCache) -> Tensor:
+        """The same for the next tokens of the sequence that `cache` holds, on one context rank."""
+        z, x, b, c, dt_TH = self.input(x).split(self.sizes, -1)
+        mixed_TC, widths = torch.cat([x, b, c], -1), self.sizes[1:4]
+        weight, bias = self.conv_weight, self.conv_bias
+        heads = _Heads(self.a_log, self.dt_bias, self.d)
+        if cache.halo is None or cache.state is None:
+            one = (0, len(x))
+            y, cache.halo = causal_convolution(mixed_TC, weight, cu_seqlens=one, bias_D=bias)
+            y, cache.state = self._scan(*self._split(y, widths), dt_TH, heads, one)
+        else:
+            assert len(x) == 1, "a prompt is read at once, then token by token"
+            y, cache.halo = convolution_step(mixed_TC, cache.halo, weight, bias_D=bias)
+            x, b, c = self._split(y, widths)
+            y, cache.state = state_space_step(
+                cache.state, x, dt_TH, self.a_log, b, c, d_H=self.d, dt_bias_H=self.dt_bias
+            )
+        return self._gated(y.flatten(-2), z)
 
     def new_cache(self, max_tokens: int) -> RecurrentCache:
         """What this layer keeps of a sequence while text is written; its size is fixed."""
@@ -137,49 +139,50 @@ class Mamba2(nn.Module):
             return time + torch.log(-torch.expm1(-time))
         return torch.ones(shape)
 
-    def _mix(
-        self,
-        mixed_TC: Tensor,
-        dt_TH: Tensor,
-        cu_seqlens: tuple[int, ...],
-        cache: RecurrentCache | None,
+    def _recur(
+        self, x: Tensor, b: Tensor, c: Tensor, dt_TH: Tensor, heads: _Heads, plan: Plan
     ) -> Tensor:
-        convolved_TC, halo = causal_convolution(
-            mixed_TC, self.conv_weight, cu_seqlens=cu_seqlens, bias_D=self.conv_bias
+        """`[T, H, P]`; where sequences go on on other ranks, from the states they leave there."""
+        cu_seqlens = plan.cu_seqlens_of(self.spec)
+        if not plan.needs_summary(self.spec):
+            return self._scan(x, b, c, dt_TH, heads, cu_seqlens)[0]
+        # No kernel of fla returns what a piece does to a state, so this is ours on any device.
+        chunks = StateSpaceChunks.of(
+            x, dt_TH, heads.a_log, b, dt_bias_H=heads.dt_bias, cu_seqlens=cu_seqlens
         )
-        x_THP, b_TGS, c_TGS = self._heads(convolved_TC)
-        y_THP, state = chunk_state_space(
-            x_THP,
+        start = plan.entry_states(self.spec, chunks.summary())
+        return chunks.outputs(c, d_H=heads.d, initial_state=start)[0]
+
+    def _scan(
+        self,
+        x: Tensor,
+        b: Tensor,
+        c: Tensor,
+        dt_TH: Tensor,
+        heads: _Heads,
+        cu_seqlens: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs and final states of whole sequences."""
+        return self.kernels.chunk_state_space(
+            x,
             dt_TH,
-            self.a_log,
-            b_TGS,
-            c_TGS,
-            d_H=self.d,
-            dt_bias_H=self.dt_bias,
+            heads.a_log,
+            b,
+            c,
+            d_H=heads.d,
+            dt_bias_H=heads.dt_bias,
             cu_seqlens=cu_seqlens,
         )
-        if cache is not None:
-            cache.halo, cache.state = halo, state
-        return y_THP
 
-    def _continue(self, mixed_TC: Tensor, dt_TH: Tensor, cache: RecurrentCache) -> Tensor:
-        """The prompt first, then one token at a time."""
-        if cache.halo is None or cache.state is None:
-            return self._mix(mixed_TC, dt_TH, (0, len(mixed_TC)), cache)
-        assert len(mixed_TC) == 1, "a prompt is read at once, then token by token"
-        convolved, cache.halo = convolution_step(
-            mixed_TC, cache.halo, self.conv_weight, bias_D=self.conv_bias
-        )
-        x, b, c = self._heads(convolved)
-        y, cache.state = state_space_step(
-            cache.state, x, dt_TH, self.a_log, b, c, d_H=self.d, dt_bias_H=self.dt_bias
-        )
-        return y
+    def _split(self, convolved_TC: Tensor, widths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        dims = (self.spec.head_dim, self.spec.state_dim, self.spec.state_dim)
+        parts = zip(convolved_TC.split(widths, -1), dims, strict=True)
+        x, b, c = (x.unflatten(-1, (-1, dim)) for x, dim in parts)
+        return x, b, c
 
-    def _heads(self, convolved_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, b, c = convolved_TC.split([self.inner, self.group_width, self.group_width], -1)
-        return (
-            x.unflatten(-1, (-1, self.head_dim)),
-            b.unflatten(-1, (-1, self.state_dim)),
-            c.unflatten(-1, (-1, self.state_dim)),
-        )
+    def _gated(self, y: Tensor, z: Tensor) -> Tensor:
+        """Into the residual stream."""
+        groups = self.spec.num_groups
+        gated = gate_then_rms_norm(y, z, self.norm_weight, num_groups=groups, eps=self.eps)
+        output: Tensor = self.output(gated)
+        return output

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pcomm.integration.config import ModelConfig
+from pcomm.integration.models.layer_builder import LayerBuilder
 
 __all__ = ["SwiGLU", "swiglu"]
 
@@ -23,36 +21,17 @@ class SwiGLU(nn.Module):
 
     Gate and up come from one weight, so that a rank does one product and one communication.
 
+    Args:
+        build: Sizes, and the tensor-parallel group.
+
     Source: Shazeer, GLU Variants Improve Transformer, 2020.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        collectives: Collectives,
-        *,
-        sequence_parallel: bool,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
-        hidden = Layout.even(config.mlp_width, collectives.size)
-        self.gate_up = ColumnParallelLinear(
-            config.width,
-            Layout.sections([hidden, hidden]),
-            collectives,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=dtype,
-        )
-        self.down = RowParallelLinear(
-            hidden,
-            config.width,
-            collectives,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=dtype,
-        )
+        hidden = build.split(build.config.mlp_width)
+        self.gate_up = build.from_stream(Layout.sections([hidden, hidden]))
+        self.down = build.to_stream(hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, D]` to `[T, D]`; collective over the tensor-parallel group."""

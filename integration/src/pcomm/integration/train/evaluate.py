@@ -34,15 +34,14 @@ def evaluate(parallel: Parallel, corpus: TokenCorpus, config: Config) -> float |
         dp_rank=parallel.dp_rank,
         dp_size=parallel.dp_size,
     ):
-        inputs = BatchTensors.of(batch, parallel.device)
         with torch.inference_mode(), autocast(train.dtype, parallel.device):
-            nats = parallel.model.token_losses(
-                inputs.tokens, inputs.targets, inputs.positions, inputs.sequences
-            )
-        # The ranks of a replica all have its losses; the first one counts them.
+            inputs = BatchTensors.of(batch, parallel.plan(batch.cu_seqlens), parallel.device)
+            nats = parallel.model.token_losses(inputs.tokens, inputs.targets, inputs.plan)
+        # Tensor-parallel ranks all have the losses of their tokens; the first one counts them.
         if parallel.tp_rank == 0:
             sums[0] += nats.double().sum()
-            sums[1] += batch.num_bytes
+            # Context-parallel ranks all have the whole batch.
+            sums[1] += batch.num_bytes if parallel.cp_rank == 0 else 0
     total = parallel.groups[EVERYONE].collectives.all_reduce(sums)
     nats_of_all, num_bytes = total.tolist()
     return bits_per_byte(nats_of_all, int(num_bytes)) if num_bytes else None

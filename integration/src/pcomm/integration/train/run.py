@@ -94,6 +94,7 @@ def run_training(
         prepared = _together(world, "train: tokens", lambda: open_prepared(run_dir))
         with open_run_groups(resolved, world) as groups:
             parallel = build_model(resolved, groups, world.device)
+            _log.info("%s", parallel.model.describe())
             batches = TrainBatches(
                 prepared.train,
                 seed=resolved.train.seed,

@@ -1,4 +1,4 @@
-"""A packed batch as tensors on the device that computes it."""
+"""A rank's tokens of a packed batch, as tensors on the device that computes them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pcomm.gdn_cp.plan import Plan
 from pcomm.integration.data.packing import Batch
-from pcomm.integration.models.sequences import PackedSequences
 
 __all__ = ["BatchTensors"]
 
 
 @dataclass(frozen=True)
 class BatchTensors:
-    """Inputs of `LanguageModel.token_losses`; T tokens.
+    """Inputs of `LanguageModel.token_losses`; T tokens of this context-parallel rank.
 
     Args:
         tokens: `[T]` int64.
         targets: `[T]` int64.
-        positions: `[T]` int64.
-        sequences: Which tokens belong together, on the host.
+        plan: Which tokens belong together, and who has them.
     """
 
     tokens: Tensor
     targets: Tensor
-    positions: Tensor
-    sequences: PackedSequences
+    plan: Plan
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> BatchTensors:
-        """`batch` on `device`."""
-        tokens, targets, positions = (
-            torch.from_numpy(array).to(device, non_blocking=True)
-            for array in (batch.tokens, batch.targets, batch.positions)
+    def of(cls, batch: Batch, plan: Plan, device: torch.device) -> BatchTensors:
+        """What `plan` gives this rank of `batch`, on `device`."""
+        tokens, targets = (
+            plan.shard(torch.from_numpy(array)).to(device, non_blocking=True)
+            for array in (batch.tokens, batch.targets)
         )
-        return cls(tokens, targets, positions, PackedSequences(batch.cu_seqlens))
+        return cls(tokens, targets, plan)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import NamedTuple
 
 import torch
 from torch.optim import AdamW
 
+from pcomm.gdn_cp.plan import Plan
 from pcomm.integration.checkpoint.region import Region
 from pcomm.integration.checkpoint.state import (
     model_regions,
@@ -16,6 +18,7 @@ from pcomm.integration.checkpoint.state import (
 )
 from pcomm.integration.config import Config
 from pcomm.integration.data.batches import TrainBatches
+from pcomm.integration.data.packing import Batch
 from pcomm.integration.parallelize import EVERYONE, Parallel, split_for_decay
 from pcomm.integration.train.data_parallel import ReplicaGradients
 from pcomm.integration.train.gradient_norm import clip_by_global_norm, sum_partial_gradients
@@ -25,6 +28,8 @@ from pcomm.integration.train.schedule import learning_rate
 from pcomm.integration.train.tensors import BatchTensors
 
 __all__ = ["StepResult", "Trainer"]
+
+_log = logging.getLogger("pcomm.train")
 
 
 class StepResult(NamedTuple):
@@ -60,16 +65,17 @@ class Trainer:
             fused=True,
         )
         self.gradients = ReplicaGradients(
-            list(parallel.model.parameters()), parallel.groups["dp_cp"].collectives
+            list(parallel.model.parameters()), parallel.groups["dp_cp", "gradients"].collectives
         )
         self._tp = parallel.groups["tp"].collectives
+        self._has_compared = parallel.groups["cp"].is_identity
 
     def step(self, index: int, *, is_asked_to_stop: bool = False) -> StepResult:
         """Optimizer step `index`, from 0. Collective over all ranks.
 
         The loss of every token is divided by the number of targets in the *global* batch before
-        backward, so the sum over micro-batches and replicas is the mean over tokens, whatever
-        their share.
+        backward, so the sum over micro-batches, replicas and context-parallel ranks is the mean
+        over tokens, whatever their share.
         """
         start = time.perf_counter()
         nats = self._accumulate(index)
@@ -106,7 +112,7 @@ class Trainer:
         set_optimizer_step(self.optimizer, step)
 
     def _accumulate(self, index: int) -> torch.Tensor:
-        """Gradients of all micro-batches; returns the nats of this replica, in fp64."""
+        """Gradients of all micro-batches; returns the nats of this rank's tokens, in fp64."""
         parallel = self.parallel
         num_targets = self.batches.num_targets(index)
         num_micro = self.batches.num_micro_batches(parallel.dp_size)
@@ -116,16 +122,23 @@ class Trainer:
             batch = self.batches.batch(
                 index, dp_rank=parallel.dp_rank, dp_size=parallel.dp_size, micro=micro
             )
-            inputs = BatchTensors.of(batch, parallel.device)
             self.gradients.is_last = micro == num_micro - 1
             with autocast(self.config.train.dtype, parallel.device):
-                losses = parallel.model.token_losses(
-                    inputs.tokens, inputs.targets, inputs.positions, inputs.sequences
-                )
+                inputs = BatchTensors.of(batch, self._plan(batch), parallel.device)
+                losses = parallel.model.token_losses(inputs.tokens, inputs.targets, inputs.plan)
             (losses.sum() / num_targets).backward()
             nats += losses.detach().double().sum()
         self.gradients.finish_step()
         return nats
+
+    def _plan(self, batch: Batch) -> Plan:
+        """Of the first batch the ranks compare what they have read; later ones follow from it."""
+        if self._has_compared:
+            return self.parallel.plan(batch.cu_seqlens)
+        plan = self.parallel.plan(batch.cu_seqlens, verify=True)
+        self._has_compared = True
+        _log.info("%s", plan.describe())
+        return plan
 
     def _agree(self, nats: torch.Tensor, is_asked_to_stop: bool) -> tuple[float, bool]:
         """Nats of the global batch, and whether any rank was asked to stop: one small sum."""

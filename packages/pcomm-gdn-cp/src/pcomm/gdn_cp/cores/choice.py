@@ -1,17 +1,17 @@
 """Which kernels run the cores: flash-linear-attention's on CUDA where it is installed, else ours.
 
-The choice is an object that a layer makes, keeps and shows; nothing changes behind its back. The
-way over flash-linear-attention follows version 0.6.0 and has not been run on hardware.
+The choice is an object that a layer makes, keeps and shows; nothing changes behind its back.
 """
 
-# T tokens, N sequences, G key heads, H value heads, K key dim, V value dim
+# T tokens, N sequences, G key heads or groups, H value heads, K key dim, V value dim,
+# P head dim, S state dim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Literal
 
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
+from pcomm.gdn_cp.cores.flash_linear_attention import fla_gated_delta_rule, fla_state_space
 from pcomm.gdn_cp.cores.gated_delta import chunk_gated_delta_rule
-from pcomm.gdn_cp.cores.gated_delta_chunks import check_delta_inputs
-from pcomm.gdn_cp.cores.packing import ChunkLayout
+from pcomm.gdn_cp.cores.state_space import chunk_state_space
 
 __all__ = ["Kernels", "choose_kernels"]
 
@@ -41,8 +41,13 @@ class Kernels:
     reason: str
 
     def describe(self) -> str:
-        """One line: what runs, and why."""
-        return f"gated delta rule: {self.name} ({self.reason})"
+        """One line: what runs each core, and why."""
+        delta, space = (
+            ("fla chunk_gated_delta_rule", "fla chunk_simple_gla")
+            if self.name == "fla"
+            else ("torch", "torch")
+        )
+        return f"gated delta rule: {delta}, state space: {space} ({self.reason})"
 
     def chunk_gated_delta_rule(
         self,
@@ -57,14 +62,38 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """`chunk_gated_delta_rule` by these kernels; arguments, results and errors are the same.
 
-        With `fla`, queries and keys are rounded to the dtype of the values.
+        With `fla`, queries and keys are rounded to the dtype of the values, and key heads of more
+        than 256 raise an UnsupportedError.
         """
+        run = fla_gated_delta_rule if self.name == "fla" else chunk_gated_delta_rule
         tensors = (q_TGK, k_TGK, v_THV, g_TH, beta_TH)
-        if self.name == "torch":
-            return chunk_gated_delta_rule(
-                *tensors, cu_seqlens=cu_seqlens, initial_state=initial_state
-            )
-        return _fla_gated_delta_rule(*tensors, cu_seqlens, initial_state)
+        return run(*tensors, cu_seqlens=cu_seqlens, initial_state=initial_state)
+
+    def chunk_state_space(
+        self,
+        x_THP: Tensor,
+        dt_TH: Tensor,
+        a_log_H: Tensor,
+        b_TGS: Tensor,
+        c_TGS: Tensor,
+        *,
+        d_H: Tensor | None = None,
+        dt_bias_H: Tensor,
+        cu_seqlens: Sequence[int],
+        initial_state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`chunk_state_space` by these kernels; arguments, results and errors are the same.
+
+        With `fla`, b, c and the product of dt and x are rounded to the dtype of the inputs.
+        """
+        run = fla_state_space if self.name == "fla" else chunk_state_space
+        return run(
+            *(x_THP, dt_TH, a_log_H, b_TGS, c_TGS),
+            d_H=d_H,
+            dt_bias_H=dt_bias_H,
+            cu_seqlens=cu_seqlens,
+            initial_state=initial_state,
+        )
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, *, wanted: str = "auto") -> Kernels:
@@ -106,44 +135,24 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str:
         return f"tensors are on {device.type}"
     if dtype == torch.float64:
         return "values are torch.float64"
-    return "" if find_spec("fla") else "flash-linear-attention is not installed"
+    if not find_spec("fla"):
+        return "flash-linear-attention is not installed"
+    return _triton_obstacle(device)
 
 
-@lru_cache(maxsize=64)
-def _offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(cu_seqlens, device=device)
+def _triton_obstacle(device: torch.device) -> str:
+    """Why its kernels would refuse their backward with this Triton, or an empty string.
 
-
-def _fla_gated_delta_rule(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_THV: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor,
-    cu_seqlens: Sequence[int],
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    layout = ChunkLayout.of(cu_seqlens, 64)
-    check_delta_inputs("Kernels", layout.cu_seqlens, k_TGK, v_THV, g_TH, beta_TH)
-    if initial_state is None:
-        shape = (layout.num_sequences, v_THV.shape[1], k_TGK.shape[2], v_THV.shape[2])
-        initial_state = v_THV.new_zeros(shape, dtype=torch.float32)
-    # Sequences without tokens never reach the kernels; their states go around them.
-    filled = [n for n, length in enumerate(layout.lengths) if length]
-    if not filled:
-        return torch.zeros_like(v_THV), initial_state
-    offsets = tuple(dict.fromkeys(layout.cu_seqlens))
-    filled_N = _offsets(tuple(filled), v_THV.device)
-    run: Callable[..., tuple[Tensor, Tensor]]
-    run = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    inputs = (x.unsqueeze(0) for x in (q_TGK.to(v_THV), k_TGK.to(v_THV), v_THV, g_TH, beta_TH))
-    output, final = run(
-        *inputs,
-        scale=1.0,
-        initial_state=initial_state.index_select(0, filled_N),
-        output_final_state=True,
-        cu_seqlens=_offsets(offsets, v_THV.device),
-        cu_seqlens_cpu=_offsets(offsets, torch.device("cpu")),
-    )
-    return output.squeeze(0), initial_state.index_copy(0, filled_N, final)
+    Source:
+        `chunk_bwd_dqkwg` of fla-core 0.6.0, which names its issue 640; with tilelang it has another
+        way.
+    """
+    if find_spec("tilelang"):
+        return ""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
+        return ""
+    found = version("triton")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:3])
+    if (3, 4) <= numbers < (3, 7, 1):
+        return f"triton {found} is wrong on Hopper for flash-linear-attention, from 3.4 up to 3.7.1"
+    return ""

@@ -1,0 +1,92 @@
+"""What the layers of one model have in common, so that each is told its own sizes and no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.layout import Layout
+from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pcomm.gdn_cp.cores.choice import Kernels, choose_kernels
+from pcomm.integration.config import ModelConfig
+from pcomm.integration.models.norm import RMSNorm
+
+__all__ = ["LayerBuilder"]
+
+
+@dataclass(frozen=True)
+class LayerBuilder:
+    """Makes the parts of layers that read from the residual stream and write into it; local.
+
+    Args:
+        config: With every size filled in.
+        collectives: Of the tensor-parallel group.
+        sequence_parallel: Whether the residual stream is split by tokens over that group.
+        device: Where the parameters are.
+        dtype: Of the parameters.
+    """
+
+    config: ModelConfig
+    collectives: Collectives
+    sequence_parallel: bool = False
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+    def split(self, num_heads: int, width: int = 1) -> Layout:
+        """Whole heads of `width` columns over the ranks, as many on each."""
+        return Layout.even(num_heads * width, self.collectives.size, unit=width)
+
+    def own(self, layout: Layout) -> int:
+        """How much of `layout` this rank has."""
+        return layout.sizes[self.collectives.rank]
+
+    def from_stream(self, layout: Layout) -> ColumnParallelLinear:
+        """A projection from the residual stream."""
+        return ColumnParallelLinear(
+            self.config.width,
+            layout,
+            self.collectives,
+            sequence_parallel=self.sequence_parallel,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def to_stream(self, layout: Layout) -> RowParallelLinear:
+        """A projection back into it."""
+        return RowParallelLinear(
+            layout,
+            self.config.width,
+            self.collectives,
+            sequence_parallel=self.sequence_parallel,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def stream_norm(self) -> RMSNorm:
+        """Of the tokens of the residual stream that this rank has."""
+        return self._norm(self.config.width, has_partial_gradient=self.sequence_parallel)
+
+    def head_norm(self, width: int) -> RMSNorm:
+        """Shared by all heads, of which each rank has only some."""
+        return self._norm(width, has_partial_gradient=True)
+
+    def parameter(self, *shape: int, value: float = 0.0) -> nn.Parameter:
+        """A parameter of this rank that starts with one value everywhere."""
+        return nn.Parameter(torch.full(shape, value, device=self.device, dtype=self.dtype))
+
+    def kernels(self) -> Kernels:
+        """What runs the cores of recurrent layers, chosen by where the parameters are."""
+        probe = torch.empty(0, device=self.device, dtype=self.dtype)
+        return choose_kernels(probe.device, probe.dtype)
+
+    def _norm(self, width: int, *, has_partial_gradient: bool) -> RMSNorm:
+        return RMSNorm(
+            width,
+            self.config.norm_eps,
+            has_partial_gradient=has_partial_gradient and self.collectives.size > 1,
+            device=self.device,
+            dtype=self.dtype,
+        )
