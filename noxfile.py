@@ -84,7 +84,10 @@ def bench(session: nox.Session) -> None:
         package, path = found[name]
         rows = f"docs/benchmarks/{module_of(package).removeprefix('pcomm.')}.csv"
         options = ["--csv", rows] if save else []
-        run_in_environment(session, "python", str(path.relative_to(ROOT)), *options)
+        # Nobody asked for those by name that need a GPU; they say what they miss, and end with 77.
+        passes = [0] if chosen else [0, 77]
+        script = str(path.relative_to(ROOT))
+        run_in_environment(session, "python", script, *options, success_codes=passes)
     if save:
         run_in_environment(session, "python", "tools/reference_pages.py")
 
@@ -176,12 +179,20 @@ def pip_install(session: nox.Session, *words: str) -> None:
     session.install("--constraint", str(CONSTRAINTS), *words, silent=not watched)
 
 
-def run_in_environment(session: nox.Session, command: str, *words: str) -> None:
+def run_in_environment(
+    session: nox.Session, command: str, *words: str, success_codes: Sequence[int] = (0,)
+) -> None:
     """Run a command of the shared environment, whatever else is on the path."""
     home = session.cache_dir.parent / "environment"
     binaries = home / ("Scripts" if os.name == "nt" else "bin")
     path = os.pathsep.join([str(binaries), os.environ["PATH"]])
-    session.run(str(binaries / command), *words, external=True, env={"PATH": path})
+    session.run(
+        str(binaries / command),
+        *words,
+        external=True,
+        env={"PATH": path},
+        success_codes=success_codes,
+    )
 
 
 def group(name: str) -> Sequence[str]:

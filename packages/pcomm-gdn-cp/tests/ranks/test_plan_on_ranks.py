@@ -10,9 +10,9 @@ from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import DivergenceError, LayoutError, PeerError
 from pcomm.core.group import Group
 from pcomm.core.testing.ranks import ranks
-from pcomm.gdn_cp.plan import make_plan
+from pcomm.gdn_cp.plan import Plan, make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
-from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
+from pcomm.gdn_cp.testing.planned_mixers import Carried, continued, mixer, weights_of
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 
 DIM = 6
@@ -28,33 +28,37 @@ def world() -> Group:
     return Group.from_process_group("cp", dist.group.WORLD)
 
 
-def check_layers(mode: str, layout: str, dtype: torch.dtype) -> None:
-    """Three layers in a row, forward and every gradient, as on one process."""
-    generator = torch.Generator().manual_seed(5)
-    shape = (PACK[-1], DIM)
-    hidden, upstream = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    group = world()
+def check_modes(mode: str, layout: str, dtype: torch.dtype) -> None:
+    """Three layers in a row, of as many kinds."""
     plan = make_plan(
         PACK,
-        group,
+        world(),
         SPECS,
-        layout=layout,
-        mode=mode,
+        layout=layout,  # type: ignore[arg-type]
+        mode=mode,  # type: ignore[arg-type]
         hidden_dim=DIM,
-        verify=True,  # type: ignore[arg-type]
+        verify=True,
     )
+    check_layers(plan, SPECS, dtype)
+
+
+def check_layers(plan: Plan, specs: list[Spec], dtype: torch.dtype) -> None:
+    """Layers in a row, forward and every gradient, as on one process."""
+    generator = torch.Generator().manual_seed(5)
+    pack = plan.tokens.cu_seqlens
+    hidden, upstream = (torch.randn(pack[-1], DIM, generator=generator).to(dtype) for _ in range(2))
     results = []
-    for current in (plan, make_plan(PACK, (0, 1), SPECS)):
+    for current in (plan, make_plan(pack, (0, 1), specs)):
         x = current.shard(hidden).clone().requires_grad_()
-        weights = [weights_of(spec, DIM, dtype=dtype, seed=i) for i, spec in enumerate(SPECS)]
+        weights = [weights_of(spec, DIM, dtype=dtype, seed=i) for i, spec in enumerate(specs)]
         y = x
-        for spec, own in zip(SPECS, weights, strict=True):
+        for spec, own in zip(specs, weights, strict=True):
             y = y + mixer(current, spec, y, own)
         leaves = [x, *(leaf for own in weights for leaf in own.values())]
         grads = torch.autograd.grad(y, leaves, current.shard(upstream), materialize_grads=True)
         results.append((y.detach(), grads))
     (y, grads), (whole_y, whole_grads) = results
-    totals = [group.collectives.all_reduce(grad) for grad in grads[1:]]
+    totals = [world().collectives.all_reduce(grad) for grad in grads[1:]]
     actual = [y, grads[0], *totals]
     expected = [plan.shard(whole_y), plan.shard(whole_grads[0]), *whole_grads[1:]]
     assert relative_error(actual, expected) < BOUNDS[dtype]
@@ -65,21 +69,86 @@ def check_layers(mode: str, layout: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather", "auto"])
 @ranks(2)
 def test_two_ranks_are_one(rank: int, mode: str, layout: str, dtype: torch.dtype) -> None:
-    check_layers(mode, layout, dtype)
+    check_modes(mode, layout, dtype)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("mode", ["docs", "state"])
 @ranks(3)
 def test_three_ranks_are_one(rank: int, mode: str, layout: str) -> None:
-    check_layers(mode, layout, torch.float64)
+    check_modes(mode, layout, torch.float64)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
 @ranks(4)
 def test_four_ranks_are_one(rank: int, mode: str, layout: str) -> None:
-    check_layers(mode, layout, torch.float64)
+    check_modes(mode, layout, torch.float64)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("pack", [(0, 24, 48, 240, 264), (0, 48)], ids=["giant", "single"])
+@ranks(3)
+def test_documents_longer_than_a_share_are_cut(
+    rank: int, pack: tuple[int, ...], layout: str
+) -> None:
+    specs = SPECS[:2]
+    plan = make_plan(
+        pack,
+        world(),
+        specs,
+        layout=layout,  # type: ignore[arg-type]
+        mode="docs",
+        hidden_dim=DIM,
+        verify=True,
+    )
+    assert plan.num_straddlers(specs[0]) == 1
+    check_layers(plan, specs, torch.float64)
+
+
+@pytest.mark.parametrize("mode", ["docs", "state", "gather"])
+@ranks(3)
+def test_states_go_on_from_pack_to_pack(rank: int, mode: str) -> None:
+    """Two packs on three ranks, and on one; the losses of the ranks differ, and are added up."""
+    group, spec = world(), SPECS[0]
+    assert isinstance(spec, GdnSpec)
+    packs = ((0, 5, 5, 8, 18), (0, 1, 8, 8, 12))
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    hidden, upstream = ([random(pack[-1], DIM) for pack in packs] for _ in range(2))
+    before = Carried(random(4, *spec.state_shape), random(4, 3, spec.conv_channels))
+    arriving = [[random(*x.shape) for x in before] for _ in range(3)]
+    results = []
+    for place in (group, (0, 1)):
+        plans = [make_plan(pack, place, spec, layout="contiguous", mode=mode) for pack in packs]  # type: ignore[arg-type]
+        x = [p.shard(h).clone().requires_grad_() for p, h in zip(plans, hidden, strict=True)]
+        start = now = Carried(*(part.clone().requires_grad_() for part in before))
+        weights = weights_of(spec, DIM)
+        outputs = []
+        for plan, part in zip(plans, x, strict=True):
+            y, now = continued(plan, spec, part, weights, now)
+            outputs.append(y)
+        own = arriving[rank] if place is group else map(sum, zip(*arriving, strict=True))
+        grads = torch.autograd.grad(
+            [*outputs, *now],
+            [*x, *start, *weights.values()],
+            [*(p.shard(u) for p, u in zip(plans, upstream, strict=True)), *own],  # type: ignore[list-item]
+        )
+        results.append((plans, outputs, now, grads))
+    (plans, *ours), (_, *theirs) = results
+    outputs, now, grads = ours
+    whole_outputs, whole_now, whole_grads = theirs
+    actual = [*outputs, *grads[:2], *now, *(group.collectives.all_reduce(g) for g in grads[2:])]
+    expected = [
+        *(p.shard(y) for p, y in zip(plans, whole_outputs, strict=True)),
+        *(p.shard(g) for p, g in zip(plans, whole_grads[:2], strict=True)),
+        *whole_now,
+        *whole_grads[2:],
+    ]
+    assert relative_error(actual, expected) < BOUNDS[torch.float64]
 
 
 @pytest.mark.parametrize("num_sequences", [1, 7, 60])

@@ -157,7 +157,9 @@ def test_a_triton_that_fla_refuses_on_hopper_leaves_it_out(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    monkeypatch.setattr(choice, "version", {"triton": triton}.__getitem__)
+    module = ModuleType("triton")
+    module.__version__ = triton
+    monkeypatch.setitem(sys.modules, "triton", module)
     chosen = choose_kernels(CUDA, torch.bfloat16)
     assert chosen.name == name
     assert (f"triton {triton} is wrong on Hopper" in chosen.reason) == (name == "torch")

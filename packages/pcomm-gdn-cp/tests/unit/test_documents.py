@@ -3,50 +3,150 @@
 from __future__ import annotations
 
 from itertools import accumulate, combinations_with_replacement, pairwise
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import LayoutError
-from pcomm.gdn_cp.documents import DocumentsRoute, document_cuts
-from pcomm.gdn_cp.specs import GdnSpec
+from pcomm.gdn_cp.document_cuts import document_cuts
+from pcomm.gdn_cp.documents import Documents, DocumentsRoute
+from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec
 from pcomm.gdn_cp.tokens import Tokens
 
-SPEC = GdnSpec(1, 2, 2, 2)
+SPEC, ATTENTION = GdnSpec(1, 2, 2, 2), AttentionSpec(2, 1, 4)
 
 
-def loads(cu_seqlens: list[int], cuts: tuple[int, ...]) -> list[int]:
-    return [cu_seqlens[b] - cu_seqlens[a] for a, b in pairwise(cuts)]
+def loads(cuts: tuple[int, ...]) -> list[int]:
+    return [b - a for a, b in pairwise(cuts)]
+
+
+def inside(offsets: list[int], cuts: tuple[int, ...]) -> int:
+    """Places inside documents that are cut."""
+    return len(set(cuts) - set(offsets))
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=7), size=st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
-def test_no_other_cuts_give_the_busiest_rank_less(lengths: list[int], size: int) -> None:
+def test_no_other_cuts_at_borders_give_the_busiest_rank_less(lengths: list[int], size: int) -> None:
     offsets = list(accumulate(lengths, initial=0))
-    cuts = document_cuts(offsets, size)
+    cuts = document_cuts(offsets, size, limit=None)
     assert len(cuts) == size + 1
     assert list(cuts) == sorted(cuts)
-    assert (cuts[0], cuts[-1]) == (0, len(lengths))
-    every_way = combinations_with_replacement(range(len(lengths) + 1), size - 1)
-    best = min(max(loads(offsets, (0, *way, len(lengths)))) for way in every_way)
-    assert max(loads(offsets, cuts)) == best
+    assert (cuts[0], cuts[-1]) == (0, offsets[-1])
+    assert inside(offsets, cuts) == 0
+    every_way = combinations_with_replacement(offsets, size - 1)
+    best = min(max(loads((0, *way, offsets[-1]))) for way in every_way)
+    assert max(loads(cuts)) == best
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    size=st.integers(1, 4),
+    tenths=st.integers(0, 10),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_fewer_cuts_inside_documents_would_do(
+    lengths: list[int], size: int, tenths: int
+) -> None:
+    offsets = list(accumulate(lengths, initial=0))
+    total = offsets[-1]
+    cuts = document_cuts(offsets, size, limit=tenths / 10)
+    assert len(cuts) == size + 1
+    assert list(cuts) == sorted(cuts)
+    assert (cuts[0], cuts[-1]) == (0, total)
+    # In whole numbers: at most so much above the average, or the average rounded up.
+    most = max(-(-total // size), total * (10 + tenths) // (10 * size))
+    assert max(loads(cuts)) <= most
+    every_way = [
+        (0, *way, total) for way in combinations_with_replacement(range(total + 1), size - 1)
+    ]
+    fewest, least = min(
+        (inside(offsets, way), max(loads(way))) for way in every_way if max(loads(way)) <= most
+    )
+    assert inside(offsets, cuts) == fewest
+    assert max(loads(cuts)) == least
+
+
+@given(
+    lengths=st.lists(st.integers(0, 4000), min_size=1, max_size=40),
+    size=st.sampled_from([1, 2, 3, 4, 8, 16]),
+)
+@settings(max_examples=100, deadline=None)
+def test_long_packs_stay_within_the_limit(lengths: list[int], size: int) -> None:
+    lengths.append(-sum(lengths) % size)
+    offsets = tuple(accumulate(lengths, initial=0))
+    documents = Documents(Tokens(offsets, size, "contiguous"), are_whole=False)
+    assert documents.imbalance <= 0.1
+    assert sum(documents.layout.sizes) == offsets[-1]
+    num_cuts = inside(list(offsets), documents.cuts)
+    assert documents.num_straddlers <= num_cuts <= size - 1
+    # A cut of a document pays only where whole documents would be too uneven.
+    whole = Documents(Tokens(offsets, size, "contiguous"), are_whole=True)
+    assert (num_cuts == 0) == (whole.imbalance <= 0.1)
+
+
+@given(
+    chunks=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    size=st.sampled_from([1, 2, 3, 4, 8]),
+    layout=st.sampled_from(["zigzag", "contiguous"]),
+    are_whole=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_moved_rows_are_those_of_a_walk_through_the_pack(
+    chunks: list[int], size: int, layout: Literal["zigzag", "contiguous"], are_whole: bool
+) -> None:
+    offsets = tuple(accumulate((c * 2 * size for c in chunks), initial=0))
+    tokens = Tokens(offsets, size, layout)
+    documents = Documents(tokens, are_whole)
+    source, target = (
+        [set(one.positions(rank)) for rank in range(size)]
+        for one in (tokens.layout, documents.layout)
+    )
+    assert documents.moved_rows.tolist() == [[len(s & t) for t in target] for s in source]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "expected", "num_straddlers"),
+    [
+        # One document on all ranks: equal shares.
+        ((12,), 3, (0, 4, 8, 12), 1),
+        ((96,), 8, (0, 12, 24, 36, 48, 60, 72, 84, 96), 1),
+        # A giant between small ones; it alone is cut.
+        ((8, 8, 80, 8, 8, 8), 3, (0, 40, 80, 120), 1),
+        # More ranks than documents.
+        ((8, 8), 4, (0, 4, 8, 12, 16), 2),
+        # 10 % more on one rank is no reason to cut, 25 % is.
+        ((11, 9), 2, (0, 11, 20), 0),
+        ((24, 16, 24), 2, (0, 32, 64), 1),
+        ((0, 0), 2, (0, 0, 0), 0),
+    ],
+)
+def test_cuts_of_a_few_packs(
+    lengths: tuple[int, ...], size: int, expected: tuple[int, ...], num_straddlers: int
+) -> None:
+    offsets = tuple(accumulate(lengths, initial=0))
+    assert document_cuts(offsets, size) == expected
+    documents = Documents(Tokens(offsets, size, "contiguous"), are_whole=False)
+    assert documents.num_straddlers == num_straddlers
 
 
 def test_among_the_best_cuts_the_even_ones_are_taken() -> None:
     # First fit alone would leave the last rank without a document.
-    assert loads([0, 4, 8, 12, 16], document_cuts([0, 4, 8, 12, 16], 3)) != [8, 8, 0]
-    assert loads([0, 2, 4, 6, 8], document_cuts([0, 2, 4, 6, 8], 4)) == [2, 2, 2, 2]
+    assert loads(document_cuts([0, 4, 8, 12, 16], 3, limit=None)) != [8, 8, 0]
+    assert loads(document_cuts([0, 2, 4, 6, 8], 4)) == [2, 2, 2, 2]
 
 
-def test_a_document_far_above_a_share_is_refused_with_the_figures() -> None:
+def test_without_a_state_a_document_far_above_a_share_is_refused_with_the_figures() -> None:
     tokens = Tokens((0, 96, 112, 128), 4, "zigzag")
     with pytest.raises(LayoutError, match="96 of 128 tokens on one rank, 200% above"):
-        DocumentsRoute(SPEC, tokens, 0)
+        DocumentsRoute(ATTENTION, tokens, 0)
+    assert DocumentsRoute(SPEC, tokens, 0).imbalance <= 0.1
 
 
 def test_imbalance_is_what_the_busiest_rank_has_above_the_average() -> None:
-    route = DocumentsRoute(SPEC, Tokens((0, 24, 40), 2, "zigzag"), 1)
+    route = DocumentsRoute(ATTENTION, Tokens((0, 24, 40), 2, "zigzag"), 1)
     assert route.imbalance == pytest.approx(24 / 20 - 1)
     assert route.cu_seqlens == (0, 16)
     assert route.core_tokens().tolist() == list(range(24, 40))
@@ -54,7 +154,17 @@ def test_imbalance_is_what_the_busiest_rank_has_above_the_average() -> None:
 
 def test_a_rank_may_be_left_without_documents() -> None:
     tokens = Tokens((0, 12, 24), 3, "zigzag")
-    routes = [DocumentsRoute(SPEC, tokens, rank) for rank in range(3)]
+    routes = [DocumentsRoute(ATTENTION, tokens, rank) for rank in range(3)]
     assert sorted(route.core_rows for route in routes) == [0, 12, 12]
     (empty,) = [route for route in routes if not route.core_rows]
     assert empty.cu_seqlens[-1] == 0
+
+
+def test_mixers_share_the_documents_unless_one_is_cut() -> None:
+    even = Tokens((0, 12, 24), 2, "zigzag")
+    assert DocumentsRoute(SPEC, even, 0).documents is DocumentsRoute(ATTENTION, even, 0).documents
+    cut = Tokens((0, 8, 32), 2, "zigzag")
+    one, other = (DocumentsRoute(spec, cut, 1) for spec in (SPEC, ATTENTION))
+    assert (one.num_straddlers, other.num_straddlers) == (1, 0)
+    assert one.carry.needs_summary
+    assert (one.cu_seqlens, other.cu_seqlens) == ((0, 16), (0, 24))

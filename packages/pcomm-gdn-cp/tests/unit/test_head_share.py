@@ -50,6 +50,36 @@ def test_key_heads_are_copied_only_where_their_value_heads_are_split() -> None:
     assert split == [(0, 0, 1), (1, 2, 2)]
 
 
+@given(
+    shared=st.integers(1, 6),
+    ratio=st.integers(1, 6),
+    size=st.sampled_from([1, 2, 3, 4, 6, 8]),
+)
+def test_the_columns_of_all_ranks_side_by_side_are_those_of_the_whole(
+    shared: int, ratio: int, size: int
+) -> None:
+    if shared * ratio % size:
+        return
+    spec, names = GdnSpec(shared, shared * ratio, 2, 3), ("q", "k", "v")
+    shares = [HeadShare(spec, size, rank) for rank in range(size)]
+    widths = {section.name: section.head_width for section in spec.sections}
+    columns = [
+        (name, head, i)
+        for share in shares
+        for name in names
+        for head in share.heads(name)
+        for i in range(widths[name])
+    ]
+    found = [columns[place] for place in shares[0].gathered_columns(names)]
+    counts = {section.name: section.num_heads for section in spec.sections}
+    assert found == [
+        (name, head, i)
+        for name in names
+        for head in range(counts[name])
+        for i in range(widths[name])
+    ]
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_slices_of_parameters_add_up_to_the_gradient_of_the_whole(size: int) -> None:
     spec = GdnSpec(2, 4, 3, 5)

@@ -8,31 +8,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pcomm.core.layout import Layout
 from pcomm.gdn_cp.pieces import Pieces
 from pcomm.gdn_cp.tokens import Tokens
 
 
 @st.composite
-def packs(draw: st.DrawFn) -> Tokens:
+def packs(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
     size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     if draw(st.booleans()):
         chunks = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
-        lengths = [chunk * 2 * size for chunk in chunks]
-        return Tokens(tuple(accumulate(lengths, initial=0)), size, "zigzag")
+        cu_seqlens = tuple(accumulate((c * 2 * size for c in chunks), initial=0))
+        return cu_seqlens, Tokens(cu_seqlens, size, "zigzag").layout
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
-    lengths.append(-sum(lengths) % size)
-    return Tokens(tuple(accumulate(lengths, initial=0)), size, "contiguous")
+    cu_seqlens = tuple(accumulate(lengths, initial=0))
+    # Uneven stretches, some of them empty.
+    cuts = sorted(
+        draw(st.lists(st.integers(0, cu_seqlens[-1]), min_size=size - 1, max_size=size - 1))
+    )
+    return cu_seqlens, Layout.uneven([b - a for a, b in pairwise((0, *cuts, cu_seqlens[-1]))])
 
 
-def walked(tokens: Tokens) -> list[list[list[int]]]:
+def walked(cu_seqlens: tuple[int, ...], layout: Layout) -> list[list[list[int]]]:
     """Of each rank its pieces as lists of tokens: a new one at each border and each jump."""
-    sequence = [
-        n
-        for n in range(tokens.num_sequences)
-        for _ in range(tokens.cu_seqlens[n], tokens.cu_seqlens[n + 1])
-    ]
+    sequence = [n for n, (a, b) in enumerate(pairwise(cu_seqlens)) for _ in range(a, b)]
     found = []
-    for runs in tokens.layout.runs:
+    for runs in layout.runs:
         pieces: list[list[int]] = []
         for run in runs:
             for token in range(run.start, run.stop):
@@ -44,28 +45,35 @@ def walked(tokens: Tokens) -> list[list[list[int]]]:
     return found
 
 
-@given(tokens=packs(), reach=st.integers(1, 5))
-@settings(max_examples=150, deadline=None)
+@given(pack=packs(), reach=st.integers(0, 5))
+@settings(max_examples=200, deadline=None)
 def test_slots_tails_and_halos_are_those_of_a_walk_through_the_pack(
-    tokens: Tokens, reach: int
+    pack: tuple[tuple[int, ...], Layout], reach: int
 ) -> None:
-    pieces, expected = Pieces(tokens, reach), walked(tokens)
-    end_of = {t: e for s, e in _sequences(tokens) for t in range(s, e)}
-    begin_of = {t: s for s, e in _sequences(tokens) for t in range(s, e)}
+    cu_seqlens, layout = pack
+    pieces, expected = Pieces(cu_seqlens, layout, reach), walked(cu_seqlens, layout)
+    sequences = list(enumerate(pairwise(cu_seqlens)))
+    end_of = {t: e for _, (s, e) in sequences for t in range(s, e)}
+    begin_of = {t: s for _, (s, e) in sequences for t in range(s, e)}
+    number_of = {t: n for n, (s, e) in sequences for t in range(s, e)}
     slots = [
         (rank, p) for rank, own in enumerate(expected) for p in own if p[-1] + 1 < end_of[p[0]]
     ]
+    ends = [p for own in expected for p in own if p[-1] + 1 == end_of[p[0]]]
     assert pieces.num_slots == len(slots)
-    tails = [token for _, piece in slots for token in piece[-reach:]]
+    tails = [token for _, piece in slots for token in piece[len(piece) - min(reach, len(piece)) :]]
     for rank, own in enumerate(expected):
         table = pieces.of_rank(rank)
         assert [
             list(range(*r)) for r in zip(table.start.tolist(), table.stop.tolist(), strict=True)
         ] == own
+        assert table.sequence.tolist() == [number_of[p[0]] for p in own]
         assert pieces.slot_counts[rank] == sum(r == rank for r, _ in slots)
         assert [own[i] for i in pieces.own_slots(rank).tolist()] == [
             p for r, p in slots if r == rank
         ]
+        assert [own[i] for i in pieces.own_ends(rank).tolist()] == [p for p in own if p in ends]
+        assert pieces.end_counts[rank] == sum(p in ends for p in own)
 
         before = [
             sorted(
@@ -78,31 +86,52 @@ def test_slots_tails_and_halos_are_those_of_a_walk_through_the_pack(
             wanted = [found[depth][1] for found in before if len(found) > depth]
             assert pieces.slot_before(rank, depth).tolist() == wanted
 
-        mine = tokens.of_rank(rank).tolist()
+        mine = layout.positions(rank)
         sent = [mine[row] for row in pieces.tail_rows(rank).tolist()]
-        assert sent == [token for r, piece in slots if r == rank for token in piece[-reach:]]
+        assert sent == [
+            token
+            for r, piece in slots
+            if r == rank
+            for token in piece[len(piece) - min(reach, len(piece)) :]
+        ]
         assert pieces.tail_counts[rank] == len(sent)
+        # A token before its sequence by how far before, and which sequence that is.
         wanted_tokens = [
-            token if token >= begin_of[q[0]] else None
+            token if token >= begin_of[q[0]] else (number_of[q[0]], begin_of[q[0]] - token)
             for q in own
             for token in range(q[0] - reach, q[0])
         ]
         rows = [*tails, None]
-        assert [rows[row] for row in pieces.halo_rows(rank).flatten().tolist()] == wanted_tokens
+        assert [
+            rows[row] for row in pieces.halo_rows(rank, is_continued=False).flatten().tolist()
+        ] == [None if isinstance(token, tuple) else token for token in wanted_tokens]
+        continued = [*tails, *((n, reach - i) for n, _ in sequences for i in range(reach))]
+        assert [
+            continued[row] for row in pieces.halo_rows(rank, is_continued=True).flatten().tolist()
+        ] == wanted_tokens
+
+    last = {number_of[p[0]]: p for p in ends}
+    assert [[*ends, None][row] for row in pieces.end_rows(is_continued=False).tolist()] == [
+        last.get(n) for n, _ in sequences
+    ]
+    assert [
+        [*ends, *(n for n, _ in sequences)][row]
+        for row in pieces.end_rows(is_continued=True).tolist()
+    ] == [last.get(n, n) for n, _ in sequences]
 
 
-def _sequences(tokens: Tokens) -> list[tuple[int, int]]:
-    return list(pairwise(tokens.cu_seqlens))
+def pieces_of(tokens: Tokens, reach: int) -> Pieces:
+    return Pieces(tokens.cu_seqlens, tokens.layout, reach)
 
 
 def test_one_sequence_over_all_ranks() -> None:
-    pieces = Pieces(Tokens((0, 12), 3, "contiguous"), 3)
+    pieces = pieces_of(Tokens((0, 12), 3, "contiguous"), 3)
     assert pieces.slot_counts == (1, 1, 0)
     assert pieces.num_before(2).tolist() == [2]
-    assert torch.equal(pieces.halo_rows(1), torch.tensor([[0, 1, 2]]))
+    assert torch.equal(pieces.halo_rows(1, is_continued=False), torch.tensor([[0, 1, 2]]))
 
 
 def test_whole_sequences_on_every_rank_have_nothing_to_say() -> None:
-    pieces = Pieces(Tokens((0, 2, 4, 8), 2, "contiguous"), 3)
+    pieces = pieces_of(Tokens((0, 2, 4, 8), 2, "contiguous"), 3)
     assert pieces.num_slots == 0
     assert pieces.tail_counts == (0, 0)

@@ -119,8 +119,37 @@ def test_without_the_width_of_hidden_states_documents_cannot_be_weighed() -> Non
 
 def test_an_imbalance_is_named_and_can_be_asked_for_all_the_same() -> None:
     pack = lengths(24, 16, 24)
-    assert "docs: 25% above the average" in make_plan(pack, (0, 2), GDN, hidden_dim=64).describe()
-    assert make_plan(pack, (0, 2), GDN, mode="docs").imbalance(GDN) == pytest.approx(0.25)
+    auto = make_plan(pack, (0, 2), ATTENTION, hidden_dim=64)
+    assert "docs: 25% above the average" in auto.describe()
+    asked = make_plan(pack, (0, 2), [ATTENTION, GDN], mode="docs")
+    assert asked.imbalance(ATTENTION) == pytest.approx(0.25)
+    assert "imbalance 25.0%, no document is cut" in asked.describe()
+    # With a state the document in the middle is cut.
+    assert asked.imbalance(GDN) == 0
+    assert "imbalance 0.0%, 1 document is cut" in asked.describe()
+    assert (asked.num_straddlers(ATTENTION), asked.num_straddlers(GDN)) == (0, 1)
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_one_giant_among_many_small_documents(size: int) -> None:
+    """It takes 2 of 4 shares. Mixers with a state cut it, attention goes to heads."""
+    spec = AttentionSpec(24, 24, 64)
+    pack = lengths(*[96] * 64, 64 * 192, *[96] * 64)
+    plan = make_plan(pack, (0, size), [GDN, spec], hidden_dim=2048)
+    assert plan.modes == ("docs", "heads")
+    assert plan.num_straddlers(GDN) == 1
+    assert plan.imbalance(GDN) <= 0.1
+    text = plan.describe()
+    assert "1 document is cut" in text
+    assert "above" in text[text.index("not docs") :]
+    sent = plan.traffic(GDN)
+    assert sent.forward == ("all_to_all", "all_gather", "all_gather", "all_to_all")
+
+
+def test_without_a_way_to_heads_the_giant_makes_attention_gather() -> None:
+    spec = AttentionSpec(16, 2, 64)
+    pack = lengths(*[96] * 64, 64 * 192, *[96] * 64)
+    assert make_plan(pack, (0, 3), [GDN, spec], hidden_dim=2048).modes == ("docs", "gather")
 
 
 def test_gather_is_taken_only_where_nothing_else_works() -> None:
@@ -167,7 +196,11 @@ def test_the_model_counts_time_per_collective_and_per_byte() -> None:
         ({"specs": ()}, ConfigError, "no mixer"),
         ({"group": (2, 2)}, ConfigError, "rank 2 of 2"),
         ({"mode": "heads", "group": (0, 8)}, LayoutError, r"4 heads over 8 ranks(.|\n)*'state'"),
-        ({"mode": "docs", "cu_seqlens": (0, 32), "group": (0, 4)}, LayoutError, "300% above"),
+        (
+            {"mode": "docs", "cu_seqlens": (0, 32), "group": (0, 4), "specs": [SMALL, ATTENTION]},
+            LayoutError,
+            "300% above",
+        ),
         ({"verify": True}, UnsupportedError, "a group of type tuple"),
     ],
 )
@@ -207,6 +240,8 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
             plan.conv_halo(SMALL, torch.zeros(3, SMALL.conv_channels))
         with pytest.raises(LayoutError, match=r"Plan\.entry_states.*shape \(2, 4, 3, 3\)"):
             plan.entry_states(SMALL, (torch.zeros(2, 4, 3, 3), torch.zeros(2, 4, 3, 5)))
+        with pytest.raises(ConfigError, match=r"Plan\.entry_states.*no summary\n6 pieces"):
+            plan.entry_states(SMALL, None)
 
     run_virtual(on_rank, 2)
 
@@ -254,20 +289,26 @@ def test_a_thousand_sequences_and_a_few_empty_ones(layout: str) -> None:
 def test_prepare_makes_every_index_tensor_beforehand() -> None:
     def on_rank(collectives: VirtualCollectives) -> None:
         for mode in ("heads", "docs", "state", "gather"):
-            plan = make_plan((0, 48, 96), collectives, SMALL, mode=mode).prepare("cpu")  # type: ignore[arg-type]
-            route = plan._routes[0]
+            plan = make_plan((0, 48, 48, 144), collectives, SMALL, mode=mode).prepare("cpu")  # type: ignore[arg-type]
+            route, share = plan._routes[0], plan.head_share(SMALL)
             known = set(route._known)
-            hidden = plan.enter(SMALL, plan.shard(torch.zeros(96, 4)))
-            parts = plan.to_heads(
-                SMALL, [torch.zeros(len(hidden), s.width) for s in SMALL.sections]
+            hidden = plan.enter(SMALL, plan.shard(torch.zeros(144, 4)))
+            inputs, *_ = plan.to_heads(
+                SMALL, [torch.zeros(len(hidden), s.width) for s in SMALL.sections], fused=3
             )
-            if mode == "state":
-                num_pieces = len(plan.cu_seqlens_of(SMALL)) - 1
-                plan.conv_halo(SMALL, torch.zeros(len(hidden), SMALL.conv_channels))
-                states = torch.zeros(num_pieces, 4, 3, 8).split((3, 5), -1)
-                plan.entry_states(SMALL, (states[0], states[1]))
-            width = plan.head_share(SMALL).output.width
-            plan.leave(SMALL, plan.from_heads(SMALL, torch.zeros(len(parts[0]), width)))
+            num_pieces = len(plan.cu_seqlens_of(SMALL)) - 1
+            summary = torch.zeros(num_pieces, 4, 3, 8).split((3, 5), -1)
+            states, halo = torch.zeros(3, 4, 3, 5), torch.zeros(3, 3, SMALL.conv_channels)
+            final = torch.zeros(num_pieces, share.output.num_heads, 3, 5)
+            last = torch.zeros(num_pieces, 3, inputs.shape[1])
+            for given in (False, True):
+                h, s = (halo, states) if given else (None, None)
+                plan.conv_halo(SMALL, inputs, initial=h)
+                plan.entry_states(SMALL, (summary[0], summary[1]), initial=s)
+                assert plan.final_states(SMALL, final, initial=s).shape == states.shape
+                assert plan.final_halo(SMALL, last, initial=h).shape == halo.shape
+            y = torch.zeros(len(inputs), share.output.width)
+            plan.leave(SMALL, plan.from_heads(SMALL, y))
             assert set(route._known) == known
 
     run_virtual(on_rank, 2)

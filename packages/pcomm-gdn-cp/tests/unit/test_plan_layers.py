@@ -7,6 +7,7 @@ one. What is broken on purpose must be off by far more, or the comparison says n
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp.cost import Link
+from pcomm.gdn_cp.handover import Handover
 from pcomm.gdn_cp.head_share import HeadShare, SectionShare
 from pcomm.gdn_cp.heads import HeadsRoute
 from pcomm.gdn_cp.pieces import Pieces
 from pcomm.gdn_cp.plan import Plan, make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
-from pcomm.gdn_cp.state import StateRoute
 from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 
@@ -132,31 +134,77 @@ def test_states_and_halos_cross_awkward_borders(
     assert error(actual, on_one([spec], cu_seqlens)) < BOUND
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(
+    ("cu_seqlens", "size"),
+    [
+        # One giant among small ones, on 2 to 4 ranks.
+        *[((0, 24, 48, 240, 264, 312), size) for size in (2, 3, 4)],
+        ((0, 16, 32, 128, 128, 144, 176, 192), 8),
+        # One document; more ranks than documents; cut in pieces shorter than the convolution.
+        *[((0, 48), size) for size in (2, 3, 8)],
+        ((0, 16, 48), 8),
+        ((0, 16), 8),
+        # Two straddlers, each on three ranks or more.
+        ((0, 96, 192), 8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
+def test_documents_longer_than_a_share_are_cut(
+    spec: Spec, cu_seqlens: tuple[int, ...], size: int, layout: str
+) -> None:
+    assert make_plan(cu_seqlens, (0, size), spec, mode="docs").num_straddlers(spec)
+    actual = on_ranks([spec], cu_seqlens, size, mode="docs", layout=layout)
+    assert error(actual, on_one([spec], cu_seqlens)) < BOUND
+
+
+def test_a_hybrid_cuts_documents_for_one_mixer_and_splits_heads_for_another() -> None:
+    specs, cu_seqlens = [GDN, ATTENTION, MAMBA], (0, 24, 48, 240, 264, 312)
+    # A link on which collectives cost nothing, so that hidden states win by their bytes.
+    link = Link(latency_us=1e-9, gb_per_s=1e-3)
+    plan = make_plan(cu_seqlens, (0, 4), specs, hidden_dim=DIM, link=link)
+    assert plan.modes == ("docs", "heads", "docs")
+    assert error(on_ranks(specs, cu_seqlens, 4, link=link), on_one(specs, cu_seqlens)) < BOUND
+
+
 def test_a_rank_without_documents_takes_part() -> None:
     cu_seqlens = (0, 24, 48)
-    for spec in (GDN, MAMBA, ATTENTION):
-        actual = on_ranks([spec], cu_seqlens, 3, mode="docs")
-        assert error(actual, on_one([spec], cu_seqlens)) < BOUND
+    expected = on_one([ATTENTION], cu_seqlens)
+    assert error(on_ranks([ATTENTION], cu_seqlens, 3, mode="docs"), expected) < BOUND
+
+
+@pytest.mark.parametrize("longest", [12, 24])
+def test_a_rank_without_a_token_takes_part_when_others_share_a_document(longest: int) -> None:
+    """Twelve ranks for eleven times twelve tokens: it takes so many for one to be left out."""
+    lengths = [12] * 5 + [longest] + [12] * ((132 - 60 - longest) // 12)
+    cu_seqlens = tuple(accumulate(lengths, initial=0))
+    options = {"mode": "docs", "layout": "contiguous"}
+    plans = [make_plan(cu_seqlens, (rank, 12), GDN, **options) for rank in range(12)]  # type: ignore[arg-type]
+    assert sorted(plan.cu_seqlens_of(GDN)[-1] for plan in plans) == [0] + [12] * 11
+    assert plans[0].num_straddlers(GDN) == (longest > 12)
+    actual = on_ranks([GDN, MAMBA], cu_seqlens, 12, **options)
+    assert error(actual, on_one([GDN, MAMBA], cu_seqlens)) < BOUND
 
 
 # -- deliberate breaks: each must be noticed -------------------------------------------------
 
 
 def drop_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = StateRoute.entry_states
-    monkeypatch.setattr(StateRoute, "entry_states", lambda *given: right(*given) * 0)
+    right = Handover.entry_states
+    monkeypatch.setattr(Handover, "entry_states", lambda *given: right(*given) * 0)
 
 
 def stop_state_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = StateRoute.entry_states
+    right = Handover.entry_states
 
-    def broken(self: StateRoute, summary: tuple[Tensor, Tensor], group: Collectives) -> Tensor:
-        states = right(self, summary, group)
+    def broken(self: Handover, *given: Any) -> Tensor:
+        states = right(self, *given)
         assert states is not None
         # Still a collective in backward, but of nothing.
         return states.detach() + 0 * states
 
-    monkeypatch.setattr(StateRoute, "entry_states", broken)
+    monkeypatch.setattr(Handover, "entry_states", broken)
 
 
 def leak_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,18 +219,20 @@ def leak_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drop_halos(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = StateRoute.conv_halo
-    monkeypatch.setattr(StateRoute, "conv_halo", lambda *given: right(*given) * 0)
+    right = Handover.conv_halo
+    monkeypatch.setattr(Handover, "conv_halo", lambda *given: right(*given) * 0)
 
 
 def shift_halos(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Pieces.halo_rows
-    monkeypatch.setattr(Pieces, "halo_rows", lambda self, rank: right(self, rank).roll(1, 1))
+    monkeypatch.setattr(
+        Pieces, "halo_rows", lambda *given, **named: right(*given, **named).roll(1, 1)
+    )
 
 
 def skip_the_last_composition(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = StateRoute._steps_on
-    monkeypatch.setattr(StateRoute, "_steps_on", lambda *given: right(*given)[:-1])
+    right = Handover._steps_on
+    monkeypatch.setattr(Handover, "_steps_on", lambda *given: right(*given)[:-1])
 
 
 def swap_the_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +265,9 @@ def lose_the_gradient_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("broken", "spec", "mode"),
     [
-        *[(mistake, spec, "state") for spec in (GDN, MAMBA) for mistake in (
-            drop_states, stop_state_gradients, leak_states, drop_halos, shift_halos,
-            skip_the_last_composition)],
+        *[(mistake, spec, mode) for spec in (GDN, MAMBA) for mode in ("state", "docs")
+          for mistake in (drop_states, stop_state_gradients, leak_states, drop_halos,
+                          shift_halos, skip_the_last_composition)],
         (swap_the_permutations, GDN, "heads"),
         (swap_the_permutations, ATTENTION, "heads"),
         (take_the_heads_of_another_rank, GDN, "heads"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pcomm.core.errors import ConfigError, PcommError, near_misses
+from pcomm.gdn_cp.document_cuts import TOLERATED_IMBALANCE
 from pcomm.gdn_cp.documents import DocumentsRoute
 from pcomm.gdn_cp.gather import GatherRoute
 from pcomm.gdn_cp.heads import HeadsRoute
@@ -28,10 +29,6 @@ ROUTES: dict[Mode, type[Route]] = {
     "state": StateRoute,
     "gather": GatherRoute,
 }
-
-# Above it the busiest rank holds the others up for longer than the model, which counts only what
-# is sent, can weigh. A first guess; no measurement stands behind it yet.
-MOST_IMBALANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,8 @@ def _weigh(mode: Mode, spec: Spec, tokens: Tokens, sizes: Sizes, link: Link) -> 
     obstacle = ""
     if mode == "docs" and sizes.hidden_dim is None:
         obstacle, time_us = "hidden_dim was not given, so its bytes are unknown", float("inf")
-    elif route.imbalance > MOST_IMBALANCE:
+    elif route.imbalance > TOLERATED_IMBALANCE:
+        # The others would wait for longer than the model, which counts only bytes, can weigh.
         obstacle = f"{route.imbalance:.0%} above the average on the busiest rank"
     elif mode == "gather":
         obstacle = f"computes everything {tokens.size} times"

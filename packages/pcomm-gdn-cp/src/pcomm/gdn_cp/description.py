@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from pcomm.gdn_cp.cost import Candidate
+from pcomm.gdn_cp.messages.choice import choose_packing
 from pcomm.gdn_cp.route import Traffic
 
 if TYPE_CHECKING:
@@ -27,9 +30,23 @@ def describe_plan(plan: Plan) -> str:
         lines.append(f"  {_traffic(plan.traffic(spec))}")
         if choice.mode == "docs":
             known = "" if plan.sizes.hidden_dim else "; bytes unknown without hidden_dim"
-            lines.append(f"  imbalance {plan.imbalance(spec):.1%}{known}")
+            cut = _cut(plan.num_straddlers(spec))
+            lines.append(f"  imbalance {plan.imbalance(spec):.1%}, {cut}{known}")
+        if choice.mode == "heads" and plan.tokens.size > 1:
+            lines.append(f"  {_packing()}")
         lines += [f"  not {_rejected(candidate)}" for candidate in choice.rejected]
     return "\n".join(lines)
+
+
+def _packing() -> str:
+    on_cuda = choose_packing(torch.device("cuda"), torch.bfloat16)
+    return f"packed by torch on the CPU, by {on_cuda.name} on CUDA ({on_cuda.reason})"
+
+
+def _cut(num_straddlers: int) -> str:
+    if not num_straddlers:
+        return "no document is cut"
+    return f"{num_straddlers} {'document is' if num_straddlers == 1 else 'documents are'} cut"
 
 
 def _traffic(traffic: Traffic) -> str:

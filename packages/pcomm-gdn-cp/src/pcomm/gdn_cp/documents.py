@@ -1,19 +1,20 @@
-"""Mode `docs`: each rank gets whole documents as hidden states, runs the layer, sends the output.
+"""Mode `docs`: each rank gets a stretch of the pack as hidden states and runs the layer on it.
 
-Hidden states are narrower than what is projected from them, no state crosses ranks, and heads need
-not divide. What has to be found is where to cut: at borders of documents, so that the busiest rank
-has as few tokens as possible.
+Hidden states are narrower than what is projected from them, and heads need not divide. What has to
+be found is where to cut: at borders of documents, where that gives all ranks about the same number
+of tokens. Where a document is too long for that it is cut as well; it is a *straddler* then, and
+its pieces hand over states as in mode `state`. Softmax attention has no state to hand over, so it
+gets whole documents only.
 """
 
 # t tokens of this rank between layers, D model dim
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -22,113 +23,89 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import LayoutError
 from pcomm.core.exchange import Exchange
 from pcomm.core.layout import Layout
+from pcomm.core.positions import run_edges
+from pcomm.gdn_cp.carry import Carry
+from pcomm.gdn_cp.document_cuts import TOLERATED_IMBALANCE, document_cuts
+from pcomm.gdn_cp.handover import Handover
+from pcomm.gdn_cp.pieces import Pieces
 from pcomm.gdn_cp.route import Route, Traffic
-from pcomm.gdn_cp.specs import Spec
+from pcomm.gdn_cp.specs import AttentionSpec, Spec
 from pcomm.gdn_cp.tokens import Tokens
 
-__all__ = ["Documents", "DocumentsRoute", "document_cuts"]
+__all__ = ["Documents", "DocumentsRoute"]
 
 # A rank with more than twice its share: the others would wait for it longer than the exchange of
 # heads takes, and the documents in question are longer than a share.
 MAX_IMBALANCE = 1.0
 
 
-def document_cuts(cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
-    """The number of documents before each rank's, and of all: `size + 1` places in `cu_seqlens`.
-
-    The largest number of tokens on a rank is the least that whole, consecutive documents allow.
-    Among the cuts that reach it, those nearest to equal shares are taken, one after another.
-    """
-    offsets, last = list(cu_seqlens), len(cu_seqlens) - 1
-    total = offsets[-1]
-    longest = max((b - a for a, b in pairwise(offsets)), default=0)
-    low, high = max(longest, -(-total // size)), total
-    while low < high:
-        middle = (low + high) // 2
-        if _first_fit(offsets, size, middle)[-1] == last:
-            high = middle
-        else:
-            low = middle + 1
-    latest = _first_fit(offsets, size, low)
-    # From the other end: the earliest place of each cut from which the rest still fits.
-    mirrored = [total - offset for offset in reversed(offsets)]
-    earliest = [last - place for place in reversed(_first_fit(mirrored, size, low))]
-    cuts = [0]
-    for rank in range(1, size):
-        fits = bisect_right(offsets, offsets[cuts[-1]] + low) - 1
-        first, stop = max(earliest[rank], cuts[-1]), min(latest[rank], fits)
-        cuts.append(min(max(_nearest(offsets, rank * total / size), first), stop))
-    return (*cuts, last)
-
-
-def _nearest(offsets: list[int], wanted: float) -> int:
-    """The place of the offset nearest to `wanted`, the earlier one of two."""
-    after = bisect_left(offsets, wanted)
-    if after == 0 or (
-        after < len(offsets) and offsets[after] - wanted < wanted - offsets[after - 1]
-    ):
-        return after
-    return after - 1
-
-
-def _first_fit(offsets: list[int], size: int, most: int) -> list[int]:
-    """Cuts that give each rank as many documents as `most` tokens hold."""
-    cuts = [0]
-    for _ in range(size):
-        cuts.append(bisect_right(offsets, offsets[cuts[-1]] + most) - 1)
-    return cuts
-
-
 @dataclass(frozen=True)
 class Documents:
-    """How the documents of a pack are dealt out; the same for every mixer.
+    """How the documents of a pack are dealt out; the same for every mixer that allows as much.
 
     Args:
         tokens: The pack and its layout between layers.
+        are_whole: Whether no document may be cut.
     """
 
     tokens: Tokens
+    are_whole: bool
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """Places in `cu_seqlens` where the ranks' documents begin, and where the last ends."""
-        return document_cuts(self.tokens.cu_seqlens, self.tokens.size)
+        """The tokens where the stretches of the ranks begin, and where the last one ends."""
+        limit = None if self.are_whole else TOLERATED_IMBALANCE
+        return document_cuts(self.tokens.cu_seqlens, self.tokens.size, limit=limit)
+
+    @cached_property
+    def num_straddlers(self) -> int:
+        """Documents that are cut."""
+        offsets = self.tokens.cu_seqlens
+        inside = set(self.cuts).difference(offsets)
+        return len({bisect_right(offsets, cut) for cut in inside})
 
     @cached_property
     def layout(self) -> Layout:
-        """The tokens of each rank's documents."""
-        at = [self.tokens.cu_seqlens[cut] for cut in self.cuts]
-        return Layout.uneven([b - a for a, b in pairwise(at)])
+        """The stretch of the pack on each rank."""
+        return Layout.uneven([b - a for a, b in pairwise(self.cuts)])
 
     @cached_property
     def exchange(self) -> Exchange:
-        """From the tokens between layers to whole documents."""
+        """From the tokens between layers to documents."""
         return Exchange({0: self.tokens.layout}, {0: self.layout})
 
     @cached_property
     def imbalance(self) -> float:
         """By how much the busiest rank has more tokens than the average."""
-        average = self.tokens.num_tokens / self.tokens.size
-        return max(self.layout.sizes) / average - 1 if average else 0.0
+        total, size = self.tokens.num_tokens, self.tokens.size
+        # One rounding, so that what is just within a limit stays within it.
+        return (max(self.layout.sizes) * size - total) / total if total else 0.0
 
     @cached_property
     def moved_rows(self) -> Tensor:
         """`[ranks, ranks]`: how many tokens go from one to the other."""
-        size = self.tokens.size
-        source, target = (
-            torch.arange(size).repeat_interleave(torch.tensor(layout.sizes))
-            for layout in (self.tokens.layout, self.layout)
-        )
-        # `target` is in the order of the pack, `source` in the order of the ranks' tensors.
-        pairs = source * size + target[self.tokens.order]
-        return pairs.bincount(minlength=size * size).view(size, size)
+        # From runs, which are far fewer than tokens: of each rank, how many lie before each cut.
+        runs, beyond = self.tokens.layout.runs, self.tokens.num_tokens + 1
+        begin_R, end_R = run_edges(tuple(chain.from_iterable(runs))).T.contiguous()
+        rank_R = torch.arange(len(runs)).repeat_interleave(torch.tensor([len(r) for r in runs]))
+        key_R, order_R = (rank_R * beyond + begin_R).sort()
+        begin_R, end_R = begin_R[order_R], end_R[order_R]
+        total_R1 = torch.nn.functional.pad((end_R - begin_R).cumsum(0), (1, 0))
+        cuts = torch.tensor(self.cuts)
+        place = torch.searchsorted(key_R, torch.arange(len(runs))[:, None] * beyond + cuts)
+        # The last run that begins before the cut may go on behind it.
+        last = (place - 1).clamp(min=0)
+        over = (end_R[last] - cuts).clamp(min=0) if len(runs[0]) else torch.zeros_like(place)
+        before = total_R1[place] - over * (place > place[:, :1])
+        return before.diff(dim=1)
 
 
 class DocumentsRoute(Route):
-    """Whole documents on each rank, with all heads.
+    """A stretch of the pack on each rank, with all heads: whole documents as far as possible.
 
     Raises:
-        LayoutError: However the documents are dealt out, a rank has more than twice its share.
+        LayoutError: The mixer needs whole documents, and however they are dealt out, a rank has
+            more than twice its share.
     """
 
     mode = "docs"
@@ -139,26 +116,45 @@ class DocumentsRoute(Route):
             counts = self.documents.layout.sizes
             raise LayoutError(
                 f"make_plan: mode 'docs' for {tokens.num_sequences} sequences over "
-                f"{tokens.size} ranks",
+                f"{tokens.size} ranks and {spec}",
                 found=f"at best {max(counts)} of {tokens.num_tokens} tokens on one rank, "
                 f"{self.imbalance:.0%} above the average",
-                why="A document is not cut, and one that is longer than a share holds all up; "
-                f"above {MAX_IMBALANCE:.0%} this mode is refused.",
-                fix="Use mode 'heads' or 'state' for packs with such documents, or 'auto'.",
+                why="A mixer without a state needs whole documents, and one that is longer than a "
+                f"share holds all up; above {MAX_IMBALANCE:.0%} this mode is refused.",
+                fix="Use mode 'heads' for it with packs of such documents, or 'auto'.",
             )
 
-    @property
+    @cached_property
     def documents(self) -> Documents:
-        """How the documents are dealt out."""
-        return self.tokens.derived(Documents)
+        """How the documents are dealt out; in the same way for all mixers unless one is cut."""
+        documents = self.tokens.derived(Documents, False)
+        if self.spec.has_state or not documents.num_straddlers:
+            return documents
+        return self.tokens.derived(Documents, True)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The documents, and pieces of documents, on all ranks."""
+        reach = 0 if isinstance(self.spec, AttentionSpec) else self.spec.conv_width - 1
+        return self.tokens.derived(_pieces, self.documents.are_whole, reach)
+
+    @cached_property
+    def carry(self) -> Carry:
+        """What the pieces of straddlers take from those before them."""
+        if self.spec.has_state:
+            return Handover(self.share, self, self.pieces)
+        return Carry(self.share, self)
+
+    @property
+    def num_straddlers(self) -> int:
+        """Documents that are cut."""
+        return self.documents.num_straddlers
 
     @cached_property
     def cu_seqlens(self) -> tuple[int, ...]:
-        """Offsets of this rank's documents."""
-        own = self.tokens.cu_seqlens[
-            self.documents.cuts[self.rank] : self.documents.cuts[self.rank + 1] + 1
-        ]
-        return tuple(offset - own[0] for offset in own)
+        """Offsets of this rank's documents and pieces, without empty ones."""
+        own = self.pieces.of_rank(self.rank)
+        return tuple(accumulate((own.stop - own.start).tolist(), initial=0))
 
     @property
     def imbalance(self) -> float:
@@ -177,16 +173,23 @@ class DocumentsRoute(Route):
 
     def core_tokens(self) -> Tensor:
         """The tokens of this rank's documents."""
-        first = self.tokens.cu_seqlens[self.documents.cuts[self.rank]]
-        return torch.arange(first, first + self.core_rows)
+        return torch.arange(*self.documents.cuts[self.rank : self.rank + 2])
 
     def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
-        """Hidden states of the tokens that move, there and back."""
+        """Hidden states of the tokens that move, there and back, and what straddlers hand over."""
         moved = self.documents.moved_rows
         leaving = int(moved[rank].sum() - moved[rank, rank])
         coming = int(moved[:, rank].sum() - moved[rank, rank])
         sent = (leaving + coming) * (hidden_dim or 0) * element_bytes
-        return Traffic(("all_to_all",) * 2, ("all_to_all",) * 2, sent, sent)
+        inner = Traffic()
+        if isinstance(self.carry, Handover):
+            inner = self.carry.traffic(rank, element_bytes)
+        return Traffic(
+            ("all_to_all", *inner.forward, "all_to_all"),
+            ("all_to_all", *inner.backward, "all_to_all"),
+            sent + inner.forward_bytes,
+            sent + inner.backward_bytes,
+        )
 
     def enter(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
         """Hidden states of this rank's documents, one all-to-all."""
@@ -201,3 +204,7 @@ class DocumentsRoute(Route):
     def prepare(self, device: torch.device) -> None:
         """The rows of the exchange, both ways."""
         self.documents.exchange.prepare(self.rank, device)
+
+
+def _pieces(tokens: Tokens, are_whole: bool, reach: int) -> Pieces:
+    return Pieces(tokens.cu_seqlens, tokens.derived(Documents, are_whole).layout, reach)

@@ -123,6 +123,26 @@ class HeadShare:
         slices = [self._slice(p, share, dim) for p, share in zip(parts, shares, strict=True)]
         return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
 
+    def gathered_columns(self, names: Sequence[str]) -> list[int]:
+        """Where the columns of these sections are when those of all ranks lie side by side.
+
+        Rank after rank, and on each section by section. Of the copies of a head it is the first.
+
+        Raises:
+            ConfigError: No such section.
+        """
+        shares = [self._find(name) for name in names]
+        stride, before = sum(share.width for share in shares), 0
+        columns: list[int] = []
+        for share in shares:
+            width = share.section.head_width
+            for head in range(share.section.num_heads):
+                rank, place = divmod(head * share.copies, share.num_heads)
+                first = rank * stride + before + place * width
+                columns += range(first, first + width)
+            before += share.width
+        return columns
+
     def _slice(self, part: Tensor, share: SectionShare, dim: int) -> Tensor:
         unit = part.shape[dim] // share.section.num_heads
         if share.copies == 1:

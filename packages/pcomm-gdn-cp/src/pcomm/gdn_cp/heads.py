@@ -3,7 +3,8 @@
 All sections travel in one message, in rank order and section by section, so that packing is one
 strided copy for each section whatever the number of sequences. What arrives is brought into the
 order of the pack by one row permutation, whose gradient is the inverse permutation. The way back
-is the same the other way round, and each direction is the gradient of the other.
+is the same the other way round, and each direction is the gradient of the other. So every element
+is read and written once on each side of the all-to-all, by `messages`.
 """
 
 # t tokens of this rank, T of all, R ranks, W columns of this rank in all sections
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.positions import inverse_order
 from pcomm.gdn_cp.head_share import HeadShare, SectionShare
+from pcomm.gdn_cp.messages.choice import choose_packing
 from pcomm.gdn_cp.route import Route, Traffic
 from pcomm.gdn_cp.specs import Spec
 from pcomm.gdn_cp.tokens import Tokens
@@ -57,17 +58,21 @@ class HeadsRoute(Route):
     ) -> list[Tensor]:
         """All tokens of this rank's heads: views of one buffer, one all-to-all."""
         self.check_sections(sections, fused)
-        buffer: Tensor = _ToHeads.apply(  # type: ignore[no-untyped-call]
-            self, self.share.sections, collectives, *sections
-        )
         widths = [share.width for share in self.share.sections]
-        return list(buffer.split([sum(widths[:fused]), *widths[fused:]], -1))
+        parts: tuple[Tensor, ...] = _ToHeads.apply(  # type: ignore[no-untyped-call]
+            self,
+            self.share.sections,
+            (sum(widths[:fused]), *widths[fused:]),
+            collectives,
+            *sections,
+        )
+        return list(parts)
 
     def from_heads(self, output_TW: Tensor, collectives: Collectives) -> Tensor:
         """All heads of this rank's tokens, one all-to-all."""
         self.check_output(output_TW)
         (local,) = _FromHeads.apply(  # type: ignore[no-untyped-call]
-            self, (self.share.output,), collectives, output_TW
+            self, (self.share.output,), (self.share.output.width,), collectives, output_TW
         )
         output: Tensor = local
         return output
@@ -95,38 +100,27 @@ class HeadsRoute(Route):
         collectives: Collectives,
     ) -> Tensor:
         """`[T, W]`, all tokens of my columns."""
-        widths = [share.width for share in shares]
-        num_ranks, num_tokens = self.tokens.size, self.tokens.local_tokens
-        message_RtW = sections[0].new_empty(num_ranks, num_tokens, sum(widths))
-        places = message_RtW.split(widths, -1)
-        for place_RtW, section, share in zip(places, sections, shares, strict=True):
-            if share.copies > 1:
-                heads = section.unflatten(-1, (share.section.num_heads, share.section.head_width))
-                section = heads.repeat_interleave(share.copies, 1).flatten(1)
-            place_RtW.copy_(section.unflatten(-1, (num_ranks, share.width)).transpose(0, 1))
-        received_TW = collectives.all_to_all(message_RtW.flatten(0, 1))
+        packing = choose_packing(sections[0].device, sections[0].dtype)
+        message_TW = packing.pack_sections(sections, shares, self.tokens.size)
+        received_TW = collectives.all_to_all(message_TW)
         if self.tokens.is_natural:
             return received_TW
-        return received_TW.index_select(0, self.on(received_TW.device, self._arrival))
+        return packing.take_rows([received_TW], self.on(received_TW.device, self._arrival))
 
     def _collect(
-        self, buffer_TW: Tensor, shares: tuple[SectionShare, ...], collectives: Collectives
+        self,
+        parts: Sequence[Tensor],
+        shares: tuple[SectionShare, ...],
+        collectives: Collectives,
     ) -> tuple[Tensor, ...]:
         """The sections of my tokens, `[t, columns of all ranks]` each; copies are added up."""
-        if not self.tokens.is_natural:
-            buffer_TW = buffer_TW.index_select(0, self.on(buffer_TW.device, self._pack))
-        received_TW = collectives.all_to_all(buffer_TW)
-        received_RtW = received_TW.unflatten(0, (self.tokens.size, self.tokens.local_tokens))
-        ends = accumulate(share.width for share in shares)
-        sections = []
-        for share, end in zip(shares, ends, strict=True):
-            part_RtW = received_RtW[:, :, end - share.width : end]
-            section = part_RtW.transpose(0, 1).flatten(1)
-            if share.copies > 1:
-                split = (share.section.num_heads, share.copies, share.section.head_width)
-                section = section.unflatten(-1, split).sum(2).flatten(1)
-            sections.append(section)
-        return tuple(sections)
+        packing = choose_packing(parts[0].device, parts[0].dtype)
+        if self.tokens.is_natural:
+            message_TW = parts[0] if len(parts) == 1 else packing.take_rows(parts, None)
+        else:
+            message_TW = packing.take_rows(parts, self.on(parts[0].device, self._pack))
+        received_TW = collectives.all_to_all(message_TW)
+        return packing.unpack_sections(received_TW, shares, self.tokens.size)
 
 
 class _ToHeads(torch.autograd.Function):
@@ -135,15 +129,18 @@ class _ToHeads(torch.autograd.Function):
         ctx: Any,
         route: HeadsRoute,
         shares: tuple[SectionShare, ...],
+        widths: tuple[int, ...],
         collectives: Collectives,
         *sections: Tensor,
-    ) -> Tensor:
-        ctx.way = (route, shares, collectives)
-        return route._scatter(sections, shares, collectives)
+    ) -> tuple[Tensor, ...]:
+        ctx.way = (route, shares, widths, collectives)
+        buffer_TW = route._scatter(sections, shares, collectives)
+        # Split here, so that the gradients of the parts come apart and need not be put together.
+        return buffer_TW.split(widths, -1) if len(widths) > 1 else (buffer_TW,)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_FromHeads.apply(*ctx.way, *grads)  # type: ignore[no-untyped-call]
+        return *(None,) * 4, *_FromHeads.apply(*ctx.way, *grads)  # type: ignore[no-untyped-call]
 
 
 class _FromHeads(torch.autograd.Function):
@@ -152,12 +149,13 @@ class _FromHeads(torch.autograd.Function):
         ctx: Any,
         route: HeadsRoute,
         shares: tuple[SectionShare, ...],
+        widths: tuple[int, ...],
         collectives: Collectives,
-        buffer_TW: Tensor,
+        *parts: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.way = (route, shares, collectives)
-        return route._collect(buffer_TW, shares, collectives)
+        ctx.way = (route, shares, widths, collectives)
+        return route._collect(parts, shares, collectives)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, _ToHeads.apply(*ctx.way, *grads)  # type: ignore[no-untyped-call]
+        return *(None,) * 4, *_ToHeads.apply(*ctx.way, *grads)  # type: ignore[no-untyped-call]

@@ -5,7 +5,8 @@ A piece is a stretch of one sequence on one rank. A piece that does not end its 
 delivers what belongs to them. There may be thousands, so nothing here loops over them.
 """
 
-# R runs of all ranks, F pieces (of all ranks, or of one), S slots, P tokens before a piece
+# R runs of all ranks, F pieces (of all ranks, or of one), S slots, P tokens before a piece,
+# N sequences
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pcomm.core.layout import Layout
 from pcomm.core.positions import expand_ranges, run_edges
-from pcomm.gdn_cp.tokens import Tokens
 
 __all__ = ["Pieces", "Table"]
 
@@ -29,7 +30,8 @@ class Table(NamedTuple):
     Args:
         start: First token, by its place in the pack.
         stop: The token after the last.
-        origin: First token of its sequence.
+        sequence: Which sequence it is of.
+        origin: First token of that.
         rank: Who holds it.
         row: Where it starts in the tensor of its rank.
         goes_on: Whether its sequence goes on after it.
@@ -37,6 +39,7 @@ class Table(NamedTuple):
 
     start: Tensor
     stop: Tensor
+    sequence: Tensor
     origin: Tensor
     rank: Tensor
     row: Tensor
@@ -52,21 +55,23 @@ class Pieces:
     """All pieces of all ranks.
 
     Args:
-        tokens: The pack and its layout.
+        cu_seqlens: Offsets of the sequences.
+        layout: Which tokens each rank holds; each of them on one.
         reach: How many tokens before itself a convolution looks back: its width less one.
     """
 
-    tokens: Tokens
+    cu_seqlens: tuple[int, ...]
+    layout: Layout
     reach: int
 
     @cached_property
     def table(self) -> Table:
         """Every piece, rank after rank and as they lie there; none is empty."""
-        runs = self.tokens.layout.runs
+        runs = self.layout.runs
         runs_R2 = run_edges(tuple(chain.from_iterable(runs)))
         begin_R, end_R = runs_R2.T.contiguous()
         rank_R = torch.arange(len(runs)).repeat_interleave(torch.tensor([len(r) for r in runs]))
-        offsets = torch.tensor(self.tokens.cu_seqlens)
+        offsets = torch.tensor(self.cu_seqlens)
         starts, stops = offsets[:-1].clone(), offsets[1:].clone()
         # The sequences that a run meets are neighbours; empty ones among them drop out below.
         first_R = torch.searchsorted(stops, begin_R, right=True)
@@ -77,9 +82,11 @@ class Pieces:
         stop_F = end_R[run_F].minimum(stops[sequence_F])
         length_F = stop_F - start_F
         rank_F = rank_R[run_F]
-        row_F = length_F.cumsum(0) - length_F - rank_F * self.tokens.local_tokens
-        columns = (start_F, stop_F, starts[sequence_F], rank_F, row_F, stop_F < stops[sequence_F])
-        return Table(*columns).where(length_F > 0)
+        sizes = torch.tensor(self.layout.sizes)
+        row_F = length_F.cumsum(0) - length_F - (sizes.cumsum(0) - sizes)[rank_F]
+        origin_F, goes_on_F = starts[sequence_F], stop_F < stops[sequence_F]
+        table = Table(start_F, stop_F, sequence_F, origin_F, rank_F, row_F, goes_on_F)
+        return table.where(length_F > 0)
 
     @cached_property
     def slots(self) -> Table:
@@ -87,14 +94,24 @@ class Pieces:
         return self.table.where(self.table.goes_on)
 
     @cached_property
+    def ends(self) -> Table:
+        """The pieces that end their sequences, rank after rank."""
+        return self.table.where(~self.table.goes_on)
+
+    @cached_property
     def slot_counts(self) -> tuple[int, ...]:
         """Of each rank how many of its pieces go on elsewhere."""
-        return tuple(self.slots.rank.bincount(minlength=self.tokens.size).tolist())
+        return tuple(self.slots.rank.bincount(minlength=self.layout.size).tolist())
+
+    @cached_property
+    def end_counts(self) -> tuple[int, ...]:
+        """Of each rank how many of its pieces end their sequences."""
+        return tuple(self.ends.rank.bincount(minlength=self.layout.size).tolist())
 
     @cached_property
     def tail_counts(self) -> tuple[int, ...]:
         """Of each rank how many of its tokens a convolution elsewhere looks back to."""
-        counts = torch.zeros(self.tokens.size, dtype=torch.int64)
+        counts = torch.zeros(self.layout.size, dtype=torch.int64)
         return tuple(counts.index_add_(0, self.slots.rank, self._tail_lengths).tolist())
 
     @property
@@ -109,6 +126,23 @@ class Pieces:
     def own_slots(self, rank: int) -> Tensor:
         """Which pieces of `rank` go on elsewhere, by their places there."""
         return self.of_rank(rank).goes_on.nonzero().flatten()
+
+    def own_ends(self, rank: int) -> Tensor:
+        """Which pieces of `rank` end their sequences, by their places there."""
+        return (~self.of_rank(rank).goes_on).nonzero().flatten()
+
+    def end_rows(self, *, is_continued: bool) -> Tensor:
+        """`[N]`: for each sequence its last piece, as a row of what a gather of ends delivers.
+
+        An empty sequence has the row after the last; with `is_continued` its own one behind that,
+        among those of all sequences.
+        """
+        num_sequences, num_ends = len(self.cu_seqlens) - 1, len(self.ends.start)
+        rows_N = torch.full((num_sequences,), num_ends)
+        if is_continued:
+            rows_N += torch.arange(num_sequences)
+        rows_N[self.ends.sequence] = torch.arange(num_ends)
+        return rows_N
 
     def num_before(self, rank: int) -> Tensor:
         """`[F]`: for each piece of `rank`, how many of its sequence come before it."""
@@ -129,10 +163,11 @@ class Pieces:
         slots, lengths = self.slots.where(mine), self._tail_lengths[mine]
         return expand_ranges(slots.row + slots.stop - slots.start - lengths, lengths)
 
-    def halo_rows(self, rank: int) -> Tensor:
+    def halo_rows(self, rank: int, *, is_continued: bool) -> Tensor:
         """`[F, P]`: the tokens before each piece of `rank`, as rows of the gathered tails.
 
-        A token before the start of the sequence is the row after the last.
+        A token before the start of the sequence is the row after the last; with `is_continued` its
+        own one behind that, where the P tokens before each sequence follow, in their order.
         """
         pieces = self.of_rank(rank)
         gathered = expand_ranges(self.slots.stop - self._tail_lengths, self._tail_lengths)
@@ -140,6 +175,9 @@ class Pieces:
         token_FP = pieces.start[:, None] - self.reach + torch.arange(self.reach)
         is_outside_FP = token_FP < pieces.origin[:, None]
         rows_FP = torch.full_like(token_FP, len(gathered))
+        if is_continued:
+            first_F = (pieces.sequence + 1) * self.reach - pieces.origin
+            rows_FP += token_FP + first_F[:, None]
         inside = token_FP[~is_outside_FP]
         rows_FP[~is_outside_FP] = by_token[torch.searchsorted(gathered[by_token], inside)]
         return rows_FP

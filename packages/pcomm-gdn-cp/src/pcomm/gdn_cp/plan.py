@@ -6,12 +6,17 @@ backward. A layer calls the same six operations whatever the mode:
     x = plan.enter(spec, hidden)                       # whole documents, in mode `docs`
     q, k, v, b, a = plan.to_heads(spec, projections)   # all tokens of my heads, in mode `heads`
     halo = plan.conv_halo(spec, inputs)                # what came before my pieces, in mode `state`
-    state = plan.entry_states(spec, summary)
+    state = plan.entry_states(spec, summary)           # and in `docs` where a document is cut
     y = plan.from_heads(spec, output)
     out = plan.leave(spec, y)
+
+Sequences that go on from pack to pack give `conv_halo` and `entry_states` what was `initial`, and
+ask `final_halo` and `final_states` for the next.
 """
 
-# t tokens of this rank between layers, T tokens that the core sees, D model dim, W columns
+# t tokens of this rank between layers, T tokens that the core sees, D model dim, W columns,
+# N sequences, F of them or pieces of them that the core sees, P = conv_width - 1, H heads,
+# K key dim, V value dim
 
 from __future__ import annotations
 
@@ -66,7 +71,7 @@ class Plan:
     def enter(self, spec: Spec, hidden_tD: Tensor) -> Tensor:
         """Hidden states as the projections of this mixer want them.
 
-        Whole documents in mode `docs`, in one all-to-all; the input itself in the others.
+        Documents in mode `docs`, in one all-to-all; the input itself in the others.
         Collective, like all that follow: every rank calls it, in the same order. Differentiable,
         and backward is collective too: a rank that got no document runs the layer on no tokens.
 
@@ -122,43 +127,99 @@ class Plan:
         """
         return self._route(spec).from_heads(output_TW, self._group)
 
-    def conv_halo(self, spec: Spec, x_TW: Tensor) -> Tensor | None:
+    def conv_halo(
+        self, spec: Spec, x_TW: Tensor, *, initial: Tensor | None = None
+    ) -> Tensor | None:
         """What a causal convolution over `cu_seqlens_of(spec)` takes as its initial halo.
 
         Args:
             spec: One of the plan's.
             x_TW: `[T, channels]`, the inputs of the convolution.
+            initial: `[N, P, channels]`, those before the pack, as `final_halo` returns them: of
+                all sequences and channels, the same on every rank. Zeros by default. Each rank has
+                the gradient of what it used; their sum over the group is the gradient, as for
+                parameters.
 
         Returns:
-            `[pieces, conv_width - 1, channels]`; None where every sequence is whole.
+            `[F, P, channels]` of this rank; None where all are zero.
 
         Raises:
-            ConfigError: See `enter`.
-            LayoutError: Another number of tokens; raised before anything is sent.
+            ConfigError: See `enter`; `initial` for a mixer without a state.
+            LayoutError: Another shape; raised before anything is sent.
         """
-        return self._route(spec).conv_halo(x_TW, self._group)
+        return self._route(spec).carry.conv_halo(x_TW, self._group, initial)
 
-    def entry_states(self, spec: Spec, summary: tuple[Tensor, Tensor]) -> Tensor | None:
+    def entry_states(
+        self,
+        spec: Spec,
+        summary: tuple[Tensor, Tensor] | None,
+        *,
+        initial: Tensor | None = None,
+    ) -> Tensor | None:
         """The state in which each sequence of `cu_seqlens_of(spec)` starts.
 
         Args:
             spec: One of the plan's.
             summary: What each of them does to a state, as the `summary` of the cores returns it:
-                transitions and what is written, `[pieces, heads, ...]` each. Needed in mode
-                `state` only: ask `needs_summary` before computing it.
+                transitions and what is written, `[F, H, ...]` each. Not looked at, and so best
+                not computed, unless `needs_summary` says so.
+            initial: `[N, H, K, V]`, the states before the pack, as `final_states` returns them:
+                of all sequences and heads, the same on every rank. Zeros by default. Its gradient
+                is that of a parameter: see `conv_halo`.
 
         Returns:
-            `[pieces, heads, key dim, value dim]`; None where every sequence is whole.
+            `[F, H, K, V]` of this rank; None where all are zero.
 
         Raises:
-            ConfigError: See `enter`.
-            LayoutError: Another number of pieces; raised before anything is sent.
+            ConfigError: See `conv_halo`; no summary where one is needed.
+            LayoutError: Another shape; raised before anything is sent.
         """
-        return self._route(spec).entry_states(summary, self._group)
+        return self._route(spec).carry.entry_states(summary, self._group, initial)
 
     def needs_summary(self, spec: Spec) -> bool:
-        """Whether pieces of sequences cross ranks, so that `entry_states` returns states."""
-        return self._route(spec).needs_summary
+        """Whether pieces of sequences cross ranks, so that `entry_states` wants a summary."""
+        return self._route(spec).carry.needs_summary
+
+    def final_states(
+        self, spec: Spec, final_FHKV: Tensor, *, initial: Tensor | None = None
+    ) -> Tensor:
+        """The states after the whole pack, the same on every rank: `initial` of the next pack.
+
+        One gather, and in backward one reduce-scatter, on top of `traffic`; none on one rank and
+        in mode `gather`. All ranks use the result in their graphs, or none does. The gradient is
+        that of the sum of what the ranks make of it, so a loss of the states themselves belongs on
+        one rank, or on each divided by their number.
+
+        Args:
+            spec: One of the plan's.
+            final_FHKV: `[F, H, K, V]` of this rank, as the core returns it.
+            initial: What `entry_states` was given: the state after a sequence without tokens.
+
+        Returns:
+            `[N, H, K, V]` of all sequences and heads.
+
+        Raises:
+            ConfigError: See `enter`; a mixer without a state.
+            LayoutError: Another shape; raised before anything is sent.
+        """
+        return self._route(spec).carry.final_states(final_FHKV, self._group, initial)
+
+    def final_halo(self, spec: Spec, halo_FPW: Tensor, *, initial: Tensor | None = None) -> Tensor:
+        """The last inputs of the convolution, as `final_states` returns the states.
+
+        Args:
+            spec: One of the plan's.
+            halo_FPW: `[F, P, channels]` of this rank, as the convolution returns it.
+            initial: What `conv_halo` was given.
+
+        Returns:
+            `[N, P, channels]` of all sequences and channels.
+
+        Raises:
+            ConfigError: See `final_states`.
+            LayoutError: See `final_states`.
+        """
+        return self._route(spec).carry.final_halo(halo_FPW, self._group, initial)
 
     # -- what the core sees --------------------------------------------------------------
 
@@ -213,7 +274,7 @@ class Plan:
     def traffic(self, spec: Spec) -> Traffic:
         """Collectives and bytes of this rank for this mixer in one layer.
 
-        For `docs` the bytes count hidden states of `hidden_dim`, and nothing if that is unknown.
+        For `docs` hidden states count with `hidden_dim`, and not at all if that is unknown.
         """
         sizes = self.sizes
         return self._route(spec).traffic(self.rank, sizes.element_bytes, sizes.hidden_dim)
@@ -221,6 +282,10 @@ class Plan:
     def imbalance(self, spec: Spec) -> float:
         """By how much the busiest rank has more tokens than the average: 0.1 is 10 % more."""
         return self._route(spec).imbalance
+
+    def num_straddlers(self, spec: Spec) -> int:
+        """Documents that mode `docs` cuts for this mixer, because no cuts between them would do."""
+        return self._route(spec).num_straddlers
 
     def describe(self) -> str:
         """The mode of each mixer, why, what it costs, and what was rejected."""
@@ -230,6 +295,7 @@ class Plan:
         """Make all index tensors on `device` now, so that no layer copies them there; itself."""
         for spec, route in zip(self.specs, self._routes, strict=True):
             route.prepare(torch.device(device))
+            route.carry.prepare(torch.device(device))
             self.positions_of(spec, device)
         self.positions(device)
         return self

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
+from pcomm.gdn_cp.carry import Carry
 from pcomm.gdn_cp.head_share import HeadShare
 from pcomm.gdn_cp.specs import Spec
 from pcomm.gdn_cp.tokens import Tokens
@@ -95,10 +96,15 @@ class Route(TokenView):
         """Tokens between `enter` and `to_heads`, and between `from_heads` and `leave`."""
         return self.tokens.local_tokens
 
+    @cached_property
+    def carry(self) -> Carry:
+        """What the sequences bring along and leave."""
+        return Carry(self.share, self)
+
     @property
-    def needs_summary(self) -> bool:
-        """Whether `entry_states` returns states."""
-        return False
+    def num_straddlers(self) -> int:
+        """Documents that mode `docs` has cut."""
+        return 0
 
     def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
         """What `rank` sends: nothing."""
@@ -125,16 +131,6 @@ class Route(TokenView):
         """The core's output, back at the tokens of this rank."""
         self.check_output(output_TW)
         return output_TW
-
-    def entry_states(
-        self, summary: tuple[Tensor, Tensor], collectives: Collectives
-    ) -> Tensor | None:
-        """States in which the sequences of the core start: none."""
-        return None
-
-    def conv_halo(self, x_TW: Tensor, collectives: Collectives) -> Tensor | None:
-        """Inputs before the sequences of the core: none."""
-        return None
 
     def prepare(self, device: torch.device) -> None:
         """Make the index tensors on `device`, so that no step has to wait for them."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Literal
 
@@ -151,7 +151,7 @@ def _triton_obstacle(device: torch.device) -> str:
         return ""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
         return ""
-    found = version("triton")
+    found = str(import_module("triton").__version__)
     numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:3])
     if (3, 4) <= numbers < (3, 7, 1):
         return f"triton {found} is wrong on Hopper for flash-linear-attention, from 3.4 up to 3.7.1"

@@ -2,7 +2,7 @@
 
 Written after the sources of version 0.6.0, and never run on hardware. Its `chunk_simple_gla` reads
 the number of chunks from the device, once forward and twice backward, so the host waits there;
-`chunk_gated_delta_rule` does not.
+`chunk_gated_delta_rule` counts them on the host.
 """
 
 # T tokens, N sequences, G key heads or groups, H value heads, K key dim, V value dim,

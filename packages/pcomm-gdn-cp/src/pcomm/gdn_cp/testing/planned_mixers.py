@@ -4,12 +4,13 @@ They show which operation of a plan belongs where. Decays are slow, so that a st
 between ranks, or leaks from a document to the next, changes results by far.
 """
 
-# t tokens between layers, T tokens of the core, D model dim, H heads, P head dim
+# t tokens between layers, T tokens of the core, D model dim, H heads, N sequences
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +25,22 @@ from pcomm.gdn_cp.plan import Plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
 from pcomm.gdn_cp.testing.slow_decay import slow_parameters
 
-__all__ = ["CHUNK", "mixer", "weights_of"]
+__all__ = ["CHUNK", "Carried", "continued", "mixer", "weights_of"]
 
 # Short, so that tests of a few dozen tokens have several chunks and odd remainders.
 CHUNK = 4
+
+
+class Carried(NamedTuple):
+    """What sequences take from a pack to the next, of all heads and the same on every rank.
+
+    Args:
+        states: `[N, H, key dim, value dim]`.
+        halo: `[N, conv_width - 1, channels]`.
+    """
+
+    states: Tensor
+    halo: Tensor
 
 
 def weights_of(
@@ -57,66 +70,104 @@ def weights_of(
 def mixer(plan: Plan, spec: Spec, hidden_tD: Tensor, weights: dict[str, Tensor]) -> Tensor:
     """The output of one layer, `[t, D]`, for this rank's tokens."""
     x = plan.enter(spec, hidden_tD)
-    sections = [F.linear(x, weights[f"in_{section.name}"]) for section in spec.sections]
+    sections = _sections(spec, x, weights)
     if isinstance(spec, AttentionSpec):
         y = plan.from_heads(spec, _attention(plan, spec, sections))
-    else:
-        if isinstance(spec, GdnSpec):
-            y = _delta_net(plan, spec, sections, weights)
-        else:
-            y = _mamba(plan, spec, sections, weights)
-        y = plan.from_heads(spec, y)
-        # The gate has stayed here, with the tokens that the output is back at.
-        z = F.linear(x, weights["in_z"])
-        y, z = (part.unflatten(-1, (spec.output.num_heads, -1)) for part in (y, z))
-        y = rms_norm_then_gate(y, z, weights["norm"]).flatten(1)
+        return plan.leave(spec, F.linear(y, weights["out"]))
+    y, _ = _recurrence(plan, spec, sections, weights, None)
+    return _gated(plan, spec, x, y, weights)
+
+
+def continued(
+    plan: Plan,
+    spec: GdnSpec | Mamba2Spec,
+    hidden_tD: Tensor,
+    weights: dict[str, Tensor],
+    before: Carried | None,
+) -> tuple[Tensor, Carried]:
+    """The output of one layer for sequences that began in other packs, and what goes on from it."""
+    x = plan.enter(spec, hidden_tD)
+    y, after = _recurrence(plan, spec, _sections(spec, x, weights), weights, before)
+    states, halo = before or (None, None)
+    # Final states and halo as this rank's core has them, then those of all.
+    whole = Carried(
+        plan.final_states(spec, after.states, initial=states),
+        plan.final_halo(spec, after.halo, initial=halo),
+    )
+    return _gated(plan, spec, x, y, weights), whole
+
+
+def _sections(spec: Spec, x: Tensor, weights: dict[str, Tensor]) -> list[Tensor]:
+    return [F.linear(x, weights[f"in_{section.name}"]) for section in spec.sections]
+
+
+def _gated(
+    plan: Plan, spec: GdnSpec | Mamba2Spec, x: Tensor, y: Tensor, weights: dict[str, Tensor]
+) -> Tensor:
+    y = plan.from_heads(spec, y)
+    # The gate has stayed here, with the tokens that the output is back at.
+    z = F.linear(x, weights["in_z"])
+    y, z = (part.unflatten(-1, (spec.output.num_heads, -1)) for part in (y, z))
+    y = rms_norm_then_gate(y, z, weights["norm"]).flatten(1)
     return plan.leave(spec, F.linear(y, weights["out"]))
 
 
+def _recurrence(
+    plan: Plan,
+    spec: GdnSpec | Mamba2Spec,
+    sections: list[Tensor],
+    weights: dict[str, Tensor],
+    before: Carried | None,
+) -> tuple[Tensor, Carried]:
+    """`[T, columns]` of this rank's heads, and states and halo after what its core sees."""
+    inputs, *gates = plan.to_heads(spec, sections, fused=3)
+    states, halo = before or (None, None)
+    first, second, third, last = _convolved(plan, spec, inputs, weights, halo)
+    share, offsets = plan.head_share(spec), plan.cu_seqlens_of(spec)
+    # The last section is what the decay is made of.
+    names = ("A_log", "dt_bias")
+    log, bias = (share.take(weights[name], spec.sections[-1].name) for name in names)
+    if isinstance(spec, GdnSpec):
+        b, a = gates
+        q, k = normalise_queries_keys(first, second)
+        g, beta = delta_gates(a, b, log, bias)
+        delta = DeltaChunks.of(k, third, g, beta, cu_seqlens=offsets, chunk=CHUNK)
+        summary = delta.summary() if plan.needs_summary(spec) else None
+        start = plan.entry_states(spec, summary, initial=states)
+        y, final = delta.outputs(q, initial_state=start)
+    else:
+        space = StateSpaceChunks.of(
+            first, gates[0], log, second, dt_bias_H=bias, cu_seqlens=offsets, chunk=CHUNK
+        )
+        summary = space.summary() if plan.needs_summary(spec) else None
+        start = plan.entry_states(spec, summary, initial=states)
+        skip = share.take(weights["D"], "dt")
+        y, final = space.outputs(third, d_H=skip, initial_state=start)
+    return y.flatten(1), Carried(final, last)
+
+
 def _convolved(
-    plan: Plan, spec: GdnSpec | Mamba2Spec, x: Tensor, weights: dict[str, Tensor]
-) -> tuple[Tensor, ...]:
+    plan: Plan,
+    spec: GdnSpec | Mamba2Spec,
+    x: Tensor,
+    weights: dict[str, Tensor],
+    halo: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The three sections with their heads apart, and the halo after them."""
     share, names = plan.head_share(spec), [section.name for section in spec.sections[:3]]
-    y, _ = causal_convolution(
+    y, last = causal_convolution(
         x,
         share.take(weights["conv"], names),
         cu_seqlens=plan.cu_seqlens_of(spec),
-        initial_halo=plan.conv_halo(spec, x),
+        initial_halo=plan.conv_halo(spec, x, initial=halo),
     )
-    return tuple(
+    first, second, third = (
         part.unflatten(-1, (-1, one.section.head_width))
         for one, part in zip(
             share.sections[:3], y.split([s.width for s in share.sections[:3]], -1), strict=True
         )
     )
-
-
-def _delta_net(
-    plan: Plan, spec: GdnSpec, sections: list[Tensor], weights: dict[str, Tensor]
-) -> Tensor:
-    qkv, b, a = plan.to_heads(spec, sections, fused=3)
-    share = plan.head_share(spec)
-    q, k, v = _convolved(plan, spec, qkv, weights)
-    q, k = normalise_queries_keys(q, k)
-    log, bias = (share.take(weights[name], "a") for name in ("A_log", "dt_bias"))
-    g, beta = delta_gates(a, b, log, bias)
-    chunks = DeltaChunks.of(k, v, g, beta, cu_seqlens=plan.cu_seqlens_of(spec), chunk=CHUNK)
-    start = plan.entry_states(spec, chunks.summary()) if plan.needs_summary(spec) else None
-    return chunks.outputs(q, initial_state=start)[0].flatten(1)
-
-
-def _mamba(
-    plan: Plan, spec: Mamba2Spec, sections: list[Tensor], weights: dict[str, Tensor]
-) -> Tensor:
-    inputs, dt = plan.to_heads(spec, sections, fused=3)
-    share = plan.head_share(spec)
-    x, b, c = _convolved(plan, spec, inputs, weights)
-    log, bias, skip = (share.take(weights[name], "dt") for name in ("A_log", "dt_bias", "D"))
-    chunks = StateSpaceChunks.of(
-        x, dt, log, b, dt_bias_H=bias, cu_seqlens=plan.cu_seqlens_of(spec), chunk=CHUNK
-    )
-    start = plan.entry_states(spec, chunks.summary()) if plan.needs_summary(spec) else None
-    return chunks.outputs(c, d_H=skip, initial_state=start)[0].flatten(1)
+    return first, second, third, last
 
 
 def _attention(plan: Plan, spec: AttentionSpec, sections: list[Tensor]) -> Tensor:

@@ -1,0 +1,313 @@
+"""Two packs in a row, with the states of the first carried over, against one long pack on one rank.
+
+Every rank has a loss of its own, so that the gradients are those of the sum of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.errors import ConfigError, LayoutError
+from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp.head_share import HeadShare
+from pcomm.gdn_cp.pieces import Pieces
+from pcomm.gdn_cp.plan import Plan, make_plan
+from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec
+from pcomm.gdn_cp.testing.planned_mixers import Carried, continued, weights_of
+from pcomm.gdn_cp.testing.slow_decay import relative_error
+
+# Heads that 2 and 3 ranks divide; on 3, a rank may need parts of two groups of value heads.
+GDN, MAMBA = GdnSpec(2, 6, 3, 5), Mamba2Spec(6, 3, 2, 5)
+Mixer = GdnSpec | Mamba2Spec
+DIM = 6
+# Roundings of values near one, over some hundred additions in another order; see test_plan_layers.
+BOUND, BROKEN = 1e-12, 1e-3
+
+# Sequences that begin, end or do both in either pack, and one without a token. For zigzag they are
+# padded; else they are also shorter than the convolution, and cut anywhere.
+PADDED = ((24, 0, 12, 0, 36), (12, 24, 0, 0, 48))
+AWKWARD = ((5, 0, 3, 0, 10), (1, 7, 0, 0, 4))
+PACKS = {"zigzag": PADDED, "contiguous": AWKWARD}
+# Eleven documents on twelve ranks leave one without a token; then one is cut besides.
+LEFT_OUT = ([12] * 11, [12] * 5 + [24] + [12] * 4 + [0])
+
+Packs = tuple[Any, Any]
+
+
+def offsets(lengths: Any) -> tuple[int, ...]:
+    return tuple(accumulate(lengths, initial=0))
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def carried(spec: Mixer, num_sequences: int, seed: int) -> Carried:
+    return Carried(
+        random(num_sequences, *spec.state_shape, seed=seed),
+        random(num_sequences, spec.conv_width - 1, spec.conv_channels, seed=seed + 1),
+    )
+
+
+def in_the_long_pack(packs: Packs) -> list[Tensor]:
+    """The tokens of each pack, by their places in the pack of the joined sequences."""
+    whole = offsets([a + b for a, b in zip(*packs, strict=True)])
+    starts = [whole[:-1], [s + a for s, a in zip(whole[:-1], packs[0], strict=True)]]
+    return [
+        torch.cat([torch.arange(s, s + n) for s, n in zip(begin, lengths, strict=True)])
+        for begin, lengths in zip(starts, packs, strict=True)
+    ]
+
+
+def leaves(before: Carried | None) -> Carried | None:
+    return before and Carried(*(x.clone().requires_grad_() for x in before))
+
+
+def on_one(spec: Mixer, packs: Packs, size: int, before: Carried | None) -> list[Tensor]:
+    """Outputs and states of one long pack, then the gradients of all losses of `size` ranks."""
+    places, total = in_the_long_pack(packs), sum(map(sum, packs))
+    plan = make_plan(offsets([a + b for a, b in zip(*packs, strict=True)]), (0, 1), spec)
+    x, weights, start = random(total, DIM, seed=1).requires_grad_(), weights_of(spec, DIM), None
+    start = leaves(before)
+    y, after = continued(plan, spec, x, weights, start)
+    arriving = [carried(spec, len(packs[0]), 10 + 2 * rank) for rank in range(size)]
+    upstream = [random(total, DIM, seed=2), *map(sum, zip(*arriving, strict=True))]
+    inputs = [x, *(start or ()), *weights.values()]
+    grad_x, *grads = torch.autograd.grad([y, *after], inputs, upstream)  # type: ignore[arg-type]
+    tokens = [part[place] for part in (y, grad_x) for place in places]
+    return [x.detach() for x in (*tokens, *after, *grads)]
+
+
+def on_ranks(
+    spec: Mixer, packs: Packs, size: int, before: Carried | None, modes: Any, layout: str
+) -> list[Tensor]:
+    places = in_the_long_pack(packs)
+    hidden, upstream = (random(sum(map(sum, packs)), DIM, seed=seed) for seed in (1, 2))
+
+    def on_rank(group: VirtualCollectives) -> Any:
+        plans = [
+            make_plan(offsets(lengths), group, spec, mode=mode, layout=layout, hidden_dim=DIM)  # type: ignore[arg-type]
+            for lengths, mode in zip(packs, modes, strict=True)
+        ]
+        inputs, outputs, arriving = [], [], []
+        weights, start = weights_of(spec, DIM), leaves(before)
+        now = start
+        for plan, place in zip(plans, places, strict=True):
+            inputs.append(plan.shard(hidden[place]).clone().requires_grad_())
+            y, now = continued(plan, spec, inputs[-1], weights, now)
+            outputs.append(y)
+            arriving.append(plan.shard(upstream[place]))
+        assert now is not None
+        own = carried(spec, len(packs[0]), 10 + 2 * group.rank)
+        wanted = [*inputs, *(start or ()), *weights.values()]
+        # On a rank without documents some weights meet nothing.
+        grads = torch.autograd.grad(
+            [*outputs, *now], wanted, [*arriving, *own], materialize_grads=True
+        )
+        return plans, [x.detach() for x in (*outputs, *grads[:2])], list(now), grads[2:]
+
+    results = run_virtual(on_rank, size)
+    tokens = [together(results[0][0][i % 2], [r[1][i] for r in results]) for i in range(4)]
+    for other in results[1:]:
+        for mine, first in zip(other[2], results[0][2], strict=True):
+            assert_equal(mine, first)
+    sums = [sum(grads) for grads in zip(*(r[3] for r in results), strict=True)]
+    return [*tokens, *(x.detach() for x in results[0][2]), *sums]  # type: ignore[list-item]
+
+
+def together(plan: Plan, parts: list[Tensor]) -> Tensor:
+    whole = torch.cat(parts)
+    return torch.empty_like(whole).index_copy_(0, plan.tokens.order, whole)
+
+
+def off(
+    spec: Mixer, size: int, modes: Any, layout: str, *, begins: bool = False, packs: Any = None
+) -> float:
+    packs = packs or PACKS[layout]
+    before = None if begins else carried(spec, len(packs[0]), 5)
+    expected = on_one(spec, packs, size, before)
+    return relative_error(on_ranks(spec, packs, size, before, modes, layout), expected)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
+@pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
+def test_two_packs_are_one_long_pack(spec: Mixer, mode: str, size: int, layout: str) -> None:
+    assert off(spec, size, (mode, mode), layout) < BOUND
+
+
+@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
+def test_the_first_pack_of_all_starts_from_nothing(mode: str) -> None:
+    assert off(GDN, 2, (mode, mode), "contiguous", begins=True) < BOUND
+
+
+@pytest.mark.parametrize("modes", [("heads", "state"), ("state", "docs"), ("docs", "gather")])
+def test_the_second_pack_may_take_another_mode(modes: tuple[str, str]) -> None:
+    assert off(GDN, 3, modes, "zigzag") < BOUND
+
+
+@pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
+def test_a_rank_without_tokens_takes_part(spec: Mixer) -> None:
+    assert off(spec, 12, ("docs", "docs"), "contiguous", packs=LEFT_OUT) < BOUND
+
+
+@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
+def test_a_pack_without_a_token_hands_on_what_it_was_given(mode: str) -> None:
+    def on_rank(group: VirtualCollectives) -> None:
+        plan = make_plan((0, 0, 0), group, GDN, mode=mode)  # type: ignore[arg-type]
+        before, weights = carried(GDN, 2, 5), weights_of(GDN, DIM)
+        _, after = continued(plan, GDN, torch.zeros(0, DIM).double(), weights, before)
+        assert_equal(after.states.detach(), before.states)
+        assert_equal(after.halo.detach(), before.halo)
+
+    run_virtual(on_rank, 2)
+
+
+# -- what is sent, and what is refused -------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
+def test_states_cost_a_gather_each_and_initial_ones_nothing(mode: str, size: int) -> None:
+    def on_rank(group: VirtualCollectives) -> None:
+        spy = SpyCollectives(group)
+        plan = make_plan(offsets(PADDED[0]), spy, GDN, mode=mode, hidden_dim=DIM, element_bytes=8)  # type: ignore[arg-type]
+        weights, before = weights_of(GDN, DIM), leaves(carried(GDN, 5, 5))
+        x = plan.shard(random(72, DIM, seed=1)).requires_grad_()
+        y, after = continued(plan, GDN, x, weights, before)
+        traffic, extra = plan.traffic(GDN), 0 if mode == "gather" or size == 1 else 2
+        counts = {name: traffic.forward.count(name) for name in traffic.forward}
+        counts["all_gather"] = counts.get("all_gather", 0) + extra
+        assert spy.counts == {name: count for name, count in counts.items() if count}
+        spy.clear()
+        (y.sum() + after.states.sum() + after.halo.sum()).backward()
+        counts = {name: traffic.backward.count(name) for name in traffic.backward}
+        counts["reduce_scatter"] = counts.get("reduce_scatter", 0) + extra
+        assert spy.counts == {name: count for name, count in counts.items() if count}
+
+    run_virtual(on_rank, size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
+def test_states_that_do_not_fit_are_refused_before_anything_is_sent(mode: str, size: int) -> None:
+    def on_rank(group: VirtualCollectives) -> None:
+        attention = AttentionSpec(6, 2, 4)
+        plan = make_plan(offsets([12] * 6), group, [GDN, attention], mode=mode)  # type: ignore[arg-type]
+        inputs = torch.zeros(0, GDN.conv_channels)
+        with pytest.raises(LayoutError, match=r"conv_halo: initial.*\n.*\(6, 3, 42\)"):
+            plan.conv_halo(GDN, inputs, initial=torch.zeros(5, 3, 42))
+        with pytest.raises(LayoutError, match=r"entry_states: initial.*\n.*\(6, 6, 3, 5\)"):
+            plan.entry_states(GDN, None, initial=torch.zeros(6, 2, 3, 5))
+        for given in (None, torch.zeros(6, 6, 3, 4)):
+            with pytest.raises(LayoutError, match=r"Plan\.final_states.*\(1, 9, 3, 5\)|initial"):
+                plan.final_states(GDN, torch.zeros(1, 9, 3, 5), initial=given)
+        with pytest.raises(LayoutError, match=r"Plan\.final_halo.*\(1, 3, 9\)"):
+            plan.final_halo(GDN, torch.zeros(1, 3, 9))
+        for call in (plan.final_states, plan.final_halo):
+            with pytest.raises(ConfigError, match="without a state"):
+                call(attention, torch.zeros(6, 6, 3, 5))
+        with pytest.raises(ConfigError, match="without a state"):
+            plan.entry_states(attention, None, initial=torch.zeros(6, 6, 3, 5))
+        assert plan.entry_states(attention, None) is None
+
+    run_virtual(on_rank, size)
+
+
+# -- deliberate breaks: each must be noticed -------------------------------------------------
+
+
+def forget(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """What came before the pack, or what an empty sequence hands on, is lost."""
+
+    def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = getattr(Plan, name)
+        monkeypatch.setattr(Plan, name, lambda *given, initial=None: right(*given))
+
+    broken.__name__ = f"forget_{name}"
+    return broken
+
+
+def detach(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """The value is right and has no gradient, though backward is still a collective."""
+
+    def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = getattr(Plan, name)
+
+        def without_gradient(*given: Any, initial: Tensor | None = None) -> Tensor:
+            found: Tensor = right(*given, initial=initial)
+            return found.detach() + 0 * found
+
+        monkeypatch.setattr(Plan, name, without_gradient)
+
+    broken.__name__ = f"detach_{name}"
+    return broken
+
+
+def mix_up_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Pieces.end_rows
+    monkeypatch.setattr(Pieces, "end_rows", lambda self, **named: right(self, **named).roll(1, 0))
+
+
+def take_the_halo_of_the_first_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Pieces.halo_rows
+
+    def broken(self: Pieces, rank: int, *, is_continued: bool) -> Tensor:
+        rows, behind = right(self, rank, is_continued=is_continued), sum(self.tail_counts)
+        return torch.where(rows < behind, rows, behind + (rows - behind) % self.reach)
+
+    monkeypatch.setattr(Pieces, "halo_rows", broken)
+
+
+def count_copies_as_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = HeadShare.gathered_columns
+
+    def broken(self: HeadShare, names: Any) -> list[int]:
+        return list(range(len(right(self, names))))
+
+    monkeypatch.setattr(HeadShare, "gathered_columns", broken)
+
+
+NAMES = ("conv_halo", "entry_states", "final_states", "final_halo")
+
+
+@pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
+@pytest.mark.parametrize(
+    ("mistake", "mode"),
+    [
+        *[(forget(name), mode) for name in NAMES[:2]
+          for mode in ("heads", "docs", "state", "gather")],
+        *[(forget(name), mode) for name in NAMES[2:] for mode in ("docs", "state")],
+        *[(detach(name), mode) for name in NAMES for mode in ("heads", "docs", "state", "gather")],
+        *[(mix_up_ends, mode) for mode in ("docs", "state")],
+        (take_the_halo_of_the_first_sequence, "state"),
+        (count_copies_as_heads, "heads"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else value,
+)  # fmt: skip
+def test_a_mistake_is_noticed(
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    mode: str,
+    spec: Mixer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = carried(spec, len(AWKWARD[0]), 5)
+    expected = on_one(spec, AWKWARD, 3, before)
+
+    def wrong() -> float:
+        return relative_error(
+            on_ranks(spec, AWKWARD, 3, before, (mode, mode), "contiguous"), expected
+        )
+
+    assert wrong() < BOUND
+    mistake(monkeypatch)
+    assert wrong() > BROKEN

@@ -1,0 +1,77 @@
+"""What packs messages is chosen by the device and the dtype, and says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.gdn_cp.messages import choice
+from pcomm.gdn_cp.messages.choice import choose_packing
+from pcomm.gdn_cp.plan import make_plan
+from pcomm.gdn_cp.specs import GdnSpec
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(params=[True, False], ids=["triton", "no triton"])
+def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(choice, "find_spec", lambda name: request.param or None)
+    there: bool = request.param
+    return there
+
+
+def test_kernels_pack_on_cuda_where_triton_is_installed(installed: bool) -> None:
+    found = choose_packing(CUDA, torch.bfloat16).describe()
+    expected = "triton (triton is installed)" if installed else "torch (triton is not installed)"
+    assert found == f"packing: {expected}"
+    asked = choose_packing(CUDA, torch.bfloat16, wanted="torch")
+    assert asked.describe() == "packing: torch (asked for)"
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason"),
+    [
+        (CPU, torch.float32, "tensors are on cpu"),
+        (torch.device("meta"), torch.float32, "tensors are on meta"),
+        (CUDA, torch.complex64, "tensors are torch.complex64"),
+        (CUDA, torch.float8_e5m2, "tensors are torch.float8_e5m2"),
+    ],
+    ids=str,
+)
+def test_torch_packs_elsewhere_and_says_why(
+    device: torch.device, dtype: torch.dtype, reason: str
+) -> None:
+    assert choose_packing(device, dtype).describe() == f"packing: torch ({reason})"
+    with pytest.raises(UnsupportedError, match=f"{reason}(?s:.*)2, 4 or 8 bytes"):
+        choose_packing(device, dtype, wanted="triton")
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'triton'"):
+        choose_packing(CPU, torch.float32, wanted="trition")
+
+
+def test_a_plan_says_what_packs(installed: bool) -> None:
+    on_cuda = choose_packing(CUDA, torch.bfloat16)
+    assert on_cuda.name == ("triton" if installed else "torch")
+    line = f"packed by torch on the CPU, by {on_cuda.name} on CUDA ({on_cuda.reason})"
+    spec = GdnSpec(2, 4, 8, 8)
+    assert line in make_plan((0, 64), (0, 2), spec, mode="heads").describe()
+    for size, mode in ((1, "heads"), (2, "gather")):
+        plan = make_plan((0, 64), (0, size), spec, mode=mode)  # type: ignore[arg-type]
+        assert "packed by" not in plan.describe()
+
+
+def test_packing_by_torch_does_not_import_triton() -> None:
+    """Which takes a second, and is not there on every system."""
+    code = (
+        "import sys, torch; from pcomm.gdn_cp.messages.choice import choose_packing; "
+        "x = torch.ones(4, 2); choose_packing(x.device, x.dtype).take_rows([x, x], None); "
+        "assert not {name for name in sys.modules if name.split('.')[0] == 'triton'}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
