@@ -19,15 +19,32 @@ measure on yours, and to keep the rows:
 python3 -m nox -s bench
 python3 -m nox -s bench -- --save
 ```
+
+`pcomm bench` lists those that come with the installed packages, and runs one:
+
+```bash
+pcomm bench gdn-cp --quick
+pcomm bench gdn-cp --csv docs/benchmarks/gdn_cp.csv --plot docs/benchmarks/gdn_cp.png
+```
 """
 
 # What a reader compares; every other column says where the numbers come from.
 SHOWN = ("case", "value", "unit", "ratio", "ratio_to")
 
 
+# Between what was measured and where, in the cases of a benchmark that fill a grid.
+AT = " @ "
+
+
 def text(files: list[Path]) -> str:
     """The whole page: a section for each file, in it one for each benchmark."""
-    return HEAD + "".join(f"\n## {path.stem}\n{sections(path)}" for path in files)
+    return HEAD + "".join(f"\n## {path.stem}\n{picture(path)}{sections(path)}" for path in files)
+
+
+def picture(path: Path) -> str:
+    """The picture beside a file of rows, where there is one of the same name."""
+    image = path.with_suffix(".png")
+    return f"\n![What was measured in {path.stem}]({image.name})\n" if image.exists() else ""
 
 
 def sections(path: Path) -> str:
@@ -39,12 +56,34 @@ def sections(path: Path) -> str:
 
 
 def section(rows: list[dict[str, str]]) -> str:
-    """The rows of a benchmark as a table, under what they have in common."""
+    """The rows of a benchmark as tables, under what they have in common."""
     origin = [column for column in rows[0] if column not in (*SHOWN, "benchmark")]
-    facts = [f"- {column}: {' or '.join(distinct(rows, column))}" for column in origin]
-    lines = [line_of(list(SHOWN)), "|" + "---|" * len(SHOWN)]
-    lines += [line_of([row[column] for column in SHOWN]) for row in rows]
-    return "\n".join([*facts, "", *lines]) + "\n"
+    lines = [f"- {column}: {' or '.join(distinct(rows, column))}" for column in origin]
+    if plain := [row for row in rows if AT not in row["case"]]:
+        lines += ["", line_of(list(SHOWN)), "|" + "---|" * len(SHOWN)]
+        lines += [line_of([row[column] for column in SHOWN]) for row in plain]
+    grids = [row for row in rows if AT in row["case"]]
+    for unit in distinct(grids, "unit"):
+        lines += ["", *grid([row for row in grids if row["unit"] == unit], unit)]
+    return "\n".join(lines) + "\n"
+
+
+def grid(rows: list[dict[str, str]], unit: str) -> list[str]:
+    """A column for each case and a line for each place, with ratios in brackets."""
+    values = {tuple(row["case"].split(AT)): cell(row) for row in rows}
+    names = list(dict.fromkeys(name for name, _ in values))
+    places = list(dict.fromkeys(place for _, place in values))
+    lines = [line_of([unit, *names]), "|" + "---|" * (1 + len(names))]
+    lines += [line_of([at, *(values.get((name, at), "-") for name in names)]) for at in places]
+    divided = [(row["case"].split(AT)[0], row["ratio_to"].split(AT)[0]) for row in rows]
+    others = list(dict.fromkeys(f"{name} / {other}" for name, other in divided if other))
+    return [*lines, "", f"In brackets: {', '.join(others)}."] if others else lines
+
+
+def cell(row: dict[str, str]) -> str:
+    """A value, rounded to what can be told apart, and its ratio to another column."""
+    value = f"{float(row['value']):.4g}"
+    return f"{value} ({float(row['ratio']):.2f})" if row["ratio"] else value
 
 
 def distinct(rows: list[dict[str, str]], column: str) -> list[str]:

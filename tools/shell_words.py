@@ -1,5 +1,6 @@
 """The commands of a shell block, split into words, and what is wrong with one."""
 
+import itertools
 import re
 import shlex
 import shutil
@@ -66,7 +67,9 @@ def help_text(*words: str) -> str:
 
 
 def _pcomm(words: list[str]) -> str:
-    subcommand = words[:1] if words and not words[0].startswith("-") else []
+    # A benchmark has options of its own, like a subcommand.
+    depth = 2 if words[:1] == ["bench"] else 1
+    subcommand = list(itertools.takewhile(lambda word: not word.startswith("-"), words[:depth]))
     text = help_text(*subcommand)
     if not text:
         return f"`pcomm {' '.join(subcommand)} --help` fails"

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmark_page import sections
+from benchmark_page import picture, sections
 from reference_pages import DOCS, pages
 
 
@@ -33,3 +33,29 @@ def test_benchmark_page_has_a_section_for_each_benchmark(tmp_path):
         "\n### step\n\n- hardware: a CPU\n- command: python step.py\n\n"
         f"{head}| plain | 5.0 | ms |  |  |\n"
     )
+
+
+GRID = """\
+benchmark,case,value,unit,ratio_to,ratio,rounds
+moves,old @ 2 ranks,12.3456,ms,,,9
+moves,new @ 2 ranks,6.1,ms,old @ 2 ranks,0.494,9
+moves,new @ 4 ranks,3.0,ms,,,3
+moves,new @ 4 ranks,2048,collectives,,,1
+"""
+
+
+def test_cases_that_name_a_place_become_a_column_and_a_line(tmp_path):
+    path = tmp_path / "moves.csv"
+    path.write_text(GRID)
+    assert sections(path) == (
+        "\n### moves\n\n- rounds: 9 or 3 or 1\n"
+        "\n| ms | old | new |\n|---|---|---|\n| 2 ranks | 12.35 | 6.1 (0.49) |\n"
+        "| 4 ranks | - | 3 |\n\nIn brackets: new / old.\n"
+        "\n| collectives | new |\n|---|---|\n| 4 ranks | 2048 |\n"
+    )
+
+
+def test_a_picture_is_shown_where_there_is_one(tmp_path):
+    assert picture(tmp_path / "moves.csv") == ""
+    (tmp_path / "moves.png").touch()
+    assert picture(tmp_path / "moves.csv") == "\n![What was measured in moves](moves.png)\n"

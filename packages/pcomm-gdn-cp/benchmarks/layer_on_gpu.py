@@ -41,8 +41,12 @@ Case = Callable[[], tuple[Tensor, ...]]
 
 def measure() -> list[Row]:
     if reason := obstacle():
-        print(f"{NAME}: nothing measured, because {reason}")
-        return []
+        raise UnsupportedError(
+            NAME,
+            found=reason,
+            why="It compares a layer with that of flash-linear-attention, which needs a GPU.",
+            fix="Run it on a machine with a GPU and `pip install flash-linear-attention`.",
+        )
     torch.manual_seed(0)
     layer = fla_layer()
     rows: list[Row] = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +56,49 @@ def test_whole_is_not_a_partition_unless_alone() -> None:
     assert not Layout(4, ((Run(2, 4), Run(0, 2)),)).is_whole
 
 
+@st.composite
+def dealt_runs(draw: st.DrawFn) -> tuple[int, list[list[Run]]]:
+    """Runs on up to 4 ranks, in any order: sound ones, and all that can be wrong with them."""
+    runs = st.builds(Run, st.integers(-1, 9), st.integers(-1, 9))
+    return 8, draw(st.lists(st.lists(runs, max_size=3), min_size=1, max_size=4))
+
+
+@given(dealt_runs())
+def test_what_is_refused_and_what_is_a_partition_is_what_the_positions_say(
+    dealt: tuple[int, list[list[Run]]],
+) -> None:
+    length, own = dealt
+    is_sound = all(
+        all(0 <= run.start < run.stop <= length for run in runs)
+        and len({p for run in runs for p in range(*run)}) == sum(run.length for run in runs)
+        for runs in own
+    )
+    if not is_sound:
+        with pytest.raises(LayoutError):
+            Layout(length, own)
+        return
+    layout = Layout(length, own)
+    everything = sorted(p for rank in range(layout.size) for p in layout.positions(rank))
+    assert layout.is_partition == (everything == list(range(length)))
+    assert layout.runs == tuple(tuple(runs) for runs in own)
+    assert layout.sizes == tuple(sum(run.length for run in runs) for runs in own)
+
+
+def test_edges_and_runs_are_two_ways_to_say_the_same() -> None:
+    runs = ((Run(4, 6), Run(0, 1)), (), (Run(1, 4),))
+    layout = Layout(6, runs)
+    assert [own.tolist() for own in layout.edges] == [[4, 6, 0, 1], [], [1, 4]]
+    same = Layout.of_edges(6, layout.edges)
+    assert (same, hash(same), same.runs) == (layout, hash(layout), runs)
+    assert same != Layout(6, (runs[2], (), runs[0]))
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    assert repr(Layout.even(2, 2)) == (
+        "Layout(length=2, runs=((Run(start=0, stop=1),), (Run(start=1, stop=2),)))"
+    )
+    with pytest.raises(LayoutError, match="rank 0 has runs 0-2,2-3"):
+        Layout.of_edges(6, [array("q", [0, 3, 2, 4])])
+
+
 def test_touching_runs_count_as_one() -> None:
     split = Layout(6, ((Run(0, 2), Run(2, 3)), (Run(3, 6),)))
     assert split.is_contiguous
@@ -68,6 +114,7 @@ def test_touching_runs_count_as_one() -> None:
         (lambda: Layout.uneven([1, -1]), "rank 1 has size -1"),
         (lambda: Layout(4, ()), "no ranks"),
         (lambda: Layout(4, ((Run(0, 5),),)), "0-4"),
+        (lambda: Layout(4, ((Run(-1, 2),),)), "rank 0 has runs -1-1"),
         (lambda: Layout(4, ((Run(0, 3), Run(2, 4)),)), "0-2,2-3"),
         (lambda: Layout(4, ((Run(2, 2),),)), "2-1"),
         (lambda: Layout.sections([Layout.even(4, 2), Layout.even(4, 4)]), r"\[2, 4\]"),

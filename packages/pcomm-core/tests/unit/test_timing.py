@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,20 @@ def test_rows_replace_those_of_the_same_benchmark_only(tmp_path: Path) -> None:
     ]
     assert found[0]["command"] == "python x, y"
     assert all(r["hardware"] and r["python"] and r["torch"] and r["date"] for r in found)
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [("benchmarks/x.py", "python benchmarks/x.py"), ("../env/bin/pcomm", "pcomm")],
+)
+def test_the_command_of_a_row_names_no_folder_of_the_machine(
+    program: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [str(folder / program), "bench", "--csv", "a b"])
+    assert Row("b", "case", 1.0, "us", "", None, 7).command == f"{shown} bench --csv 'a b'"
 
 
 def test_few_rounds_are_refused() -> None:

@@ -126,12 +126,27 @@ def test_alone_a_parameter_is_itself() -> None:
     assert HeadShare(Mamba2Spec(4, 3, 1, 2), 1, 0).take(parameter, "dt") is parameter
 
 
+def test_sections_side_by_side_are_split_into_heads() -> None:
+    # 2 key heads for 4 value heads on 4 ranks: each rank has one of each, key heads twice.
+    share = HeadShare(GdnSpec(2, 4, 3, 5), 4, 1)
+    q, k, v = share.split(torch.arange(22).view(2, 11), ("q", "k", "v"))
+    assert q.tolist() == [[[0, 1, 2]], [[11, 12, 13]]]
+    assert k[1].tolist() == [[14, 15, 16]]
+    assert v.shape == (2, 1, 5)
+    whole = HeadShare(GdnSpec(2, 4, 3, 5), 1, 0)
+    v, q = whole.split(torch.arange(26).view(1, 26), ("v", "q"))
+    assert q.tolist() == [[[20, 21, 22], [23, 24, 25]]]
+    assert v.shape == (1, 4, 5)
+
+
 def test_mistakes_are_named() -> None:
     share = HeadShare(GdnSpec(2, 4, 3, 5), 2, 0)
     with pytest.raises(ConfigError, match="section 'z'"):
         share.take(torch.zeros(4), "z")
     with pytest.raises(LayoutError, match=r"so 7 along dim 0(.|\n)*4 heads and 20 columns"):
         share.take(torch.zeros(7), "v")
+    with pytest.raises(LayoutError, match=r"shape \(2, 17\)(.|\n)*these have \[3, 3, 10\]"):
+        share.split(torch.zeros(2, 17), ("q", "k", "v"))
     with pytest.raises(LayoutError, match="'docs' or 'state' or 'gather'"):
         HeadShare(GdnSpec(2, 4, 3, 5), 3, 0)
     with pytest.raises(LayoutError, match="mode 'docs' or 'gather'"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -288,8 +288,10 @@ def test_a_thousand_sequences_and_a_few_empty_ones(layout: str) -> None:
 
 def test_prepare_makes_every_index_tensor_beforehand() -> None:
     def on_rank(collectives: VirtualCollectives) -> None:
-        for mode in ("heads", "docs", "state", "gather"):
-            plan = make_plan((0, 48, 48, 144), collectives, SMALL, mode=mode).prepare("cpu")  # type: ignore[arg-type]
+        cases = product(("heads", "docs", "state", "gather"), (False, True))
+        for mode, is_continued in cases:
+            plan = make_plan((0, 48, 48, 144), collectives, SMALL, mode=mode)  # type: ignore[arg-type]
+            plan.prepare("cpu", is_continued=is_continued)
             route, share = plan._routes[0], plan.head_share(SMALL)
             known = set(route._known)
             hidden = plan.enter(SMALL, plan.shard(torch.zeros(144, 4)))
@@ -301,10 +303,12 @@ def test_prepare_makes_every_index_tensor_beforehand() -> None:
             states, halo = torch.zeros(3, 4, 3, 5), torch.zeros(3, 3, SMALL.conv_channels)
             final = torch.zeros(num_pieces, share.output.num_heads, 3, 5)
             last = torch.zeros(num_pieces, 3, inputs.shape[1])
-            for given in (False, True):
+            for given in (False, True)[: 1 + is_continued]:
                 h, s = (halo, states) if given else (None, None)
                 plan.conv_halo(SMALL, inputs, initial=h)
                 plan.entry_states(SMALL, (summary[0], summary[1]), initial=s)
+                if not is_continued:
+                    continue
                 assert plan.final_states(SMALL, final, initial=s).shape == states.shape
                 assert plan.final_halo(SMALL, last, initial=h).shape == halo.shape
             y = torch.zeros(len(inputs), share.output.width)

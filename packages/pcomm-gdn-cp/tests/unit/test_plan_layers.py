@@ -209,13 +209,13 @@ def stop_state_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leak_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence starts in what the sequence before has left."""
-    right = Pieces._span_before
+    right = Pieces._spans_of
 
-    def broken(self: Pieces, pieces: Any) -> tuple[Tensor, Tensor]:
-        first, last = right(self, pieces)
+    def broken(self: Pieces, rank: int) -> tuple[Tensor, Tensor]:
+        first, last = right(self, rank)
         return (first - 1).clamp(min=0), last
 
-    monkeypatch.setattr(Pieces, "_span_before", broken)
+    monkeypatch.setattr(Pieces, "_spans_of", broken)
 
 
 def drop_halos(monkeypatch: pytest.MonkeyPatch) -> None:

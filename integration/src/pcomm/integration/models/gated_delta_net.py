@@ -17,6 +17,7 @@ from pcomm.gdn_cp.cores.gated_delta import delta_gates, normalise_queries_keys
 from pcomm.gdn_cp.cores.gated_delta_chunks import DeltaChunks
 from pcomm.gdn_cp.cores.gated_delta_recurrent import gated_delta_step
 from pcomm.gdn_cp.cores.norms import rms_norm_then_gate
+from pcomm.gdn_cp.head_share import HeadShare
 from pcomm.gdn_cp.plan import Plan
 from pcomm.gdn_cp.specs import GdnSpec
 from pcomm.integration.models.context import Context, RecurrentCache
@@ -24,6 +25,8 @@ from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.rotary import Rotation
 
 __all__ = ["GatedDeltaNet"]
+
+_CONVOLVED = ("q", "k", "v")
 
 
 class GatedDeltaNet(nn.Module):
@@ -51,6 +54,7 @@ class GatedDeltaNet(nn.Module):
         self.spec = GdnSpec(
             self.sizes[0] // key_dim, build.own(heads), key_dim, value_dim, config.conv_width
         )
+        self.all_heads = HeadShare(self.spec, 1, 0)
         self.eps, self.kernels = config.norm_eps, build.kernels()
         self.input = build.from_stream(Layout.sections([keys, keys, values, values, heads, heads]))
         self.output = build.to_stream(values)
@@ -75,13 +79,12 @@ class GatedDeltaNet(nn.Module):
         mixed_TC, b_TH, a_TH = plan.to_heads(spec, [q, k, v, b, a], fused=3)
         convolved_TC, _ = causal_convolution(
             mixed_TC,
-            share.take(self.conv_weight, ("q", "k", "v")),
+            share.take(self.conv_weight, _CONVOLVED),
             cu_seqlens=plan.cu_seqlens_of(spec),
             initial_halo=plan.conv_halo(spec, mixed_TC),
         )
         gates = delta_gates(a_TH, b_TH, share.take(self.a_log, "a"), share.take(self.dt_bias, "a"))
-        widths = [section.width for section in share.sections[:3]]
-        q, k, v = self._heads(convolved_TC, widths)
+        q, k, v = _prepared(convolved_TC, share)
         o_THV = self._recur(q, k, v, *gates, plan)
         # The gate has stayed with the tokens that the output comes back to.
         return context.leave(spec, self._gated(plan.from_heads(spec, o_THV.flatten(-2)), z))
@@ -94,12 +97,12 @@ class GatedDeltaNet(nn.Module):
         if cache.halo is None or cache.state is None:
             one = (0, len(x))
             convolved, cache.halo = causal_convolution(mixed_TC, self.conv_weight, cu_seqlens=one)
-            q, k, v = self._heads(convolved, self.sizes[:3])
+            q, k, v = _prepared(convolved, self.all_heads)
             o, cache.state = self.kernels.chunk_gated_delta_rule(q, k, v, *gates, cu_seqlens=one)
         else:
             assert len(x) == 1, "a prompt is read at once, then token by token"
             convolved, cache.halo = convolution_step(mixed_TC, cache.halo, self.conv_weight)
-            q, k, v = self._heads(convolved, self.sizes[:3])
+            q, k, v = _prepared(convolved, self.all_heads)
             o, cache.state = gated_delta_step(cache.state, q, k, v, *gates)
         return self._gated(o.flatten(-2), z)
 
@@ -131,16 +134,15 @@ class GatedDeltaNet(nn.Module):
         start = plan.entry_states(self.spec, chunks.summary())
         return chunks.outputs(q, initial_state=start)[0]
 
-    def _heads(self, convolved_TC: Tensor, widths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normalised, and values."""
-        dims = (self.spec.key_dim, self.spec.key_dim, self.spec.value_dim)
-        parts = zip(convolved_TC.split(widths, -1), dims, strict=True)
-        q, k, v = (x.unflatten(-1, (-1, dim)) for x, dim in parts)
-        return (*normalise_queries_keys(q, k), v)
-
     def _gated(self, o: Tensor, z: Tensor) -> Tensor:
         """Into the residual stream."""
         o_THV, z_THV = (x.unflatten(-1, (-1, self.spec.value_dim)) for x in (o, z))
         gated_THV = rms_norm_then_gate(o_THV, z_THV, self.norm_weight, eps=self.eps)
         output: Tensor = self.output(gated_THV.flatten(-2))
         return output
+
+
+def _prepared(convolved_TC: Tensor, share: HeadShare) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normalised, and values, head by head."""
+    q, k, v = share.split(convolved_TC, _CONVOLVED)
+    return (*normalise_queries_keys(q, k), v)

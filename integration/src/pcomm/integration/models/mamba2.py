@@ -17,6 +17,7 @@ from pcomm.gdn_cp.cores.convolution import causal_convolution, convolution_step
 from pcomm.gdn_cp.cores.norms import gate_then_rms_norm
 from pcomm.gdn_cp.cores.state_space_chunks import StateSpaceChunks
 from pcomm.gdn_cp.cores.state_space_recurrent import state_space_step
+from pcomm.gdn_cp.head_share import HeadShare
 from pcomm.gdn_cp.plan import Plan
 from pcomm.gdn_cp.specs import Mamba2Spec
 from pcomm.integration.models.context import Context, RecurrentCache
@@ -24,6 +25,8 @@ from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.rotary import Rotation
 
 __all__ = ["Mamba2"]
+
+_CONVOLVED = ("x", "B", "C")
 
 # Time steps before training, log-uniform between these, as in Mamba.
 _SHORTEST, _LONGEST = 1e-3, 1e-1
@@ -62,6 +65,7 @@ class Mamba2(nn.Module):
         num_heads, num_channels = build.own(heads), build.own(channels)
         num_groups = build.own(groups) // state_dim
         self.spec = Mamba2Spec(num_heads, head_dim, num_groups, state_dim, config.conv_width)
+        self.all_heads = HeadShare(self.spec, 1, 0)
         self.eps, self.kernels = config.norm_eps, build.kernels()
         self.input = build.from_stream(Layout.sections(sections))
         self.output = build.to_stream(inner)
@@ -87,16 +91,15 @@ class Mamba2(nn.Module):
         share = plan.head_share(spec)
         z, x, b, c, dt = self.input(context.enter(spec, x)).split(self.sizes, -1)
         mixed_TC, dt_TH = plan.to_heads(spec, [x, b, c, dt], fused=3)
-        names = ("x", "B", "C")
         convolved_TC, _ = causal_convolution(
             mixed_TC,
-            share.take(self.conv_weight, names),
+            share.take(self.conv_weight, _CONVOLVED),
             cu_seqlens=plan.cu_seqlens_of(spec),
-            bias_D=share.take(self.conv_bias, names),
+            bias_D=share.take(self.conv_bias, _CONVOLVED),
             initial_halo=plan.conv_halo(spec, mixed_TC),
         )
         heads = _Heads(*(share.take(p, "dt") for p in (self.a_log, self.dt_bias, self.d)))
-        x, b, c = self._split(convolved_TC, [section.width for section in share.sections[:3]])
+        x, b, c = share.split(convolved_TC, _CONVOLVED)
         y_THP = self._recur(x, b, c, dt_TH, heads, plan)
         # The gate has stayed with the tokens that the output comes back to.
         return context.leave(spec, self._gated(plan.from_heads(spec, y_THP.flatten(-2)), z))
@@ -104,17 +107,18 @@ class Mamba2(nn.Module):
     def extend(self, x: Tensor, rotation: Rotation, cache: RecurrentCache) -> Tensor:
         """The same for the next tokens of the sequence that `cache` holds, on one context rank."""
         z, x, b, c, dt_TH = self.input(x).split(self.sizes, -1)
-        mixed_TC, widths = torch.cat([x, b, c], -1), self.sizes[1:4]
+        mixed_TC = torch.cat([x, b, c], -1)
         weight, bias = self.conv_weight, self.conv_bias
         heads = _Heads(self.a_log, self.dt_bias, self.d)
         if cache.halo is None or cache.state is None:
             one = (0, len(x))
             y, cache.halo = causal_convolution(mixed_TC, weight, cu_seqlens=one, bias_D=bias)
-            y, cache.state = self._scan(*self._split(y, widths), dt_TH, heads, one)
+            x, b, c = self.all_heads.split(y, _CONVOLVED)
+            y, cache.state = self._scan(x, b, c, dt_TH, heads, one)
         else:
             assert len(x) == 1, "a prompt is read at once, then token by token"
             y, cache.halo = convolution_step(mixed_TC, cache.halo, weight, bias_D=bias)
-            x, b, c = self._split(y, widths)
+            x, b, c = self.all_heads.split(y, _CONVOLVED)
             y, cache.state = state_space_step(
                 cache.state, x, dt_TH, self.a_log, b, c, d_H=self.d, dt_bias_H=self.dt_bias
             )
@@ -173,12 +177,6 @@ class Mamba2(nn.Module):
             dt_bias_H=heads.dt_bias,
             cu_seqlens=cu_seqlens,
         )
-
-    def _split(self, convolved_TC: Tensor, widths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        dims = (self.spec.head_dim, self.spec.state_dim, self.spec.state_dim)
-        parts = zip(convolved_TC.split(widths, -1), dims, strict=True)
-        x, b, c = (x.unflatten(-1, (-1, dim)) for x, dim in parts)
-        return x, b, c
 
     def _gated(self, y: Tensor, z: Tensor) -> Tensor:
         """Into the residual stream."""

@@ -9,9 +9,10 @@ several dimensions is a layout per dimension, see `exchange`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -32,47 +33,68 @@ class Run(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False)
 class Layout:
     """The runs of positions that each rank of a group holds along one dimension.
+
+    Kept as plain integers, because a pack of a thousand sequences has thousands of runs and is
+    laid out anew for every micro-batch.
 
     Args:
         length: Number of positions of the whole dimension.
         runs: For each rank its runs, in the order in which they lie in that rank's tensor.
+
+    Attributes:
+        edges: For each rank the start and the stop of its runs, one after another; not to be
+            changed.
 
     Raises:
         LayoutError: A run outside the dimension, empty, or overlapping another run of its rank.
     """
 
     length: int
-    runs: tuple[tuple[Run, ...], ...]
+    edges: tuple[array[int], ...]
 
-    def __post_init__(self) -> None:
-        if not self.runs:
+    def __init__(self, length: int, runs: Sequence[Sequence[Run]]) -> None:
+        self._set(length, tuple(array("q", chain.from_iterable(own)) for own in runs))
+
+    def _set(self, length: int, edges: tuple[array[int], ...]) -> None:
+        object.__setattr__(self, "length", length)
+        object.__setattr__(self, "edges", edges)
+        if not edges:
             raise LayoutError(
                 "Layout",
                 found="no ranks",
                 why="A layout says what each rank of a group holds, and a group has a rank.",
                 fix="Give at least one tuple of runs.",
             )
-        for rank, runs in enumerate(self.runs):
-            # Start, stop, start, stop ... of the runs in ascending order: a pack of a thousand
-            # sequences has as many, so there is no loop over them here.
-            edges = list(chain.from_iterable(sorted(runs)))
-            is_sound = (
-                all(map(operator.lt, edges[::2], edges[1::2]))
-                and all(map(operator.le, edges[1::2], edges[2::2]))
-                and (not edges or (edges[0] >= 0 and edges[-1] <= self.length))
-            )
-            if not is_sound:
+        for rank, own in enumerate(edges):
+            if not _is_sound(own, length):
                 raise LayoutError(
-                    f"Layout of {self.length} positions",
-                    found=f"rank {rank} has runs {_ranges(runs)}",
+                    f"Layout of {length} positions",
+                    found=f"rank {rank} has runs {_ranges(self.runs[rank])}",
                     why="Runs are non-empty, lie inside the dimension and do not overlap.",
                     fix="Correct the runs; a rank that holds nothing has no runs.",
                 )
 
+    def __hash__(self) -> int:
+        return hash((self.length, *(own.tobytes() for own in self.edges)))
+
+    def __repr__(self) -> str:
+        return f"Layout(length={self.length}, runs={self.runs})"
+
     # -- ways to make one ----------------------------------------------------------------
+
+    @classmethod
+    def of_edges(cls, length: int, edges: Iterable[array[int]]) -> Layout:
+        """From the starts and stops of each rank, 64-bit, as the attribute `edges` has them.
+
+        Raises:
+            LayoutError: See the class.
+        """
+        layout = cls.__new__(cls)
+        layout._set(length, tuple(edges))
+        return layout
 
     @classmethod
     def even(cls, length: int, size: int, *, unit: int = 1) -> Layout:
@@ -147,18 +169,28 @@ class Layout:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return len(self.runs)
+        return len(self.edges)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Run, ...], ...]:
+        """For each rank its runs, in the order in which they lie in that rank's tensor."""
+        # `Run(...)` would be a call of Python code for each of thousands.
+        run: Callable[[tuple[int, int]], Run] = partial(tuple.__new__, Run)
+        return tuple(tuple(map(run, zip(own[::2], own[1::2], strict=True))) for own in self.edges)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Number of positions each rank holds."""
-        return tuple(sum(run.length for run in own) for own in self.runs)
+        return tuple(sum(own[1::2]) - sum(own[::2]) for own in self.edges)
 
     @cached_property
     def is_partition(self) -> bool:
         """Whether every position is held by exactly one rank."""
-        edges = list(chain.from_iterable(sorted(chain.from_iterable(self.runs))))
-        return [0, *edges[1::2]] == [*edges[::2], self.length]
+        # Where one run stops the next one starts: then one more has started than stopped at each
+        # position, so sorting starts and stops apart proves it.
+        starts = sorted(chain.from_iterable(own[::2] for own in self.edges))
+        stops = sorted(chain.from_iterable(own[1::2] for own in self.edges))
+        return [0, *stops] == [*starts, self.length]
 
     @cached_property
     def is_whole(self) -> bool:
@@ -184,6 +216,19 @@ class Layout:
     def describe(self) -> str:
         """One line, such as `12 positions: 0-5 | 6-11`."""
         return f"{self.length} positions: " + " | ".join(_ranges(own) for own in self.runs)
+
+
+def _is_sound(own: array[int], length: int) -> bool:
+    """Whether runs are not empty, lie inside the dimension and do not overlap."""
+    edges = own.tolist()
+    if not all(map(operator.lt, edges[::2], edges[1::2])):
+        return False
+    if not all(map(operator.le, edges[1::2], edges[2::2])):
+        # Not in ascending order, or overlapping: only sorting them tells.
+        edges = [*chain.from_iterable(sorted(zip(edges[::2], edges[1::2], strict=True)))]
+        if not all(map(operator.le, edges[1::2], edges[2::2])):
+            return False
+    return not edges or (edges[0] >= 0 and edges[-1] <= length)
 
 
 def _merge(runs: Iterable[Run]) -> list[Run]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -11,15 +11,30 @@ from torch import Tensor
 
 from pcomm.core.layout import Layout, Run
 
-__all__ = ["expand_ranges", "inverse_order", "rank_order", "run_edges"]
+__all__ = [
+    "expand_ranges",
+    "inverse_order",
+    "layout_edges",
+    "rank_order",
+    "run_edges",
+    "run_ranks",
+]
 
 
 def run_edges(runs: Sequence[Run]) -> Tensor:
     """`[R, 2]`, int64 on the CPU: start and stop of each run."""
-    edges = array("q", chain.from_iterable(runs))
-    return (torch.frombuffer(edges, dtype=torch.int64) if edges else torch.empty(0).long()).view(
-        -1, 2
-    )
+    return _edges([array("q", chain.from_iterable(runs))])
+
+
+def layout_edges(layout: Layout) -> Tensor:
+    """`[R, 2]`, int64 on the CPU: start and stop of each run, rank after rank."""
+    return _edges(layout.edges)
+
+
+def run_ranks(layout: Layout) -> Tensor:
+    """`[R]`, int64 on the CPU: the rank that holds each of the runs of `layout_edges`."""
+    counts = torch.tensor([len(own) // 2 for own in layout.edges])
+    return torch.arange(layout.size).repeat_interleave(counts)
 
 
 def expand_ranges(starts_R: Tensor, lengths_R: Tensor) -> Tensor:
@@ -41,7 +56,7 @@ def rank_order(layout: Layout) -> Tensor:
     For a partition this is the order in which a gather in rank order delivers the dimension:
     row i of the result is position `rank_order(layout)[i]`.
     """
-    edges_R2 = run_edges(tuple(chain.from_iterable(layout.runs)))
+    edges_R2 = layout_edges(layout)
     return expand_ranges(edges_R2[:, 0], edges_R2[:, 1] - edges_R2[:, 0])
 
 
@@ -50,3 +65,10 @@ def inverse_order(order: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     return inverse
+
+
+def _edges(arrays: Iterable[array[int]]) -> Tensor:
+    edges = bytearray().join(arrays)
+    if not edges:
+        return torch.empty(0, 2, dtype=torch.int64)
+    return torch.frombuffer(edges, dtype=torch.int64).view(-1, 2)

@@ -9,16 +9,14 @@ all at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pcomm.core.layout import Layout, Run
-from pcomm.core.positions import expand_ranges, inverse_order, run_edges
+from pcomm.core.layout import Layout
+from pcomm.core.positions import expand_ranges, inverse_order, layout_edges, run_ranks
 
 if TYPE_CHECKING:
     from pcomm.core.collectives.protocol import Collectives
@@ -91,9 +89,9 @@ class _Pieces(NamedTuple):
 
 
 def _meet(one: Layout, other: Layout, rank: int) -> _Pieces:
-    own_R2, own_places = _placed([one.runs[rank]], [one.sizes[rank]])
-    all_S2, all_places = _placed(other.runs, other.sizes)
-    peers_S = torch.arange(other.size).repeat_interleave(torch.tensor([len(r) for r in other.runs]))
+    own_R2, own_places = _placed(Layout.of_edges(one.length, [one.edges[rank]]))
+    all_S2, all_places = _placed(other)
+    peers_S = run_ranks(other)
     by_start = all_S2[:, 0].argsort()
     starts_S, stops_S = all_S2[by_start].T.contiguous()
     # The other side is a partition, so the runs that one of ours meets are neighbours in it.
@@ -112,14 +110,12 @@ def _meet(one: Layout, other: Layout, rank: int) -> _Pieces:
     )
 
 
-def _placed(runs: Sequence[tuple[Run, ...]], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _placed(layout: Layout) -> tuple[Tensor, Tensor]:
     """Edges of all runs, and where each starts in the tensor of its rank."""
-    edges = run_edges(tuple(chain.from_iterable(runs)))
+    edges = layout_edges(layout)
     lengths = edges[:, 1] - edges[:, 0]
-    before = lengths.cumsum(0) - lengths
-    sizes_of_ranks, counts = torch.tensor(sizes), torch.tensor([len(own) for own in runs])
-    ranks_start = sizes_of_ranks.cumsum(0) - sizes_of_ranks
-    return edges, before - ranks_start.repeat_interleave(counts)
+    before, sizes = lengths.cumsum(0) - lengths, torch.tensor(layout.sizes)
+    return edges, before - (sizes.cumsum(0) - sizes)[run_ranks(layout)]
 
 
 def _per_peer(pieces: _Pieces, size: int) -> tuple[int, ...]:

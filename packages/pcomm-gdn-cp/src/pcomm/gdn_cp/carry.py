@@ -96,9 +96,9 @@ class Carry:
         self.check_final(asked, halo_FPW, (self.num_pieces, *dims))
         return self._halos_of_all(halo_FPW, collectives, initial_NPW)
 
-    def prepare(self, device: torch.device) -> None:
+    def prepare(self, device: torch.device, is_continued: bool) -> None:
         """Make the index tensors on `device`."""
-        if self.share.size > 1 and self.spec.has_state:
+        if is_continued and self.share.size > 1 and self.spec.has_state:
             self.view.on(device, self._conv_columns)
 
     # -- putting together ----------------------------------------------------------------

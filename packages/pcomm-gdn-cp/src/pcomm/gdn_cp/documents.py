@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import LayoutError
 from pcomm.core.exchange import Exchange
 from pcomm.core.layout import Layout
-from pcomm.core.positions import run_edges
+from pcomm.core.positions import layout_edges, run_ranks
 from pcomm.gdn_cp.carry import Carry
 from pcomm.gdn_cp.document_cuts import TOLERATED_IMBALANCE, document_cuts
 from pcomm.gdn_cp.handover import Handover
@@ -85,17 +85,17 @@ class Documents:
     def moved_rows(self) -> Tensor:
         """`[ranks, ranks]`: how many tokens go from one to the other."""
         # From runs, which are far fewer than tokens: of each rank, how many lie before each cut.
-        runs, beyond = self.tokens.layout.runs, self.tokens.num_tokens + 1
-        begin_R, end_R = run_edges(tuple(chain.from_iterable(runs))).T.contiguous()
-        rank_R = torch.arange(len(runs)).repeat_interleave(torch.tensor([len(r) for r in runs]))
+        layout, beyond = self.tokens.layout, self.tokens.num_tokens + 1
+        begin_R, end_R = layout_edges(layout).T.contiguous()
+        rank_R = run_ranks(layout)
         key_R, order_R = (rank_R * beyond + begin_R).sort()
         begin_R, end_R = begin_R[order_R], end_R[order_R]
         total_R1 = torch.nn.functional.pad((end_R - begin_R).cumsum(0), (1, 0))
         cuts = torch.tensor(self.cuts)
-        place = torch.searchsorted(key_R, torch.arange(len(runs))[:, None] * beyond + cuts)
+        place = torch.searchsorted(key_R, torch.arange(layout.size)[:, None] * beyond + cuts)
         # The last run that begins before the cut may go on behind it.
         last = (place - 1).clamp(min=0)
-        over = (end_R[last] - cuts).clamp(min=0) if len(runs[0]) else torch.zeros_like(place)
+        over = (end_R[last] - cuts).clamp(min=0) if len(key_R) else torch.zeros_like(place)
         before = total_R1[place] - over * (place > place[:, :1])
         return before.diff(dim=1)
 

@@ -12,6 +12,7 @@ Backward is the same with reduce-scatters. Whole sequences send nothing, and get
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
 
@@ -122,15 +123,17 @@ class Handover(Carry):
         )
         return self._fold(transitions, written, initial_NHKV)
 
-    def prepare(self, device: torch.device) -> None:
+    def prepare(self, device: torch.device, is_continued: bool) -> None:
         """Rows of the halo, the steps of the composition, and where sequences begin and end."""
-        for make in (self._sequences, self._own_ends, self._end_rows, self._continued_end_rows):
-            self.view.on(device, make)
+        made: list[Callable[[], Tensor]] = []
+        if is_continued:
+            made += [self._sequences, self._own_ends, self._end_rows, self._continued_end_rows]
         if self.pieces.num_slots:
-            rows = (self._tail_rows, self._halo_rows, self._continued_halo_rows)
-            for make in (*rows, self._own_slots, self._first_slots):
-                self.view.on(device, make)
-            self._steps_on(device, 0)
+            made += [self._tail_rows, self._halo_rows, self._own_slots, self._first_slots]
+            made += [self._continued_halo_rows] if is_continued else []
+            self._steps_on(device, 0 if is_continued else 1)
+        for make in made:
+            self.view.on(device, make)
 
     # -- composing -----------------------------------------------------------------------
 
@@ -198,7 +201,8 @@ class Handover(Carry):
 
     @cached_property
     def _deepest(self) -> int:
-        return max(self.pieces.num_before(self.rank).tolist(), default=0)
+        num_before = self.pieces.num_before(self.rank)
+        return int(num_before.max()) if len(num_before) else 0
 
     def _with_slot(self, depth: int) -> Tensor:
         return (self.pieces.num_before(self.rank) > depth).nonzero().flatten()

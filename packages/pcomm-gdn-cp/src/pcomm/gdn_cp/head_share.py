@@ -123,6 +123,30 @@ class HeadShare:
         slices = [self._slice(p, share, dim) for p, share in zip(parts, shares, strict=True)]
         return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
 
+    def split(self, columns_TW: Tensor, names: Sequence[str]) -> list[Tensor]:
+        """This rank's heads of sections that lie side by side, `[T, heads, head width]` each.
+
+        Args:
+            columns_TW: What `Plan.to_heads` returned with these sections fused, or what a
+                convolution has made of it.
+            names: The sections, in their order there.
+
+        Raises:
+            ConfigError: No such section.
+            LayoutError: Another number of columns.
+        """
+        shares = [self._find(name) for name in names]
+        widths = [share.width for share in shares]
+        if columns_TW.shape[-1] != sum(widths):
+            raise LayoutError(
+                f"HeadShare.split: {tuple(names)}",
+                found=f"shape {tuple(columns_TW.shape)}",
+                why=f"On rank {self.rank} of {self.size} these have {widths} columns.",
+                fix="Name the sections that lie side by side, in their order.",
+            )
+        parts = zip(columns_TW.split(widths, -1), shares, strict=True)
+        return [part.unflatten(-1, (-1, share.section.head_width)) for part, share in parts]
+
     def gathered_columns(self, names: Sequence[str]) -> list[int]:
         """Where the columns of these sections are when those of all ranks lie side by side.
 

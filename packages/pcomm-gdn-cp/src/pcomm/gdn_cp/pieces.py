@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pcomm.core.layout import Layout
-from pcomm.core.positions import expand_ranges, run_edges
+from pcomm.core.positions import expand_ranges, layout_edges, run_ranks
 
 __all__ = ["Pieces", "Table"]
 
@@ -67,10 +66,8 @@ class Pieces:
     @cached_property
     def table(self) -> Table:
         """Every piece, rank after rank and as they lie there; none is empty."""
-        runs = self.layout.runs
-        runs_R2 = run_edges(tuple(chain.from_iterable(runs)))
-        begin_R, end_R = runs_R2.T.contiguous()
-        rank_R = torch.arange(len(runs)).repeat_interleave(torch.tensor([len(r) for r in runs]))
+        begin_R, end_R = layout_edges(self.layout).T.contiguous()
+        rank_R = run_ranks(self.layout)
         offsets = torch.tensor(self.cu_seqlens)
         starts, stops = offsets[:-1].clone(), offsets[1:].clone()
         # The sequences that a run meets are neighbours; empty ones among them drop out below.
@@ -121,7 +118,8 @@ class Pieces:
 
     def of_rank(self, rank: int) -> Table:
         """The pieces of `rank`, as they lie there."""
-        return self.table.where(self.table.rank == rank)
+        first = self._first_piece[rank]
+        return Table(*(column[first : self._first_piece[rank + 1]] for column in self.table))
 
     def own_slots(self, rank: int) -> Tensor:
         """Which pieces of `rank` go on elsewhere, by their places there."""
@@ -146,7 +144,7 @@ class Pieces:
 
     def num_before(self, rank: int) -> Tensor:
         """`[F]`: for each piece of `rank`, how many of its sequence come before it."""
-        first, last = self._span_before(self.of_rank(rank))
+        first, last = self._spans_of(rank)
         return last - first
 
     def slot_before(self, rank: int, depth: int) -> Tensor:
@@ -154,7 +152,7 @@ class Pieces:
 
         The earliest piece of the sequence has depth 0.
         """
-        first, last = self._span_before(self.of_rank(rank))
+        first, last = self._spans_of(rank)
         return self._by_start[(first + depth)[last - first > depth]]
 
     def tail_rows(self, rank: int) -> Tensor:
@@ -192,7 +190,21 @@ class Pieces:
         """The slots in the order of the pack, and so of each sequence."""
         return self.slots.start.argsort()
 
-    def _span_before(self, pieces: Table) -> tuple[Tensor, Tensor]:
-        """Of each piece, where the slots of its sequence before it begin and end in that order."""
+    def _spans_of(self, rank: int) -> tuple[Tensor, Tensor]:
+        first, last = self._span_before[:, self._first_piece[rank] : self._first_piece[rank + 1]]
+        return first, last
+
+    @cached_property
+    def _first_piece(self) -> list[int]:
+        """Of each rank the place of its first piece in the table; and how many there are."""
+        counts = self.table.rank.bincount(minlength=self.layout.size)
+        return [0, *counts.cumsum(0).tolist()]
+
+    @cached_property
+    def _span_before(self) -> Tensor:
+        """`[2, F]` of all ranks: where the slots of a piece's sequence before it begin and end.
+
+        In the order of `_by_start`.
+        """
         starts = self.slots.start[self._by_start]
-        return torch.searchsorted(starts, pieces.origin), torch.searchsorted(starts, pieces.start)
+        return torch.searchsorted(starts, torch.stack([self.table.origin, self.table.start]))

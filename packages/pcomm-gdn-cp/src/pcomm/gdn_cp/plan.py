@@ -291,11 +291,16 @@ class Plan:
         """The mode of each mixer, why, what it costs, and what was rejected."""
         return describe_plan(self)
 
-    def prepare(self, device: torch.device | str) -> Plan:
-        """Make all index tensors on `device` now, so that no layer copies them there; itself."""
+    def prepare(self, device: torch.device | str, *, is_continued: bool = False) -> Plan:
+        """Make all index tensors on `device` now, so that no layer copies them there; itself.
+
+        Args:
+            device: Where the layers compute.
+            is_continued: Whether initial states are passed or final ones asked for.
+        """
         for spec, route in zip(self.specs, self._routes, strict=True):
             route.prepare(torch.device(device))
-            route.carry.prepare(torch.device(device))
+            route.carry.prepare(torch.device(device), is_continued)
             self.positions_of(spec, device)
         self.positions(device)
         return self

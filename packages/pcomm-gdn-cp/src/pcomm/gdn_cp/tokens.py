@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
-from pcomm.core.layout import Layout, Run
-from pcomm.core.positions import rank_order
+from pcomm.core.layout import Layout
+from pcomm.core.positions import expand_ranges
 
 __all__ = ["LayoutName", "Tokens", "contiguous", "zigzag"]
 
@@ -37,27 +38,13 @@ def zigzag(cu_seqlens: Sequence[int], size: int) -> Layout:
     Raises:
         LayoutError: The offsets do not start at 0 or fall, or a length is no multiple.
     """
-    offsets = _checked("zigzag", cu_seqlens, size)
+    offsets = _checked_zigzag(cu_seqlens, size)
     if size == 1:
         # Both chunks of a sequence lie side by side, so its length does not matter.
         return Layout.even(offsets[-1], 1)
-    chunks = 2 * size
-    wrong = [n for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % chunks]
-    if wrong:
-        n = wrong[0]
-        raise LayoutError(
-            f"zigzag: {len(offsets) - 1} sequences over {size} ranks",
-            found=f"sequence {n} has {offsets[n + 1] - offsets[n]} tokens; so {len(wrong)} in all "
-            f"are no multiple of {chunks}",
-            why=f"Each sequence is cut into {chunks} equal chunks, two for each rank.",
-            fix=f"Pad every sequence to a multiple of {chunks}, or use the contiguous layout.",
-        )
-    pieces = [(a, (b - a) // chunks) for a, b in pairwise(offsets) if b > a]
-    runs = []
-    for rank in range(size):
-        both = ((rank, rank + 1), (chunks - 1 - rank, chunks - rank))
-        runs.append(tuple(Run(a + i * c, a + j * c) for a, c in pieces for i, j in both))
-    return Layout(offsets[-1], tuple(runs))
+    starts_RN2, lengths_RN2 = _chunks([*dict.fromkeys(offsets)], size)
+    edges_R = torch.stack([starts_RN2, starts_RN2 + lengths_RN2], -1).flatten(1).numpy()
+    return Layout.of_edges(offsets[-1], (array("q", own.tobytes()) for own in edges_R))
 
 
 def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
@@ -70,15 +57,7 @@ def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
     Raises:
         LayoutError: The offsets do not start at 0 or fall, or the last one is no multiple.
     """
-    offsets = _checked("contiguous", cu_seqlens, size)
-    if offsets[-1] % size:
-        raise LayoutError(
-            f"contiguous: {offsets[-1]} tokens over {size} ranks",
-            found=f"a remainder of {offsets[-1] % size}",
-            why="Every rank holds an equal stretch of the buffer.",
-            fix=f"Pad the buffer to a multiple of {size}, as a sequence of its own or of the last.",
-        )
-    return Layout.even(offsets[-1], size)
+    return Layout.even(_checked_contiguous(cu_seqlens, size)[-1], size)
 
 
 @dataclass(frozen=True)
@@ -107,8 +86,10 @@ class Tokens:
                 why="A plan must know which tokens each rank holds between the layers.",
                 fix=near_misses(str(self.layout_name), LAYOUTS),
             )
-        # Made here, so that a pack which does not fit is refused when the plan is made.
-        _ = self.layout
+        # Here, so that a pack which does not fit is refused when the plan is made.
+        {"zigzag": _checked_zigzag, "contiguous": _checked_contiguous}[self.layout_name](
+            self.cu_seqlens, self.size
+        )
 
     @cached_property
     def layout(self) -> Layout:
@@ -137,7 +118,11 @@ class Tokens:
         """The tokens of the first rank, then those of the second, and so on; on the CPU."""
         # Kept, so it must not be a tensor of inference mode, which training cannot use.
         with torch.inference_mode(False):
-            return rank_order(self.layout)
+            if self.layout_name == "contiguous" or self.size == 1:
+                return torch.arange(self.num_tokens)
+            # The same as that of the layout, whose thousands of runs few modes need.
+            starts_RN2, lengths_RN2 = _chunks(self.cu_seqlens, self.size)
+            return expand_ranges(starts_RN2.flatten(), lengths_RN2.flatten())
 
     def of_rank(self, rank: int) -> Tensor:
         """The tokens of `rank`, as they lie there; on the CPU."""
@@ -166,6 +151,44 @@ class Tokens:
         return tuple(min(max(o - first, 0), self.local_tokens) for o in self.cu_seqlens)
 
 
+def _chunks(offsets: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
+    """`[R, N, 2]` each: first token and length of the two chunks of each sequence on each rank."""
+    offsets_N = torch.tensor(offsets)
+    chunk_N1 = (offsets_N.diff() // (2 * size))[:, None]
+    early_R = torch.arange(size)
+    place_R12 = torch.stack([early_R, 2 * size - 1 - early_R], -1)[:, None]
+    starts_RN2 = offsets_N[:-1, None] + place_R12 * chunk_N1
+    return starts_RN2, chunk_N1.expand_as(starts_RN2)
+
+
+def _checked_zigzag(cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
+    offsets = _checked("zigzag", cu_seqlens, size)
+    chunks = 2 * size
+    wrong = [n for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % chunks]
+    if wrong and size > 1:
+        n = wrong[0]
+        raise LayoutError(
+            f"zigzag: {len(offsets) - 1} sequences over {size} ranks",
+            found=f"sequence {n} has {offsets[n + 1] - offsets[n]} tokens; so {len(wrong)} in all "
+            f"are no multiple of {chunks}",
+            why=f"Each sequence is cut into {chunks} equal chunks, two for each rank.",
+            fix=f"Pad every sequence to a multiple of {chunks}, or use the contiguous layout.",
+        )
+    return offsets
+
+
+def _checked_contiguous(cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
+    offsets = _checked("contiguous", cu_seqlens, size)
+    if offsets[-1] % size:
+        raise LayoutError(
+            f"contiguous: {offsets[-1]} tokens over {size} ranks",
+            found=f"a remainder of {offsets[-1] % size}",
+            why="Every rank holds an equal stretch of the buffer.",
+            fix=f"Pad the buffer to a multiple of {size}, as a sequence of its own or of the last.",
+        )
+    return offsets
+
+
 def _checked(asked: str, cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
     offsets = tuple(cu_seqlens)
     if size < 1:
@@ -176,7 +199,7 @@ def _checked(asked: str, cu_seqlens: Sequence[int], size: int) -> tuple[int, ...
             fix="Pass the size of the context-parallel group.",
         )
     falls = [n for n, (a, b) in enumerate(pairwise(offsets)) if b < a]
-    if not offsets or offsets[0] or falls or not all(map(_is_int, offsets)):
+    if not offsets or offsets[0] or falls or {*map(type, offsets)} != {int}:
         near = falls[0] if falls else 0
         raise LayoutError(
             f"{asked}: cu_seqlens",
@@ -185,7 +208,3 @@ def _checked(asked: str, cu_seqlens: Sequence[int], size: int) -> tuple[int, ...
             fix="Start at 0 and let no offset be smaller than the one before it.",
         )
     return offsets
-
-
-def _is_int(value: object) -> bool:
-    return type(value) is int

@@ -30,8 +30,7 @@ class TokenView:
 
     def core_positions(self) -> Tensor:
         """The place of each of these tokens in its sequence; int64 on the CPU."""
-        tokens, offsets = self.core_tokens(), torch.tensor(self.tokens.cu_seqlens)
-        return tokens - offsets[torch.searchsorted(offsets, tokens, right=True) - 1]
+        return self.tokens.derived(_positions)[self.core_tokens()]
 
     def on(self, device: torch.device, make: Callable[..., Tensor], *arguments: int) -> Tensor:
         """The tensor that `make`, a method of this view, computes, on `device`; kept."""
@@ -49,3 +48,10 @@ class LocalTokens(TokenView):
     def core_tokens(self) -> Tensor:
         """This rank's tokens, as they lie."""
         return self.tokens.of_rank(self.rank)
+
+
+def _positions(tokens: Tokens) -> Tensor:
+    """The place of every token of the pack in its sequence."""
+    offsets = torch.tensor(tokens.cu_seqlens)
+    first = offsets[:-1].repeat_interleave(offsets.diff(), output_size=tokens.num_tokens)
+    return torch.arange(tokens.num_tokens) - first

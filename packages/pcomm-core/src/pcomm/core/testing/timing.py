@@ -23,9 +23,12 @@ from pathlib import Path
 
 import torch
 
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, UnsupportedError
 
-__all__ = ["Row", "Timing", "compare", "run_benchmark", "save_rows", "time_cases"]
+__all__ = ["NOT_HERE", "Row", "Timing", "compare", "run_benchmark", "save_rows", "time_cases"]
+
+NOT_HERE = 77
+"""Exit code of a benchmark that this machine cannot run; automake's for a skipped test."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,11 @@ def _commit() -> str:
 
 def _command() -> str:
     """How the program was called, without the folders of this machine."""
-    return shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    program = os.path.relpath(sys.argv[0])
+    # What was installed is found by its name; where it lies is nobody's concern.
+    is_installed = program.startswith(os.pardir)
+    words = [os.path.basename(program)] if is_installed else ["python", program]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,9 @@ def compare(benchmark: str, ours: Timing, bare: Timing) -> list[Row]:
 def run_benchmark(description: str | None, measure: Callable[[], Sequence[Row]]) -> None:
     """What a benchmark script does: measure, print, and save where `--csv` says.
 
+    A `measure` that raises an `UnsupportedError`, for want of a GPU for instance, ends the program
+    with the code `NOT_HERE`.
+
     Args:
         description: For `--help`: the script's docstring.
         measure: Checks that the alternatives agree, then times them.
@@ -181,7 +191,11 @@ def run_benchmark(description: str | None, measure: Callable[[], Sequence[Row]])
     )
     parser.add_argument("--csv", type=Path, help="file whose rows of this benchmark are replaced")
     arguments = parser.parse_args()
-    rows = measure()
+    try:
+        rows = measure()
+    except UnsupportedError as error:
+        print(f"UnsupportedError: {error}", file=sys.stderr)
+        sys.exit(NOT_HERE)
     for row in rows:
         ratio = "" if row.ratio is None else f"  {row.ratio:.3f} x {row.ratio_to}"
         print(f"{row.case:<58} {row.value:>9.3f} {row.unit}{ratio}")

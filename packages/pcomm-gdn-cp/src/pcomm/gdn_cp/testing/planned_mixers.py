@@ -161,12 +161,7 @@ def _convolved(
         cu_seqlens=plan.cu_seqlens_of(spec),
         initial_halo=plan.conv_halo(spec, x, initial=halo),
     )
-    first, second, third = (
-        part.unflatten(-1, (-1, one.section.head_width))
-        for one, part in zip(
-            share.sections[:3], y.split([s.width for s in share.sections[:3]], -1), strict=True
-        )
-    )
+    first, second, third = share.split(y, names)
     return first, second, third, last
 
 

@@ -1,0 +1,1 @@
+"""`pcomm bench`: finds the benchmarks of the installed packages; start at `command`."""

@@ -1,0 +1,117 @@
+"""`pcomm bench`: the list of benchmarks, and how the words after a name reach one."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
+from types import ModuleType
+
+import pytest
+
+from pcomm.core import cli
+from pcomm.core.bench import command as bench
+from pcomm.core.errors import ConfigError
+
+
+class Counting:
+    name = "counting"
+    help = "counts to a number"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--up-to", type=int, default=1)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        if arguments.up_to < 0:
+            raise ConfigError("counting", found="below zero", why="It ends.", fix="Go up.")
+        print(*range(arguments.up_to))
+        return 7
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
+    """The benchmarks that are installed: `counting`, and what a test appends."""
+    module = ModuleType("fake_benchmarks")
+    module.counting = Counting()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fake_benchmarks", module)
+    found = [
+        EntryPoint("counting", "fake_benchmarks:counting", bench.GROUP),
+        EntryPoint("broken", "no_such_module_here:benchmark", bench.GROUP),
+    ]
+    monkeypatch.setattr(bench, "entry_points", lambda group: EntryPoints(found).select(group=group))
+    for name in ("PCOMM_LOG", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    logger = logging.getLogger("pcomm")
+    handlers, level = list(logger.handlers), logger.level
+    yield found
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("installed")
+def test_without_a_name_it_lists_and_imports_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench"]) == 0
+    shown = capsys.readouterr().out
+    assert "  counting " in shown
+    assert "  broken " in shown
+
+
+def test_an_empty_list_says_so(
+    installed: list[EntryPoint], capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed.clear()
+    assert cli.main(["bench"]) == 0
+    assert "no installed package brings any" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_words_after_the_name_are_the_benchmarks_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["bench", "counting", "--up-to", "3"]) == 7
+    assert capsys.readouterr().out == "0 1 2\n"
+    assert cli.main(["bench", "counting", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "usage: pcomm bench counting" in shown
+    assert "--up-to" in shown
+    assert cli.main(["bench", "counting", "--down-to", "3"]) == 2
+    assert "unrecognized arguments: --down-to 3" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("installed")
+def test_errors_are_messages_unless_they_are_debugged(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["counting", "--up-to", "-1"]
+    assert cli.main(["bench", *line]) == 2
+    assert capsys.readouterr().err == "ConfigError: counting: below zero\nIt ends.\nGo up.\n"
+    for words in (["bench", *line, "--debug"], ["bench", "--debug", *line]):
+        with pytest.raises(ConfigError, match="below zero"):
+            cli.main(words)
+
+
+@pytest.mark.usefixtures("installed")
+def test_unknown_names_and_broken_packages_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "countin"]) == 2
+    error = capsys.readouterr().err
+    assert "no benchmark of that name" in error
+    assert "Did you mean 'counting'?" in error
+    assert "`pcomm bench` lists them" in error
+    assert cli.main(["bench", "broken"]) == 2
+    assert "pcomm bench broken: ModuleNotFoundError" in capsys.readouterr().err
+    assert cli.main(["bench", "gdn-cp"]) == 2
+    assert "python3 -m pip install pcomm-gdn-cp" in capsys.readouterr().err
+
+
+def test_the_list_needs_no_torch() -> None:
+    program = """
+import sys
+from pcomm.core import cli
+assert [cli.main(["bench"]), cli.main(["bench", "nothing-like-it"])] == [0, 2]
+assert "torch" not in sys.modules
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert finished.returncode == 0, finished.stderr

@@ -1,0 +1,146 @@
+"""One form of the exchange on one rank, and the numbers that every form has to deliver.
+
+The core is left out: its inputs are looked at, and what goes back is a prepared tensor. So a case
+is what a layer does to bring its projections to the core and the core's output back, forward and
+backward, and nothing else.
+"""
+
+# t tokens of this rank, T of all, W columns of all sections with z, V columns of the output
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pcomm.gdn_cp.bench.settings import SPEC
+
+__all__ = ["WIDTHS", "Case", "Numbers", "held_rows"]
+
+# Sections in the order of the projection: queries, keys, values, the gate z, b, a.
+WIDTHS = (
+    *(section.width for section in SPEC.sections[:3]),
+    SPEC.output.width,
+    *(section.width for section in SPEC.sections[3:]),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A form of the exchange that can be run again and again.
+
+    Args:
+        leaves: What it starts from; their gradients are where backward ends.
+        forward: What comes out at both ends: the core's inputs, and its output back at its tokens.
+        arriving: The gradients of these.
+        expected: What `run` must return; None in place of what is not compared.
+    """
+
+    leaves: tuple[Tensor, ...]
+    forward: Callable[[], tuple[Tensor, ...]]
+    arriving: tuple[Tensor, ...]
+    expected: Callable[[], tuple[Tensor | None, ...]]
+
+    def run(self) -> tuple[Tensor, ...]:
+        """Forward and backward: what came out, then the gradients of the leaves."""
+        outputs = self.forward()
+        return (*outputs, *self.backward(outputs))
+
+    def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The gradients of the leaves."""
+        return torch.autograd.grad(outputs, self.leaves, self.arriving)
+
+    def differs(self, found: tuple[Tensor, ...]) -> str:
+        """Where `found` is not what is expected; empty if nowhere.
+
+        Numbers only move, or are added up with few others, so rounding is all that is allowed.
+        """
+        for place, (ours, wanted) in enumerate(zip(found, self.expected(), strict=True)):
+            if wanted is None:
+                continue
+            if ours.shape != wanted.shape:
+                return f"tensor {place} has shape {tuple(ours.shape)}, not {tuple(wanted.shape)}"
+            if not torch.allclose(ours, wanted, rtol=1e-6, atol=0.0):
+                worst = float((ours - wanted).detach().abs().max())
+                return f"tensor {place} is off by {worst:.3g}"
+        return ""
+
+
+class Numbers:
+    """Sections and outputs of a whole pack, and what of them a rank has between layers.
+
+    Args:
+        cu_seqlens: Offsets of the sequences.
+        rank: This rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, cu_seqlens: tuple[int, ...], rank: int, size: int) -> None:
+        self.cu_seqlens, self.rank, self.size = cu_seqlens, rank, size
+        self.rows_t = held_rows(cu_seqlens, rank, size)
+        # The same on every rank, so that each knows what the others send.
+        generator = torch.Generator().manual_seed(1)
+
+        def numbers(width: int) -> Tensor:
+            return torch.rand(cu_seqlens[-1], width, generator=generator) + 0.5
+
+        self.sections_TW, self.sections_grad_TW = numbers(sum(WIDTHS)), numbers(sum(WIDTHS))
+        self.output_TV, self.output_grad_TV = numbers(WIDTHS[3]), numbers(WIDTHS[3])
+
+    def held(self, whole: Tensor) -> Tensor:
+        """The rows of this rank, as they lie between layers."""
+        return whole.index_select(0, self.rows_t)
+
+    def leaf(self, x: Tensor) -> Tensor:
+        """A copy of its own whose gradient is asked for."""
+        return x.detach().clone().requires_grad_()
+
+    def head_columns(self, whole_TW: Tensor) -> list[Tensor]:
+        """`[T, W / ranks]` of each section: the heads of this rank."""
+        return [part.chunk(self.size, -1)[self.rank] for part in whole_TW.split(WIDTHS, -1)]
+
+    def core_parts(self, whole_TW: Tensor) -> tuple[Tensor, ...]:
+        """What a core with this rank's heads wants: q, k, v side by side, then z, b and a."""
+        q, k, v, *gates = self.head_columns(whole_TW)
+        return torch.cat([q, k, v], -1), *(gate.contiguous() for gate in gates)
+
+    def by_heads(
+        self, forward: Callable[[Tensor, Tensor], tuple[tuple[Tensor, ...], Tensor]]
+    ) -> Case:
+        """A form that brings all sections, z too, to the ranks that have their heads.
+
+        Args:
+            forward: From `[t, W]` and the core's output `[T, V / ranks]` to the core's parts and
+                the output `[t, V]`.
+        """
+        x = self.leaf(self.held(self.sections_TW))
+        y = self.leaf(self.output_TV.chunk(self.size, -1)[self.rank])
+
+        def run() -> tuple[Tensor, ...]:
+            parts, output = forward(x, y)
+            return *parts, output
+
+        return Case(
+            (x, y),
+            run,
+            (*self.core_parts(self.sections_grad_TW), self.held(self.output_grad_TV)),
+            lambda: (
+                *self.core_parts(self.sections_TW),
+                self.held(self.output_TV),
+                self.held(self.sections_grad_TW),
+                self.output_grad_TV.chunk(self.size, -1)[self.rank],
+            ),
+        )
+
+
+def held_rows(cu_seqlens: tuple[int, ...], rank: int, size: int) -> Tensor:
+    """The tokens of `rank` in the zigzag layout, sequence by sequence; written apart from plans."""
+    found: list[int] = []
+    for start, stop in pairwise(cu_seqlens):
+        chunk = (stop - start) // (2 * size)
+        for place in (rank, 2 * size - 1 - rank):
+            found += range(start + place * chunk, start + (place + 1) * chunk)
+    return torch.tensor(found)

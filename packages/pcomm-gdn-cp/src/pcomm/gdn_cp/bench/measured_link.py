@@ -1,0 +1,35 @@
+"""What an all-to-all costs between these ranks, as the cost model of plans wants to know it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.gdn_cp.cost import Link
+
+__all__ = ["measure_link"]
+
+_SMALL, _LARGE = 1 << 10, 1 << 23
+_TIMES = 15
+
+
+def measure_link(collectives: Collectives) -> Link:
+    """The median time of a small all-to-all, and what a large one takes more. Collective."""
+    small, large = (_seconds(collectives, size) for size in (_SMALL, _LARGE))
+    share = (collectives.size - 1) / collectives.size
+    more = max(large - small, 1e-9)
+    return Link(small * 1e6, (_LARGE - _SMALL) * share / more / 1e9)
+
+
+def _seconds(collectives: Collectives, num_bytes: int) -> float:
+    x, found = torch.zeros(num_bytes // 4), []
+    for _ in range(_TIMES):
+        collectives.all_reduce(torch.zeros(1))
+        start = time.perf_counter()
+        collectives.all_to_all(x)
+        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        found.append(float(collectives.all_reduce(taken, op="max")))
+    return statistics.median(found)

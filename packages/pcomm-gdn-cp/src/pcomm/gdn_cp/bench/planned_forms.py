@@ -1,0 +1,224 @@
+"""The four modes of a plan as cases: what each of them moves for one layer.
+
+Those of `heads` and `gather` start from the same projections as the baselines and do the same job;
+z stays where it is. In `docs` hidden states travel, and the projections run on the other side. In
+`state` projections stay, and what travels is the halo of the convolution and a map for each piece
+that goes on elsewhere; the maps are then composed. Computing the maps is not timed in either.
+"""
+
+# t tokens of this rank, T of all, W columns of all sections, D model dim, V columns of the output,
+# F pieces on this rank, H heads, K key dim, P = conv_width - 1, C channels of the convolution
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers
+from pcomm.gdn_cp.bench.settings import HIDDEN_DIM, SPEC
+from pcomm.gdn_cp.plan import Plan, make_plan
+from pcomm.gdn_cp.route import Mode
+
+__all__ = ["documents_case", "gather_case", "heads_case", "plan_of", "state_case"]
+
+
+def plan_of(cu_seqlens: tuple[int, ...], collectives: Collectives, mode: Mode) -> Plan:
+    """A plan of this mode, with its index tensors made."""
+    return make_plan(
+        cu_seqlens, collectives, SPEC, mode=mode, hidden_dim=HIDDEN_DIM, element_bytes=4
+    ).prepare("cpu")
+
+
+def heads_case(numbers: Numbers, plan: Plan) -> Case:
+    """All sections but z to the ranks that have their heads, and the output back."""
+    x = numbers.leaf(numbers.held(numbers.sections_TW))
+    y = numbers.leaf(numbers.output_TV.chunk(numbers.size, -1)[numbers.rank])
+
+    def forward() -> tuple[Tensor, ...]:
+        q, k, v, z, b, a = x.split(WIDTHS, -1)
+        fused, b, a = plan.to_heads(SPEC, [q, k, v, b, a], fused=3)
+        return fused, z, b, a, plan.from_heads(SPEC, y)
+
+    def parts(whole_TW: Tensor) -> tuple[Tensor, ...]:
+        fused, _, b, a = numbers.core_parts(whole_TW)
+        z = numbers.held(whole_TW).split(WIDTHS, -1)[3].contiguous()
+        return fused, z, b, a
+
+    return Case(
+        (x, y),
+        forward,
+        (*parts(numbers.sections_grad_TW), numbers.held(numbers.output_grad_TV)),
+        lambda: (
+            *parts(numbers.sections_TW),
+            numbers.held(numbers.output_TV),
+            numbers.held(numbers.sections_grad_TW),
+            numbers.output_grad_TV.chunk(numbers.size, -1)[numbers.rank],
+        ),
+    )
+
+
+def gather_case(numbers: Numbers, plan: Plan) -> Case:
+    """All sections but z to every rank; of the output each keeps its tokens."""
+    x = numbers.leaf(numbers.held(numbers.sections_TW))
+    y = numbers.leaf(numbers.output_TV)
+
+    def forward() -> tuple[Tensor, ...]:
+        q, k, v, z, b, a = x.split(WIDTHS, -1)
+        fused, b, a = plan.to_heads(SPEC, [q, k, v, b, a], fused=3)
+        return fused, z, b, a, plan.from_heads(SPEC, y)
+
+    def parts(whole_TW: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, z, b, a = whole_TW.split(WIDTHS, -1)
+        z = numbers.held(z)
+        return torch.cat([q, k, v], -1), z, b.contiguous(), a.contiguous()
+
+    def leaf_grads() -> tuple[Tensor, Tensor]:
+        # Every rank brings the same gradient of what all of them got.
+        q, k, v, z, b, a = numbers.held(numbers.sections_grad_TW).split(WIDTHS, -1)
+        many = [part * numbers.size for part in (q, k, v, b, a)]
+        own = torch.zeros_like(numbers.output_grad_TV)
+        own[numbers.rows_t] = numbers.held(numbers.output_grad_TV)
+        return torch.cat([*many[:3], z, *many[3:]], -1), own
+
+    return Case(
+        (x, y),
+        forward,
+        (*parts(numbers.sections_grad_TW), numbers.held(numbers.output_grad_TV)),
+        lambda: (*parts(numbers.sections_TW), numbers.held(numbers.output_TV), *leaf_grads()),
+    )
+
+
+def documents_case(numbers: Numbers, plan: Plan) -> Case:
+    """Hidden states to whole documents and back, and what the pieces of cut ones hand over."""
+    hidden_TD, grad_TD = (
+        whole.split([HIDDEN_DIM, WIDTHS[3] - HIDDEN_DIM], -1)[0]
+        for whole in (numbers.output_TV, numbers.output_grad_TV)
+    )
+    spans = _documents(plan)
+    begin, end = spans[numbers.rank][0], spans[numbers.rank][-1]
+    x = numbers.leaf(numbers.held(hidden_TD))
+    y = numbers.leaf(hidden_TD[begin:end])
+    inner = _handover(numbers, plan, torch.arange(begin, end), [s[:-1] for s in spans])
+
+    def forward() -> tuple[Tensor, ...]:
+        entered = plan.enter(SPEC, x)
+        between = inner.forward() if inner else ()
+        return entered, *between, plan.leave(SPEC, y)
+
+    return Case(
+        (x, y, *(inner.leaves if inner else ())),
+        forward,
+        (
+            grad_TD[begin:end].contiguous(),
+            *(inner.arriving if inner else ()),
+            numbers.held(grad_TD),
+        ),
+        lambda: (
+            hidden_TD[begin:end],
+            *(inner.expected()[:2] if inner else ()),
+            numbers.held(hidden_TD),
+            numbers.held(grad_TD),
+            grad_TD[begin:end],
+            *(inner.expected()[2:] if inner else ()),
+        ),
+    )
+
+
+def state_case(numbers: Numbers, plan: Plan) -> Case | None:
+    """The halo of the convolution and the states in which pieces start; None if none goes on."""
+    held = numbers.rows_t.tolist()
+    pieces = [
+        [start for start, _ in _runs(numbers.cu_seqlens, rank, numbers.size)]
+        for rank in range(numbers.size)
+    ]
+    assert len(pieces[numbers.rank]) == len(plan.cu_seqlens_of(SPEC)) - 1, "other pieces"
+    return _handover(numbers, plan, torch.tensor(held), pieces)
+
+
+def _handover(numbers: Numbers, plan: Plan, rows_t: Tensor, pieces: list[list[int]]) -> Case | None:
+    """What pieces take from those before them.
+
+    Args:
+        numbers: Those of the pack.
+        plan: In mode `docs` or `state`.
+        rows_t: The tokens of this rank's core.
+        pieces: Of each rank the first tokens of its pieces, as they lie there.
+    """
+    if not plan.needs_summary(SPEC):
+        return None
+    reach, channels = SPEC.conv_width - 1, SPEC.conv_channels
+    inputs_TC = numbers.sections_TW[:, :channels]
+    own, shape = pieces[numbers.rank], SPEC.state_shape
+    written_F = torch.tensor([_written(start) for start in own]).view(-1, 1, 1, 1)
+    x = numbers.leaf(inputs_TC[rows_t])
+    # Halving and small numbers, so that every order of composing gives the same state.
+    halving = torch.eye(shape[1]).mul(0.5).expand(len(own), shape[0], shape[1], shape[1])
+    transition, written = (
+        numbers.leaf(part) for part in (halving, written_F.expand(-1, *shape).contiguous())
+    )
+
+    def forward() -> tuple[Tensor, ...]:
+        halo = plan.conv_halo(SPEC, x)
+        states = plan.entry_states(SPEC, (transition, written))
+        assert halo is not None
+        assert states is not None
+        return halo, states
+
+    def expected() -> tuple[Tensor | None, ...]:
+        halo = torch.zeros(len(own), reach, channels)
+        origins = [max(o for o in numbers.cu_seqlens if o <= start) for start in own]
+        for place, (start, origin) in enumerate(zip(own, origins, strict=True)):
+            count = min(reach, start - origin)
+            halo[place, reach - count :] = inputs_TC[start - count : start]
+        states = torch.tensor(_entered(numbers.cu_seqlens, pieces, own)).view(-1, 1, 1, 1)
+        return halo, states.expand(-1, *shape), None, None, None
+
+    grads = torch.Generator().manual_seed(2)
+    return Case(
+        (x, transition, written),
+        forward,
+        (
+            torch.rand(len(own), reach, channels, generator=grads),
+            torch.rand(len(own), *shape, generator=grads),
+        ),
+        expected,
+    )
+
+
+def _written(start: int) -> float:
+    return 1.0 + start % 7
+
+
+def _entered(cu_seqlens: tuple[int, ...], pieces: list[list[int]], own: list[int]) -> list[float]:
+    """The state in which each of `own` starts, when pieces halve it and add `_written`."""
+    found, origins = {}, set(cu_seqlens)
+    state = 0.0
+    for start in sorted(start for of_rank in pieces for start in of_rank):
+        found[start] = state = 0.0 if start in origins else state
+        state = 0.5 * state + _written(start)
+    return [found[start] for start in own]
+
+
+def _documents(plan: Plan) -> list[list[int]]:
+    """Of each rank the tokens where its documents and pieces begin, and where the last one ends."""
+    offsets, found, begin = plan.tokens.cu_seqlens, [], 0
+    for rank in range(plan.tokens.size):
+        pair = make_plan(offsets, (rank, plan.tokens.size), SPEC, mode="docs")
+        ends = [begin + offset for offset in pair.cu_seqlens_of(SPEC)]
+        found.append(ends)
+        begin = ends[-1]
+    return found
+
+
+def _runs(cu_seqlens: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int]]:
+    """Start and stop of each chunk of `rank` in the zigzag layout."""
+    found = []
+    for start, stop in pairwise(cu_seqlens):
+        chunk = (stop - start) // (2 * size)
+        for place in (rank, 2 * size - 1 - rank):
+            ends = accumulate([start + place * chunk, chunk])
+            found.append(tuple(ends))
+    return [(start, stop) for start, stop in found if stop > start]

@@ -1,0 +1,59 @@
+"""Times of the forms on ranks that start together: in turns, and as the slowest rank has them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.testing.timing import Timing
+from pcomm.gdn_cp.bench.exchange_case import Case
+
+__all__ = ["time_together"]
+
+_FEWEST = 3
+
+
+def time_together(
+    cases: Mapping[str, Case],
+    collectives: Collectives,
+    *,
+    rounds: int,
+    seconds: float,
+    first: Mapping[str, float],
+) -> dict[str, Timing]:
+    """In each round every case once. Collective; the same result on every rank.
+
+    One round goes before and does not count, but for cases that would take more than `seconds`;
+    those also have a turn only in the first rounds, at least in 3.
+
+    Args:
+        cases: By name, in the same order on every rank.
+        collectives: Of the group.
+        rounds: How many count.
+        seconds: See above.
+        first: What each took when it ran before, the same on every rank.
+    """
+    turns = {
+        name: min(rounds, max(_FEWEST, int(seconds / max(first[name], 1e-9)))) for name in cases
+    }
+    for name, case in cases.items():
+        if turns[name] == rounds:
+            case.run()
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for index in range(rounds):
+        for name, case in cases.items():
+            if index < turns[name]:
+                found[name].append(_together(case, collectives) * 1e6)
+    return {name: Timing(name, tuple(times)) for name, times in found.items()}
+
+
+def _together(case: Case, collectives: Collectives) -> float:
+    """Seconds that the slowest rank takes, from when all are there."""
+    collectives.all_reduce(torch.zeros(1))
+    start = time.perf_counter()
+    case.run()
+    taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    return float(collectives.all_reduce(taken, op="max"))
