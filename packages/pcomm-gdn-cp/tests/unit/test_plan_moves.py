@@ -197,24 +197,41 @@ def test_documents_move_as_hidden_states_and_come_back() -> None:
     assert_equal(torch.cat(run_virtual(on_rank, 2)), hidden)
 
 
-def test_whole_documents_are_two_exchanges_and_a_cut_one_hands_over_what_is_its_own() -> None:
-    """Of 96 tokens on two ranks: without a straddler, with one, and what the second adds."""
+def test_documents_cost_what_moves_and_a_cut_one_what_it_hands_over() -> None:
+    """Of 96 tokens on two ranks, with and without a straddler, moved and in place."""
     spec = SPECS[0]
-    whole, cut = (
+    moved, in_place, cut = (
         make_plan(cu, (0, 2), spec, mode="docs", hidden_dim=5, element_bytes=4, layout="contiguous")
-        for cu in ((0, 48, 96), (0, 16, 96))
+        for cu in ((0, 46, 96), (0, 48, 96), (0, 16, 96))
     )
-    assert whole.traffic(spec).forward == whole.traffic(spec).backward == ("all_to_all",) * 2
-    assert not whole.needs_summary(spec)
+    assert moved.traffic(spec).forward == moved.traffic(spec).backward == ("all_to_all",) * 2
+    # Two tokens go to the other rank, and their outputs come back to this one.
+    assert moved.traffic(spec).forward_bytes == 2 * 5 * 4
+    assert not moved.needs_summary(spec)
+    assert in_place.traffic(spec).num_collectives == in_place.traffic(spec).sent_bytes == 0
     traffic = cut.traffic(spec)
-    assert traffic.forward == ("all_to_all", "all_gather", "all_gather", "all_to_all")
-    assert traffic.backward == ("all_to_all", "reduce_scatter", "reduce_scatter", "all_to_all")
-    # No hidden state moves: 3 rows of 2*2*2 + 8*3 channels, a map of 8 heads.
+    assert traffic.forward == ("all_gather", "all_gather")
+    assert traffic.backward == ("reduce_scatter", "reduce_scatter")
+    # 3 rows of 2*2*2 + 8*3 channels, a map of 8 heads.
     assert traffic.forward_bytes == 3 * 32 * 4 + 8 * (2 * 2 + 2 * 3) * 4
     assert traffic.backward_bytes == 0
     other = make_plan((0, 16, 96), (1, 2), spec, mode="docs", element_bytes=4, layout="contiguous")
     assert other.traffic(spec).forward_bytes == 0
     assert other.traffic(spec).backward_bytes == traffic.forward_bytes
+    zigzag = make_plan((0, 16, 96), (0, 2), spec, mode="docs", hidden_dim=5)
+    assert zigzag.traffic(spec).forward == ("all_to_all", "all_gather", "all_gather", "all_to_all")
+
+
+def test_documents_in_place_are_not_sent() -> None:
+    def on_rank(collectives: VirtualCollectives) -> None:
+        spy = SpyCollectives(collectives)
+        plan = make_plan((0, 48, 96), spy, SPECS[2], mode="docs", layout="contiguous")
+        hidden = plan.shard(numbered(96, 5))
+        assert plan.enter(SPECS[2], hidden) is hidden
+        assert plan.leave(SPECS[2], hidden) is hidden
+        assert not spy.counts
+
+    run_virtual(on_rank, 2)
 
 
 @pytest.mark.parametrize("mode", ["heads", "gather"])

@@ -70,6 +70,11 @@ class Documents:
         return Layout.uneven([b - a for a, b in pairwise(self.cuts)])
 
     @cached_property
+    def are_in_place(self) -> bool:
+        """Whether every rank has its documents already, in their order: nothing has to move."""
+        return self.tokens.layout == self.layout
+
+    @cached_property
     def exchange(self) -> Exchange:
         """From the tokens between layers to documents."""
         return Exchange({0: self.tokens.layout}, {0: self.layout})
@@ -177,13 +182,15 @@ class DocumentsRoute(Route):
 
     def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
         """Hidden states of the tokens that move, there and back, and what straddlers hand over."""
+        inner = Traffic()
+        if isinstance(self.carry, Handover):
+            inner = self.carry.traffic(rank, element_bytes)
+        if self.documents.are_in_place:
+            return inner
         moved = self.documents.moved_rows
         leaving = int(moved[rank].sum() - moved[rank, rank])
         coming = int(moved[:, rank].sum() - moved[rank, rank])
         sent = (leaving + coming) * (hidden_dim or 0) * element_bytes
-        inner = Traffic()
-        if isinstance(self.carry, Handover):
-            inner = self.carry.traffic(rank, element_bytes)
         return Traffic(
             ("all_to_all", *inner.forward, "all_to_all"),
             ("all_to_all", *inner.backward, "all_to_all"),
@@ -192,18 +199,23 @@ class DocumentsRoute(Route):
         )
 
     def enter(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
-        """Hidden states of this rank's documents, one all-to-all."""
+        """Hidden states of this rank's documents, one all-to-all unless they are here."""
         self.check_rows("Plan.enter", hidden_tD, self.tokens.local_tokens)
+        if self.documents.are_in_place:
+            return hidden_tD
         return self.documents.exchange.apply(hidden_tD, collectives)
 
     def leave(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
-        """Hidden states of this rank's tokens, one all-to-all."""
+        """Hidden states of this rank's tokens, what `enter` undoes."""
         self.check_rows("Plan.leave", hidden_tD, self.layer_rows)
+        if self.documents.are_in_place:
+            return hidden_tD
         return self.documents.exchange.inverse.apply(hidden_tD, collectives)
 
     def prepare(self, device: torch.device) -> None:
         """The rows of the exchange, both ways."""
-        self.documents.exchange.prepare(self.rank, device)
+        if not self.documents.are_in_place:
+            self.documents.exchange.prepare(self.rank, device)
 
 
 def _pieces(tokens: Tokens, are_whole: bool, reach: int) -> Pieces:
