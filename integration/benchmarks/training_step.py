@@ -22,7 +22,7 @@ from pcomm.integration import recipes
 from pcomm.integration.config_rules import validate
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.token_cache import TokenCorpus
-from pcomm.integration.parallelize import build_model, open_run_groups, split_for_decay
+from pcomm.integration.parallelize import build_model, names_that_decay, open_run_groups
 from pcomm.integration.train.schedule import learning_rate
 from pcomm.integration.train.trainer import Trainer
 
@@ -80,7 +80,10 @@ def measure() -> Sequence[Row]:
             trainer = Trainer(build_model(config, groups, world.device), config, batches)
             plain = PlainGPT(config.model, config.data.vocabulary, train.sequence_length)
             plain.copy_from(trainer.parallel.model)
-            decaying, others = split_for_decay(plain)
+            decays = names_that_decay(plain)
+            named = dict(plain.named_parameters())
+            decaying = [parameter for name, parameter in named.items() if name in decays]
+            others = [parameter for name, parameter in named.items() if name not in decays]
             optimizer = AdamW(
                 [
                     {"params": decaying, "weight_decay": train.weight_decay},

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pcomm.core.checkpoint.region import Region
 from pcomm.core.placement import placements_of
 from pcomm.integration.checkpoint.folders import checkpoints
 from pcomm.integration.checkpoint.reader import read
-from pcomm.integration.checkpoint.region import Region
 from pcomm.integration.generate.writer import Writer
 
 BLOCKED = Path(__file__).with_name("blocked_train.py")

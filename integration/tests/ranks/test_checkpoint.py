@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
+from pcomm.core.checkpoint.region import Region
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.placement import join_shards
 from pcomm.core.testing.ranks import RankPool, ranks
@@ -19,7 +20,6 @@ from pcomm.core.world import connect
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint.folders import checkpoints, newest
 from pcomm.integration.checkpoint.reader import read
-from pcomm.integration.checkpoint.region import Region
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.config_rules import validate

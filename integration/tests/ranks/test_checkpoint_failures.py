@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from pcomm.core.checkpoint.region import Region
 from pcomm.core.errors import ConfigError
 from pcomm.core.group import Group
 from pcomm.core.placement import Placement
@@ -23,7 +24,6 @@ from pcomm.integration import recipes
 from pcomm.integration.checkpoint import saver as saver_module
 from pcomm.integration.checkpoint.folders import checkpoints, newest, remove_partial
 from pcomm.integration.checkpoint.reader import read
-from pcomm.integration.checkpoint.region import Region
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.config import Config
 from pcomm.integration.config_file import apply_overrides, load_config

@@ -9,17 +9,12 @@ import pytest
 import torch
 
 from pcomm.core.testing.ranks import ranks
-from pcomm.core.world import World, connect
 from pcomm.gdn_cp.plan import Plan
 from pcomm.gdn_cp.specs import Spec
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ParallelConfig
-from pcomm.integration.config_rules import validate
-from pcomm.integration.data.batches import TrainBatches
-from pcomm.integration.data.preparation import open_prepared, prepare
-from pcomm.integration.parallelize import build_model, open_run_groups
+from pcomm.integration.testing.short_runs import prepare_words, train_steps
 from pcomm.integration.train import trainer as trainer_module
-from pcomm.integration.train.trainer import Trainer
 
 STEPS = 20
 # Enough for a wrong gradient to be seen in the losses, and four ranks share two cores here.
@@ -72,39 +67,12 @@ def losses(
     parallel: ParallelConfig, run_dir: Path, dtype: torch.dtype, pattern: str, steps: int = STEPS
 ) -> list[list[float]]:
     """Loss and gradient norm of each step, on this rank of whatever world there is."""
-    with connect() as world:
-        return losses_in(world, config(parallel, pattern), run_dir, dtype, steps)
-
-
-def losses_in(
-    world: World, asked: Config, run_dir: Path, dtype: torch.dtype, steps: int
-) -> list[list[float]]:
-    resolved = validate(asked, world.size)
-    with open_run_groups(resolved, world) as groups:
-        batches = TrainBatches(
-            open_prepared(run_dir).train,
-            seed=resolved.train.seed,
-            sequence_length=resolved.train.sequence_length,
-            global_batch_tokens=resolved.train.global_batch_tokens,
-            micro_batch_tokens=resolved.train.micro_batch_tokens,
-        )
-        built = build_model(resolved, groups, world.device, dtype=dtype)
-        trainer = Trainer(built, resolved, batches)
-        rows = [trainer.step(index).row for index in range(steps)]
-    return [[row["loss"], row["grad_norm"]] for row in rows]
+    return train_steps(config(parallel, pattern), run_dir, dtype, steps).rows
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    text = folder / "text"
-    text.mkdir()
-    for number in range(60):
-        words = [f"word{(number * 7 + n * n) % 31}" for n in range(5 + number)]
-        (text / f"{number}.txt").write_text(" ".join(words))
-    data = dataclasses.replace(recipes.tiny().data, path=(str(text / "*.txt"),))
-    prepare(data, folder)
-    return folder
+    return prepare_words(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")

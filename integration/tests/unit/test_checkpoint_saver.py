@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from pcomm.core.checkpoint.region import Region
 from pcomm.core.errors import ConfigError
 from pcomm.core.group import Group
 from pcomm.core.placement import Placement
@@ -19,7 +20,6 @@ from pcomm.integration import recipes
 from pcomm.integration.checkpoint import folders
 from pcomm.integration.checkpoint.folders import checkpoints, newest, remove_partial
 from pcomm.integration.checkpoint.reader import read
-from pcomm.integration.checkpoint.region import Region
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.config_rules import validate
 from pcomm.integration.parallelize import EVERYONE, open_run_groups

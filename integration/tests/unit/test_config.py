@@ -47,10 +47,11 @@ def test_a_config_cannot_be_changed():
         Config().model.layers = 3  # type: ignore[misc]
 
 
-def test_the_quickstart_file_says_what_the_recipe_says():
+@pytest.mark.parametrize("name", ["quickstart", "moe"])
+def test_a_file_says_what_its_recipe_says(name):
     if not CONFIGS.is_dir():
         pytest.skip("the wheel does not carry configs/")
-    assert load_config(CONFIGS / "quickstart.toml") == recipes.quickstart()
+    assert load_config(CONFIGS / f"{name}.toml") == getattr(recipes, name)()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -11,7 +11,7 @@ from pcomm.core.errors import ConfigError, PcommError, TopologyError, Unsupporte
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ModelConfig, keys
 from pcomm.integration.config_file import apply_overrides
-from pcomm.integration.config_rules import mixers, validate
+from pcomm.integration.config_rules import expert_blocks, mixers, validate
 
 
 def _tiny(*overrides: str) -> Config:
@@ -43,6 +43,23 @@ def test_what_is_given_stays():
     assert validate(config, 2) == config
 
 
+def test_experts_are_as_wide_as_the_mlp_and_stand_in_every_nth_block():
+    config = validate(_tiny("model.experts=4", "model.layers=5", "model.moe_every=2"), 1)
+    assert config.model.expert_width == 64
+    assert expert_blocks(config.model) == (False, True, False, True, False)
+    assert expert_blocks(validate(_tiny(), 1).model) == (False, False)
+
+
+def test_a_width_that_no_block_has_need_not_divide():
+    asked = _tiny("model.experts=4", "model.mlp_width=65", "parallel.tp=2")
+    assert validate(asked, 2).model.mlp_width == 65
+
+
+def test_ranks_of_every_axis_can_share_experts():
+    asked = _tiny("model.experts=8", "parallel.tp=2", "parallel.cp=2", "parallel.ep=8")
+    assert validate(asked, 8).parallel.ep == 8
+
+
 def test_the_pattern_repeats():
     assert mixers(ModelConfig(pattern="AA", layers=4)) == "AAAA"
 
@@ -57,6 +74,15 @@ def test_the_pattern_repeats():
         (["model.pattern=AX"], 1, ConfigError, ["'X'", "'A'"]),
         (["model.pattern="], 1, ConfigError, ["empty pattern"]),
         (["model.pattern=AAA"], 1, ConfigError, ["model.layers is 2", "is 3", "nearest is 3"]),
+        (["parallel.zero=4"], 1, ConfigError, ["parallel.zero", "1, 2 or 3"]),
+        (["parallel.shard_ranks=2"], 2, ConfigError, ["parallel.data = 'replicate'"]),
+        (["parallel.data=hybrid"], 2, ConfigError, ["parallel.shard_ranks", "no value"]),
+        (
+            ["parallel.data=hybrid", "parallel.shard_ranks=3"],
+            4,
+            ConfigError,
+            ["ranks of dp x cp is 4", "shard_ranks is 3"],
+        ),
         (["parallel.cp=3"], 3, ConfigError, ["parallel.cp is 3", "256", "255 or 258"]),
         (
             ["parallel.cp=4", "parallel.cp_mode=heads", "model.heads=6", "model.kv_heads=6",
@@ -78,7 +104,17 @@ def test_the_pattern_repeats():
             UnsupportedError,
             ["parallel.cp_mode", "'docs'", "parallel.sequence = false"],
         ),
-        (["parallel.ep=2"], 2, UnsupportedError, ["parallel.ep", "pcomm-fsdp"]),
+        (["parallel.ep=2"], 2, ConfigError, ["parallel.ep: the value 2", "model.experts is 0"]),
+        (["model.experts=6", "parallel.ep=4"], 4, ConfigError, ["experts is 6", "ep is 4"]),
+        (["model.experts=6", "parallel.ep=3"], 4, ConfigError, ["ranks, is 4", "parallel.ep is 3"]),
+        (["model.experts=1"], 1, ConfigError, ["experts_per_token: the value 2", "1 or less"]),
+        (["model.experts=4", "model.moe_every=3"], 1, ConfigError, ["moe_every", "layers is 2"]),
+        (
+            ["model.experts=4", "model.shared_expert_width=5", "parallel.tp=2"],
+            2,
+            ConfigError,
+            ["shared_expert_width is 5", "parallel.tp is 2"],
+        ),
         (["parallel.dp=3"], 4, TopologyError, ["dp 3, tp 1", "4 ranks"]),
         (["parallel.tp=2"], 3, TopologyError, ["tp 2", "3 ranks", "multiple of 2"]),
         (["parallel.tp=2"], 1, TopologyError, ["tp 2", "1 ranks"]),

@@ -43,6 +43,12 @@ class ModelConfig:
     kv_heads: int = _key(0, "Key and value heads, a divisor of `heads`. 0: as many as `heads`.")
     head_dim: int = _key(0, "Width of one head. 0: `width` / `heads`.")
     mlp_width: int = _key(0, "Hidden width of the MLP. 0: 8/3 of `width`, up to a multiple of 64.")
+    experts: int = _key(0, "Experts in each block that has them instead of an MLP. 0: none.")
+    experts_per_token: int = _key(2, "How many of them each token goes to.")
+    expert_width: int = _key(0, "Hidden width of an expert. 0: that of `mlp_width`.")
+    shared_expert_width: int = _key(0, "Hidden width of the expert that all tokens pass. 0: none.")
+    moe_every: int = _key(1, "Every n-th block has experts, the last of each n blocks.")
+    balance_loss: float = _key(0.01, "Weight of the loss that spreads tokens evenly. 0: none.")
     gdn_key_heads: int = _key(0, "Key heads of a GDN block. 0: as many as `kv_heads`.")
     gdn_value_heads: int = _key(0, "Its value heads, a multiple. 0: as many as `heads`.")
     gdn_key_dim: int = _key(0, "Width of a GDN key. 0: that of `head_dim`.")
@@ -70,7 +76,15 @@ class ParallelConfig:
         "auto",
         "How they share them, see pcomm-gdn-cp; auto takes what costs least, batch by batch.",
     )
-    ep: int = _key(1, "Expert-parallel ranks, which share the experts of a layer.")
+    ep: int = _key(1, "Ranks that share the experts of a layer; taken from those of dp, cp and tp.")
+    data: Literal["replicate", "shard", "hybrid"] = _key(
+        "replicate",
+        "What ranks of dp and cp hold: all parameters, shards of them, or shards of replicas.",
+    )
+    shard_ranks: int = _key(0, "With `data = hybrid`: ranks of dp x cp that share a replica.")
+    zero: int = _key(
+        3, "What shards keep whole: 1 parameters and gradients, 2 parameters in a step, 3 nothing."
+    )
     sequence: bool = _key(False, "Split the tokens between the layers over the `tp` ranks, too.")
 
 

@@ -12,14 +12,14 @@ from dataclasses import replace
 from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
 from pcomm.integration.config import Config, ModelConfig, ParallelConfig, TrainConfig
 
-__all__ = ["mixers", "validate"]
+__all__ = ["expert_blocks", "mixers", "validate"]
 
 
 def validate(config: Config, world_size: int) -> Config:
     """`config` with every derived size filled in, if it can run on `world_size` ranks.
 
-    Fills `model.kv_heads`, `model.head_dim`, `model.mlp_width`, `parallel.dp` and
-    `train.micro_batch_tokens` where they are 0. Keep the configuration that came in for the
+    Fills `model.kv_heads`, `model.head_dim`, `model.mlp_width`, `model.expert_width`, `parallel.dp`
+    and `train.micro_batch_tokens` where they are 0. Keep the configuration that came in for the
     run's folder: with `dp = 0` it can be resumed on another number of ranks.
 
     Raises:
@@ -30,6 +30,7 @@ def validate(config: Config, world_size: int) -> Config:
     _check_ranges(config)
     model = _resolve_model(config.model)
     parallel = _resolve_parallel(config.parallel, world_size)
+    _check_experts(model, parallel)
     _check_shards(model, config.data.vocabulary, parallel)
     train = _resolve_batch(config.train, parallel)
     return replace(config, model=model, parallel=parallel, train=train)
@@ -65,6 +66,13 @@ def mixers(model: ModelConfig) -> str:
     return model.pattern * (model.layers // len(model.pattern))
 
 
+def expert_blocks(model: ModelConfig) -> tuple[bool, ...]:
+    """Whether each block has experts instead of an MLP: the last of each `moe_every` blocks."""
+    return tuple(
+        model.experts > 0 and number % model.moe_every == 0 for number in range(1, model.layers + 1)
+    )
+
+
 # What a number may be: a test and its words. Bounds that involve two keys are checked below.
 _Rule = tuple[Callable[[float], bool], str]
 _AT_LEAST_0: _Rule = (lambda value: value >= 0, "at least 0")
@@ -72,6 +80,7 @@ _AT_LEAST_1: _Rule = (lambda value: value >= 1, "at least 1")
 _ABOVE_0: _Rule = (lambda value: value > 0, "more than 0")
 _SHARE: _Rule = (lambda value: 0 <= value < 1, "at least 0 and less than 1")
 _RATIO: _Rule = (lambda value: 0 <= value <= 1, "between 0 and 1")
+_STAGE: _Rule = (lambda value: value in (1, 2, 3), "1, 2 or 3")
 _SEED: _Rule = (lambda value: 0 <= value < 2**63, "between 0 and 2**63 - 1")
 # 256 bytes and the end of a document; above 2**31 a token id would not fit the cache.
 _VOCABULARY: _Rule = (lambda value: 257 <= value < 2**31, "at least 257 (256 bytes, one end)")
@@ -83,6 +92,12 @@ _RULES: dict[str, _Rule] = {
     "model.kv_heads": _AT_LEAST_0,
     "model.head_dim": _AT_LEAST_0,
     "model.mlp_width": _AT_LEAST_0,
+    "model.experts": _AT_LEAST_0,
+    "model.experts_per_token": _AT_LEAST_1,
+    "model.expert_width": _AT_LEAST_0,
+    "model.shared_expert_width": _AT_LEAST_0,
+    "model.moe_every": _AT_LEAST_1,
+    "model.balance_loss": _AT_LEAST_0,
     "model.gdn_key_heads": _AT_LEAST_0,
     "model.gdn_value_heads": _AT_LEAST_0,
     "model.gdn_key_dim": _AT_LEAST_0,
@@ -99,6 +114,8 @@ _RULES: dict[str, _Rule] = {
     "parallel.tp": _AT_LEAST_1,
     "parallel.cp": _AT_LEAST_1,
     "parallel.ep": _AT_LEAST_1,
+    "parallel.shard_ranks": _AT_LEAST_0,
+    "parallel.zero": _STAGE,
     "train.steps": _AT_LEAST_1,
     "train.seed": _SEED,
     "train.sequence_length": _AT_LEAST_1,
@@ -164,7 +181,13 @@ def _resolve_model(model: ModelConfig) -> ModelConfig:
     )
     # 8/3 keeps the gated MLP's three matrices as large as the plain MLP's two of 4 widths.
     mlp_width = model.mlp_width or -(-8 * model.width // (3 * 64)) * 64
-    resolved = replace(model, kv_heads=kv_heads, head_dim=head_dim, mlp_width=mlp_width)
+    resolved = replace(
+        model,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=mlp_width,
+        expert_width=model.expert_width or mlp_width,
+    )
     return _resolve_recurrent(resolved)
 
 
@@ -199,13 +222,6 @@ def _resolve_recurrent(model: ModelConfig) -> ModelConfig:
 
 
 def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
-    if parallel.ep > 1:
-        raise UnsupportedError(
-            "parallel.ep",
-            found=f"the value {parallel.ep}",
-            why="Expert parallelism comes with pcomm-fsdp; this version has dp, cp and tp.",
-            fix="Set parallel.ep to 1 and use the ranks for dp, cp or tp.",
-        )
     if parallel.cp_mode == "docs" and parallel.sequence and parallel.tp > 1:
         raise UnsupportedError(
             "parallel.cp_mode",
@@ -226,7 +242,73 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConf
             fix=f"Start a multiple of {others} ranks and set parallel.dp = 0, or change "
             "parallel.tp or parallel.cp.",
         )
+    _check_hybrid(parallel, dp * parallel.cp)
     return replace(parallel, dp=dp)
+
+
+def _check_hybrid(parallel: ParallelConfig, num_ranks: int) -> None:
+    """Replicas of shards need to know over how many ranks each is spread."""
+    if parallel.data != "hybrid":
+        if parallel.shard_ranks:
+            raise ConfigError(
+                "parallel.shard_ranks",
+                found=f"the value {parallel.shard_ranks} with parallel.data = {parallel.data!r}",
+                why="Only with 'hybrid' are there several replicas, each shared by some ranks.",
+                fix="Set parallel.data to 'hybrid', or leave parallel.shard_ranks away.",
+            )
+        return
+    if not parallel.shard_ranks:
+        raise ConfigError(
+            "parallel.shard_ranks",
+            found="no value with parallel.data = 'hybrid'",
+            why="Ranks that are close share a replica, and only you know how many these are.",
+            fix="Set it to the ranks of dp x cp on one node, or parallel.data to 'shard'.",
+        )
+    _must_divide(
+        "parallel.shard_ranks",
+        ("the number of ranks of dp x cp", num_ranks),
+        ("parallel.shard_ranks", parallel.shard_ranks),
+        "Each replica is shared by as many ranks.",
+    )
+
+
+def _check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Experts and the ranks that share them; the others' keys do nothing without experts."""
+    if not model.experts:
+        if parallel.ep > 1:
+            raise ConfigError(
+                "parallel.ep",
+                found=f"the value {parallel.ep}, and model.experts is 0",
+                why="These ranks share the experts of a layer, and the model has none.",
+                fix="Set parallel.ep to 1, or model.experts to a multiple of it.",
+            )
+        return
+    if model.experts_per_token > model.experts:
+        raise ConfigError(
+            "model.experts_per_token",
+            found=f"the value {model.experts_per_token}, and model.experts is {model.experts}",
+            why="A token goes to as many different experts.",
+            fix=f"Set model.experts_per_token to {model.experts} or less.",
+        )
+    if not any(expert_blocks(model)):
+        raise ConfigError(
+            "model.moe_every",
+            found=f"the value {model.moe_every}, and model.layers is {model.layers}",
+            why="The last of each moe_every blocks has experts, so no block would have any.",
+            fix=f"Set model.moe_every to {model.layers} or less, or model.experts to 0.",
+        )
+    _must_divide(
+        "parallel.ep",
+        ("model.experts", model.experts),
+        ("parallel.ep", parallel.ep),
+        "Each of these ranks holds as many experts.",
+    )
+    _must_divide(
+        "parallel.ep",
+        ("dp x cp x tp, the number of ranks,", parallel.dp * parallel.cp * parallel.tp),
+        ("parallel.ep", parallel.ep),
+        "The ranks that share experts are some of those that share the batch and the layers.",
+    )
 
 
 def _check_shards(model: ModelConfig, vocabulary: int, parallel: ParallelConfig) -> None:
@@ -246,10 +328,12 @@ def _check_shards(model: ModelConfig, vocabulary: int, parallel: ParallelConfig)
             ("model.mamba_groups", model.mamba_groups, "groups of a Mamba-2 block"),
         ),
     }
-    everywhere = (
-        ("model.mlp_width", model.mlp_width, "columns of the MLP"),
-        ("data.vocabulary", vocabulary, "rows of the embedding"),
-    )
+    everywhere = [("data.vocabulary", vocabulary, "rows of the embedding")]
+    if any(expert_blocks(model)):
+        shared = model.shared_expert_width
+        everywhere.append(("model.shared_expert_width", shared, "columns of the shared expert"))
+    if not all(expert_blocks(model)):
+        everywhere.append(("model.mlp_width", model.mlp_width, "columns of the MLP"))
     for key, size, part in (
         *(row for letter, rows in by_mixer.items() if letter in model.pattern for row in rows),
         *everywhere,

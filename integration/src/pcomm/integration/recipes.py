@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pcomm.integration.config import (
     CheckpointConfig,
     Config,
@@ -11,7 +13,7 @@ from pcomm.integration.config import (
     TrainConfig,
 )
 
-__all__ = ["quickstart", "tiny"]
+__all__ = ["moe", "quickstart", "tiny"]
 
 
 def quickstart() -> Config:
@@ -35,6 +37,25 @@ def quickstart() -> Config:
         # A prompt without a space at its end: words begin with theirs, as most tokens do.
         sample=SampleConfig(prompt="    def", max_tokens=150, temperature=0.6),
     )
+
+
+def moe() -> Config:
+    """The quick start with 8 experts in every second block; a token meets 2 and a shared one.
+
+    `configs/moe.toml` says the same in TOML.
+    """
+    base = quickstart()
+    experts = ModelConfig(
+        layers=4,
+        width=256,
+        heads=4,
+        experts=8,
+        experts_per_token=2,
+        expert_width=256,
+        shared_expert_width=256,
+        moe_every=2,
+    )
+    return replace(base, model=experts)
 
 
 def tiny() -> Config:

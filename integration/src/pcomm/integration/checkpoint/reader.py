@@ -10,11 +10,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from pcomm.core.checkpoint.planners import RegionLoadPlanner
+from pcomm.core.checkpoint.region import Region
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.group import Group
 from pcomm.integration.checkpoint.folders import Checkpoint
-from pcomm.integration.checkpoint.planners import RegionLoadPlanner
-from pcomm.integration.checkpoint.region import Region
 
 __all__ = ["check_index", "read"]
 

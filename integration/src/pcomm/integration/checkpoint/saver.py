@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from pcomm.core.checkpoint.planners import RegionSavePlanner
+from pcomm.core.checkpoint.region import Region
 from pcomm.core.errors import ConfigError
 from pcomm.core.group import Group
 from pcomm.integration.checkpoint.folders import commit, partial_folder
-from pcomm.integration.checkpoint.planners import RegionSavePlanner
-from pcomm.integration.checkpoint.region import Region
 
 __all__ = ["Saver"]
 

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pcomm.core.placement import placements_of
-from pcomm.integration.checkpoint.region import Region
+from pcomm.core.checkpoint.region import Region
+from pcomm.core.placement import Placement, placements_of
 
-__all__ = ["model_regions", "optimizer_regions", "set_optimizer_step"]
+__all__ = ["MOMENTS", "model_regions", "optimizer_regions", "set_optimizer_step"]
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def model_regions(model: nn.Module, *, rank: int) -> dict[str, Region]:
-    """The parameters of `model`, as this rank of the tensor-parallel group holds them. Local."""
+def model_regions(model: nn.Module, ranks: Mapping[str, int] | None = None) -> dict[str, Region]:
+    """The parameters of `model`, as this rank holds them. Local.
+
+    Args:
+        model: This rank's part.
+        ranks: This rank's place by the scope of `Placement`; without it, one rank has everything.
+    """
     placements = placements_of(model)
     return {
-        f"model.{name}": Region(parameter.detach(), placements[name], rank)
+        f"model.{name}": _region(parameter.detach(), placements[name], ranks)
         for name, parameter in model.named_parameters()
     }
 
 
-def optimizer_regions(optimizer: Optimizer, model: nn.Module, *, rank: int) -> dict[str, Region]:
+def optimizer_regions(
+    optimizer: Optimizer, model: nn.Module, ranks: Mapping[str, int] | None = None
+) -> dict[str, Region]:
     """AdamW's two averages of every parameter, spread as the parameter is. Local.
 
     Averages that do not exist yet are made, as zeros, with a step count of zero; so the same
     call serves to save and to load.
+
+    Args:
+        optimizer: Of the parameters of `model`.
+        model: This rank's part.
+        ranks: See `model_regions`.
     """
     placements = placements_of(model)
     regions: dict[str, Region] = {}
@@ -35,10 +49,11 @@ def optimizer_regions(optimizer: Optimizer, model: nn.Module, *, rank: int) -> d
         state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for moment in _MOMENTS:
+            for moment in MOMENTS:
                 state[moment] = torch.zeros_like(parameter)
-        for moment in _MOMENTS:
-            regions[f"optimizer.{moment}.{name}"] = Region(state[moment], placements[name], rank)
+        for moment in MOMENTS:
+            region = _region(state[moment], placements[name], ranks)
+            regions[f"optimizer.{moment}.{name}"] = region
     return regions
 
 
@@ -47,3 +62,7 @@ def set_optimizer_step(optimizer: Optimizer, step: int) -> None:
     for state in optimizer.state.values():
         counted: Tensor = state["step"]
         counted.fill_(float(step))
+
+
+def _region(tensor: Tensor, placement: Placement, ranks: Mapping[str, int] | None) -> Region:
+    return Region(tensor, placement, (ranks or {}).get(placement.scope, 0))

@@ -29,7 +29,7 @@ class TrainCommand:
     help = "Train a GPT on text files, or on Python's own library; goes on where it stopped."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """`--config`, `--set`, `--ranks`, `--out`, `--restart`."""
+        """`--config`, `--set`, `--ranks`, `--out`, `--restart`, `--trace`."""
         parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
         parser.add_argument(
             "--set",
@@ -49,14 +49,21 @@ class TrainCommand:
             action="store_true",
             help="remove the checkpoints and metrics in DIR and begin anew",
         )
+        parser.add_argument(
+            "--trace",
+            type=Path,
+            metavar="FILE",
+            help="write what all ranks did in a few steps, for https://ui.perfetto.dev",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Train, then print bits per byte, a sample, and where everything is."""
         config = load_config(arguments.config, overrides=arguments.set)
         world_size = _world_size(arguments.ranks)
         validate(config, world_size)
+        trace = _trace_file(arguments.trace)
         if arguments.ranks == 1:
-            return train_rank(config, arguments.out, arguments.restart)
+            return train_rank(config, arguments.out, arguments.restart, trace)
         # Imported late: until here a mistake is reported without waiting for torch.
         from pcomm.core.local_ranks import RankError, run_local
 
@@ -66,7 +73,7 @@ class TrainCommand:
                 codes = run_local(
                     train_rank,
                     arguments.ranks,
-                    (config, arguments.out, arguments.restart),
+                    (config, arguments.out, arguments.restart, trace),
                     threads=threads,
                 )
         except RankError as error:
@@ -75,7 +82,7 @@ class TrainCommand:
         return int(codes[0])
 
 
-def train_rank(config: Config, run_dir: Path, must_restart: bool) -> int:
+def train_rank(config: Config, run_dir: Path, must_restart: bool, trace: Path | None) -> int:
     """One rank of `pcomm train`; the first one writes. Returns the exit code."""
     from pcomm.core.world import connect
     from pcomm.integration.generate.writer import Writer
@@ -83,7 +90,7 @@ def train_rank(config: Config, run_dir: Path, must_restart: bool) -> int:
 
     with connect() as world:
         logs.configure(env.log_level(), world.rank)
-        outcome = run_training(config, run_dir, must_restart=must_restart)
+        outcome = run_training(config, run_dir, must_restart=must_restart, trace=trace)
         if world.rank:
             return _INTERRUPTED if outcome.is_interrupted else 0
         if outcome.is_interrupted:
@@ -110,6 +117,18 @@ def train_rank(config: Config, run_dir: Path, must_restart: bool) -> int:
         ):
             print(f"{run_dir / file}  {what}")
         return 0
+
+
+def _trace_file(path: Path | None) -> Path | None:
+    """Where the trace goes; asked before the run, as it is written in its middle."""
+    if path is not None and (path.is_dir() or (path.parent.exists() and not path.parent.is_dir())):
+        raise ConfigError(
+            f"pcomm train --trace {path}",
+            found="a folder" if path.is_dir() else f"{path.parent} is a file",
+            why="The trace is one file of JSON.",
+            fix="Name a file, such as trace.json; folders above it are made.",
+        )
+    return path
 
 
 def _world_size(ranks: int) -> int:

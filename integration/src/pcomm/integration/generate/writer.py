@@ -70,7 +70,7 @@ class Writer:
         config = _on_one_rank(load_config(run_dir / "config.toml"))
         model = LanguageModel(config.model, config.data.vocabulary, device=device)
         check_index(checkpoint)
-        read(checkpoint, model_regions(model, rank=0))
+        read(checkpoint, model_regions(model))
         return cls(model.eval(), load_tokenizer(run_dir / "tokenizer.json"), checkpoint.step)
 
     def write(self, prompt: str, *, max_tokens: int, temperature: float, seed: int) -> Text:

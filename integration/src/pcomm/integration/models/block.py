@@ -1,4 +1,4 @@
-"""One block: norm + mixer + norm + MLP, each added to the residual stream."""
+"""One block: norm + mixer + norm + MLP or experts, each added to the residual stream."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pcomm.integration.models.gated_delta_net import GatedDeltaNet
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.mamba2 import Mamba2
 from pcomm.integration.models.mlp import SwiGLU
+from pcomm.integration.models.moe.balance import Balance
+from pcomm.integration.models.moe.mixture import MixtureOfExperts
 from pcomm.integration.models.rotary import Rotation
 
 __all__ = ["Block", "Mixer"]
@@ -24,24 +26,30 @@ class Block(nn.Module):
 
     Args:
         letter: `"A"` for attention, `"M"` for Mamba-2, `"G"` for Gated DeltaNet.
-        build: Sizes, and the tensor-parallel group.
+        build: Sizes, and the groups of ranks.
+        has_experts: Whether a mixture of experts stands in place of the MLP.
     """
 
-    def __init__(self, letter: str, build: LayerBuilder) -> None:
+    def __init__(self, letter: str, build: LayerBuilder, *, has_experts: bool = False) -> None:
         super().__init__()
         self.mixer_norm, self.mlp_norm = build.stream_norm(), build.stream_norm()
         self.mixer: Mixer = _MIXERS[letter](build)
-        self.mlp = SwiGLU(build)
+        self.mlp: SwiGLU | MixtureOfExperts = (
+            MixtureOfExperts(build) if has_experts else SwiGLU(build)
+        )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """`[T, D]` to `[T, D]`."""
         x = x + self.mixer(self.mixer_norm(x), context)
-        mixed: Tensor = x + self.mlp(self.mlp_norm(x))
-        return mixed
+        return x + self._feed_forward(self.mlp_norm(x), context.balance)
 
     def extend(self, x: Tensor, rotation: Rotation, cache: LayerCache) -> Tensor:
         """The same for the next tokens of the sequence that `cache` holds."""
         # Each mixer makes the cache that it is given here.
         x = x + self.mixer.extend(self.mixer_norm(x), rotation, cache)  # type: ignore[arg-type]
-        mixed: Tensor = x + self.mlp(self.mlp_norm(x))
-        return mixed
+        return x + self._feed_forward(self.mlp_norm(x), None)
+
+    def _feed_forward(self, x: Tensor, balance: Balance | None) -> Tensor:
+        with_experts = isinstance(self.mlp, MixtureOfExperts)
+        y: Tensor = self.mlp(x, balance) if with_experts else self.mlp(x)
+        return y

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pcomm.gdn_cp.plan import Plan
 from pcomm.gdn_cp.specs import Spec
+from pcomm.integration.models.moe.balance import Balance
 from pcomm.integration.models.rotary import Rotation
 
 __all__ = ["Cache", "Context", "KeyValueCache", "LayerCache", "RecurrentCache"]
@@ -82,11 +83,13 @@ class Context:
         rotation: Of the tokens that attention sees; None in a model without attention.
         has_stream_shares: Whether the residual stream is split over tensor-parallel ranks. Then no
             mode of the plan moves hidden states, and projections gather the tokens.
+        balance: What layers with experts need for their balance losses; None without these.
     """
 
     plan: Plan
     rotation: Rotation | None
     has_stream_shares: bool = False
+    balance: Balance | None = None
 
     def enter(self, spec: Spec, x: Tensor) -> Tensor:
         """Hidden states as the projections of a mixer want them; collective, see `Plan.enter`."""

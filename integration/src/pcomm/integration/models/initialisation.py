@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,7 +16,12 @@ from pcomm.integration.config import ModelConfig
 __all__ = ["KnowsFirstValues", "initialise"]
 
 # Layers that write into the residual stream; their variance is shared among all of them.
-_RESIDUAL = ("mixer.output.weight", "mlp.down.weight")
+_RESIDUAL = (
+    "mixer.output.weight",
+    "mlp.down.weight",
+    "mlp.shared.down.weight",
+    "mlp.experts.down",
+)
 
 
 @runtime_checkable
@@ -27,7 +33,13 @@ class KnowsFirstValues(Protocol):
         ...
 
 
-def initialise(model: nn.Module, config: ModelConfig, *, seed: int, tp_rank: int = 0) -> None:
+def initialise(
+    model: nn.Module,
+    config: ModelConfig,
+    *,
+    seed: int,
+    ranks: Mapping[str, int] | None = None,
+) -> None:
     """Fill every parameter of `model` with this rank's part of the logical weight. Local.
 
     A logical weight is drawn whole, by a generator of its own, and then cut; so the same seed
@@ -35,7 +47,14 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int, tp_rank: int
     normal with `config.init_std`, those that write into the residual stream less by the square
     root of twice the number of layers (Radford et al., 2019), norms are 1. What a module says in
     `first_values` goes first.
+
+    Args:
+        model: Its parameters are filled.
+        config: With every size filled in.
+        seed: Of the run.
+        ranks: This rank's place by the scope of `Placement`; without it, one rank has everything.
     """
+    ranks = ranks or {}
     placements = placements_of(model)
     for name, parameter in model.named_parameters():
         placement = placements[name]
@@ -53,7 +72,9 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int, tp_rank: int
                 std /= math.sqrt(2 * config.layers)
             whole.normal_(0.0, std, generator=generator)
         if placement.layout is not None:
-            whole = take_shard(whole, placement.layout, tp_rank, dim=placement.dim)
+            whole = take_shard(
+                whole, placement.layout, ranks.get(placement.scope, 0), dim=placement.dim
+            )
         with torch.no_grad():
             parameter.copy_(whole)
 

@@ -21,18 +21,19 @@ from pcomm.gdn_cp.plan import Plan, make_plan
 from pcomm.gdn_cp.route import Mode
 from pcomm.gdn_cp.specs import AttentionSpec, Spec
 from pcomm.integration.config import ModelConfig
-from pcomm.integration.config_rules import mixers
+from pcomm.integration.config_rules import expert_blocks, mixers
 from pcomm.integration.models.attention import Attention
 from pcomm.integration.models.block import Block
 from pcomm.integration.models.context import Cache, Context
 from pcomm.integration.models.layer_builder import LayerBuilder
+from pcomm.integration.models.moe.balance import Balance
 from pcomm.integration.models.rotary import Rotation, rotation
 
 __all__ = ["LanguageModel"]
 
 
 class LanguageModel(nn.Module):
-    """A decoder: GPT, Mamba, GDN and hybrids, by the pattern of `config`.
+    """A decoder: GPT, Mamba, GDN and hybrids, with experts or without, as `config` says.
 
     Args:
         config: With every size filled in (see `config_rules.validate`).
@@ -41,6 +42,8 @@ class LanguageModel(nn.Module):
         sequence_parallel: Whether the residual stream is split by tokens over that group.
         device: Where the parameters are.
         dtype: Of the parameters; the computation follows, or an autocast around the call.
+        experts: Collectives of the expert-parallel group, which all its ranks enter in each layer
+            with experts; by default this rank has all of them.
 
     Parameters hold torch's default values until `initialisation.initialise` is called.
     """
@@ -54,11 +57,19 @@ class LanguageModel(nn.Module):
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        experts: Collectives | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.collectives = collectives or IdentityCollectives()
-        build = LayerBuilder(config, self.collectives, sequence_parallel, device, dtype)
+        build = LayerBuilder(
+            config,
+            self.collectives,
+            sequence_parallel,
+            device,
+            dtype,
+            experts or IdentityCollectives(),
+        )
         self.vocabulary = build.split(vocabulary)
         self.has_stream_shares = sequence_parallel and self.collectives.size > 1
         self.embedding = VocabularyParallelEmbedding(
@@ -69,7 +80,10 @@ class LanguageModel(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.blocks = nn.ModuleList(Block(letter, build) for letter in mixers(config))
+        self.blocks = nn.ModuleList(
+            Block(letter, build, has_experts=has_experts)
+            for letter, has_experts in zip(mixers(config), expert_blocks(config), strict=True)
+        )
         self.norm = build.stream_norm()
         self.head = build.from_stream(self.vocabulary)
         if config.tie_embeddings:
@@ -114,32 +128,36 @@ class LanguageModel(nn.Module):
             verify=verify,
         )
 
-    def forward(self, tokens_T: Tensor, plan: Plan) -> Tensor:
+    def forward(self, tokens_T: Tensor, plan: Plan, balance: Balance | None = None) -> Tensor:
         """Logits `[T, v]` of this rank's part of the vocabulary.
 
-        Collective over the tensor- and the context-parallel group.
+        Collective over the tensor-, the context- and the expert-parallel group.
 
         Args:
             tokens_T: int64, this context-parallel rank's; the same on its tensor-parallel group.
             plan: From `plan`, for the tokens of all context-parallel ranks.
+            balance: In training with experts; backward then brings their balance losses, too.
         """
-        context = Context(plan, self._rotation(plan), self.has_stream_shares)
+        context = Context(plan, self._rotation(plan), self.has_stream_shares, balance)
         x = self.embedding(tokens_T)
         for block in self.blocks:
             x = block(x, context)
         logits_Tv: Tensor = self.head(self.norm(x))
         return logits_Tv
 
-    def token_losses(self, tokens_T: Tensor, targets_T: Tensor, plan: Plan) -> Tensor:
+    def token_losses(
+        self, tokens_T: Tensor, targets_T: Tensor, plan: Plan, balance: Balance | None = None
+    ) -> Tensor:
         """Nats of each target `[T]`, 0 where it is ignored; the same on the tensor-parallel group.
 
         Args:
             tokens_T: See `forward`.
             targets_T: int64, of the same tokens.
             plan: See `forward`.
+            balance: See `forward`.
         """
         return vocabulary_parallel_cross_entropy(
-            self(tokens_T, plan), targets_T, self.vocabulary, self.collectives
+            self(tokens_T, plan, balance), targets_T, self.vocabulary, self.collectives
         )
 
     def extend(self, tokens_T: Tensor, cache: Cache) -> Tensor:
@@ -166,7 +184,7 @@ class LanguageModel(nn.Module):
         return Cache(tuple(block.mixer.new_cache(max_tokens) for block in self._blocks))
 
     def num_parameters(self) -> int:
-        """Parameters of the whole model, over all ranks of the tensor-parallel group; local."""
+        """Parameters of the whole model, whatever part of them this rank has; local."""
         placements = placements_of(self)
         return sum(
             placements[name].logical_shape(parameter.shape).numel()
@@ -176,8 +194,20 @@ class LanguageModel(nn.Module):
     def describe(self) -> str:
         """The blocks, and which kernels run those that are recurrent; one line each, local."""
         lines = [f"{self.num_parameters():,} parameters in blocks {mixers(self.config)}"]
+        if self.config.experts:
+            lines.append(self._describe_experts())
         kernels = [b.mixer.kernels for b in self._blocks if not isinstance(b.mixer, Attention)]
         return "\n".join([*lines, *dict.fromkeys(one.describe() for one in kernels)])
+
+    def _describe_experts(self) -> str:
+        config, layers = self.config, sum(expert_blocks(self.config))
+        # Three matrices of an expert, of which a token meets only some.
+        idle = config.experts - config.experts_per_token
+        unused = layers * idle * 3 * config.width * config.expert_width
+        return (
+            f"{config.experts} experts in {layers} blocks, {config.experts_per_token} a token, "
+            f"which meets {self.num_parameters() - unused:,} parameters"
+        )
 
     @property
     def _blocks(self) -> list[Block]:

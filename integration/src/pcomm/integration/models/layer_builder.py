@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -27,6 +28,7 @@ class LayerBuilder:
         sequence_parallel: Whether the residual stream is split by tokens over that group.
         device: Where the parameters are.
         dtype: Of the parameters.
+        experts: Collectives of the expert-parallel group.
     """
 
     config: ModelConfig
@@ -34,6 +36,7 @@ class LayerBuilder:
     sequence_parallel: bool = False
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
+    experts: Collectives = field(default_factory=IdentityCollectives)
 
     def split(self, num_heads: int, width: int = 1) -> Layout:
         """Whole heads of `width` columns over the ranks, as many on each."""

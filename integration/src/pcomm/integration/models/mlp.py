@@ -23,13 +23,14 @@ class SwiGLU(nn.Module):
 
     Args:
         build: Sizes, and the tensor-parallel group.
+        hidden_width: Of all ranks together; by default the model's `mlp_width`.
 
     Source: Shazeer, GLU Variants Improve Transformer, 2020.
     """
 
-    def __init__(self, build: LayerBuilder) -> None:
+    def __init__(self, build: LayerBuilder, hidden_width: int | None = None) -> None:
         super().__init__()
-        hidden = build.split(build.config.mlp_width)
+        hidden = build.split(hidden_width or build.config.mlp_width)
         self.gate_up = build.from_stream(Layout.sections([hidden, hidden]))
         self.down = build.to_stream(hidden)
 

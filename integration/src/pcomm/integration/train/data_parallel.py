@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -21,55 +21,49 @@ class _Bucket:
 
     buffer: Tensor
     size: int
+    collectives: Collectives
     missing: int = 0
     pending: Pending | None = field(default=None)
 
 
 class ReplicaGradients:
-    """The `.grad` of every parameter, summed over the replicas.
+    """The `.grad` of every parameter, summed over the ranks that hold the same parameter.
 
-    With one replica it only clears gradients. Otherwise they lie in flat buckets, last parameters
+    Alone, a rank only clears gradients. Otherwise they lie in flat buckets, last parameters
     first, and a bucket is reduced as soon as backward has written all of it; so most of the
-    communication runs while the rest of the gradients is computed.
+    communication runs while the rest of the gradients is computed. Experts have other replicas than
+    the rest of a model, so they are a scope with buckets of its own.
 
     Each step: `begin_step`, backward of every micro-batch with `is_last` set for the last,
     `finish_step`.
 
     Args:
-        parameters: Those that are trained; each occurs once.
-        collectives: Of the group of replicas, without gradients.
+        scopes: Parameters that are trained, each once, with the collectives of the group over
+            which their gradients are summed; these carry no gradients.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], collectives: Collectives) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, scopes: Sequence[tuple[Collection[nn.Parameter], Collectives]]) -> None:
         self.is_last = False
-        self._collectives = collectives
+        self._alone: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        if collectives.size == 1:
-            return
-        # Backward reaches the last layers first, so their bucket is full first.
-        waiting: list[nn.Parameter] = []
-        for parameter in reversed(self.parameters):
-            is_full = _bytes([*waiting, parameter]) > _BUCKET_BYTES
-            if waiting and (is_full or waiting[0].dtype != parameter.dtype):
-                self._add_bucket(waiting)
-                waiting = []
-            waiting.append(parameter)
-        self._add_bucket(waiting)
+        for parameters, collectives in scopes:
+            if collectives.size == 1:
+                self._alone += parameters
+            else:
+                self._add_buckets(list(parameters), collectives)
 
     def begin_step(self) -> None:
         """Clear all gradients. Local."""
         self.is_last = False
-        if not self._buckets:
-            for parameter in self.parameters:
-                parameter.grad = None
+        for parameter in self._alone:
+            parameter.grad = None
         for bucket in self._buckets:
             bucket.buffer.zero_()
             bucket.missing, bucket.pending = bucket.size, None
 
     def finish_step(self) -> None:
-        """Wait until every gradient is summed. Collective over the replicas.
+        """Wait until every gradient is summed. Collective over the replicas of every scope.
 
         A parameter that took no part in the step counts with a gradient of zero.
         """
@@ -81,9 +75,20 @@ class ReplicaGradients:
             bucket.pending.wait()
         self.is_last = False
 
-    def _add_bucket(self, parameters: list[nn.Parameter]) -> None:
+    def _add_buckets(self, parameters: list[nn.Parameter], collectives: Collectives) -> None:
+        # Backward reaches the last layers first, so their bucket is full first.
+        waiting: list[nn.Parameter] = []
+        for parameter in reversed(parameters):
+            is_full = _bytes([*waiting, parameter]) > _BUCKET_BYTES
+            if waiting and (is_full or waiting[0].dtype != parameter.dtype):
+                self._add_bucket(waiting, collectives)
+                waiting = []
+            waiting.append(parameter)
+        self._add_bucket(waiting, collectives)
+
+    def _add_bucket(self, parameters: list[nn.Parameter], collectives: Collectives) -> None:
         total = sum(parameter.numel() for parameter in parameters)
-        bucket = _Bucket(parameters[0].new_zeros(total), len(parameters))
+        bucket = _Bucket(parameters[0].new_zeros(total), len(parameters), collectives)
         self._buckets.append(bucket)
         start = 0
         for parameter in parameters:
@@ -104,7 +109,7 @@ class ReplicaGradients:
             self._reduce(bucket)
 
     def _reduce(self, bucket: _Bucket) -> None:
-        bucket.pending = self._collectives.all_reduce_async(bucket.buffer, out=bucket.buffer)
+        bucket.pending = bucket.collectives.all_reduce_async(bucket.buffer, out=bucket.buffer)
 
 
 def _bytes(parameters: Sequence[nn.Parameter]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -34,27 +36,47 @@ def sum_partial_gradients(model: nn.Module, collectives: Collectives) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def clip_by_global_norm(model: nn.Module, collectives: Collectives, max_norm: float) -> Tensor:
+def clip_by_global_norm(
+    model: nn.Module,
+    collectives: Mapping[str, Collectives],
+    max_norm: float,
+    *,
+    holders: Mapping[str, Collectives] | None = None,
+) -> Tensor:
     """Scale all gradients so that the norm over the *whole* model is at most `max_norm`.
 
-    Collective over the tensor-parallel group: one all-reduce of one number. A parameter that
-    every rank holds counts once, one that is split counts with all its parts. Without a limit
-    (`max_norm` 0) the norm is only measured.
+    Collective over the groups that split parameters or hold their shards: one all-reduce of one or
+    two numbers in each. A parameter that every rank holds counts once, one that is split counts
+    with all its parts, so every expert counts once. Without a limit (`max_norm` 0) the norm is only
+    measured.
+
+    Args:
+        model: Its gradients are summed over replicas already.
+        collectives: Of the group that splits the parameters of each scope of `Placement`.
+        max_norm: 0 for no limit.
+        holders: Of the group that holds the shards of a scope's parameters, where they are sharded.
 
     Returns:
-        The norm before, a number in fp64, the same on all ranks of the group.
+        The norm before, a number in fp64, the same on all ranks.
     """
     placements = placements_of(model)
-    named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
-    split = [gradient for name, gradient in named if placements[name].is_split]
-    whole = [gradient for name, gradient in named if not placements[name].is_split]
-    squares = _squares(split, model)
-    if collectives.size > 1:
-        squares = collectives.all_reduce(squares, out=squares)
-    norm = (squares + _squares(whole, model)).sqrt()
+    named = [(placements[n], p.grad) for n, p in model.named_parameters() if p.grad is not None]
+    squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for scope, splitting in collectives.items():
+        mine = [(place.is_split, grad) for place, grad in named if place.scope == scope]
+        parts = (
+            [grad for is_split, grad in mine if is_split is wanted] for wanted in (False, True)
+        )
+        both = torch.stack([_squares(gradients, model) for gradients in parts])
+        holding = (holders or {}).get(scope)
+        if holding is not None and holding.size > 1:
+            both = holding.all_reduce(both, out=both)
+        whole, split = both.unbind()
+        squares = squares + whole + (splitting.all_reduce(split) if splitting.size > 1 else split)
+    norm = squares.sqrt()
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        gradients = split + whole
+        gradients = [gradient for _, gradient in named]
         torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
     return norm
 

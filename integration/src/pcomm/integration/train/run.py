@@ -27,6 +27,7 @@ from pcomm.integration.parallelize import EVERYONE, build_model, open_run_groups
 from pcomm.integration.train.evaluate import evaluate
 from pcomm.integration.train.interrupt import Interrupt, listen_for_interrupt
 from pcomm.integration.train.run_folder import check_resumable, prepare_folder, write_config
+from pcomm.integration.train.step_trace import StepTrace
 from pcomm.integration.train.trainer import Trainer
 
 __all__ = ["Outcome", "run_training"]
@@ -60,6 +61,7 @@ def run_training(
     *,
     must_restart: bool = False,
     stream: TextIO | None = None,
+    trace: Path | None = None,
 ) -> Outcome:
     """Train until the last step of `config`, going on from the newest checkpoint in `run_dir`.
 
@@ -71,6 +73,7 @@ def run_training(
         run_dir: The run's folder, shared by all ranks; made if absent.
         must_restart: Remove the checkpoints and metrics that are there and begin anew.
         stream: Where progress goes on the first rank; by default `sys.stderr`.
+        trace: Where the first rank writes what all ranks did in a few steps; by default nowhere.
 
     Raises:
         PcommError: On every rank, before a collective is entered: sizes that do not fit, data
@@ -93,7 +96,8 @@ def run_training(
         # A folder that is not shared fails here, on all ranks.
         prepared = _together(world, "train: tokens", lambda: open_prepared(run_dir))
         with open_run_groups(resolved, world) as groups:
-            parallel = build_model(resolved, groups, world.device)
+            steps = StepTrace(trace, world.rank, groups[EVERYONE, "control"])
+            parallel = build_model(resolved, steps.watched(groups), world.device)
             _log.info("%s", parallel.model.describe())
             batches = TrainBatches(
                 prepared.train,
@@ -102,7 +106,8 @@ def run_training(
                 global_batch_tokens=resolved.train.global_batch_tokens,
                 micro_batch_tokens=resolved.train.micro_batch_tokens,
             )
-            run = _Run(Trainer(parallel, resolved, batches), prepared, run_dir, world)
+            trainer = Trainer(parallel, resolved, batches, recorder=steps.recorder)
+            run = _Run(trainer, prepared, run_dir, world, steps)
             first = run.resume()
             # Written late: a run that is refused must not change what `pcomm generate` reads.
             _together(
@@ -129,7 +134,10 @@ def _together(
 class _Run:
     """The loop around the trainer: resuming, metrics, evaluation and checkpoints."""
 
-    def __init__(self, trainer: Trainer, prepared: Prepared, run_dir: Path, world: World) -> None:
+    def __init__(
+        self, trainer: Trainer, prepared: Prepared, run_dir: Path, world: World, trace: StepTrace
+    ) -> None:
+        self.trace = trace
         self.trainer, self.prepared, self.run_dir, self.world = trainer, prepared, run_dir, world
         self.config = trainer.config
         self.identity = identity_of(self.config, prepared.fingerprint)
@@ -166,6 +174,7 @@ class _Run:
         )
         with closing(sinks), self._saver() as saver:
             outcome = self._loop(first, interrupt, sinks, saver)
+        self.trace.finish()
         if self.world.rank == 0:
             plot_loss(self.run_dir / "metrics.jsonl", self.run_dir / "loss.png")
         return outcome
@@ -174,7 +183,8 @@ class _Run:
         train = self.config.train
         done = first
         while done < train.steps:
-            result = self.trainer.step(done, is_asked_to_stop=interrupt.is_requested)
+            with self.trace.step():
+                result = self.trainer.step(done, is_asked_to_stop=interrupt.is_requested)
             done += 1
             sinks.write(result.row)
             if done == train.steps:

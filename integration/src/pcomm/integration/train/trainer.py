@@ -9,22 +9,22 @@ from typing import NamedTuple
 import torch
 from torch.optim import AdamW
 
+from pcomm.core.checkpoint.region import Region
+from pcomm.core.trace.recorder import Recorder
 from pcomm.gdn_cp.plan import Plan
-from pcomm.integration.checkpoint.region import Region
-from pcomm.integration.checkpoint.state import (
-    model_regions,
-    optimizer_regions,
-    set_optimizer_step,
-)
+from pcomm.integration.checkpoint.state import set_optimizer_step
 from pcomm.integration.config import Config
+from pcomm.integration.config_rules import expert_blocks
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.packing import Batch
-from pcomm.integration.parallelize import EVERYONE, Parallel, split_for_decay
-from pcomm.integration.train.data_parallel import ReplicaGradients
+from pcomm.integration.models.moe.balance import Balance
+from pcomm.integration.parallelize import EVERYONE, Parallel, names_that_decay
 from pcomm.integration.train.gradient_norm import clip_by_global_norm, sum_partial_gradients
 from pcomm.integration.train.memory import memory_mib
 from pcomm.integration.train.precision import autocast
+from pcomm.integration.train.replicas import Replicas
 from pcomm.integration.train.schedule import learning_rate
+from pcomm.integration.train.shards import Shards
 from pcomm.integration.train.tensors import BatchTensors
 
 __all__ = ["StepResult", "Trainer"]
@@ -49,26 +49,43 @@ class Trainer:
         parallel: This rank's part of the model.
         config: Validated.
         batches: Of the train split.
+        recorder: Gets spans of forward, backward and the optimizer; by default nobody does.
     """
 
-    def __init__(self, parallel: Parallel, config: Config, batches: TrainBatches) -> None:
+    def __init__(
+        self,
+        parallel: Parallel,
+        config: Config,
+        batches: TrainBatches,
+        *,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._recorder = recorder or Recorder(is_on=False)
         self.parallel, self.config, self.batches = parallel, config, batches
         train = config.train
-        decaying, others = split_for_decay(parallel.model)
+        decaying = names_that_decay(parallel.model)
+        self.data = Replicas(parallel) if config.parallel.data == "replicate" else Shards(parallel)
+        parameters = self.data.parameters
         self.optimizer = AdamW(
             [
-                {"params": decaying, "weight_decay": train.weight_decay},
-                {"params": others, "weight_decay": 0.0},
+                {
+                    "params": [p for name, p in parameters.items() if name in decaying],
+                    "weight_decay": train.weight_decay,
+                },
+                {
+                    "params": [p for name, p in parameters.items() if name not in decaying],
+                    "weight_decay": 0.0,
+                },
             ],
             lr=train.learning_rate,
             betas=train.betas,
             fused=True,
         )
-        self.gradients = ReplicaGradients(
-            list(parallel.model.parameters()), parallel.groups["dp_cp", "gradients"].collectives
-        )
         self._tp = parallel.groups["tp"].collectives
+        self._splitting = {s.name: s.split.collectives for s in parallel.scopes}
         self._has_compared = parallel.groups["cp"].is_identity
+        model = parallel.model.config
+        self._balanced_layers = sum(expert_blocks(model)) if model.balance_loss else 0
 
     def step(self, index: int, *, is_asked_to_stop: bool = False) -> StepResult:
         """Optimizer step `index`, from 0. Collective over all ranks.
@@ -78,15 +95,18 @@ class Trainer:
         over tokens, whatever their share.
         """
         start = time.perf_counter()
-        nats = self._accumulate(index)
+        nats, balance = self._accumulate(index)
         model = self.parallel.model
         sum_partial_gradients(model, self._tp)
-        norm = clip_by_global_norm(model, self._tp, self.config.train.clip_norm)
+        norm = clip_by_global_norm(
+            model, self._splitting, self.config.train.clip_norm, holders=self.data.holders
+        )
         rate = learning_rate(self.config.train, index)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        loss, wants_to_stop = self._agree(nats, is_asked_to_stop)
+        with self._recorder.span("optimizer"):
+            self.optimizer.step()
+        loss, balance_loss, wants_to_stop = self._agree(nats, balance, is_asked_to_stop)
         elapsed = time.perf_counter() - start
         row = {
             "step": index + 1,
@@ -97,39 +117,61 @@ class Trainer:
             "grad_norm": float(norm),
             "memory_mib": memory_mib(self.parallel.device),
         }
+        if num_layers := self._balanced_layers:
+            # 1 where the experts of a layer get as many tokens each, more where tokens crowd.
+            row["balance_loss"] = balance_loss / num_layers
         return StepResult(row, wants_to_stop)
 
     def regions(self) -> dict[str, Region]:
         """Everything that a checkpoint holds of this rank. Local."""
-        model, rank = self.parallel.model, self.parallel.tp_rank
-        return {
-            **model_regions(model, rank=rank),
-            **optimizer_regions(self.optimizer, model, rank=rank),
-        }
+        return self.data.regions(self.optimizer)
 
     def resume_at(self, step: int) -> None:
         """Tell the optimizer how far the run is, after `regions` were read. Local."""
         set_optimizer_step(self.optimizer, step)
+        self.data.parameters_changed()
 
-    def _accumulate(self, index: int) -> torch.Tensor:
-        """Gradients of all micro-batches; returns the nats of this rank's tokens, in fp64."""
+    def _accumulate(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of all micro-batches.
+
+        Returns:
+            In fp64, the nats of this rank's tokens, and its part of the balance losses.
+        """
         parallel = self.parallel
         num_targets = self.batches.num_targets(index)
         num_micro = self.batches.num_micro_batches(parallel.dp_size)
         nats = torch.zeros((), dtype=torch.float64, device=parallel.device)
-        self.gradients.begin_step()
+        balance_loss = torch.zeros_like(nats)
+        self.data.begin_step()
         for micro in range(num_micro):
             batch = self.batches.batch(
                 index, dp_rank=parallel.dp_rank, dp_size=parallel.dp_size, micro=micro
             )
-            self.gradients.is_last = micro == num_micro - 1
-            with autocast(self.config.train.dtype, parallel.device):
-                inputs = BatchTensors.of(batch, self._plan(batch), parallel.device)
-                losses = parallel.model.token_losses(inputs.tokens, inputs.targets, inputs.plan)
-            (losses.sum() / num_targets).backward()
+            with self.data.micro_batch(is_last=micro == num_micro - 1):
+                losses, balance = self._forward(batch)
+                if balance is not None:
+                    # Before backward, in which layers may be computed, and counted, again.
+                    balance_loss += balance.total()
+                with self._recorder.span("backward"):
+                    (losses.sum() / num_targets).backward()
             nats += losses.detach().double().sum()
-        self.gradients.finish_step()
-        return nats
+        self.data.finish_step()
+        return nats, balance_loss
+
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, Balance | None]:
+        """Losses of this rank's tokens, and what their layers add to balance their experts."""
+        parallel, train = self.parallel, self.config.train
+        with self._recorder.span("forward"), autocast(train.dtype, parallel.device):
+            inputs = BatchTensors.of(batch, self._plan(batch), parallel.device)
+            balance = parallel.balance(
+                inputs.plan,
+                row_tokens=train.sequence_length,
+                rows_in_batch=self.batches.rows_per_batch,
+            )
+            losses = parallel.model.token_losses(
+                inputs.tokens, inputs.targets, inputs.plan, balance
+            )
+        return losses, balance
 
     def _plan(self, batch: Batch) -> Plan:
         """Of the first batch the ranks compare what they have read; later ones follow from it."""
@@ -140,10 +182,13 @@ class Trainer:
         _log.info("%s", plan.describe())
         return plan
 
-    def _agree(self, nats: torch.Tensor, is_asked_to_stop: bool) -> tuple[float, bool]:
-        """Nats of the global batch, and whether any rank was asked to stop: one small sum."""
+    def _agree(
+        self, nats: torch.Tensor, balance: torch.Tensor, is_asked_to_stop: bool
+    ) -> tuple[float, float, bool]:
+        """Of the global batch, and whether any rank was asked to stop: one small sum."""
+        # Ranks of tp have the nats of the same tokens, but each routes tokens of its own.
         counts = self.parallel.tp_rank == 0
-        mine = torch.stack([nats * counts, nats.new_tensor(float(is_asked_to_stop))])
+        mine = torch.stack([nats * counts, balance, nats.new_tensor(float(is_asked_to_stop))])
         everyone = self.parallel.groups[EVERYONE].collectives
-        total, asked = everyone.all_reduce(mine, out=mine).tolist()
-        return total, asked > 0
+        total, balance_loss, asked = everyone.all_reduce(mine, out=mine).tolist()
+        return total, balance_loss, asked > 0

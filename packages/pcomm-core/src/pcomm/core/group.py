@@ -90,6 +90,21 @@ class Group:
             return cls(name, ranks, None, role=role)
         return cls(name, ranks, group, role=role, rank=group.rank())
 
+    def with_collectives(self, collectives: Collectives) -> Group:
+        """The same group, whose operations go through `collectives`. Local."""
+        other = Group(
+            self.name,
+            self.ranks,
+            self.process_group,
+            role=self.role,
+            rank=self.rank,
+            asked=self.asked,
+            granted=self.granted,
+            refused=self.refused,
+        )
+        other.collectives, other.differentiable = collectives, differentiable(collectives)
+        return other
+
     @property
     def is_identity(self) -> bool:
         """Whether this rank is alone, so that every collective returns its input."""

@@ -8,7 +8,7 @@ of the list, each rank taking part in its own only. Nothing is kept outside the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from pcomm.core import env
 from pcomm.core.agreement import agree_on_lines, fail_together
+from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.communicators import new_communicator
 from pcomm.core.errors import PcommError, TopologyError, near_misses
 from pcomm.core.group import Group
@@ -71,6 +72,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
             if not group.role:
                 self._groups[group.name] = group
         self._owned = list(owned)
+        self._before_close: list[Callable[[], object]] = []
 
     @classmethod
     def from_process_groups(
@@ -110,18 +112,40 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         """Have `communicator` closed with these groups, before those that are there already."""
         self._owned.append(communicator)
 
+    def before_close(self, call: Callable[[], object]) -> None:
+        """Have `call` called when these groups close, while their communicators still work.
+
+        Local. The last one given is called first. What it raises is raised by `close`, after the
+        communicators are closed.
+        """
+        self._before_close.append(call)
+
+    def with_collectives(self, make: Callable[[Group], Collectives]) -> Groups:
+        """The same groups, whose operations go through what `make` returns for each. Local.
+
+        Both use the same communicators; closing one closes those of the other too.
+        """
+        others = [group.with_collectives(make(group)) for group in self._distinct()]
+        groups = Groups(others, topology=self.topology)
+        groups._owned, groups._before_close = self._owned, self._before_close
+        return groups
+
     def close(self) -> None:
         """Close the communicators that these groups own, last opened first. Collective.
 
-        Calling it again does nothing, and neither does closing after the end of torch.distributed,
-        which took them along. Communicators of others are left alone.
+        Calling it again does nothing. Closing after the end of torch.distributed closes none, as
+        it took them along. Communicators of others are left alone.
         """
-        owned, self._owned, self._groups = self._owned, [], {}
-        if not (dist.is_available() and dist.is_initialized()):
-            return
+        self._groups = {}
         with contextlib.ExitStack() as last_first:
-            for communicator in owned:
-                last_first.callback(dist.destroy_process_group, communicator)
+            if dist.is_available() and dist.is_initialized():
+                for communicator in self._owned:
+                    last_first.callback(dist.destroy_process_group, communicator)
+            for call in self._before_close:
+                last_first.callback(call)
+            # In place: groups made by `with_collectives` hold the same lists.
+            self._owned.clear()
+            self._before_close.clear()
 
     def __enter__(self) -> Groups:
         return self
@@ -132,7 +156,13 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as problem:
+            if value is None:
+                raise
+            # What went wrong in the block is why closing went wrong.
+            value.add_note(f"closing the groups: {type(problem).__name__}: {problem}")
 
     def _distinct(self) -> list[Group]:
         return [group for key, group in self._groups.items() if isinstance(key, tuple)]

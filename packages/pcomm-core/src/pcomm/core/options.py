@@ -26,6 +26,7 @@ class CommOptions:
         timeout_s: Seconds after which a collective that does not finish is an error.
         threads: Worker threads of a gloo communicator. Gloo's default is 2, so that one group
             runs two collectives at once; 1 gives the in-order queue that NCCL has.
+        interface: Network interface of a gloo communicator, such as `"eth1"`: its rail.
         high_priority: NCCL: launch on a high-priority stream.
         min_ctas: NCCL: fewest thread blocks a collective uses.
         max_ctas: NCCL: most thread blocks a collective uses.
@@ -37,6 +38,7 @@ class CommOptions:
 
     timeout_s: float | None = None
     threads: int | None = None
+    interface: str | None = None
     high_priority: bool | None = None
     min_ctas: int | None = None
     max_ctas: int | None = None
@@ -76,6 +78,12 @@ class Granted:
         return None if seconds is None else timedelta(seconds=seconds)
 
 
+_GLOO = ("threads", "interface")
+_NOT_NCCL = {
+    "threads": "nccl has no worker threads",
+    "interface": "nccl takes interfaces from the environment, for all communicators at once",
+}
+
 # Field of CommOptions -> field of torch's ncclConfig. Which of them exist depends on the torch
 # build, so each is tried and reported.
 _NCCL_CONFIG = {
@@ -105,7 +113,7 @@ def grant(options: CommOptions, backend: str, *, group: str) -> Granted:
         pg_options, refused = _nccl_options(asked)
     else:
         for name in asked:
-            if name not in ("timeout_s", "threads") or (name == "threads" and backend != "gloo"):
+            if name != "timeout_s" and (name not in _GLOO or backend != "gloo"):
                 refused[name] = f"{backend} has no such option"
     fields = {name: value for name, value in asked.items() if name not in refused}
     if refused and options.strict:
@@ -115,13 +123,14 @@ def grant(options: CommOptions, backend: str, *, group: str) -> Granted:
             why="strict=True asks for every option to be in force.",
             fix="Leave the option away, or strict=False to see it as refused in explain().",
         )
-    threads = fields.get("threads")
-    name = backend if threads is None else _register_gloo(threads)
+    name = backend
+    if any(option in fields for option in _GLOO):
+        name = _register_gloo(fields.get("threads"), fields.get("interface"))
     return Granted(name, fields, refused, pg_options)
 
 
 def _nccl_options(asked: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
-    refused = {"threads": "nccl has no worker threads"} if "threads" in asked else {}
+    refused = {name: reason for name, reason in _NOT_NCCL.items() if name in asked}
     if not hasattr(dist, "ProcessGroupNCCL"):
         wanted = [name for name in asked if name not in ("timeout_s", *refused)]
         return None, refused | dict.fromkeys(wanted, "this torch build has no NCCL")
@@ -137,21 +146,30 @@ def _nccl_options(asked: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     return pg_options, refused
 
 
-def _register_gloo(threads: int) -> str:
-    """Name of a torch backend that is gloo with this number of worker threads.
+def _register_gloo(threads: int | None, interface: str | None) -> str:
+    """Name of a torch backend that is gloo with these options.
 
-    `new_group` hands gloo no options, so another number of threads needs a backend of its own.
+    `new_group` hands gloo no options, so others than the usual ones need a backend of their own.
     """
-    name = f"gloo_{threads}_threads"
+    name = "gloo"
+    name += "" if threads is None else f"_{threads}_threads"
+    name += "" if interface is None else f"_on_{interface}"
     if name in dist.Backend.backend_list:
         return name
 
     def create(common: Any, _: Any) -> Any:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._threads = threads
+        gloo = dist.ProcessGroupGloo
+        options = gloo._Options()  # type: ignore[attr-defined]
+        if threads is not None:
+            options._threads = threads
         options._timeout = common.timeout
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
-        return dist.ProcessGroupGloo(common.store, common.group_rank, common.group_size, options)
+        # Looked up when the communicator is made, so in the network namespace that then holds.
+        options._devices = [
+            gloo.create_default_device()
+            if interface is None
+            else gloo.create_device(interface=interface)
+        ]
+        return gloo(common.store, common.group_rank, common.group_size, options)
 
     dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
     return name

@@ -20,7 +20,7 @@ __all__ = ["Placement", "join_shards", "placements_of", "take_shard"]
 
 @dataclass(frozen=True)
 class Placement:
-    """How one parameter is spread over the ranks of a tensor-parallel group.
+    """How one parameter is spread over the ranks of the group of its scope.
 
     Args:
         layout: Which rank holds which positions of `dim`; None where every rank holds it all.
@@ -28,11 +28,14 @@ class Placement:
         has_partial_gradient: Whether each rank sees only a part of the gradient of a parameter
             that all hold, so that it must be summed over the group (norms under sequence
             parallelism, for example).
+        scope: Which groups it belongs to: `"dense"` for the tensor-parallel one, `"expert"` for
+            the expert-parallel one. Parameters of a scope share gather and reduce groups, too.
     """
 
     layout: Layout | None = None
     dim: int = 0
     has_partial_gradient: bool = False
+    scope: str = "dense"
 
     @property
     def is_split(self) -> bool:

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel; nothing but the version is here yet."""
+"""Fully sharded data parallel with a communicator per collective."""
 
 from importlib.metadata import version
 

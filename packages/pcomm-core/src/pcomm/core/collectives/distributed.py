@@ -19,6 +19,8 @@ from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_
 
 __all__ = ["DistributedCollectives"]
 
+_Started = tuple[Callable[[], Tensor], Any]
+
 
 class DistributedCollectives:
     """The `Collectives` of one torch process group; results carry no gradient.
@@ -32,7 +34,10 @@ class DistributedCollectives:
         # Plain integers: asking the process group costs as much as the rest of a call.
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        self._sums_locally = "gloo" in dist.get_backend(process_group)
+        backend = dist.get_backend(process_group)
+        self._sums_locally = "gloo" in backend
+        # On NCCL a handle is done as soon as the operation is queued on the device.
+        self._is_seen_by_host = "gloo" in backend and "nccl" not in backend
         self._operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
         # Torch 2.13 renamed these two, and warns at each call by the old name.
         self._gather: Callable[..., Any] = (
@@ -51,7 +56,7 @@ class DistributedCollectives:
         out: Tensor | None = None,
     ) -> Tensor:
         """The shards of all ranks, in rank order along `dim`."""
-        return self._all_gather(x, dim, sizes, out, False)()
+        return self._all_gather(x, dim, sizes, out, False)[0]()
 
     def all_gather_async(
         self,
@@ -62,7 +67,7 @@ class DistributedCollectives:
         out: Tensor | None = None,
     ) -> Pending:
         """Start an `all_gather`."""
-        return Pending(self._all_gather(x, dim, sizes, out, True))
+        return self._pending(*self._all_gather(x, dim, sizes, out, True))
 
     def reduce_scatter(
         self,
@@ -73,7 +78,7 @@ class DistributedCollectives:
         out: Tensor | None = None,
     ) -> Tensor:
         """This rank's shard along `dim` of the sum of `x` over all ranks."""
-        return self._reduce_scatter(x, dim, sizes, out, False)()
+        return self._reduce_scatter(x, dim, sizes, out, False)[0]()
 
     def reduce_scatter_async(
         self,
@@ -84,20 +89,20 @@ class DistributedCollectives:
         out: Tensor | None = None,
     ) -> Pending:
         """Start a `reduce_scatter`."""
-        return Pending(self._reduce_scatter(x, dim, sizes, out, True))
+        return self._pending(*self._reduce_scatter(x, dim, sizes, out, True))
 
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
         """The sum or maximum of `x` over all ranks; `out=x` works in place."""
         if out is x and x.is_contiguous():
             dist.all_reduce(x, self._operations[op], self._group)
             return x
-        return self._all_reduce(x, op, out, False)()
+        return self._all_reduce(x, op, out, False)[0]()
 
     def all_reduce_async(
         self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None
     ) -> Pending:
         """Start an `all_reduce`."""
-        return Pending(self._all_reduce(x, op, out, True))
+        return self._pending(*self._all_reduce(x, op, out, True))
 
     def all_to_all(
         self,
@@ -109,7 +114,7 @@ class DistributedCollectives:
         out: Tensor | None = None,
     ) -> Tensor:
         """Part i of `x` along `dim` goes to rank i; the parts received, in rank order."""
-        return self._all_to_all(x, send_sizes, receive_sizes, dim, out, False)()
+        return self._all_to_all(x, send_sizes, receive_sizes, dim, out, False)[0]()
 
     def all_to_all_async(
         self,
@@ -121,22 +126,25 @@ class DistributedCollectives:
         out: Tensor | None = None,
     ) -> Pending:
         """Start an `all_to_all`."""
-        return Pending(self._all_to_all(x, send_sizes, receive_sizes, dim, out, True))
+        return self._pending(*self._all_to_all(x, send_sizes, receive_sizes, dim, out, True))
 
     def broadcast(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Tensor:
         """`x` of the rank at place `source`."""
-        return self._broadcast(x, source, out, False)()
+        return self._broadcast(x, source, out, False)[0]()
 
     def broadcast_async(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Pending:
         """Start a `broadcast`."""
-        return Pending(self._broadcast(x, source, out, True))
+        return self._pending(*self._broadcast(x, source, out, True))
 
-    # Each of these starts an operation and returns what ends it. A blocking call ends at once;
-    # it asks torch for a blocking operation too, which spares NCCL an event.
+    def _pending(self, finish: Callable[[], Tensor], work: dist.Work | None) -> Pending:
+        return Pending(finish, work if self._is_seen_by_host else None)
+
+    # Each of these starts an operation and returns what ends it, with torch's handle. A blocking
+    # call ends at once; it asks torch for a blocking operation too, which spares NCCL an event.
 
     def _all_gather(
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
-    ) -> Callable[[], Tensor]:
+    ) -> _Started:
         uneven = gather_sizes(x, dim, sizes, self.rank, self.size)
         front = _in_front(x, dim)
         if uneven is not None:
@@ -160,11 +168,11 @@ class DistributedCollectives:
                 result = torch.cat([p[:n] for p, n in zip(parts, uneven, strict=True)])
             return _deliver(result.movedim(0, dim), out)
 
-        return finish
+        return finish, work
 
     def _reduce_scatter(
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
-    ) -> Callable[[], Tensor]:
+    ) -> _Started:
         uneven = scatter_sizes(x, dim, sizes, self.size)
         front = _in_front(x, dim)
         length = front.shape[0] // self.size if uneven is None else uneven[self.rank]
@@ -179,7 +187,7 @@ class DistributedCollectives:
                 _wait(work, front)
                 return shard if is_direct else _deliver(shard.movedim(0, dim), out)
 
-            return finish
+            return finish, work
 
         pieces = front.new_empty([self.size, *shape])
         received = [length] * self.size
@@ -199,11 +207,9 @@ class DistributedCollectives:
             total = torch.sum(pieces, 0, dtype=front.dtype, out=target)
             return total if is_direct else _deliver(total.movedim(0, dim), out)
 
-        return add
+        return add, exchange
 
-    def _all_reduce(
-        self, x: Tensor, op: Reduction, out: Tensor | None, is_async: bool
-    ) -> Callable[[], Tensor]:
+    def _all_reduce(self, x: Tensor, op: Reduction, out: Tensor | None, is_async: bool) -> _Started:
         is_direct = out is not None and out.is_contiguous()
         # Made contiguous before and returned after: torch reduces only dense memory, and a view
         # handed back unreduced is the classic mistake here (Megatron-LM #5338).
@@ -217,7 +223,7 @@ class DistributedCollectives:
             _wait(work, total)
             return total if is_direct else _deliver(total, out)
 
-        return finish
+        return finish, work
 
     def _all_to_all(
         self,
@@ -227,7 +233,7 @@ class DistributedCollectives:
         dim: int,
         out: Tensor | None,
         is_async: bool,
-    ) -> Callable[[], Tensor]:
+    ) -> _Started:
         sent, received = transfer_sizes(x, dim, send_sizes, receive_sizes, self.size)
         front = _in_front(x, dim)
         if dim == 0 and out is not None and out.is_contiguous():
@@ -245,11 +251,9 @@ class DistributedCollectives:
                 return target
             return _deliver(target.movedim(0, dim), out)
 
-        return finish
+        return finish, work
 
-    def _broadcast(
-        self, x: Tensor, source: int, out: Tensor | None, is_async: bool
-    ) -> Callable[[], Tensor]:
+    def _broadcast(self, x: Tensor, source: int, out: Tensor | None, is_async: bool) -> _Started:
         is_direct = out is not None and out.is_contiguous()
         if out is not None and is_direct:
             target = out if out is x else out.copy_(x.detach())
@@ -261,7 +265,7 @@ class DistributedCollectives:
             _wait(work, target)
             return target if is_direct else _deliver(target, out)
 
-        return finish
+        return finish, work
 
 
 def _in_front(x: Tensor, dim: int) -> Tensor:

@@ -113,5 +113,4 @@ def _into(out: Tensor, x: Tensor) -> Tensor:
 
 
 def _ready(x: Tensor, out: Tensor | None) -> Pending:
-    result = x if out is None else _into(out, x)
-    return Pending(lambda: result)
+    return Pending.ready(x if out is None else _into(out, x))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["Collectives", "Pending", "Reduction"]
@@ -22,20 +23,59 @@ class Pending:
 
     Local: only this rank waits. Every pending result must be waited for once before its
     tensors are read or freed; a second `wait` returns the same tensor at once.
+
+    Args:
+        finish: Waits for the operation and returns its result.
+        work: Torch's handle of the operation, where the host can see it end by itself, or another
+            pending result of it; None where it cannot be seen, as on a GPU.
     """
 
-    __slots__ = ("_finish", "_result")
+    __slots__ = ("_finish", "_result", "_work")
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, finish: Callable[[], Tensor], work: dist.Work | Pending | None = None
+    ) -> None:
         self._finish: Callable[[], Tensor] | None = finish
+        self._work = work
         self._result: Tensor | None = None
+
+    @classmethod
+    def ready(cls, result: Tensor) -> Pending:
+        """A result that is there already. Local."""
+        pending = cls(lambda: result)
+        pending.wait()
+        return pending
 
     def wait(self) -> Tensor:
         """Block until the operation has finished and return its result."""
         if self._finish is not None:
-            self._result, self._finish = self._finish(), None
+            self._result, self._finish, self._work = self._finish(), None, None
         assert self._result is not None
         return self._result
+
+    def on_done(self, call: Callable[[], None]) -> bool:
+        """Have `call` called once the operation has ended, whether or not anybody waits. Local.
+
+        It runs on a thread of torch's, before `wait` returns, or here if the operation has ended
+        already; what it raises is lost. The local work that `wait` may do afterwards, such as the
+        sum of a reduce-scatter on gloo, is not part of the operation.
+
+        Returns:
+            False where the end cannot be seen; then `call` is not called.
+        """
+        if self._finish is None:
+            call()
+        elif self._work is None:
+            return False
+        elif isinstance(self._work, Pending):
+            return self._work.on_done(call)
+        else:
+            self._work.get_future().add_done_callback(lambda _: call())
+        return True
+
+    def around(self, finish: Callable[[], Tensor]) -> Pending:
+        """The same operation, waited for by `finish`, which waits for this one. Local."""
+        return Pending(finish, self)
 
 
 class Collectives(Protocol):

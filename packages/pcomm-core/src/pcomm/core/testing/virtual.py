@@ -146,4 +146,4 @@ def _into(out: Tensor | None, result: Tensor) -> Tensor:
 
 
 def _done(result: Tensor) -> Pending:
-    return Pending(lambda: result)
+    return Pending.ready(result)

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from pcomm.core.checkpoint.region import Region
 from pcomm.core.errors import ConfigError
-from pcomm.integration.checkpoint.region import Region
 
 __all__ = ["RegionLoadPlanner", "RegionSavePlanner"]
 

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, one exchange each way, and the experts' products."""

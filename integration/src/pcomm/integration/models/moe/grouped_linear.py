@@ -1,0 +1,89 @@
+"""One product for each expert, on rows that are sorted by expert."""
+
+# Shape suffixes: N rows, E experts, I input features, O output features.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["grouped_linear", "has_grouped_kernel", "loop_linear"]
+
+# Bytes to which the kernel wants rows aligned.
+_ALIGNMENT = 16
+
+
+def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, row_counts_E: Tensor) -> Tensor:
+    """`x W_e^T` for the rows of each expert e; local.
+
+    Args:
+        x_NI: The rows of the first expert, then those of the second, and so on.
+        weight_EOI: In the dtype of `x_NI`.
+        row_counts_E: int64, their sum is N; an expert may have none.
+
+    Returns:
+        `[N, O]`, of the same dtype. An expert without rows has a gradient of zero, not none.
+    """
+    if has_grouped_kernel(x_NI, weight_EOI):
+        return kernel_linear(x_NI, weight_EOI, row_counts_E)
+    return loop_linear(x_NI, weight_EOI, row_counts_E)
+
+
+def has_grouped_kernel(x_NI: Tensor, weight_EOI: Tensor) -> bool:
+    """Whether torch has one kernel for all experts: bf16 on CUDA, in aligned rows."""
+    return (
+        x_NI.is_cuda
+        and x_NI.dtype == torch.bfloat16
+        and hasattr(F, "grouped_mm")
+        and x_NI.shape[0] > 0
+        and all(n * x_NI.element_size() % _ALIGNMENT == 0 for n in weight_EOI.shape[1:])
+    )
+
+
+def kernel_linear(x_NI: Tensor, weight_EOI: Tensor, row_counts_E: Tensor) -> Tensor:
+    """All experts in one kernel; the counts stay on the device, so nothing waits for them."""
+    ends_E = row_counts_E.cumsum(0).to(torch.int32)
+    result: Tensor = F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=ends_E)
+    return result
+
+
+def loop_linear(x_NI: Tensor, weight_EOI: Tensor, row_counts_E: Tensor) -> Tensor:
+    """One product after the other, each on neighbouring rows; any device and dtype."""
+    result: Tensor = _Loop.apply(x_NI, weight_EOI, row_counts_E.tolist())  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Loop(torch.autograd.Function):
+    """Writes every product where it belongs: no concatenation, and no stack of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_EOI)
+        ctx.counts = counts
+        result_NO = x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1])
+        for x, weight, result in zip(
+            x_NI.split(counts), weight_EOI, result_NO.split(counts), strict=True
+        ):
+            torch.mm(x, weight.T, out=result)
+        return result_NO
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_NI, weight_EOI = ctx.saved_tensors
+        counts, gradient_NO = ctx.counts, gradients[0]
+        for_x_NI, for_weight_EOI = torch.empty_like(x_NI), torch.empty_like(weight_EOI)
+        for x, weight, gradient, for_x, for_weight in zip(
+            x_NI.split(counts),
+            weight_EOI,
+            gradient_NO.split(counts),
+            for_x_NI.split(counts),
+            for_weight_EOI,
+            strict=True,
+        ):
+            torch.mm(gradient, weight, out=for_x)
+            # With no rows this is a sum of nothing: zeros.
+            torch.mm(gradient.T, x, out=for_weight)
+        return for_x_NI, for_weight_EOI, None

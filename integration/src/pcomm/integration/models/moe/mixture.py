@@ -1,0 +1,86 @@
+"""A block's MLP with experts: router, exchange, experts, exchange, weighted sum."""
+
+# Shape suffixes: T tokens, t the share that this rank routes, D width, K experts per token.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pcomm.integration.models.layer_builder import LayerBuilder
+from pcomm.integration.models.mlp import SwiGLU
+from pcomm.integration.models.moe.balance import Balance
+from pcomm.integration.models.moe.dispatch import Dispatch
+from pcomm.integration.models.moe.experts import Experts
+from pcomm.integration.models.moe.router import Router
+from pcomm.integration.models.moe.token_shares import join_tokens, split_tokens
+
+__all__ = ["MixtureOfExperts"]
+
+
+class MixtureOfExperts(nn.Module):
+    """The weighted sum of what each token's experts make of it, and of a shared expert's result.
+
+    Every token is routed by one rank: where tensor-parallel ranks hold the same tokens, each takes
+    a stretch of them. The shared expert is an MLP like any other, split over these ranks.
+
+    Args:
+        build: Sizes, and the tensor- and expert-parallel groups.
+    """
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__()
+        config = build.config
+        self._tensor_parallel, self._expert_parallel = build.collectives, build.experts
+        self._splits_tokens = build.collectives.size > 1 and not build.sequence_parallel
+        self.router = Router(
+            config.width,
+            config.experts,
+            config.experts_per_token,
+            has_partial_gradient=build.collectives.size > 1,
+            device=build.device,
+            dtype=build.dtype,
+        )
+        self.experts = Experts(
+            config.width,
+            config.expert_width,
+            config.experts,
+            build.experts,
+            device=build.device,
+            dtype=build.dtype,
+        )
+        width = config.shared_expert_width
+        self.shared = SwiGLU(build, width) if width else None
+        self._num_experts = config.experts
+
+    def forward(self, x: Tensor, balance: Balance | None = None) -> Tensor:
+        """`[T, D]` to `[T, D]`.
+
+        Collective over the expert-parallel group, one exchange of tokens each way in forward and in
+        backward, and over the tensor-parallel one where it has the same tokens. A rank without
+        tokens takes part.
+
+        Args:
+            x: Of the residual stream.
+            balance: In training with a balance loss.
+        """
+        if self._splits_tokens:
+            mine_tD = self._route(split_tokens(x, self._tensor_parallel), balance)
+            y = join_tokens(mine_tD, x.shape[0], self._tensor_parallel)
+        else:
+            y = self._route(x, balance)
+        return y if self.shared is None else y + self.shared(x)
+
+    def _route(self, x_tD: Tensor, balance: Balance | None) -> Tensor:
+        routing = self.router(x_tD)
+        weights_tK = routing.weights_TK if balance is None else balance.observe(routing)
+        dispatch = Dispatch.plan(routing.experts_TK, self._num_experts, self._expert_parallel)
+        # Rounded before they travel: experts compute in that dtype, and fewer bytes are sent.
+        rows_ND = dispatch.send(x_tD.to(_compute_dtype(x_tD)))
+        y_tKD = dispatch.bring_back(self.experts(rows_ND, dispatch.row_counts_e))
+        return (y_tKD * weights_tK.to(y_tKD.dtype).unsqueeze(-1)).sum(1)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

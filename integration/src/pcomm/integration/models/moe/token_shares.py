@@ -1,0 +1,48 @@
+"""Tokens that every tensor-parallel rank holds, split so that each is routed once.
+
+The experts' view of the ranks has no tensor-parallel axis: an expert lies whole on one rank. So
+where the residual stream is replicated, each rank takes a stretch of the tokens, and the results
+are gathered. Under sequence parallelism the stream is split like that already.
+"""
+
+# Shape suffixes: T tokens of the tensor-parallel group, t one rank's share, D width.
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pcomm.core.collectives.adjoint import with_adjoint
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.layout import Layout
+from pcomm.core.placement import take_shard
+
+__all__ = ["join_tokens", "split_tokens", "token_layout"]
+
+
+def token_layout(num_tokens: int, size: int) -> Layout:
+    """Which rank routes which tokens: stretches that differ by at most one token."""
+    return Layout.balanced(num_tokens, size)
+
+
+def split_tokens(x_TD: Tensor, collectives: Collectives) -> Tensor:
+    """This rank's tokens of replicated ones. Backward: an all-gather."""
+    layout = token_layout(x_TD.shape[0], collectives.size)
+    return with_adjoint(
+        x_TD,
+        # A copy, so that no view of the stream is kept by whoever keeps the share.
+        lambda x: take_shard(x, layout, collectives.rank).clone(),
+        lambda gradient: _join(gradient, layout, collectives),
+    )
+
+
+def join_tokens(x_tD: Tensor, num_tokens: int, collectives: Collectives) -> Tensor:
+    """All tokens, replicated, from each rank's share: an all-gather. Backward is local."""
+    return _join(x_tD, token_layout(num_tokens, collectives.size), collectives)
+
+
+def _join(x_tD: Tensor, layout: Layout, collectives: Collectives) -> Tensor:
+    return with_adjoint(
+        x_tD,
+        lambda x: collectives.all_gather(x, sizes=layout.sizes),
+        lambda gradient: split_tokens(gradient, collectives),
+    )

@@ -1,0 +1,118 @@
+"""A checkpoint of experts on four ranks, read by one and by two that share them otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcomm.core.checkpoint.region import Region
+from pcomm.core.testing.ranks import RankPool, ranks
+from pcomm.integration import recipes
+from pcomm.integration.checkpoint.folders import checkpoints, newest
+from pcomm.integration.checkpoint.reader import read
+from pcomm.integration.checkpoint.saver import Saver
+from pcomm.integration.config import Config, ParallelConfig
+from pcomm.integration.parallelize import EVERYONE
+from pcomm.integration.testing.short_runs import (
+    open_trainer,
+    prepare_words,
+    train_steps,
+    worst_difference,
+)
+
+STEPS = 2
+
+
+def config(parallel: ParallelConfig, *, seed: int = 0) -> Config:
+    tiny = recipes.tiny()
+    return dataclasses.replace(
+        tiny,
+        parallel=parallel,
+        model=dataclasses.replace(tiny.model, experts=4, shared_expert_width=16),
+        train=dataclasses.replace(tiny.train, seed=seed),
+    )
+
+
+def read_back(parallel: ParallelConfig, folder: Path, run_dir: Path) -> dict[str, Region]:
+    """This rank's part of the checkpoint, in a model that started from other weights."""
+    with open_trainer(config(parallel, seed=1), run_dir, torch.float64) as trainer:
+        checkpoint = newest(folder)
+        assert checkpoint is not None
+        regions = trainer.regions()
+        read(checkpoint, regions, trainer.parallel.groups[EVERYONE, "checkpoint"])
+        return {name: region.clone() for name, region in regions.items()}
+
+
+@ranks(4)
+def save(rank: int, folder: Path, run_dir: Path) -> None:
+    parallel = ParallelConfig(dp=2, tp=2, ep=4)
+    with open_trainer(config(parallel), run_dir, torch.float64) as trainer:
+        for index in range(STEPS):
+            trainer.step(index)
+        group = trainer.parallel.groups[EVERYONE, "checkpoint"]
+        with Saver(folder, group, keep=0, is_asynchronous=True) as saver:
+            saver.save(STEPS, trainer.regions(), {})
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_words(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def folder(rank_pool: RankPool, run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written by dp 2 x tp 2 whose four ranks share the experts."""
+    folder = tmp_path_factory.mktemp("saved")
+    save(rank_pool=rank_pool, folder=folder, run_dir=run_dir)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, run_dir: Path) -> dict[str, Tensor]:
+    """As one process reads it."""
+    regions = read_back(ParallelConfig(), folder, run_dir)
+    return {name: region.tensor for name, region in regions.items()}
+
+
+def test_one_process_reads_what_it_would_have_trained(
+    whole: dict[str, Tensor], run_dir: Path
+) -> None:
+    alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
+    worst, name = worst_difference(alone.regions, whole)
+    assert worst < 1e-9, name
+    assert whole["model.blocks.1.mlp.experts.down"].shape == (4, 32, 64)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(dp=2, ep=2),
+        ParallelConfig(dp=2),
+        ParallelConfig(tp=2, ep=2),
+        ParallelConfig(tp=2, sequence=True),
+    ],
+    ids=["dp2 ep2", "dp2", "tp2 ep2", "tp2+sequence"],
+)
+@ranks(2)
+def test_two_ranks_read_their_parts(
+    rank: int, parallel: ParallelConfig, folder: Path, run_dir: Path, whole: dict[str, Tensor]
+) -> None:
+    regions = read_back(parallel, folder, run_dir)
+    worst, name = worst_difference(regions, whole)
+    assert worst == 0, name
+
+
+def test_every_expert_is_written_once(folder: Path) -> None:
+    metadata = pickle.loads((checkpoints(folder)[0].folder / ".metadata").read_bytes())
+    for name in (
+        "model.blocks.0.mlp.experts.gate_up",
+        "optimizer.exp_avg.blocks.1.mlp.experts.down",
+    ):
+        saved = metadata.state_dict_metadata[name]
+        assert sorted(chunk.offsets[0] for chunk in saved.chunks) == [0, 1, 2, 3]
+        assert sum(chunk.sizes.numel() for chunk in saved.chunks) == saved.size.numel()

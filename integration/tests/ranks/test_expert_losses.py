@@ -1,0 +1,224 @@
+"""Steps of models with experts on several ranks leave what they leave on one: numbers and weights.
+
+The balance loss is strong here, so that a wrong share of it is seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from pcomm.core.placement import Placement
+from pcomm.core.testing.ranks import ranks
+from pcomm.integration import recipes
+from pcomm.integration.config import Config, ParallelConfig
+from pcomm.integration.models.moe import balance as balance_module
+from pcomm.integration.models.moe.dispatch import Dispatch
+from pcomm.integration.parallelize import Parallel
+from pcomm.integration.testing.short_runs import (
+    Steps,
+    open_trainer,
+    prepare_words,
+    train_steps,
+    worst_difference,
+)
+from pcomm.integration.train import trainer as trainer_module
+
+STEPS = 4
+ROW = 64
+MODELS = {
+    "all": {"experts": 4, "shared_expert_width": 16},
+    "every second": {"experts": 8, "experts_per_token": 3, "moe_every": 2},
+    "hybrid": {"pattern": "GM", "experts": 4, "experts_per_token": 1, "mamba_groups": 2},
+    "no balance loss": {"experts": 4, "balance_loss": 0.0},
+}
+ON_TWO = {
+    "dp2": ParallelConfig(dp=2),
+    "dp2 ep2": ParallelConfig(dp=2, ep=2),
+    "tp2": ParallelConfig(tp=2),
+    "tp2 ep2": ParallelConfig(tp=2, ep=2),
+    "tp2+sequence": ParallelConfig(tp=2, sequence=True),
+    "tp2+sequence ep2": ParallelConfig(tp=2, sequence=True, ep=2),
+    "cp2": ParallelConfig(cp=2),
+    "cp2 ep2": ParallelConfig(cp=2, ep=2),
+}
+ON_FOUR = {
+    "dp4 ep2": ParallelConfig(dp=4, ep=2),
+    "dp4 ep4": ParallelConfig(dp=4, ep=4),
+    "cp4 ep4": ParallelConfig(cp=4, ep=4),
+    "cp2 x dp2 ep2": ParallelConfig(cp=2, dp=2, ep=2),
+    "tp2 x dp2 ep2": ParallelConfig(tp=2, dp=2, ep=2),
+    "tp2 x dp2 ep4": ParallelConfig(tp=2, dp=2, ep=4),
+    "tp2+sequence x dp2 ep4": ParallelConfig(tp=2, dp=2, sequence=True, ep=4),
+    "cp2 x tp2+sequence ep2": ParallelConfig(cp=2, tp=2, sequence=True, ep=2),
+    "cp2 x tp2 ep1": ParallelConfig(cp=2, tp=2),
+}
+
+
+def config(parallel: ParallelConfig, kind: str) -> Config:
+    """The tiny recipe with experts. Micro-batches differ between the arrangements on purpose."""
+    tiny = recipes.tiny()
+    model = {"balance_loss": 0.5, "mamba_state_dim": 16, "qk_norm": True, **MODELS[kind]}
+    return dataclasses.replace(
+        tiny,
+        parallel=parallel,
+        model=dataclasses.replace(tiny.model, **model),
+        train=dataclasses.replace(
+            tiny.train,
+            steps=STEPS,
+            sequence_length=ROW,
+            learning_rate=1e-2,
+            micro_batch_tokens=ROW if parallel.cp > 1 or parallel.dp == 2 else 0,
+        ),
+    )
+
+
+def run(parallel: ParallelConfig, kind: str, run_dir: Path) -> Steps:
+    return train_steps(config(parallel, kind), run_dir, torch.float64, STEPS)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_words(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def single(run_dir: Path) -> dict[str, tuple[list[list[float]], dict[str, torch.Tensor]]]:
+    """The runs on one process, which never touch torch.distributed."""
+    runs = {kind: run(ParallelConfig(), kind, run_dir) for kind in MODELS}
+    return {kind: (one.rows, one.tensors) for kind, one in runs.items()}
+
+
+def compare(parallel: ParallelConfig, kind: str, run_dir: Path, single: dict) -> None:
+    rows, tensors = single[kind]
+    mine = run(parallel, kind, run_dir)
+    worst = float((torch.tensor(mine.rows) - torch.tensor(rows)).abs().max())
+    assert worst <= 1e-10, f"losses and norms are off by {worst:.2e}"
+    worst, name = worst_difference(mine.regions, tensors)
+    assert worst <= 1e-9, f"{name} is off by {worst:.2e}"
+
+
+def test_the_models_differ_and_learn(single: dict) -> None:
+    """Otherwise equal numbers would say little."""
+    losses = [rows[-1][0] for rows, _ in single.values()]
+    assert len(set(losses)) == len(MODELS)
+    for rows, tensors in single.values():
+        assert rows[-1][0] < rows[0][0] - 0.3
+        averages = [t for name, t in tensors.items() if "exp_avg." in name and ".experts." in name]
+        # Every expert of some layer has had tokens.
+        assert any(all(expert.any() for expert in average) for average in averages)
+
+
+@pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
+@ranks(2)
+def test_two_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
+    compare(parallel, "all", run_dir, single)
+
+
+@pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
+@ranks(4)
+def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
+    compare(parallel, "all", run_dir, single)
+
+
+@pytest.mark.parametrize("kind", ["every second", "hybrid", "no balance loss"])
+@pytest.mark.parametrize("name", ["dp2 ep2", "tp2 ep2", "cp2 ep2"])
+@ranks(2)
+def test_other_models(rank: int, name: str, kind: str, run_dir: Path, single: dict) -> None:
+    compare(ON_TWO[name], kind, run_dir, single)
+
+
+@ranks(2)
+def test_first_weights_are_parts_of_the_same_ones(rank: int, run_dir: Path, single: dict) -> None:
+    """After no step at all, and not only equal in their effect."""
+    whole = train_steps(config(ParallelConfig(dp=2), "all"), run_dir, torch.float64, 0)
+    mine = train_steps(config(ParallelConfig(dp=2, ep=2), "all"), run_dir, torch.float64, 0)
+    assert worst_difference(mine.regions, whole.tensors)[0] == 0
+    assert mine.tensors["model.blocks.0.mlp.experts.down"].shape[0] == 2
+    assert len({float(t.sum()) for t in whole.tensors["model.blocks.0.mlp.experts.down"]}) == 4
+
+
+@ranks(2)
+def test_scopes_name_the_groups_of_every_parameter(rank: int, run_dir: Path) -> None:
+    for parallel, sizes in (
+        (ParallelConfig(dp=2, ep=2), {"dense": (1, 2), "expert": (2, 1)}),
+        (ParallelConfig(dp=2), {"dense": (1, 2), "expert": (1, 2)}),
+        (ParallelConfig(tp=2), {"dense": (2, 1), "expert": (1, 2)}),
+        (ParallelConfig(tp=2, ep=2), {"dense": (2, 1), "expert": (2, 1)}),
+    ):
+        with open_trainer(config(parallel, "all"), run_dir, torch.float64) as trainer:
+            scopes = trainer.parallel.scopes
+            assert {s.name: (s.split.size, s.replicas.size) for s in scopes} == sizes
+            names = [name for scope in scopes for name in scope.parameters]
+            assert sorted(names) == sorted(n for n, _ in trainer.parallel.model.named_parameters())
+            assert all(
+                (".experts." in n) == (s.name == "expert") for s in scopes for n in s.parameters
+            )
+
+
+@ranks(2)
+def test_a_model_without_experts_opens_no_groups_for_them(rank: int, run_dir: Path) -> None:
+    asked = dataclasses.replace(recipes.tiny(), parallel=ParallelConfig(dp=2))
+    with open_trainer(asked, run_dir, torch.float32) as trainer:
+        keys = {str(key) for key in trainer.parallel.groups}
+        assert not any("expert" in key for key in keys)
+        assert [scope.name for scope in trainer.parallel.scopes] == ["dense"]
+        assert "balance_loss" not in trainer.step(0).row
+
+
+# What is replaced, by what, and where it must be noticed. Functions stand below.
+def _mean_over_replicas(parallel: Parallel) -> object:
+    """A broken piece: gradients of experts are divided by the number of their replicas."""
+    found = _SCOPES(parallel)
+    for scope in found:
+        if scope.name == "expert":
+            for parameter in scope.parameters.values():
+                parameter.register_hook(lambda g, n=scope.replicas.size: g / n)
+    return found
+
+
+def _drop_an_expert(dispatch: Dispatch, y_ND: torch.Tensor) -> torch.Tensor:
+    """A broken piece: on the second rank, what its first expert computed is lost."""
+    first = int(dispatch.row_counts_e[0]) * (dispatch._collectives.rank == 1)
+    return _BRING_BACK(dispatch, torch.cat([0 * y_ND[:first], y_ND[first:]]))
+
+
+def _ignore(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """A broken piece: the balance loss has no gradient."""
+    return x
+
+
+def _keep_partial(model: object, collectives: object) -> None:
+    """A broken piece: each tensor-parallel rank keeps its own part of the router's gradient."""
+
+
+def _only_dense(self: Placement) -> bool:
+    """A broken piece: the norm counts a rank's experts as if every rank had them."""
+    return self.layout is not None and self.layout.size > 1 and self.scope == "dense"
+
+
+_SCOPES = Parallel.scopes.fget
+_BRING_BACK = Dispatch.bring_back
+BREAKS = {
+    "divisor": (Parallel, "scopes", property(_mean_over_replicas), "dp2"),
+    "dropped tokens": (Dispatch, "bring_back", _drop_an_expert, "dp2 ep2"),
+    "balance loss ignored": (balance_module, "with_side_loss", _ignore, "dp2 ep2"),
+    "router's gradient partial": (trainer_module, "sum_partial_gradients", _keep_partial, "tp2"),
+    "norm of one rank's experts": (Placement, "is_split", property(_only_dense), "dp2 ep2"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+@ranks(2)
+def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: dict) -> None:
+    owner, attribute, broken, parallel = BREAKS[name]
+    whole = owner.__dict__[attribute]
+    setattr(owner, attribute, broken)
+    try:
+        with pytest.raises(AssertionError, match="off by"):
+            compare(ON_TWO[parallel], "all", run_dir, single)
+    finally:
+        setattr(owner, attribute, whole)

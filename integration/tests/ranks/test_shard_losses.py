@@ -1,0 +1,134 @@
+"""Sharded training gives the losses, the norms and the parameters of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from pcomm.core.testing.ranks import ranks
+from pcomm.integration import recipes
+from pcomm.integration.config import Config, ParallelConfig
+from pcomm.integration.testing.short_runs import Steps, prepare_words, train_steps, worst_difference
+from pcomm.integration.train import trainer as trainer_module
+
+STEPS = 4
+ROW = 64
+MODEL = {"qk_norm": True, "mamba_groups": 2, "mamba_state_dim": 16, "moe_every": 1}
+EXPERTS = {"experts": 4, "experts_per_token": 2, "balance_loss": 0.01}
+# A GPT, both recurrent mixers, a hybrid, and one whose blocks all have experts.
+PATTERNS = {"A": {}, "GM": {}, "GGGA": {}, "experts": EXPERTS}
+
+SHARD = {"data": "shard"}
+ON_TWO = {
+    "zero3": ParallelConfig(dp=2, **SHARD),
+    "zero2": ParallelConfig(dp=2, zero=2, **SHARD),
+    "zero1": ParallelConfig(dp=2, zero=1, **SHARD),
+    "cp2": ParallelConfig(cp=2, **SHARD),
+    "tp2": ParallelConfig(tp=2, **SHARD),
+    "replicas of one rank": ParallelConfig(dp=2, data="hybrid", shard_ranks=1),
+}
+ON_FOUR = {
+    "zero3": ParallelConfig(dp=4, **SHARD),
+    "zero1 x tp2": ParallelConfig(dp=2, tp=2, zero=1, **SHARD),
+    "hybrid": ParallelConfig(dp=4, data="hybrid", shard_ranks=2),
+    "cp2 x tp2+sequence": ParallelConfig(cp=2, tp=2, sequence=True, **SHARD),
+}
+WITH_EXPERTS = {
+    "ep1": ParallelConfig(dp=2, cp=2, **SHARD),
+    "ep2": ParallelConfig(dp=4, ep=2, **SHARD),
+    "ep4": ParallelConfig(dp=4, ep=4, **SHARD),
+    "ep2 x tp2": ParallelConfig(dp=2, tp=2, ep=2, **SHARD),
+    "hybrid ep2": ParallelConfig(dp=4, ep=2, data="hybrid", shard_ranks=2),
+}
+
+
+def config(parallel: ParallelConfig, pattern: str) -> Config:
+    """The tiny recipe with two rows in a micro-batch of a replica, one where ranks share it."""
+    tiny = recipes.tiny()
+    letters = "A" if pattern == "experts" else pattern
+    shape = {**MODEL, **PATTERNS[pattern], "pattern": letters, "layers": max(2, len(letters))}
+    train = {"steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 2, "sequence_length": ROW}
+    return dataclasses.replace(
+        tiny,
+        parallel=parallel,
+        model=dataclasses.replace(tiny.model, **shape),
+        train=dataclasses.replace(tiny.train, micro_batch_tokens=ROW, **train),
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_words(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def single(run_dir: Path) -> dict[str, Steps]:
+    """The runs on one process, with whole parameters."""
+    return {
+        name: train_steps(config(ParallelConfig(), name), run_dir, torch.float64, STEPS)
+        for name in PATTERNS
+    }
+
+
+def compare(
+    parallel: ParallelConfig, run_dir: Path, single: dict[str, Steps], pattern: str
+) -> None:
+    mine = train_steps(config(parallel, pattern), run_dir, torch.float64, STEPS)
+    expected = single[pattern]
+    off = (torch.tensor(mine.rows) - torch.tensor(expected.rows)).abs().max()
+    assert off <= 1e-10, f"rows are off by {off:.1e}"
+    worst, name = worst_difference(mine.regions, expected.tensors)
+    # Adam divides by the root of its second average, which magnifies rounding where that is small.
+    assert worst <= 1e-9, f"{name} is off by {worst:.1e}"
+
+
+@pytest.mark.parametrize("pattern", ["A", "GM", "GGGA"])
+@pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
+@ranks(2)
+def test_two_ranks(
+    rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single: dict
+) -> None:
+    compare(parallel, run_dir, single, pattern)
+
+
+@pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
+@ranks(4)
+def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
+    compare(parallel, run_dir, single, "GM")
+
+
+@pytest.mark.parametrize("pattern", ["A", "GGGA"])
+@ranks(4)
+def test_other_models_on_four_ranks(rank: int, pattern: str, run_dir: Path, single: dict) -> None:
+    compare(ON_FOUR["zero3"], run_dir, single, pattern)
+
+
+@ranks(2)
+def test_experts_on_two_ranks(rank: int, run_dir: Path, single: dict) -> None:
+    compare(ParallelConfig(dp=2, ep=2, **SHARD), run_dir, single, "experts")
+
+
+@pytest.mark.parametrize("parallel", WITH_EXPERTS.values(), ids=WITH_EXPERTS)
+@ranks(4)
+def test_experts_on_four_ranks(
+    rank: int, parallel: ParallelConfig, run_dir: Path, single: dict
+) -> None:
+    compare(parallel, run_dir, single, "experts")
+
+
+@ranks(2)
+def test_a_norm_of_own_shards_alone_is_noticed(rank: int, run_dir: Path, single: dict) -> None:
+    whole = trainer_module.clip_by_global_norm
+
+    def own(*given: object, holders: object) -> torch.Tensor:
+        return whole(*given)  # type: ignore[arg-type]
+
+    trainer_module.clip_by_global_norm = own
+    try:
+        with pytest.raises(AssertionError, match="rows are off"):
+            compare(ON_TWO["zero3"], run_dir, single, "A")
+    finally:
+        trainer_module.clip_by_global_norm = whole

@@ -1,0 +1,1 @@
+"""Regions of logical tensors, written and read through torch.distributed.checkpoint."""

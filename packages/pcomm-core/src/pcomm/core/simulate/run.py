@@ -1,0 +1,62 @@
+"""What happened to every task of every actor in one run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pcomm.core.simulate.actors import Cast
+
+__all__ = ["Run", "TaskId"]
+
+TaskId = tuple[int, int]
+"""Actor, and place in its program."""
+
+
+@dataclass
+class Run:
+    """Times by actor and place; infinite where something has not happened.
+
+    Args:
+        ready_s: All that the task needs on its own rank has ended.
+        start_s: It began: for a collective, the last member was ready.
+        stop_s: It ended.
+        causes: The task whose end let it begin; for a collective one of the last member.
+        num_left: Tasks that have not ended.
+    """
+
+    ready_s: list[list[float]]
+    start_s: list[list[float]]
+    stop_s: list[list[float]]
+    causes: list[list[TaskId | None]]
+    num_left: int
+
+    @classmethod
+    def of(cls, players: Cast) -> Run:
+        """Nothing has happened yet."""
+        sizes = [len(actor.program.tasks) for actor in players.actors]
+        ready_s, start_s, stop_s = ([[math.inf] * size for size in sizes] for _ in range(3))
+        causes: list[list[TaskId | None]] = [[None] * size for size in sizes]
+        return cls(ready_s, start_s, stop_s, causes, sum(sizes))
+
+    def ready(self, task: TaskId, now: float) -> None:
+        """Note that a task could begin, as far as its own rank goes."""
+        self.ready_s[task[0]][task[1]] = now
+
+    def start(self, task: TaskId, now: float, cause: TaskId | None) -> None:
+        """Note that a task begins."""
+        self.start_s[task[0]][task[1]] = now
+        self.causes[task[0]][task[1]] = cause
+
+    def stop(self, task: TaskId, now: float) -> None:
+        """Note that a task ends."""
+        self.stop_s[task[0]][task[1]] = now
+        self.num_left -= 1
+
+    def has_stopped(self, task: TaskId) -> bool:
+        """Whether a task has ended."""
+        return self.stop_s[task[0]][task[1]] < math.inf
+
+    def is_ready(self, task: TaskId) -> bool:
+        """Whether a task waits for other ranks only."""
+        return self.ready_s[task[0]][task[1]] < math.inf

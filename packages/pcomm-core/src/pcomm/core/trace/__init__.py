@@ -1,0 +1,1 @@
+"""Communication and computation as events in time, and what follows from them."""

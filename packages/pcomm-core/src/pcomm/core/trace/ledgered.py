@@ -1,0 +1,149 @@
+"""Collectives that raise where ranks do not issue the same operations, instead of hanging."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from pcomm.core import env
+from pcomm.core.collectives.observed import ObservedCollectives, Operation
+from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core.errors import ConfigError
+from pcomm.core.group import Group
+from pcomm.core.groups import Groups
+from pcomm.core.trace.ledger import Ledger
+
+__all__ = ["LedgeredCollectives", "ledgered", "ledgered_groups"]
+
+
+class LedgeredCollectives(ObservedCollectives):
+    """What `ledgered` returns; `close` it when the group is done.
+
+    A call that blocks is issued as its asynchronous twin and waited for, so that this rank stays
+    able to look around.
+    """
+
+    def __init__(self, inner: Collectives, ledger: Ledger) -> None:
+        super().__init__(inner)
+        self.ledger = ledger
+
+    def blocking(
+        self, operation: Operation, run: Callable[[], Tensor], start: Callable[[], Pending]
+    ) -> Tensor:
+        """Note, compare if it is time, then wait with an eye on the others."""
+        return self.started(operation, start).wait()
+
+    def started(self, operation: Operation, start: Callable[[], Pending]) -> Pending:
+        """Note and compare if it is time; the wait looks at the others."""
+        self.ledger.enter(operation.agreed)
+        pending = start()
+        ended = threading.Event()
+        is_seen = pending.on_done(ended.set)
+
+        def finish() -> Tensor:
+            if is_seen:
+                self.ledger.wait(ended)
+            return pending.wait()
+
+        return pending.around(finish)
+
+    def close(self) -> None:
+        """Compare the operations since the last comparison. Collective; again it does nothing.
+
+        Raises:
+            DivergenceError: A rank has issued others, or more.
+            PeerTimeoutError: A rank did not come.
+        """
+        self.ledger.close()
+
+
+def ledgered(
+    collectives: Collectives,
+    group: Group,
+    *,
+    every: int = 64,
+    patience_s: float = 10.0,
+    timeout_s: float | None = None,
+    store: dist.Store | None = None,
+) -> Collectives:
+    """`collectives` that name the first rank and operation that diverge, on every rank.
+
+    For finding mistakes, not for production: a comparison costs each rank a message to the store
+    for each rank of the group, and makes all of them wait for the slowest. Every rank of the group
+    calls this, as often as the others. Alone it returns `collectives` themselves.
+
+    What is compared are the name of the operation, its dtype, dimension, shape, sizes, reduction
+    and source, leaving out lengths that may differ from rank to rank.
+
+    - With `every=1` ranks compare before they enter each operation: nothing wrong is ever sent.
+    - With more, two ranks that enter *different* operations of one communicator within a round
+      exchange what neither meant; gloo may deliver it, or end the process. A rank that waits in an
+      operation that another skipped, or while that rank is in another group or has closed, finds
+      out after `patience_s`.
+    - On NCCL a call returns before the operation ends, and its end is not seen here. The ranks
+      compare at the end of a round, unless a rank waits for its device before; leave that to
+      NCCL's own watchdog.
+    - After an error the operation is still under way: close the group and end the program.
+
+    Args:
+        collectives: Those of `group`, without gradients.
+        group: Whose ranks compare.
+        every: Operations between comparisons.
+        patience_s: Seconds after which an operation or a comparison that does not end is looked
+            into.
+        timeout_s: Seconds from then on until a silent rank is an error; by default
+            `PCOMM_TIMEOUT_S`.
+        store: Shared by all ranks; by default that of torch.distributed.
+
+    Raises:
+        ConfigError: `every` is not positive.
+    """
+    if every < 1:
+        raise ConfigError(
+            f"ledgered: every={every}",
+            found="a number below 1",
+            why="It is the number of operations between two comparisons.",
+            fix="Give 1 to compare before each operation, or more for less waiting.",
+        )
+    if group.is_identity:
+        return collectives
+    ledger = Ledger(
+        distributed_c10d._get_default_store() if store is None else store,
+        group,
+        every=every,
+        patience_s=patience_s,
+        timeout_s=env.timeout_s() if timeout_s is None else timeout_s,
+    )
+    return LedgeredCollectives(collectives, ledger)
+
+
+def ledgered_groups(
+    groups: Groups, *, every: int = 64, patience_s: float = 10.0, timeout_s: float | None = None
+) -> Groups:
+    """`groups` of which every call is compared; see `ledgered`. All ranks call it.
+
+    Closing them compares what is left, while the communicators still work, unless an error was
+    raised before. Both use the same communicators; closing one closes those of the other too.
+    """
+    watched: list[LedgeredCollectives] = []
+
+    def watch(group: Group) -> Collectives:
+        collectives = ledgered(
+            group.collectives, group, every=every, patience_s=patience_s, timeout_s=timeout_s
+        )
+        if isinstance(collectives, LedgeredCollectives):
+            watched.append(collectives)
+        return collectives
+
+    def close() -> None:
+        # The peers of one that has failed do not come to the comparisons of the others.
+        if not any(collectives.ledger.has_failed for collectives in watched):
+            for collectives in watched:
+                collectives.close()
+
+    groups.before_close(close)
+    return groups.with_collectives(watch)

@@ -1,0 +1,59 @@
+"""Pieces of regions against a logical tensor whose elements know their place."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pcomm.core.checkpoint.region import FlatPart, Region
+from pcomm.core.layout import Layout
+from pcomm.core.placement import Placement, take_shard
+
+
+def check(region: Region, logical: torch.Tensor) -> int:
+    """Every piece holds what the logical tensor has there; returns the number of elements."""
+    count = 0
+    for chunk, piece in region.pieces():
+        place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        assert piece.shape == chunk.sizes
+        assert torch.equal(logical[place], piece)
+        assert region.piece_at(chunk.offsets).data_ptr() == piece.data_ptr()
+        count += piece.numel()
+    assert region.logical_shape == logical.shape
+    return count
+
+
+@given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())
+def test_a_stretch_of_a_flattened_tensor(shape: tuple[int, ...], data: st.DataObject) -> None:
+    logical = torch.arange(math.prod(shape)).view(shape)
+    start = data.draw(st.integers(0, logical.numel()))
+    stop = data.draw(st.integers(start, logical.numel()))
+    stretch = logical.view(-1)[start:stop].clone()
+    if not shape and stop > start:
+        stretch = stretch.view(())
+    region = Region(stretch, Placement(), 0, FlatPart(start, shape))
+    assert check(region, logical) == stop - start
+
+
+@given(st.integers(1, 3), st.integers(0, 1), st.data())
+def test_a_stretch_of_a_part_of_a_fused_tensor(size: int, dim: int, data: st.DataObject) -> None:
+    layout = Layout.sections([Layout.balanced(5, size), Layout.balanced(4, size)])
+    logical = torch.arange(9 * 3).view(9, 3) if dim == 0 else torch.arange(3 * 9).view(3, 9)
+    count = 0
+    for rank in range(size):
+        local = take_shard(logical, layout, rank, dim=dim).contiguous()
+        cut = data.draw(st.integers(0, local.numel()))
+        for start, stop in ((0, cut), (cut, local.numel())):
+            part = FlatPart(start, tuple(local.shape))
+            flat = local.view(-1)[start:stop]
+            count += check(Region(flat, Placement(layout, dim), rank, part), logical)
+    assert count == logical.numel()
+
+
+def test_a_whole_tensor_is_one_piece() -> None:
+    logical = torch.arange(6).view(2, 3)
+    assert check(Region(logical, Placement(), 0), logical) == 6
+    assert check(Region(torch.tensor(3), Placement(), 0), torch.tensor(3)) == 1

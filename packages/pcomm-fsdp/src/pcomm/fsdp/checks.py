@@ -1,0 +1,89 @@
+"""Mistakes that can be seen before anything is sharded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pcomm.core.errors import ConfigError, TopologyError
+from pcomm.fsdp.roles import Roles
+
+__all__ = ["check_no_optimizer", "check_roles", "device_of"]
+
+
+def check_roles(scope: str, roles: Roles) -> None:
+    """Gather and reduce have the same ranks; replicas lie across them. Local.
+
+    Raises:
+        TopologyError: They do not.
+    """
+    name = f"fully_shard: scope {scope!r}" if scope else "fully_shard"
+    if roles.gather.ranks != roles.reduce.ranks:
+        raise TopologyError(
+            f"{name}: gather {roles.gather.key}, reduce {roles.reduce.key}",
+            found=f"ranks {list(roles.gather.ranks)} and {list(roles.reduce.ranks)}",
+            why="Each rank gathers from the shards whose gradients the same ranks reduce.",
+            fix="Open both along the same axes, with different roles.",
+        )
+    outer = roles.replicate
+    if outer is not None:
+        mine = roles.gather.ranks[roles.gather.rank]
+        if set(outer.ranks) & set(roles.gather.ranks) != {mine}:
+            raise TopologyError(
+                f"{name}: gather {roles.gather.key}, replicate {outer.key}",
+                found=f"ranks {list(roles.gather.ranks)} and {list(outer.ranks)}",
+                why="Replicas hold the same shard, so this rank alone is in both groups.",
+                fix="Open the replicate group along an axis that the gather group does not have.",
+            )
+
+
+def check_no_optimizer(parameters: Mapping[str, nn.Parameter]) -> None:
+    """No optimizer holds a parameter that is about to be sharded. Local.
+
+    Raises:
+        ConfigError: One does; its step would change tensors that the model no longer has.
+    """
+    by_id = {id(parameter): name for name, parameter in parameters.items()}
+    for thing in gc.get_objects():
+        # By type, since isinstance would run code of lazy objects.
+        if not issubclass(type(thing), Optimizer) or not hasattr(thing, "param_groups"):
+            continue
+        for group in thing.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in by_id:
+                    raise ConfigError(
+                        f"fully_shard: parameter {by_id[id(parameter)]!r}",
+                        found=f"an optimizer of type {type(thing).__name__} that holds it",
+                        why="Its steps would change tensors that the model no longer uses.",
+                        fix="Shard first, then make the optimizer of sharded.parameters().",
+                    )
+
+
+def device_of(parameters: Mapping[str, nn.Parameter], device: torch.device | None) -> torch.device:
+    """The one device of all parameters, or `device` for those on the meta device. Local.
+
+    Raises:
+        ConfigError: They are on several, not on `device`, or on meta without a device to go to.
+    """
+    found: dict[torch.device, str] = {}
+    for name, parameter in parameters.items():
+        found.setdefault(parameter.device, name)
+    real = [place for place in found if place.type != "meta"]
+    if device is not None and device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if not found:
+        return device or torch.device("cpu")
+    target = device or (real[0] if len(real) == len(found) else None)
+    if target is None or any(place != target for place in real):
+        where = ", ".join(f"{name!r} on {place}" for place, name in found.items())
+        raise ConfigError(
+            f"fully_shard: device {'of the parameters' if device is None else device}",
+            found=where,
+            why="A flat buffer lies on one device, and the meta device holds no numbers.",
+            fix="Move the model to one device first; for a meta model pass device= as well.",
+        )
+    return target

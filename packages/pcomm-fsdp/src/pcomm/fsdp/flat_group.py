@@ -1,0 +1,317 @@
+"""The buffers of one parameter group: its shard, its gathered parameters and its gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pcomm.core.errors import ConfigError
+from pcomm.fsdp.group_plan import GroupPlan
+from pcomm.fsdp.lanes import Lanes, Ticket
+from pcomm.fsdp.reuse import Reuse
+from pcomm.fsdp.units import Owner, install
+
+__all__ = ["FlatGroup"]
+
+
+class FlatGroup:
+    """Parameters that are gathered and reduced together.
+
+    Holds this rank's shard in `shard`; `parts` are parameters that are views of it, for the
+    optimizer, and `wholes` are parameters that are views of the gathered buffer, for the modules.
+    The gathered buffer keeps its identity while its memory comes and goes, so what autograd has
+    saved in forward is there again in backward.
+
+    Args:
+        plan: What was decided.
+        owners: For each parameter, the modules that hold it.
+        originals: The parameters as they are before sharding; their values are taken over, unless
+            they are on the meta device.
+        device: Where the buffers are.
+        reuse: Where gradient buffers come from and go to.
+        lanes: What ends collectives.
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        owners: Sequence[Sequence[Owner]],
+        originals: Sequence[nn.Parameter],
+        device: torch.device,
+        *,
+        reuse: Reuse,
+        lanes: Lanes,
+    ) -> None:
+        self.plan, self.owners = plan, [tuple(own) for own in owners]
+        self._reuse, self._lanes = reuse, lanes
+        layout = plan.layout
+        # One rank and one dtype: the shard is the gathered buffer.
+        self._is_one_buffer = plan.gather.size == 1 and plan.param_dtype == plan.main_dtype
+        self.is_on_meta = [original.is_meta for original in originals]
+        self.shard = torch.zeros(layout.share, dtype=plan.main_dtype, device=device)
+        self.parts = [
+            nn.Parameter(self.local(self.shard, i), requires_grad=plan.is_trainable)
+            for i in range(len(plan.names))
+        ]
+        with torch.no_grad():
+            for index, original in enumerate(originals):
+                if not original.is_meta:
+                    self.load(index, original)
+        if self._is_one_buffer:
+            self._full = self.shard
+        else:
+            self._full = torch.empty(layout.length, dtype=plan.param_dtype, device=device)
+        # `.data` has a version counter of its own: filling the buffer again is no change of what
+        # autograd has saved, but the return of the same values.
+        views = self._full.data
+        self.wholes = [
+            nn.Parameter(self.place(views, i), requires_grad=plan.is_trainable)
+            for i in range(len(plan.names))
+        ]
+        if plan.is_trainable:
+            for index, whole in enumerate(self.wholes):
+                whole.register_post_accumulate_grad_hook(self._taker(index))
+        self._gathering: Ticket | None = None
+        self.has_memory = True
+        self._gradient: Tensor | None = None
+        self._has_gradient = [False] * len(self.parts)
+        self._is_reduced = False
+        self._reducing: tuple[Ticket, Tensor] | None = None
+        self._partial: Tensor | None = None
+        self._replicating: Ticket | None = None
+        self._deposit: Tensor | None = None
+        self._is_attached = True
+        self.release()
+        self.detach()
+
+    # -- parameters ----------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Start to collect the parameters of all ranks. Collective over the gather group."""
+        if self._is_one_buffer:
+            return
+        if not self.has_memory:
+            self._full.untyped_storage().resize_(self._full.numel() * self._full.itemsize)
+            self.has_memory = True
+        own = self.shard.to(self.plan.param_dtype)
+        if self.plan.gather.size == 1:
+            self._full.copy_(own)
+        else:
+            gather = self.plan.gather
+            pending = gather.collectives.all_gather_async(own, out=self._full)
+            self._gathering = self._lanes.start(gather, pending)
+
+    def wait(self) -> None:
+        """Wait until the parameters are there."""
+        if self._gathering is not None:
+            ticket, self._gathering = self._gathering, None
+            ticket.wait(f"gather of {self.plan.name}")
+
+    def release(self) -> None:
+        """Give the memory of the gathered parameters back; what was saved of them stays valid."""
+        assert self._gathering is None
+        if self.has_memory and not self._is_one_buffer:
+            self._full.untyped_storage().resize_(0)
+        self.has_memory = self._is_one_buffer
+
+    def attach(self) -> None:
+        """Put the gathered parameters into their modules."""
+        if not self._is_attached:
+            self._is_attached = True
+            install(self.owners, self.wholes)
+
+    def detach(self) -> None:
+        """Put the shards into the modules."""
+        if self._is_attached:
+            self._is_attached = False
+            install(self.owners, self.parts)
+
+    def local(self, flat: Tensor, index: int) -> Tensor:
+        """This rank's part of parameter `index` in a flat share: a view."""
+        piece = self.plan.layout.piece(index, self.plan.rank)
+        shape = self.plan.layout.local_shape(index, self.plan.rank)
+        return flat[piece.offset : piece.offset + piece.length].view(shape)
+
+    def load(self, index: int, value: Tensor) -> None:
+        """Take this rank's part of a whole parameter. Local."""
+        piece = self.plan.layout.piece(index, self.plan.rank)
+        if piece.length:
+            flat = value.detach().reshape(-1)[piece.start : piece.start + piece.length]
+            self.shard[piece.offset : piece.offset + piece.length].copy_(flat)
+
+    def whole_values(self) -> Iterator[tuple[str, Tensor]]:
+        """Each whole parameter by its name, in the dtype of the main weights. Collective."""
+        flat = self.plan.gather.collectives.all_gather(self.shard)
+        for index, name in enumerate(self.plan.names):
+            yield name, self.place(flat, index)
+
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Each whole gradient by the name of its parameter, if there are any. Collective."""
+        if any(part.grad is None for part in self.parts):
+            return
+        mine = torch.zeros_like(self.shard)
+        for index, part in enumerate(self.parts):
+            assert part.grad is not None
+            self.local(mine, index).copy_(part.grad)
+        flat = self.plan.gather.collectives.all_gather(mine)
+        for index, name in enumerate(self.plan.names):
+            yield name, self.place(flat, index)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held now, by kind of buffer."""
+        whole = [self._gradient, self._reducing[1] if self._reducing else None]
+        gradients = [part.grad for part in self.parts if part.grad is not None]
+        return {
+            "shards": self.shard.numel() * self.shard.itemsize,
+            "gathered": 0 if self._is_one_buffer else self._full.untyped_storage().nbytes(),
+            "gradients": sum(one.numel() * one.itemsize for one in whole if one is not None),
+            "shard gradients": sum(one.numel() * one.itemsize for one in gradients),
+        }
+
+    # -- gradients -----------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Start to sum the gradients over the reduce group. Collective over it."""
+        gradient = self._gradient_buffer()
+        for index, has in enumerate(self._has_gradient):
+            if not has:
+                self.place(gradient, index).zero_()
+        self._gradient, self._is_reduced = None, True
+        self._has_gradient = [False] * len(self.parts)
+        pending = self.plan.reduce.collectives.reduce_scatter_async(gradient)
+        self._reducing = self._lanes.start(self.plan.reduce, pending), gradient
+
+    def finish(self) -> None:
+        """Wait for the sum and add it to the gradient of the shard."""
+        assert self._reducing is not None
+        (ticket, gradient), self._reducing = self._reducing, None
+        total = ticket.wait(f"reduce of {self.plan.name}")
+        mine = total.to(self.plan.main_dtype)
+        if mine is not gradient:
+            self._reuse.give(gradient)
+        if self.plan.divisor != 1:
+            mine.mul_(1 / self.plan.divisor)
+        if self.plan.num_replicas == 1:
+            self._add_to_parts(mine)
+        elif self._partial is None:
+            self._partial = mine
+        else:
+            self._partial.add_(mine)
+
+    def replicate(self) -> None:
+        """Start to sum the gradient of the shard over the replicas. Collective over them."""
+        assert self.plan.replicate is not None
+        assert self._partial is not None
+        replicas = self.plan.replicate
+        pending = replicas.collectives.all_reduce_async(self._partial, out=self._partial)
+        self._replicating = self._lanes.start(replicas, pending)
+
+    def settle(self) -> None:
+        """Wait for the sum over the replicas."""
+        assert self._replicating is not None
+        ticket, self._replicating = self._replicating, None
+        self._add_to_parts(ticket.wait(f"replicas' sum of {self.plan.name}"))
+        self._partial = None
+
+    def begin(self) -> None:
+        """Be ready for the gradients of a micro-batch."""
+        self._is_reduced = False
+
+    def drain(self) -> None:
+        """Wait for everything that is on its way, and forget it."""
+        self.wait()
+        if self._reducing is not None:
+            (ticket, _), self._reducing = self._reducing, None
+            ticket.wait(f"reduce of {self.plan.name}")
+        if self._replicating is not None:
+            ticket, self._replicating = self._replicating, None
+            ticket.wait(f"replicas' sum of {self.plan.name}")
+
+    def reset(self) -> None:
+        """Go back to the state between steps, after an error; gradients of the step are lost.
+
+        Nothing may be on its way any more, since it would write into memory that is given back.
+        """
+        self._gradient = self._partial = None
+        self._has_gradient = [False] * len(self.parts)
+        self.release()
+        self.detach()
+        for whole in self.wholes:
+            whole.grad = None
+
+    def _taker(self, index: int) -> Callable[[Tensor], None]:
+        """What autograd calls with a gradient: moves it into the flat buffer."""
+
+        def take(whole: Tensor) -> None:
+            gradient, whole.grad = whole.grad, None
+            assert gradient is not None
+            if self._is_reduced:
+                raise _late(self.plan, index)
+            target = self.place(self._gradient_buffer(), index)
+            # Autograd hands its own tensor over. One copy, which also converts, is less traffic
+            # than zeroing a buffer before and adding into it.
+            if self._has_gradient[index]:
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
+                self._has_gradient[index] = True
+
+        return take
+
+    def _gradient_buffer(self) -> Tensor:
+        if self._gradient is None:
+            plan = self.plan
+            self._gradient = self._reuse.take(plan.layout.length, plan.reduce_dtype)
+            if plan.layout.padding:
+                self._zero_padding(self._gradient)
+        return self._gradient
+
+    def _zero_padding(self, flat: Tensor) -> None:
+        """Padding is sent and summed: it must be numbers."""
+        layout = self.plan.layout
+        end = 0
+        for start, shape in sorted(zip(layout.offsets, layout.shapes, strict=True)):
+            flat[end:start].zero_()
+            end = start + math.prod(shape)
+        flat[end:].zero_()
+
+    def _add_to_parts(self, mine: Tensor) -> None:
+        views = [self.local(mine, index) for index in range(len(self.parts))]
+        if all(part.grad is None for part in self.parts):
+            for part, view in zip(self.parts, views, strict=True):
+                part.grad = view
+            self._deposit = mine
+            return
+        if self._deposit is not None and self._holds(self._deposit):
+            self._deposit.add_(mine)
+            return
+        for part, view in zip(self.parts, views, strict=True):
+            if part.grad is None:
+                part.grad = view
+            else:
+                part.grad.add_(view)
+
+    def _holds(self, flat: Tensor) -> bool:
+        """Whether every gradient is still a view of `flat`."""
+        storage = flat.untyped_storage().data_ptr()
+        return all(
+            part.grad is not None and part.grad.untyped_storage().data_ptr() == storage
+            for part in self.parts
+        )
+
+    def place(self, flat: Tensor, index: int) -> Tensor:
+        """Parameter `index` in a buffer of all shares: a view."""
+        start, shape = self.plan.layout.offsets[index], self.plan.layout.shapes[index]
+        return flat[start : start + math.prod(shape)].view(shape)
+
+
+def _late(plan: GroupPlan, index: int) -> ConfigError:
+    return ConfigError(
+        f"backward: a gradient of {plan.names[index]}",
+        found=f"the gradients of unit {plan.unit!r} are being reduced already",
+        why="A unit's gradients are reduced once the gradient of its inputs is known.",
+        fix="Run all of a unit's computation inside its forward, and call backward once for it.",
+    )

@@ -1,0 +1,210 @@
+"""Where parameters lie in a flat buffer that ranks share equally: integers only.
+
+Shares end at row borders, so that a rank holds whole rows of each parameter: optimizers that look
+at rows, block-wise quantisation and checkpoints then need no cooperation between ranks. That is
+made by padding before parameters, as little as there can be for an order of the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import NamedTuple
+
+__all__ = ["FlatLayout", "Piece", "plan_flat_layout"]
+
+# How many shares are tried for each unit that a share may be a multiple of.
+_TRIES = 64
+
+
+class Piece(NamedTuple):
+    """A part of one parameter in one rank's share, in elements.
+
+    Attributes:
+        start: Where it begins in the flattened parameter.
+        length: How much of it there is; 0 where the rank holds nothing of the parameter.
+        offset: Where it begins in the rank's share.
+    """
+
+    start: int
+    length: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Places of parameters in a buffer of `size` equal shares.
+
+    Args:
+        shapes: Shape of each parameter.
+        offsets: Where each begins in the buffer, in elements.
+        share: Elements of each rank's share.
+        size: Number of ranks.
+        is_row_aligned: Whether every share ends at a row border of the parameter it cuts. A row is
+            everything behind one index of the first dimension.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    share: int
+    size: int
+    is_row_aligned: bool
+
+    @property
+    def length(self) -> int:
+        """Elements of the whole buffer."""
+        return self.share * self.size
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Elements of all parameters."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.length - self.num_elements
+
+    def piece(self, index: int, rank: int) -> Piece:
+        """What `rank` holds of parameter `index`."""
+        begin = self.offsets[index]
+        end = begin + math.prod(self.shapes[index])
+        first = max(begin, rank * self.share)
+        last = min(end, (rank + 1) * self.share)
+        if last <= first:
+            return Piece(0, 0, 0)
+        return Piece(first - begin, last - first, first - rank * self.share)
+
+    def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        """Shape of what `rank` holds: whole rows; flat where shares are cut inside rows."""
+        shape, piece = self.shapes[index], self.piece(index, rank)
+        if len(shape) < 1 or not self.is_row_aligned:
+            return (piece.length,) if piece.length != math.prod(shape) else shape
+        row = row_length(shape)
+        return (piece.length // row if row else shape[0], *shape[1:])
+
+    def describe(self) -> str:
+        """One line: sizes, padding, and how shares are cut."""
+        share = f"{self.num_elements} elements over {self.size} ranks, {self.share} each"
+        percent = 100 * self.padding / max(1, self.length)
+        cut = "at rows" if self.is_row_aligned else "inside rows: at rows takes too much padding"
+        return f"{share}, padding {self.padding} ({percent:.1f} %), cut {cut}"
+
+
+def plan_flat_layout(
+    shapes: Sequence[Sequence[int]], size: int, *, alignment: int = 1, max_padding: float = 0.1
+) -> FlatLayout:
+    """The layout with the smallest share, among a few orders of the parameters.
+
+    Args:
+        shapes: Shape of each parameter.
+        size: Number of ranks.
+        alignment: Every parameter begins at a multiple of so many elements, and so does each share.
+        max_padding: Largest part of the buffer that may be padding for the sake of rows. What the
+            alignment alone costs does not count. Beyond it shares are cut inside rows.
+    """
+    known = tuple(tuple(shape) for shape in shapes)
+    numels = [math.prod(shape) for shape in known]
+    packed, end = _packed(numels, alignment)
+    least = _round_up(-(-end // size), alignment)
+    if size == 1:
+        return FlatLayout(known, packed, least, 1, True)
+    rows = [max(1, row_length(shape)) for shape in known]
+    limit = max(least, math.floor(least / (1 - max_padding)))
+    best: tuple[int, list[int]] | None = None
+    for order in _orders(rows, numels):
+        for share in _candidates(rows, least, limit, alignment):
+            if best is not None and share >= best[0]:
+                break
+            offsets = _place(order, rows, numels, share, size, alignment)
+            if offsets is not None:
+                best = share, offsets
+                break
+    if best is None:
+        return FlatLayout(known, packed, least, size, all(row == 1 for row in rows))
+    return FlatLayout(known, tuple(best[1]), best[0], size, True)
+
+
+def row_length(shape: Sequence[int]) -> int:
+    """Elements behind one index of the first dimension."""
+    return math.prod(shape[1:])
+
+
+def _packed(numels: Sequence[int], alignment: int) -> tuple[tuple[int, ...], int]:
+    """Offsets with no more between parameters than the alignment asks for, and where they end."""
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(_round_up(end, alignment))
+        end = offsets[-1] + numel
+    return tuple(offsets), end
+
+
+def _orders(rows: Sequence[int], numels: Sequence[int]) -> Iterable[list[int]]:
+    given = list(range(len(rows)))
+    yield given
+    # Long rows first: short rows fill what is left of a share.
+    yield sorted(given, key=lambda i: (-rows[i], i))
+    yield sorted(given, key=lambda i: (rows[i], i))
+    yield sorted(given, key=lambda i: (-numels[i], i))
+
+
+def _candidates(rows: Sequence[int], least: int, limit: int, alignment: int) -> list[int]:
+    """Shares to try, ascending: a parameter cut twice needs a share of whole rows of it."""
+    units, multiple = {alignment}, alignment
+    for row in sorted(set(rows)):
+        units.add(math.lcm(row, alignment))
+        multiple = math.lcm(multiple, row)
+        units.add(multiple)
+    shares: set[int] = {least}
+    for unit in units:
+        shares.update(islice(range(_round_up(least, unit), limit + 1, unit), _TRIES))
+    return sorted(shares)
+
+
+def _place(
+    order: Sequence[int],
+    rows: Sequence[int],
+    numels: Sequence[int],
+    share: int,
+    size: int,
+    alignment: int,
+) -> list[int] | None:
+    """Offsets by parameter, each as early as it can be; None if they do not fit.
+
+    Earlier is never worse: whatever follows a parameter may stay where it is.
+    """
+    offsets = [0] * len(order)
+    end = 0
+    for index in order:
+        start = _first_fit(_round_up(end, alignment), rows[index], numels[index], share, alignment)
+        if start is None:
+            return None
+        offsets[index], end = start, start + numels[index]
+        if end > share * size:
+            return None
+    return offsets
+
+
+def _first_fit(start: int, row: int, numel: int, share: int, alignment: int) -> int | None:
+    """The first aligned place from `start` where the ends of shares meet borders of rows."""
+    # From a border of shares on everything repeats, so one more period tells all.
+    period = math.lcm(row, alignment) // alignment
+    border = _round_up(start, share)
+    for first in (start,) if start == border else (start, border):
+        for begin in islice(range(first, first + share, alignment), period):
+            first_end = (begin // share + 1) * share
+            num_ends = max(0, -(-(begin + numel) // share) - begin // share - 1)
+            meets = (first_end - begin) % row == 0
+            if num_ends == 0 or (meets and (num_ends == 1 or share % row == 0)):
+                return begin
+            if num_ends > 1 and share % row:
+                # The second end inside misses a border of rows, and later begins have it too.
+                break
+    return None
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

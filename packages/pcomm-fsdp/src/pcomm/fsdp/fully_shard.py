@@ -1,0 +1,185 @@
+"""Sharding a model: from modules and groups to plans, buffers and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from pcomm.core.errors import PcommError
+from pcomm.core.group import Group
+from pcomm.fsdp.checks import check_no_optimizer, check_roles, device_of
+from pcomm.fsdp.engine import Engine, Unit
+from pcomm.fsdp.flat_group import FlatGroup
+from pcomm.fsdp.group_plan import GroupPlan
+from pcomm.fsdp.hooks import install_hooks
+from pcomm.fsdp.lanes import Lanes
+from pcomm.fsdp.local_group import LocalGroup
+from pcomm.fsdp.materialise import materialise
+from pcomm.fsdp.measure import Separation, measure_separation
+from pcomm.fsdp.peers import Peers
+from pcomm.fsdp.planning import PlannedGroup, plan_groups
+from pcomm.fsdp.policy import CommPolicy, Precision
+from pcomm.fsdp.reuse import Reuse
+from pcomm.fsdp.roles import Roles, Scope
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp.units import ROOT, UnitModules, find_units
+
+__all__ = ["fully_shard"]
+
+_ZERO3, _COMM, _PRECISION = Shard.zero3(), CommPolicy(), Precision()
+
+
+def fully_shard(
+    model: nn.Module,
+    roles: Roles,
+    *,
+    units: Sequence[type[nn.Module] | nn.Module],
+    scopes: Mapping[str, Scope] | None = None,
+    shard: Shard = _ZERO3,
+    comm: CommPolicy = _COMM,
+    precision: Precision = _PRECISION,
+    divisor: float | None = None,
+    entry_points: Sequence[str] = ("forward",),
+    device: torch.device | None = None,
+    initialise: Callable[[nn.Module], None] | None = None,
+) -> Sharded:
+    """Shard a model's parameters, in place, over the ranks of its groups.
+
+    Collective over all groups. Every rank passes the same model; each keeps its part of the values
+    that it has. Errors are raised on all ranks before anything is sent. On one rank, without a
+    change of dtype, parameters stay as they are and nothing is hooked.
+
+    Args:
+        model: All its parameters are on one device, or on the meta device.
+        roles: The groups of all parameters that no scope selects.
+        units: Modules, or classes of modules, whose parameters are gathered together; usually the
+            block of the model. What is outside of them is the root, gathered for the whole step.
+        scopes: Parameters with groups of their own, by a name for them.
+        shard: What is kept whole for how long.
+        comm: Communication over time.
+        precision: Number formats.
+        divisor: By which gradients are divided after they are summed. None for the number of ranks
+            of `roles`: the mean over ranks. 1 for a loss that is divided by the global batch.
+        entry_points: Methods of the model that begin a forward.
+        device: Where shards lie; needed for a model on the meta device.
+        initialise: Called with each module that has parameters of its own on the meta device, once
+            they are on `device`, in the order of `model.modules()`; None for
+            `module.reset_parameters()`. All ranks must draw the same random numbers.
+
+    Raises:
+        ConfigError: Units, devices, dtypes or settings that cannot be used, or an optimizer that
+            holds a parameter already.
+        TopologyError: Groups that do not fit together.
+        PeerError: Another rank has one of these errors.
+        DivergenceError: Ranks shard different models, or the same in different ways.
+    """
+    scopes = dict(scopes or {})
+    groups = [roles, *(scope.roles for scope in scopes.values())]
+    peers = Peers([g for r in groups for g in (r.gather, r.replicate) if g is not None])
+    error: PcommError | None = None
+    found: list[UnitModules] = []
+    planned: list[PlannedGroup] = []
+    target = torch.device("cpu")
+    try:
+        for name, scope_roles in (("", roles), *((n, s.roles) for n, s in scopes.items())):
+            check_roles(name, scope_roles)
+        parameters = dict(model.named_parameters())
+        check_no_optimizer(parameters)
+        target = device_of(parameters, device)
+        found = find_units(model, units)
+        planned = plan_groups(
+            found, Scope(lambda *_: True, roles, divisor, shard), scopes, comm, precision
+        )
+    except PcommError as problem:
+        error = problem
+    peers.agree("fully_shard", _lines([p.plan for p in planned], comm), error=error)
+
+    planned, separations = _decide_separation(planned, comm, target)
+
+    reuse = Reuse(target)
+    lanes = Lanes(target)
+    flat = [_build(one, target, reuse, lanes) for one in planned]
+    materialise(model, flat, [one.members for one in planned], target, initialise)
+    active: dict[str, list[FlatGroup]] = {unit.name: [] for unit in found}
+    for group in flat:
+        if isinstance(group, FlatGroup):
+            active[group.plan.unit].append(group)
+    running = [
+        Unit(
+            unit.name,
+            unit.module,
+            active[unit.name],
+            input_dtype=precision.param_dtype if precision.casts_inputs else None,
+        )
+        for unit in found
+        if active[unit.name] or unit.name == ROOT
+    ]
+    engine = Engine(running, comm, peers, reuse)
+    lanes.heard = engine.heard
+    if any(unit.groups for unit in running):
+        install_hooks(engine, running[0], running[1:], entry_points)
+    names = {alias: m.name for one in planned for m in one.members for alias in m.aliases}
+    order = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return Sharded(model, flat, engine, {name: names[name] for name in order}, separations)
+
+
+def _decide_separation(
+    planned: list[PlannedGroup], comm: CommPolicy, device: torch.device
+) -> tuple[list[PlannedGroup], list[Separation]]:
+    """With `auto`, measure each pair of groups once, and share where separation does not pay."""
+    if comm.separate != "auto":
+        return planned, []
+    largest: dict[tuple[int, int], GroupPlan] = {}
+    for plan, _ in planned:
+        pair = id(plan.gather.process_group), id(plan.reduce.process_group)
+        if plan.gather.size > 1 and plan.is_trainable and pair[0] != pair[1]:
+            other = largest.setdefault(pair, plan)
+            largest[pair] = max(plan, other, key=lambda p: p.layout.length)
+    found = {
+        pair: measure_separation(
+            plan.gather,
+            plan.reduce,
+            num_elements=plan.layout.length,
+            gather_dtype=plan.param_dtype,
+            reduce_dtype=plan.reduce_dtype,
+            device=device,
+        )
+        for pair, plan in largest.items()
+    }
+    decided = []
+    for plan, members in planned:
+        separation = found.get((id(plan.gather.process_group), id(plan.reduce.process_group)))
+        shares = separation is not None and not separation.pays
+        decided.append(PlannedGroup(replace(plan, reduce=plan.gather) if shares else plan, members))
+    return decided, list(found.values())
+
+
+def _build(
+    planned: PlannedGroup, device: torch.device, reuse: Reuse, lanes: Lanes
+) -> FlatGroup | LocalGroup:
+    owners = [member.owners for member in planned.members]
+    originals = [member.parameter for member in planned.members]
+    if planned.plan.is_local:
+        return LocalGroup(planned.plan, owners, originals, device)
+    return FlatGroup(planned.plan, owners, originals, device, reuse=reuse, lanes=lanes)
+
+
+def _lines(plans: Sequence[GroupPlan], comm: CommPolicy) -> Callable[[Group], list[str]]:
+    """What the ranks of a group have to have in common."""
+
+    def lines(group: Group) -> list[str]:
+        found = [f"{replace(comm, separate='always')}"]
+        for plan in plans:
+            if plan.gather.ranks == group.ranks:
+                found += plan.lines()
+            elif plan.replicate is not None and plan.replicate.ranks == group.ranks:
+                found += [*plan.lines(), f"place {plan.rank} of {plan.gather.size}"]
+            else:
+                found.append(f"{plan.name} is not for this group")
+        return found
+
+    return lines

@@ -1,0 +1,106 @@
+"""Everything that is decided about one parameter group, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pcomm.core.group import Group
+from pcomm.fsdp.flat_layout import FlatLayout
+from pcomm.fsdp.strategy import Shard
+
+__all__ = ["GroupPlan"]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Who communicates what for the parameters of one unit, scope, dtype and kind.
+
+    Made when the model is sharded and never changed; buffers carry it, so no place where something
+    is gathered or reduced chooses a group.
+
+    Args:
+        name: Unique in the model: the unit, and the scope and kind where there are several.
+        unit: The unit that uses the parameters.
+        scope: Name of the scope, empty for the model's own.
+        names: Names of the parameters in the model.
+        gather: Group that gathers parameters.
+        reduce: Group that reduces gradients.
+        replicate: Group over which shards of gradients are summed, if there are replicas.
+        spread: Group whose ranks hold other parameters of the scope.
+        divisor: By which summed gradients are divided.
+        param_dtype: Of gathered parameters.
+        reduce_dtype: Of whole gradients.
+        main_dtype: Of the shard.
+        is_trainable: Whether there are gradients at all.
+        shard: What is kept whole for how long.
+        layout: Where each parameter lies in the flat buffer.
+    """
+
+    name: str
+    unit: str
+    scope: str
+    names: tuple[str, ...]
+    gather: Group
+    reduce: Group
+    replicate: Group | None
+    spread: Group | None
+    divisor: float
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    main_dtype: torch.dtype
+    is_trainable: bool
+    shard: Shard
+    layout: FlatLayout
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among those that share the parameters."""
+        return self.gather.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks that hold this shard."""
+        return 1 if self.replicate is None else self.replicate.size
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the parameters stay as they are: nobody to talk to, and nothing to convert."""
+        is_alone = self.gather.size == 1 and self.num_replicas == 1
+        return is_alone and self.param_dtype == self.main_dtype
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Size of the gathered buffer."""
+        return self.layout.length * self.param_dtype.itemsize
+
+    @property
+    def gather_bytes(self) -> int:
+        """What one gather has to send from this rank at least."""
+        return (self.gather.size - 1) * self.layout.share * self.param_dtype.itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        """What one reduce has to send from this rank at least."""
+        return (self.reduce.size - 1) * self.layout.share * self.reduce_dtype.itemsize
+
+    def lines(self) -> list[str]:
+        """The plan as the ranks compare it: all but which rank this is."""
+        kinds = f"{self.param_dtype} {self.reduce_dtype} {self.main_dtype}"
+        what = f"{self.name}: {len(self.names)} parameters, {kinds}, divisor {self.divisor:g}"
+        how = f"{self.shard}, trainable {self.is_trainable}, replicas {self.num_replicas}"
+        places = f"{self.layout.shapes} at {self.layout.offsets} of {self.layout.share}"
+        return [f"{what}, {how}, {', '.join(self.names)}", places]
+
+    def describe(self) -> str:
+        """Two lines for a report."""
+        if self.is_local:
+            return f"{self.name}: {len(self.names)} parameters left as they are, one rank"
+        groups = f"gather {self.gather.key}, reduce {self.reduce.key}"
+        if self.replicate is not None:
+            groups += f", replicate {self.replicate.key}"
+        kinds = f"{self.param_dtype}/{self.reduce_dtype}/{self.main_dtype}".replace("torch.", "")
+        frozen = "" if self.is_trainable else ", frozen"
+        head = f"{self.name}: {groups}, divisor {self.divisor:g}, {kinds}{frozen}"
+        return f"{head}\n    {self.layout.describe()}"

@@ -1,0 +1,180 @@
+"""Where modules and autograd tell the engine what they do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from pcomm.core.errors import ConfigError
+from pcomm.fsdp.engine import Engine, Unit
+
+__all__ = ["install_hooks"]
+
+
+def install_hooks(
+    engine: Engine, root: Unit, units: Sequence[Unit], entry_points: Sequence[str]
+) -> None:
+    """Let `engine` hear of every forward and backward of the units. Local.
+
+    Args:
+        engine: Who is told.
+        root: The whole model.
+        units: All others.
+        entry_points: Methods of the model that compute a forward.
+
+    Raises:
+        ConfigError: The model has no such method.
+    """
+    for name in entry_points:
+        method = getattr(root.module, name, None)
+        if not callable(method):
+            raise ConfigError(
+                f"fully_shard: entry point {name!r}",
+                found=f"{type(root.module).__name__} has no such method",
+                why="Parameters are gathered when one of the model's entry points is called.",
+                fix="Name methods of the model that compute its output or its loss.",
+            )
+        setattr(root.module, name, _entry(engine, root, method))
+    for unit in units:
+        hooks = _UnitHooks(engine, unit)
+        unit.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+        unit.module.register_forward_hook(hooks.after)
+
+
+def _entry(engine: Engine, root: Unit, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` as the beginning and the end of a micro-batch's forward."""
+    hooks = _UnitHooks(engine, root)
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if engine.depth or (engine.phase == "backward" and _is_in_autograd()):
+            # Called by another entry point, or computed again for backward.
+            return method(*args, **kwargs)
+        try:
+            engine.begin()
+            engine.depth = 1
+            args, kwargs = hooks.before(root.module, args, kwargs)
+            output = hooks.after(root.module, args, method(*args, **kwargs))
+            engine.depth = 0
+            engine.end_forward(_has_graph(output))
+            return output
+        except BaseException as error:
+            engine.fail(error)
+            raise
+
+    return run
+
+
+class _UnitHooks:
+    """The hooks of one unit."""
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self._engine, self._unit = engine, unit
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Have the parameters gathered, and learn when backward has left the unit."""
+        engine, unit = self._engine, self._unit
+        if engine.phase is None:
+            raise ConfigError(
+                f"fsdp: unit {unit.name!r} called by itself",
+                found="the model's forward is not running",
+                why="The schedule begins with an entry point of the model.",
+                fix="Call the model, or name the method that calls this unit in entry_points.",
+            )
+        if engine.phase == "forward":
+            engine.use(unit, "forward")
+        elif not unit.is_in_backward:
+            engine.use(unit, "backward")
+        if unit.input_dtype is not None:
+            args, kwargs = tree_map_only(
+                Tensor, functools.partial(_cast, dtype=unit.input_dtype), (args, kwargs)
+            )
+        # What is computed again inside backward, for a graph that is there already, needs no
+        # second look; under a reentrant checkpoint this is the first look.
+        if torch.is_grad_enabled() and (engine.phase == "forward" or not unit.has_graph):
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Have the parameters released, and learn when backward comes to the unit."""
+        engine, unit = self._engine, self._unit
+        if engine.phase == "forward":
+            engine.done(unit, "forward")
+        if torch.is_grad_enabled() and not unit.is_in_backward and engine.phase == "forward":
+            token = engine.token
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(self._on_output_gradient, token))
+        return output
+
+    def _watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        unit = self._unit
+        unit.has_graph = True
+        flat, spec = tree_flatten((args, kwargs))
+        places = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
+        if not places:
+            # Nothing tells when backward has passed this use of the unit, but its very end does.
+            unit.is_bounded = False
+            return args, kwargs
+        unit.num_open_inputs += 1
+        watched = _Watch.apply(  # type: ignore[no-untyped-call]
+            self._on_input_gradient, *(flat[i] for i in places)
+        )
+        for place, tensor in zip(places, watched, strict=True):
+            flat[place] = tensor
+        args, kwargs = tree_unflatten(flat, spec)
+        return args, kwargs
+
+    def _on_output_gradient(self, token: int, gradient: Tensor) -> None:
+        engine, unit = self._engine, self._unit
+        if engine.begin_backward(token):
+            Variable._execution_engine.queue_callback(engine.end_backward)
+        if not unit.is_in_backward and not unit.has_left_backward:
+            engine.use(unit, "backward")
+
+    def _on_input_gradient(self) -> None:
+        unit = self._unit
+        unit.num_open_inputs -= 1
+        if unit.num_open_inputs == 0 and unit.is_bounded and unit.is_in_backward:
+            self._engine.done(unit, "backward")
+
+
+class _Watch(torch.autograd.Function):
+    """Returns its inputs; calls back when backward has reached all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tell: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tell = tell
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.tell()
+        return (None, *gradients)
+
+
+def _is_in_autograd() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _has_graph(output: Any) -> bool:
+    return any(tensor.requires_grad for tensor in _tensors(output))

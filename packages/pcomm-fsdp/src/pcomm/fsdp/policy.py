@@ -1,0 +1,74 @@
+"""Settings of communication and of number formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from pcomm.core.errors import ConfigError
+
+__all__ = ["CommPolicy", "Precision"]
+
+
+@dataclass(frozen=True)
+class CommPolicy:
+    """How gathers and reduces are spread over time.
+
+    Args:
+        separate: `"always"` takes the gather and the reduce group as given; `"never"` sends both
+            through the gather group; `"auto"` measures both ways when the model is sharded, and
+            shares the gather group where separation gains less than 3 %.
+        prefetch: Units that are gathered ahead of the one in use, forward and backward.
+        prefetch_bytes: Most bytes of units gathered ahead, this rank's; None for no limit. One
+            unit may always be gathered ahead.
+        inflight_reduce: Reduce buffers that may be on their way while the next is filled.
+        max_padding: Largest part of a flat buffer that may be padding so that shares end at row
+            borders; beyond it shares are cut inside rows.
+        checks_first_step: Whether ranks compare what they do before each gather of the first step,
+            through the store. Without it, ranks whose units run in different orders find out at
+            the end of that step, or by a time limit.
+    """
+
+    separate: Literal["auto", "always", "never"] = "always"
+    prefetch: int = 1
+    prefetch_bytes: int | None = None
+    inflight_reduce: int = 2
+    max_padding: float = 0.1
+    checks_first_step: bool = True
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0 or self.inflight_reduce < 1:
+            raise ConfigError(
+                f"CommPolicy(prefetch={self.prefetch}, inflight_reduce={self.inflight_reduce})",
+                found="a depth that cannot be",
+                why="Nothing can be gathered before step 0, and a reduce needs a buffer to be in.",
+                fix="Use prefetch >= 0 and inflight_reduce >= 1.",
+            )
+        if self.separate not in ("auto", "always", "never"):
+            raise ConfigError(
+                f"CommPolicy(separate={self.separate!r})",
+                found="an unknown word",
+                why="Gathers and reduces share a communicator, or they do not.",
+                fix="Use 'auto', 'always' or 'never'.",
+            )
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Number formats of one parameter's copies; None takes the next one named.
+
+    Args:
+        param_dtype: Of gathered parameters, of the computation and of gathers on the wire; None for
+            that of the main weights.
+        reduce_dtype: Of whole gradients and of reduces on the wire; None for `param_dtype`.
+        main_dtype: Of shards and of their gradients, which the optimizer sees; None for the dtype
+            that the parameter has when it is sharded.
+        casts_inputs: Whether floating-point inputs of a unit are cast to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    main_dtype: torch.dtype | None = None
+    casts_inputs: bool = True

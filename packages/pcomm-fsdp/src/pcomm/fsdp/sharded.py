@@ -1,0 +1,195 @@
+"""What `fully_shard` returns: the shards of a model, and everything one does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from pcomm.fsdp.clip import scale_gradients, sum_of_squares
+from pcomm.fsdp.engine import Engine
+from pcomm.fsdp.flat_group import FlatGroup
+from pcomm.fsdp.group_plan import GroupPlan
+from pcomm.fsdp.local_group import LocalGroup
+from pcomm.fsdp.measure import Separation
+from pcomm.fsdp.schedule import Schedule
+from pcomm.fsdp.whole_state import load_whole, whole_state
+
+__all__ = ["Sharded"]
+
+
+def _every(_name: str) -> bool:
+    return True
+
+
+class Sharded:
+    """A model whose parameters are shards outside of its forward and backward.
+
+    The model is changed in place and called as before. The optimizer gets `parameters()`.
+
+    Args:
+        model: The model.
+        groups: Every parameter group, in the order of the units.
+        engine: Its engine.
+        names: For each name of a parameter in the model, its first name.
+        separations: What `separate="auto"` measured.
+
+    Attributes:
+        model: The model that was sharded.
+        plans: What was decided about each parameter group.
+        separations: What `separate="auto"` measured, for each pair of groups.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[FlatGroup | LocalGroup],
+        engine: Engine,
+        names: Mapping[str, str],
+        separations: Sequence[Separation] = (),
+    ) -> None:
+        self.model = model
+        self.plans: tuple[GroupPlan, ...] = tuple(group.plan for group in groups)
+        self.separations = tuple(separations)
+        self._groups, self._engine, self._names = tuple(groups), engine, dict(names)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's part of every parameter, by its name in the model, in the model's order.
+
+        A parameter of which this rank holds nothing has no elements. Local.
+        """
+        parts = {
+            name: part
+            for group in self._groups
+            for name, part in zip(group.plan.names, group.parts, strict=True)
+        }
+        for name, first in self._names.items():
+            if name == first:
+                yield name, parts[name]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's part of every parameter, for an optimizer. Local."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """What the model's state dict holds beside parameters, which is never sharded. Local."""
+        for name, value in self.model.state_dict().items():
+            if name not in self._names:
+                yield name, value
+
+    @contextmanager
+    def accumulate(self, *, is_last: bool) -> Iterator[None]:
+        """Within it, each backward is that of the last micro-batch of a step, or is not.
+
+        Gradients of earlier ones add up as the strategy says, and are not summed over replicas.
+        Without it every backward is the last of its step. Local; all ranks say the same.
+        """
+        before, self._engine.is_last = self._engine.is_last, is_last
+        try:
+            yield
+        finally:
+            self._engine.is_last = before
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all shards. Local."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def sum_of_squares(self, selects: Callable[[str], bool] = _every) -> Tensor:
+        """Of all gradients, or of those of the parameters selected by name, in fp64.
+
+        Collective over the gather group of each scope, and over what the scope is spread over; all
+        ranks select the same. Where tensor parallelism splits some parameters and repeats others,
+        take both apart and add those of the former over its group.
+        """
+        return sum_of_squares(self._groups, selects)
+
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients of the whole model, in fp64. Collective; see above."""
+        return self.sum_of_squares().sqrt()
+
+    def clip_grad_norm(self, max_norm: float, *, norm: Tensor | None = None) -> Tensor:
+        """Scale gradients so that their norm is at most `max_norm`. Collective over all groups.
+
+        Args:
+            max_norm: The limit.
+            norm: The norm where it is known already; then nothing is sent.
+
+        Returns:
+            The norm before, in fp64, the same on all ranks.
+        """
+        norm = self.grad_norm() if norm is None else norm
+        scale_gradients(self._groups, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each whole parameter, which its shard need not show. Local."""
+        return {
+            name: shape
+            for plan in self.plans
+            for name, shape in zip(plan.names, plan.layout.shapes, strict=True)
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds now, by kind of buffer. Local."""
+        kinds = dict.fromkeys(("shards", "gathered", "gradients", "shard gradients"), 0)
+        for group in self._groups:
+            for kind, num_bytes in group.memory().items():
+                kinds[kind] += num_bytes
+        return kinds
+
+    def full_state_dict(self, *, device: torch.device | None = None) -> dict[str, Tensor]:
+        """All parameters and buffers, whole, as an unsharded model has them. Collective.
+
+        One unit after another is gathered, in the dtype of the main weights.
+
+        Args:
+            device: Where the copies go; None for where the shards are.
+        """
+        return whole_state(self.model, self._groups, self._names, device)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """All gradients, whole, by the names of the parameters. Collective; for inspection.
+
+        Parameters that have none, such as frozen ones, are left out.
+        """
+        return {
+            name: gradient.clone()
+            for group in self._groups
+            for name, gradient in group.whole_gradients()
+        }
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's part of an unsharded state dict, which every rank passes. Local.
+
+        Raises:
+            ConfigError: Names or shapes that do not fit.
+        """
+        load_whole(self.model, self._groups, self._names, state)
+        self.parameters_changed()
+
+    def parameters_changed(self) -> None:
+        """Say that shards were written other than by an optimizer after a backward. Local.
+
+        Needed where parameters stay gathered between steps; all ranks call it.
+        """
+        self._engine.invalidate()
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the last micro-batch of a training step; None until it is recorded."""
+        if not self._engine.has_recorded:
+            return None
+        return self._engine.schedule("train", is_last=True)
+
+    def report(self) -> str:
+        """Parameter groups and, once it is recorded, the schedule, as text. Local."""
+        lines = [plan.describe() for plan in self.plans]
+        lines += [separation.describe() for separation in self.separations]
+        schedule = self.schedule
+        lines.append("no schedule yet" if schedule is None else schedule.describe())
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Small models and comparisons for tests of sharding, ours and those of users."""

@@ -1,0 +1,136 @@
+"""Which module gathers which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from pcomm.core.errors import ConfigError
+
+__all__ = ["ROOT", "Member", "Owner", "UnitModules", "find_units", "install"]
+
+ROOT = "(root)"
+"""Name of the unit that holds what no other unit does."""
+
+Owner = tuple[nn.Module, str]
+"""A module and the name under which it holds a parameter."""
+
+
+@dataclass
+class Member:
+    """One parameter of a unit.
+
+    Args:
+        name: Its first name in the model.
+        parameter: The parameter as it was before sharding.
+        owners: Every module that holds it, with the name it has there.
+        aliases: All its names in the model.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owners: list[Owner] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list)
+
+
+@dataclass
+class UnitModules:
+    """A module whose parameters are gathered together.
+
+    Args:
+        name: Its name in the model.
+        module: It.
+        members: Its parameters, without those of units inside it.
+    """
+
+    name: str
+    module: nn.Module
+    members: list[Member] = field(default_factory=list)
+
+
+def find_units(model: nn.Module, units: Sequence[type[nn.Module] | nn.Module]) -> list[UnitModules]:
+    """The units of a model, the root first, then in the order of `named_modules`. Local.
+
+    Each parameter belongs to the innermost unit around the module that holds it.
+
+    Args:
+        model: The whole model.
+        units: Classes, all of whose instances are units, and single modules.
+
+    Raises:
+        ConfigError: Something that is no unit of this model, or a parameter that belongs to two.
+    """
+    found: dict[nn.Module, UnitModules] = {model: UnitModules(ROOT, model)}
+    matched: set[int] = set()
+    for name, module in model.named_modules():
+        for place, unit in enumerate(units):
+            if isinstance(module, unit) if isinstance(unit, type) else module is unit:
+                matched.add(place)
+                if module is not model:
+                    found[module] = UnitModules(name, module)
+    for place, unit in enumerate(units):
+        if place not in matched:
+            raise _no_such_unit(model, unit)
+    members: dict[nn.Parameter, tuple[UnitModules, Member]] = {}
+    _collect(model, "", found[model], found, members, set())
+    return list(found.values())
+
+
+def install(owners: Sequence[Sequence[Owner]], parameters: Sequence[nn.Parameter]) -> None:
+    """Put each parameter into the modules that hold it. Local."""
+    for own, parameter in zip(owners, parameters, strict=True):
+        for module, name in own:
+            # Assignment by name would look at every kind of attribute a module has.
+            module._parameters[name] = parameter
+
+
+def _collect(
+    module: nn.Module,
+    prefix: str,
+    unit: UnitModules,
+    found: dict[nn.Module, UnitModules],
+    members: dict[nn.Parameter, tuple[UnitModules, Member]],
+    seen: set[tuple[nn.Module, str]],
+) -> None:
+    unit = found.get(module, unit)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        full_name = f"{prefix}{name}"
+        known = members.get(parameter)
+        if known is None:
+            member = Member(full_name, parameter)
+            unit.members.append(member)
+            members[parameter] = unit, member
+        elif known[0] is not unit:
+            raise _in_two_units(known[1].name, known[0], full_name, unit)
+        else:
+            member = known[1]
+        member.aliases.append(full_name)
+        if (module, name) not in seen:
+            # A module that is used under two names holds its parameters once.
+            seen.add((module, name))
+            member.owners.append((module, name))
+    for name, child in module.named_children():
+        _collect(child, f"{prefix}{name}.", unit, found, members, seen)
+
+
+def _no_such_unit(model: nn.Module, unit: type[nn.Module] | nn.Module) -> ConfigError:
+    kinds = sorted({type(module).__name__ for module in model.modules()})
+    return ConfigError(
+        f"fully_shard: unit {unit.__name__ if isinstance(unit, type) else type(unit).__name__}",
+        found=f"a model of {', '.join(kinds)}",
+        why="A unit is a part of the model, and nothing in this model is that part.",
+        fix="Name classes of modules in the model, or modules of the model itself.",
+    )
+
+
+def _in_two_units(name: str, unit: UnitModules, other_name: str, other: UnitModules) -> ConfigError:
+    return ConfigError(
+        f"fully_shard: parameter {name!r}",
+        found=f"it is also {other_name!r}; the units are {unit.name!r} and {other.name!r}",
+        why="A unit gathers and releases its parameters alone, and reduces their gradients once.",
+        fix="Make one unit of both, or neither a unit: tied weights may lie in the root.",
+    )

@@ -1,0 +1,293 @@
+"""Mistakes on one rank are errors on all, and none of them hangs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pcomm.core.errors import (
+    ConfigError,
+    DivergenceError,
+    PcommError,
+    PeerError,
+    TopologyError,
+)
+from pcomm.core.groups import Groups, open_groups
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.policy import CommPolicy
+from pcomm.fsdp.roles import Roles, Scope
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.testing.small_models import Block, SmallModel
+
+TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
+
+
+@contextlib.contextmanager
+def two_groups(size: int = 2) -> Iterator[Groups]:
+    with open_groups(Topology({"dp": size}), [("dp", "gather"), ("dp", "reduce")]) as groups:
+        yield groups
+
+
+def roles_of(groups: Groups) -> Roles:
+    return Roles(groups["dp", "gather"], groups["dp", "reduce"])
+
+
+def shard(model: nn.Module, groups: Groups, **options: object) -> Sharded:
+    return fully_shard(model, roles_of(groups), units=[Block], **options)  # type: ignore[arg-type]
+
+
+def step(model: SmallModel, sharded: Sharded) -> float:
+    sharded.zero_grad()
+    loss = model.loss(TOKENS)
+    loss.backward()
+    return loss.item()
+
+
+class Faulty(SmallModel):
+    """A model that does something else when told."""
+
+    fault: Callable[[], None] | None = None
+    order: tuple[int, ...] = (0, 1, 2, 3)
+
+    def _blocks(self, x_BTD: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks[i] for i in self.order):
+            if number == 2 and self.fault is not None:
+                self.fault()
+            x_BTD = block(x_BTD)
+        return x_BTD
+
+
+def throw() -> None:
+    raise ArithmeticError("a bad batch")
+
+
+# -- before anything is sent -----------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_parameter_in_two_units(rank: int) -> None:
+    model = SmallModel()
+    if rank == 1:
+        model.blocks[2].up.weight = model.blocks[0].up.weight
+    expected = ConfigError if rank == 1 else PeerError
+    with two_groups() as groups, pytest.raises(expected, match=r"it is also 'blocks.2.up.weight'"):
+        shard(model, groups)
+
+
+@ranks(2)
+def test_a_parameter_on_another_device(rank: int) -> None:
+    model = SmallModel()
+    model.head.to("meta")
+    with two_groups() as groups, pytest.raises(PcommError, match=r"'head\.weight' on meta"):
+        shard(model if rank else SmallModel(), groups)
+
+
+@ranks(2)
+def test_groups_of_other_ranks(rank: int) -> None:
+    topology = Topology({"dp": 1, "tp": 2})
+    with open_groups(topology, ["dp", "tp"]) as groups:
+        roles = Roles(groups["tp"], groups["dp"])
+        with pytest.raises(TopologyError, match=rf"ranks \[0, 1\] and \[{rank}\]"):
+            fully_shard(SmallModel(), roles, units=[Block])
+
+
+@ranks(2)
+def test_replicas_within_the_gather_group(rank: int) -> None:
+    with two_groups() as groups:
+        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"], groups["dp", "gather"])
+        with pytest.raises(TopologyError, match="this rank alone is in both"):
+            fully_shard(SmallModel(), roles, units=[Block])
+
+
+@ranks(2)
+def test_an_optimizer_made_before(rank: int) -> None:
+    model = SmallModel()
+    optimizer = torch.optim.SGD(model.parameters()) if rank == 0 else None
+    with two_groups() as groups, pytest.raises(PcommError, match="an optimizer of type SGD"):
+        shard(model, groups)
+    del optimizer
+
+
+@ranks(2)
+def test_other_models_on_ranks(rank: int) -> None:
+    with two_groups() as groups, pytest.raises(DivergenceError, match=r"rank 0 has .* rank 1 has"):
+        shard(SmallModel(num_blocks=3 + rank), groups)
+
+
+@ranks(2)
+def test_names_that_are_not_there(rank: int) -> None:
+    with two_groups() as groups:
+        with pytest.raises(ConfigError, match="unit Conv1d"):
+            fully_shard(SmallModel(), roles_of(groups), units=[nn.Conv1d])
+        scope = Scope(lambda name, _: "expert" in name, roles_of(groups))
+        with pytest.raises(ConfigError, match="scopes expert"):
+            shard(SmallModel(), groups, scopes={"expert": scope})
+        with pytest.raises(ConfigError, match="divisor -1"):
+            shard(SmallModel(), groups, divisor=-1)
+        with pytest.raises(ConfigError, match="entry point 'generate'"):
+            shard(SmallModel(), groups, entry_points=["generate"])
+
+
+# -- in the first step -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@ranks(2)
+def test_a_unit_that_is_never_used(rank: int, checks: bool) -> None:
+    model = Faulty()
+    model.order = (0, 1, 3)
+    with two_groups() as groups:
+        sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
+        with pytest.raises(ConfigError, match=r"units blocks.2: they took no part"):
+            step(model, sharded)
+
+
+@ranks(2)
+def test_another_order_in_the_first_step(rank: int) -> None:
+    model = Faulty()
+    model.order = (0, 1, 2, 3) if rank else (0, 2, 1, 3)
+    with two_groups() as groups:
+        sharded = shard(model, groups)
+        with pytest.raises(DivergenceError, match=r"use blocks.2 forward.*use blocks.1 forward"):
+            step(model, sharded)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@ranks(2)
+def test_a_rank_throws_in_the_first_forward(rank: int, checks: bool) -> None:
+    model = Faulty()
+    if rank == 1:
+        model.fault = throw
+    with two_groups() as groups:
+        sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
+        expected = ArithmeticError if rank == 1 else PeerError
+        with pytest.raises(expected, match="a bad batch"):
+            step(model, sharded)
+
+
+# -- later -----------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_rank_throws_in_a_later_forward(rank: int) -> None:
+    model = Faulty()
+    with two_groups() as groups:
+        sharded = shard(model, groups)
+        step(model, sharded)
+        if rank == 1:
+            model.fault = throw
+        with pytest.raises(ArithmeticError if rank == 1 else PeerError, match="a bad batch"):
+            step(model, sharded)
+        model.fault = None
+        # Collectives are left over that only one rank joined: an error on both, and no hang.
+        with pytest.raises(PcommError, match="step after an error"):
+            step(model, sharded)
+
+
+@ranks(2)
+def test_all_ranks_throw_and_go_on(rank: int) -> None:
+    torch.manual_seed(0)
+    model = Faulty()
+    with two_groups() as groups:
+        sharded = shard(model, groups)
+        losses = [step(model, sharded)]
+        for _ in range(2):
+            model.fault = throw
+            with pytest.raises(ArithmeticError):
+                step(model, sharded)
+            assert all(p.numel() == q.numel() for p, q in zip_parameters(model, sharded))
+            model.fault = None
+            losses.append(step(model, sharded))
+        assert len(set(losses)) == 1
+
+
+@ranks(2)
+def test_all_ranks_throw_in_the_first_forward_and_go_on(rank: int) -> None:
+    model = Faulty()
+    with two_groups() as groups:
+        sharded = shard(model, groups)
+        model.fault = throw
+        with pytest.raises(ArithmeticError):
+            step(model, sharded)
+        model.fault = None
+        assert step(model, sharded) == step(model, sharded)
+
+
+@ranks(2)
+def test_all_ranks_throw_in_backward_and_go_on(rank: int) -> None:
+    model = Faulty()
+
+    def refuse(_: Tensor) -> None:
+        raise ArithmeticError("a bad gradient")
+
+    with two_groups() as groups:
+        sharded = shard(model, groups)
+        first = step(model, sharded)
+        handle = model.blocks[1].register_forward_hook(
+            lambda *a: a[2].register_hook(refuse) and None
+        )
+        with pytest.raises(ArithmeticError):
+            step(model, sharded)
+        handle.remove()
+        assert step(model, sharded) == first
+
+
+@ranks(2)
+def test_a_rank_uses_units_in_another_order(rank: int) -> None:
+    model = Faulty()
+    with two_groups() as groups:
+        sharded = shard(model, groups)
+        step(model, sharded)
+        if rank == 1:
+            model.order = (0, 2, 1, 3)
+        with pytest.raises(
+            DivergenceError if rank else PeerError, match=r"has use blocks.1 forward here"
+        ):
+            step(model, sharded)
+
+
+@ranks(2)
+def test_a_rank_leaves_backward_out(rank: int) -> None:
+    model = SmallModel()
+    with two_groups() as groups:
+        sharded = shard(model, groups)
+        step(model, sharded)
+        if rank == 1:
+            model.loss(TOKENS)
+        else:
+            with pytest.raises(PeerError, match=r"rank 1: a forward .* not followed by"):
+                step(model, sharded)
+        with pytest.raises(PcommError, match="step after an error"):
+            step(model, sharded)
+
+
+@ranks(2)
+def test_backward_of_an_earlier_forward(rank: int) -> None:
+    model = SmallModel()
+    with two_groups() as groups:
+        sharded = shard(model, groups)
+        step(model, sharded)
+        early = model.loss(TOKENS)
+        with torch.no_grad():
+            model.loss(TOKENS)
+        with pytest.raises(ConfigError, match="a graph of an earlier forward"):
+            early.backward()
+
+
+@ranks(2)
+def test_a_unit_called_by_itself(rank: int) -> None:
+    model = SmallModel()
+    with two_groups() as groups:
+        shard(model, groups)
+        with pytest.raises(ConfigError, match=r"unit 'blocks.0' called by itself"):
+            model.blocks[0](torch.zeros(1, 1, 5))
+
+
+def zip_parameters(model: nn.Module, sharded: Sharded) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(model.parameters(), sharded.parameters(), strict=True)

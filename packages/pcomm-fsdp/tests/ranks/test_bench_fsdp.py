@@ -1,0 +1,50 @@
+"""`pcomm bench fsdp` from end to end, with models that take no time."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from pcomm.core.cli import main
+from pcomm.core.testing.namespaces import obstacle
+from pcomm.fsdp.bench.settings import FSDP2, FSDP2_TUNED, ONE, OURS, THEIRS, TWO_RAILS, UNSHARDED
+
+# Three matrices of 64 x 64 in fp32 on two ranks, each of which sends half of a unit.
+SHARE = 64 * 64 * 4 / 2 / (1 << 20)
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["rows", "rows and picture"])
+def test_the_command_measures_prints_and_writes(
+    draws: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reason := obstacle():
+        pytest.skip(f"no rate-limited links here: {reason}")
+    rows, image = tmp_path / "fsdp.csv", tmp_path / "new" / "fsdp.png"
+    line = ["bench", "fsdp", "--quick", "--models", "linear", "--csv", str(rows), "--debug"]
+    if draws:
+        pytest.importorskip("matplotlib", reason="it draws the picture, and is no requirement")
+        line += ["--plot", str(image)]
+    assert main(line) == 0
+    assert "x as fast:" in capsys.readouterr().out
+    assert not draws or image.read_bytes().startswith(b"\x89PNG")
+    with rows.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    values = {(row["case"], row["unit"]): float(row["value"]) for row in found}
+    assert {row["benchmark"] for row in found} == {"fsdp"}
+    assert all(value > 0 for (_, unit), value in values.items() if unit.startswith("ms"))
+    place = "2 ranks, linear"
+    for case in (*THEIRS, *OURS):
+        at = f"{case} @ {place}"
+        gathers = 3 + values[at, "units gathered in backward"]
+        # Torch's own reduce-scatter is an all-reduce here.
+        reduces = 6 if case == FSDP2 else 3
+        sent = values[at, "MiB sent"]
+        # Headers of gloo and TCP, and acknowledgements, beside messages of 8 KiB.
+        assert SHARE * (gathers + reduces) < sent < 1.35 * SHARE * (gathers + reduces)
+        assert values[at, "of lower bound"] > 0
+    for ours, theirs in ((TWO_RAILS, FSDP2), (TWO_RAILS, FSDP2_TUNED), (ONE, FSDP2_TUNED)):
+        assert values[f"{ours} over {theirs} @ {place}", "x as fast"] > 0
+    alone = values[f"{ONE} over {UNSHARDED} @ 1 rank, linear", "x as fast as unsharded"]
+    assert alone > 0

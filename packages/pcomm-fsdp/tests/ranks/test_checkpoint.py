@@ -1,0 +1,58 @@
+"""A run that is saved by some ranks goes on, to the last bit but rounding, on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pcomm.core.errors import ConfigError
+from pcomm.core.groups import open_groups
+from pcomm.core.testing.ranks import RankPool, ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp.checkpoint import load_checkpoint, model_regions, save_checkpoint
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp.testing.resumed import train_and_save
+from pcomm.fsdp.testing.small_models import Block, SmallModel
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((4, Shard.zero3(), 1), (2, Shard.zero2(), 1)),
+        ((4, Shard.zero3(), 2), (3, Shard.zero3(), 1)),
+        ((3, Shard.zero1(), 1), (1, Shard.zero3(), 1)),
+        ((1, Shard.zero3(), 1), (2, Shard.zero1(), 2)),
+    ],
+    ids=str,
+)
+def test_other_ranks_go_on(
+    before: tuple[int, Shard, int],
+    after: tuple[int, Shard, int],
+    tmp_path: Path,
+    rank_pool: RankPool,
+) -> None:
+    folder = tmp_path / "saved"
+    for (size, shard, replicas), steps in ((before, range(2)), (after, range(2, 4))):
+        arguments = size, shard, folder, steps, replicas
+        if size == 1:
+            found = train_and_save(*arguments)
+        else:
+            found = rank_pool.run(train_and_save, size, *arguments)[0]
+    whole = train_and_save(1, Shard.zero3(), tmp_path / "reference", range(4))
+    for name, expected in whole.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-9)
+
+
+@ranks(2)
+def test_a_checkpoint_of_another_model(rank: int, tmp_path: Path) -> None:
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        roles = Roles(groups["dp"], groups["dp"])
+        saved = fully_shard(SmallModel(), roles, units=[Block])
+        save_checkpoint(tmp_path / "saved", model_regions(saved), groups["dp"])
+        other = fully_shard(SmallModel(dim=6), roles, units=[Block])
+        with pytest.raises(ConfigError, match=r"shape \(5, 16\) under that name"):
+            load_checkpoint(tmp_path / "saved", model_regions(other), groups["dp"])

@@ -1,0 +1,167 @@
+"""Every strategy against one process that has the whole batch, and against torch FSDP2.
+
+In fp64, where the order of sums leaves 1e-12 and every mistake leaves more.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+from pcomm.core.groups import open_groups
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.policy import CommPolicy
+from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp.testing.small_models import Block, SmallModel
+
+STRATEGIES = {
+    "zero3": Shard.zero3(),
+    "zero3, reduced once": Shard.zero3(reduce="step"),
+    "kept for backward": Shard(keep="backward"),
+    "zero2": Shard.zero2(),
+    "zero1": Shard.zero1(),
+}
+STEPS, MICRO = 4, 2
+MAX_NORM = 0.3
+
+
+def model_of(seed: int = 0, **options: object) -> SmallModel:
+    torch.manual_seed(seed)
+    return SmallModel(**options).double()  # type: ignore[arg-type]
+
+
+def tokens(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(7, (2, 6), generator=generator)
+
+
+def optimizer_of(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.03, weight_decay=0.1)  # type: ignore[arg-type]
+
+
+def one_process(size: int, **options: object) -> tuple[list[float], list[float], SmallModel]:
+    """Losses and gradient norms by step, and the model afterwards."""
+    model = model_of(**options)
+    optimizer = optimizer_of(model.parameters())
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in range(MICRO):
+            loss = sum(model.loss(tokens(step, micro, rank)) for rank in range(size)) / size
+            loss.backward()  # type: ignore[union-attr]
+            total += loss.item()  # type: ignore[union-attr]
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        losses.append(total)
+    return losses, norms, model
+
+
+def torch_fsdp2(rank: int, size: int, **options: object) -> dict[str, Tensor]:
+    """Parameters after the same steps with torch's own sharding."""
+    model = model_of(**options)
+    mesh = init_device_mesh("cpu", (size,))
+    for block in model.blocks:
+        fsdp2(block, mesh=mesh)
+    fsdp2(model, mesh=mesh)
+    optimizer = optimizer_of(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(MICRO):
+            model.loss(tokens(step, micro, rank)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+    return {name: p.full_tensor() for name, p in model.named_parameters()}
+
+
+def train(model: SmallModel, sharded: Sharded, rank: int) -> tuple[list[float], list[float]]:
+    """Losses of this rank and gradient norms by step."""
+    optimizer = optimizer_of(sharded.parameters())
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in range(MICRO):
+            with sharded.accumulate(is_last=micro == MICRO - 1):
+                loss = model.loss(tokens(step, micro, rank))
+                loss.backward()
+            total += loss.item()
+        norms.append(sharded.clip_grad_norm(MAX_NORM).item())
+        optimizer.step()
+        losses.append(total)
+    return losses, norms
+
+
+def check(
+    rank: int, size: int, shard: Shard, *, with_fsdp2: bool = True, **options: object
+) -> None:
+    comm = options.pop("comm", CommPolicy())
+    expected_losses, expected_norms, expected = one_process(size, **options)
+    model = model_of(**options)
+    with open_groups(Topology({"dp": size}), [("dp", "gather"), ("dp", "reduce")]) as groups:
+        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        sharded = fully_shard(model, roles, units=[Block], shard=shard, comm=comm)
+        losses, norms = train(model, sharded, rank)
+        mean = roles.gather.collectives.all_reduce(torch.tensor(losses, dtype=torch.float64)) / size
+        torch.testing.assert_close(mean.tolist(), expected_losses, rtol=1e-11, atol=0)
+        torch.testing.assert_close(norms, expected_norms, rtol=1e-10, atol=0)
+        state = sharded.full_state_dict()
+    assert list(state) == list(expected.state_dict())
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-10, msg=name)
+    if with_fsdp2:
+        for name, value in torch_fsdp2(rank, size, **options).items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_two_ranks(rank: int, strategy: str) -> None:
+    check(rank, 2, STRATEGIES[strategy], with_fsdp2=strategy == "zero3")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(3)
+def test_three_ranks(rank: int, strategy: str) -> None:
+    check(rank, 3, STRATEGIES[strategy], with_fsdp2=strategy == "zero3")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(4)
+def test_four_ranks(rank: int, strategy: str) -> None:
+    check(rank, 4, STRATEGIES[strategy], with_fsdp2=strategy == "zero3")
+
+
+@pytest.mark.parametrize("recompute", ["blocks", "reentrant", "inside", "all blocks at once"])
+@ranks(2)
+def test_recompute(rank: int, recompute: str) -> None:
+    check(rank, 2, Shard.zero3(), with_fsdp2=False, recompute=recompute)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+@ranks(3)
+def test_tied(rank: int, strategy: str) -> None:
+    check(rank, 3, STRATEGIES[strategy], is_tied=True)
+
+
+@pytest.mark.parametrize(
+    "comm",
+    [
+        CommPolicy(prefetch=0),
+        CommPolicy(prefetch=3, inflight_reduce=1),
+        CommPolicy(prefetch=4, prefetch_bytes=1),
+        CommPolicy(separate="never"),
+        CommPolicy(max_padding=0.0, checks_first_step=False),
+    ],
+    ids=str,
+)
+@ranks(3)
+def test_policies(rank: int, comm: CommPolicy) -> None:
+    check(rank, 3, Shard.zero3(), with_fsdp2=False, comm=comm)

@@ -1,0 +1,69 @@
+"""The choice between one communicator and two; which way it goes is the machine's business."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.groups import open_groups
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp import fully_shard as module
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.measure import Separation, measure_separation
+from pcomm.fsdp.policy import CommPolicy
+from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.testing.small_models import Block, SmallModel
+
+MEASURED = Separation("dp[gather]", "dp[reduce]", 0.1, 0.2, 0.3, 0.2, None)
+TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
+
+
+def test_a_gain_of_three_percent_pays() -> None:
+    assert MEASURED.pays
+    assert not replace(MEASURED, separate_s=0.295).pays
+    assert not replace(MEASURED, separate_s=0.4).pays
+    assert "gain 33.3%, extra memory unknown; separate" in MEASURED.describe()
+
+
+@ranks(2)
+def test_all_ranks_measure_the_same(rank: int) -> None:
+    with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
+        gather, reduce = groups["dp", "gather"], groups["dp", "reduce"]
+        found = measure_separation(
+            gather,
+            reduce,
+            num_elements=1000,
+            gather_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        numbers = [found.gather_s, found.reduce_s, found.shared_s, found.separate_s]
+        assert min(numbers) > 0
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        assert torch.equal(gather.collectives.all_reduce(mine, op="max"), mine)
+
+
+@pytest.mark.parametrize("separate_s", [0.2, 0.4])
+@ranks(2)
+def test_the_plan_follows_what_was_measured(rank: int, separate_s: float) -> None:
+    measured = replace(MEASURED, separate_s=separate_s)
+    before = module.measure_separation
+    module.measure_separation = lambda *_args, **_options: measured
+    try:
+        with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
+            roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+            model = SmallModel()
+            sharded = fully_shard(model, roles, units=[Block], comm=CommPolicy("auto"))
+            chosen = roles.reduce if measured.pays else roles.gather
+            assert all(plan.reduce is chosen for plan in sharded.plans)
+            assert sharded.report().count(measured.describe()) == 1
+            spy = chosen.collectives = SpyCollectives(chosen.collectives)
+            model.loss(TOKENS).backward()
+            assert spy.counts["reduce_scatter"] == 5
+            assert ("all_gather" in spy.counts) != measured.pays
+    finally:
+        module.measure_separation = before

@@ -1,0 +1,113 @@
+"""`pcomm bench fsdp`: what is refused, the checks before anything is timed, and memory."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from pcomm.core.cli import main
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.testing import namespaces
+from pcomm.core.testing.virtual import run_virtual
+from pcomm.fsdp.bench import plot
+from pcomm.fsdp.bench.memory import can_count, in_use_bytes, peak_bytes
+from pcomm.fsdp.bench.models import Problem, Reference, squared_norm
+from pcomm.fsdp.bench.settings import MODELS, Settings, Widths
+
+MEBI = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--ranks", "1"], "below 2 or above 16"),
+        (["--ranks", "2;4"], "words that are no numbers"),
+        (["--models", "linear,conv"], "unknown: conv"),
+        (["--rounds", "2"], "fewer than 3 rounds"),
+        (["--mbit", "0.5"], "a rate out of range"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "fsdp", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: pcomm bench fsdp --")
+    assert told in error
+
+
+def test_without_root_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    assert main(["bench", "fsdp", "--quick"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("UnsupportedError: rated_network")
+    assert "user 1000, not root" in error
+    assert "iproute2" in error
+
+
+def test_a_picture_without_matplotlib_is_refused_before_minutes_of_measuring(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    assert main(["bench", "fsdp", "--plot", "x.png"]) == 2
+    assert "python3 -m pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_reference_is_the_gradient_over_all_rows(name: str) -> None:
+    problem = Problem(name, Widths(16, 2, 32))
+    model = problem.build(torch.float64)
+    batch = torch.cat([problem.batch(rank) for rank in range(3)]).double()
+    problem.loss(model, batch).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+
+    def run(collectives: Collectives) -> Reference:
+        return Reference.of(problem, collectives)
+
+    for reference in run_virtual(run, 3):
+        for key, value in reference.exact.items():
+            torch.testing.assert_close(value, expected[key])
+        reference.check(reference.plain)
+        for key, value in reference.plain.items():
+            # One row of one parameter that was not summed is found.
+            broken = dict(reference.plain)
+            broken[key] = value.clone()
+            broken[key][-1] = 0.0
+            with pytest.raises(AssertionError, match=f"gradient of {key}"):
+                reference.check(broken)
+
+
+def test_parameters_are_those_of_the_reference_notes() -> None:
+    problem = Problem("linear", Settings().widths("linear"))
+    assert problem.unit_bytes() == [768 * 768 * 4] * 8
+    assert float(squared_norm([torch.full((3,), 2.0), torch.ones(2, 2)])) == 16.0
+
+
+@pytest.mark.skipif(not can_count(), reason="the C library does not tell what is in use")
+def test_peak_memory_is_that_of_all_threads_and_of_the_fullest_moment() -> None:
+    def run() -> None:
+        def fill() -> None:
+            both = [torch.zeros(6 * MEBI), torch.zeros(2 * MEBI)]
+            seen.wait(5.0)
+            del both
+
+        seen = threading.Event()
+        other = threading.Thread(target=fill)
+        other.start()
+        # As long as the watcher takes to see it, at most a second.
+        for _ in range(10_000):
+            if in_use_bytes() - base > 31 * MEBI:
+                break
+        torch.zeros(MEBI)
+        threading.Event().wait(0.05)
+        seen.set()
+        other.join()
+
+    base = in_use_bytes()
+    found = peak_bytes(run, base)
+    assert 32 * MEBI <= found < 37 * MEBI
+    assert in_use_bytes() - base < MEBI

@@ -1,0 +1,233 @@
+"""Compiled schedules, executed by a machine that refuses what makes no sense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pcomm.fsdp.schedule import Buffer, Mark, OnDemand, Schedule, Step, compile_schedule
+from pcomm.fsdp.strategy import Keep
+
+
+def chain(num_units: int) -> list[Mark]:
+    """A root around units in a row, forward and backward."""
+    names = [f"b{i}" for i in range(num_units)]
+    marks = [Mark("use", "root", "forward")]
+    for name in names:
+        marks += [Mark("use", name, "forward"), Mark("done", name, "forward")]
+    marks += [Mark("done", "root", "forward"), Mark("use", "root", "backward")]
+    for name in reversed(names):
+        marks += [Mark("use", name, "backward"), Mark("done", name, "backward")]
+    return [*marks, Mark("done", "root", "backward"), Mark("end", "root", "backward")]
+
+
+def buffers_of(
+    marks: list[Mark], keep: Keep = "use", *, reduces: bool = True, replicates: bool = False
+) -> list[Buffer]:
+    units = sorted({mark.unit for mark in marks})
+    return [Buffer(f"{unit}.w", unit, 10, keep, reduces, replicates) for unit in units]
+
+
+@dataclass
+class Machine:
+    """Executes steps and refuses what makes no sense."""
+
+    buffers: dict[str, Buffer]
+    gathered: set[str] = field(default_factory=set)
+    on_the_way: set[str] = field(default_factory=set)
+    reducing: set[str] = field(default_factory=set)
+    replicating: set[str] = field(default_factory=set)
+    reduced: list[str] = field(default_factory=list)
+    most_gathered: int = 0
+    most_reducing: int = 0
+
+    def run(self, steps: tuple[Step, ...]) -> None:
+        for step in steps:
+            getattr(self, step.kind)(step)
+            live = self.gathered | self.on_the_way
+            self.most_gathered = max(self.most_gathered, len(live - {"root.w"}))
+            self.most_reducing = max(self.most_reducing, len(self.reducing))
+
+    def use(self, step: Step) -> None:
+        for buffer in self.buffers.values():
+            if buffer.unit == step.name:
+                assert buffer.name in self.gathered, f"{step} without its parameters"
+
+    def done(self, step: Step) -> None:
+        pass
+
+    end = done
+
+    def gather(self, step: Step) -> None:
+        assert step.name not in self.gathered | self.on_the_way
+        self.on_the_way.add(step.name)
+
+    def wait(self, step: Step) -> None:
+        self.on_the_way.remove(step.name)
+        self.gathered.add(step.name)
+
+    def release(self, step: Step) -> None:
+        self.gathered.remove(step.name)
+
+    def reduce(self, step: Step) -> None:
+        assert step.name not in self.reducing
+        self.reducing.add(step.name)
+        self.reduced.append(step.name)
+
+    def finish(self, step: Step) -> None:
+        self.reducing.remove(step.name)
+
+    def replicate(self, step: Step) -> None:
+        assert step.name not in self.reducing
+        self.replicating.add(step.name)
+
+    def settle(self, step: Step) -> None:
+        self.replicating.remove(step.name)
+
+
+def compiled(marks: list[Mark], buffers: list[Buffer], **options: object) -> Schedule:
+    defaults: dict[str, object] = {
+        "prefetch": 1,
+        "prefetch_bytes": None,
+        "inflight_reduce": 2,
+        "gathered": frozenset(),
+        "is_last": True,
+    }
+    return compile_schedule(marks, buffers, **(defaults | options))  # type: ignore[arg-type]
+
+
+@st.composite
+def random_marks(draw: st.DrawFn) -> list[Mark]:
+    """Units in any order, nested and repeated, some of them without a backward."""
+    names = [f"u{i}" for i in range(draw(st.integers(1, 6)))]
+    marks = [Mark("use", "root", "forward")]
+    for name in draw(st.lists(st.sampled_from(names), max_size=10)):
+        inner = draw(st.sampled_from([*names, ""]))
+        marks.append(Mark("use", name, "forward"))
+        if inner and inner != name:
+            marks += [Mark("use", inner, "forward"), Mark("done", inner, "forward")]
+        marks.append(Mark("done", name, "forward"))
+    marks += [Mark("done", "root", "forward"), Mark("use", "root", "backward")]
+    used = sorted({mark.unit for mark in marks} - {"root"})
+    back = draw(st.permutations(used))[: draw(st.integers(0, len(used)))]
+    waiting: list[str] = []
+    for name in back:
+        marks.append(Mark("use", name, "backward"))
+        waiting.append(name)
+        while waiting and draw(st.booleans()):
+            marks.append(Mark("done", waiting.pop(), "backward"))
+    marks += [Mark("done", name, "backward") for name in reversed(waiting)]
+    return [*marks, Mark("done", "root", "backward"), Mark("end", "root", "backward")]
+
+
+@given(
+    random_marks(),
+    st.sampled_from(["use", "backward", "step", "always"]),
+    st.integers(0, 4),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 0, 25]),
+)
+def test_any_model_runs(
+    marks: list[Mark],
+    keep: Keep,
+    prefetch: int,
+    inflight: int,
+    is_last: bool,
+    replicates: bool,
+    limit: int | None,
+) -> None:
+    buffers = buffers_of(marks, keep, replicates=replicates and is_last)
+    machine = Machine({buffer.name: buffer for buffer in buffers})
+    for _ in range(2):
+        schedule = compiled(
+            marks,
+            buffers,
+            prefetch=prefetch,
+            prefetch_bytes=limit,
+            inflight_reduce=inflight,
+            gathered=frozenset(machine.gathered),
+            is_last=is_last,
+        )
+        machine.reduced.clear()
+        machine.run(schedule.steps)
+        assert [(s.kind, s.name, s.phase) for s in schedule.steps if s.is_anchor] == marks
+        assert not machine.on_the_way | machine.reducing | machine.replicating
+        backward = {m.unit for m in marks if m.kind == "done" and m.phase == "backward"}
+        assert sorted(machine.reduced) == sorted(f"{unit}.w" for unit in backward)
+        assert machine.most_reducing <= inflight
+        if keep in ("use", "backward"):
+            assert not machine.gathered
+        if not is_last:
+            assert machine.gathered == schedule.gathered_at_end
+        if is_last and keep == "always":
+            # The memory stays, what is in it does not count.
+            machine.gathered.clear()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_units_that_are_gathered_at_once_are_bounded(prefetch: int) -> None:
+    marks = chain(8)
+    buffers = buffers_of(marks)
+    machine = Machine({buffer.name: buffer for buffer in buffers})
+    schedule = compiled(marks, buffers, prefetch=prefetch)
+    machine.run(schedule.steps)
+    assert machine.most_gathered == 1 + prefetch
+    # All but the last of forward twice, and the root once.
+    assert schedule.count("gather") == 1 + 2 * 8 - (1 + prefetch)
+
+
+def test_a_budget_of_bytes_limits_the_depth_but_not_below_one() -> None:
+    marks = chain(8)
+    buffers = buffers_of(marks)
+    for limit, depth in ((0, 1), (10, 1), (29, 2), (30, 3)):
+        machine = Machine({buffer.name: buffer for buffer in buffers})
+        machine.run(compiled(marks, buffers, prefetch=5, prefetch_bytes=limit).steps)
+        assert machine.most_gathered <= 1 + depth
+
+
+def test_the_next_gather_goes_before_the_reduce_of_what_has_ended() -> None:
+    marks = chain(6)
+    kinds = [(s.kind, s.name) for s in compiled(marks, buffers_of(marks)).steps]
+    for i in range(5, 1, -1):
+        assert kinds.index(("reduce", f"b{i}.w")) > len(kinds) - 1 - kinds[::-1].index(
+            ("gather", f"b{i - 2}.w")
+        )
+
+
+def test_nothing_is_gathered_again_that_stays() -> None:
+    marks = chain(4)
+    buffers = buffers_of(marks, "step", reduces=False)
+    first = compiled(marks, buffers, is_last=False)
+    assert first.count("gather") == 5
+    assert first.count("release") == first.count("reduce") == 0
+    last = compiled(marks, buffers, gathered=first.gathered_at_end)
+    assert last.count("gather") == 0
+    assert last.count("release") == 5
+
+
+@given(random_marks())
+def test_on_demand_is_a_schedule_without_foresight(marks: list[Mark]) -> None:
+    buffers = buffers_of(marks)
+    recorder = OnDemand(buffers, inflight_reduce=2, gathered=frozenset(), is_last=True)
+    machine = Machine({buffer.name: buffer for buffer in buffers})
+    for mark in marks:
+        machine.run(tuple(recorder.steps_for(mark)))
+    assert recorder.marks == marks
+    assert not machine.gathered | machine.on_the_way | machine.reducing
+
+
+def test_it_can_be_read_and_compared() -> None:
+    marks = chain(4)
+    schedule = compiled(marks, buffers_of(marks))
+    other = compiled(marks, buffers_of(marks, "step"))
+    assert schedule.fingerprint == compiled(marks, buffers_of(marks)).fingerprint
+    assert schedule.fingerprint != other.fingerprint
+    lines = schedule.describe().splitlines()
+    assert lines[0] == f"schedule {schedule.fingerprint}"
+    assert any("gather root.w, gather b0.w, wait root.w" in line for line in lines)
+    assert "finish" in lines[-1]
