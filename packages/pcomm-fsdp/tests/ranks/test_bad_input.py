@@ -16,7 +16,8 @@ from pcomm.core.errors import (
     PeerError,
     TopologyError,
 )
-from pcomm.core.groups import Groups, open_groups
+from pcomm.core.groups import Groups, GroupSpec, open_groups
+from pcomm.core.options import CommOptions
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp.fully_shard import fully_shard
@@ -112,6 +113,15 @@ def test_an_optimizer_made_before(rank: int) -> None:
     with two_groups() as groups, pytest.raises(PcommError, match="an optimizer of type SGD"):
         shard(model, groups)
     del optimizer
+
+
+@ranks(2)
+def test_a_model_that_is_sharded_already(rank: int) -> None:
+    model = SmallModel()
+    with two_groups() as groups:
+        shard(model, groups)
+        with pytest.raises(ConfigError, match=r"embedding.weight.*a shard of shape"):
+            shard(model, groups)
 
 
 @ranks(2)
@@ -265,6 +275,20 @@ def test_a_rank_leaves_backward_out(rank: int) -> None:
                 step(model, sharded)
         with pytest.raises(PcommError, match="step after an error"):
             step(model, sharded)
+
+
+@ranks(2)
+def test_a_rank_that_never_comes(rank: int) -> None:
+    """What the time limit of a group is for."""
+    model = SmallModel()
+    limited = CommOptions(timeout_s=0.5)
+    specs = [GroupSpec("dp", "gather", limited), GroupSpec("dp", "reduce", limited)]
+    with open_groups(Topology({"dp": 2}), specs) as groups:
+        sharded = shard(model, groups)
+        step(model, sharded)
+        if rank == 0:
+            with pytest.raises(PeerError, match="gather of"):
+                step(model, sharded)
 
 
 @ranks(2)

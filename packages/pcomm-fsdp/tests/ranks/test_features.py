@@ -15,7 +15,9 @@ from pcomm.core.groups import open_groups
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
+from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.local_group import LocalGroup
 from pcomm.fsdp.policy import CommPolicy, Precision
 from pcomm.fsdp.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
@@ -348,12 +350,19 @@ def test_evaluation_between_steps_sees_new_parameters(rank: int, strategy: str) 
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
+def in_use(group: FlatGroup | LocalGroup) -> list[Tensor]:
+    """Gradient buffers that are written or on their way."""
+    assert isinstance(group, FlatGroup)
+    sent = group._reducing[1] if group._reducing is not None else None
+    return [one for one in (group._gradient, sent) if one is not None]
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @ranks(2)
 def test_memory_is_given_back(rank: int, prefetch: int) -> None:
     with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
         model = model_of()
-        comm = CommPolicy(prefetch=prefetch, inflight_reduce=1)
+        comm = CommPolicy(prefetch=prefetch, inflight_reduce=2)
         roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
         sharded = fully_shard(model, roles, units=[Block], comm=comm)
         root, block = (plan.gathered_bytes for plan in sharded.plans[:2])
@@ -363,6 +372,8 @@ def test_memory_is_given_back(rank: int, prefetch: int) -> None:
             memory = sharded.memory()
             gathered.append(memory["gathered"])
             gradients.append(memory["gradients"])
+            taken = [one for group in sharded._groups for one in in_use(group)]
+            assert len({one.data_ptr() for one in taken}) == len(taken), "a buffer is used twice"
 
         for one in model.blocks:
             one.down.register_forward_hook(look)
@@ -372,8 +383,8 @@ def test_memory_is_given_back(rank: int, prefetch: int) -> None:
             model.loss(tokens(0, 0, rank)).backward()
             sharded.zero_grad()
         assert max(gathered) == root + (1 + prefetch) * block
-        # One that is filled, one on its way, and the root's, which fills up all along.
-        assert max(gradients) <= root + 2 * block
+        # One that is filled, two on their way, and the root's, which fills up all along.
+        assert max(gradients) <= root + 3 * block
         shares = sum(plan.layout.share * plan.main_dtype.itemsize for plan in sharded.plans)
         assert sharded.memory() == {
             "shards": shares,

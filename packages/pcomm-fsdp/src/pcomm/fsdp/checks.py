@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,13 @@ from torch.optim import Optimizer
 from pcomm.core.errors import ConfigError, TopologyError
 from pcomm.fsdp.roles import Roles
 
-__all__ = ["check_no_optimizer", "check_roles", "device_of"]
+__all__ = [
+    "check_entry_points",
+    "check_no_optimizer",
+    "check_not_sharded",
+    "check_roles",
+    "device_of",
+]
 
 
 def check_roles(scope: str, roles: Roles) -> None:
@@ -38,6 +44,38 @@ def check_roles(scope: str, roles: Roles) -> None:
                 found=f"ranks {list(roles.gather.ranks)} and {list(outer.ranks)}",
                 why="Replicas hold the same shard, so this rank alone is in both groups.",
                 fix="Open the replicate group along an axis that the gather group does not have.",
+            )
+
+
+def check_entry_points(model: nn.Module, names: Sequence[str]) -> None:
+    """The model has methods of these names. Local.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    for name in names:
+        if not callable(getattr(model, name, None)):
+            raise ConfigError(
+                f"fully_shard: entry point {name!r}",
+                found=f"{type(model).__name__} has no such method",
+                why="Parameters are gathered when one of the model's entry points is called.",
+                fix="Name methods of the model that compute its output or its loss.",
+            )
+
+
+def check_not_sharded(parameters: Mapping[str, nn.Parameter]) -> None:
+    """No parameter is a shard already. Local.
+
+    Raises:
+        ConfigError: One is.
+    """
+    for name, parameter in parameters.items():
+        if hasattr(parameter, "is_pcomm_shard"):
+            raise ConfigError(
+                f"fully_shard: parameter {name!r}",
+                found=f"a shard of shape {tuple(parameter.shape)}",
+                why="The model, or a part of it, has been sharded before.",
+                fix="Shard the whole model once; parts of it are `units`.",
             )
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from pcomm.core.collectives.protocol import Pending
 from pcomm.core.errors import ConfigError
 from pcomm.fsdp.group_plan import GroupPlan
-from pcomm.fsdp.lanes import Lanes, Ticket
 from pcomm.fsdp.reuse import Reuse
 from pcomm.fsdp.units import Owner, install
+from pcomm.fsdp.waiting import Waiter
 
 __all__ = ["FlatGroup"]
 
@@ -32,7 +33,7 @@ class FlatGroup:
             they are on the meta device.
         device: Where the buffers are.
         reuse: Where gradient buffers come from and go to.
-        lanes: What ends collectives.
+        waiter: What ends collectives.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class FlatGroup:
         device: torch.device,
         *,
         reuse: Reuse,
-        lanes: Lanes,
+        waiter: Waiter,
     ) -> None:
         self.plan, self.owners = plan, [tuple(own) for own in owners]
-        self._reuse, self._lanes = reuse, lanes
+        self._reuse, self._wait = reuse, waiter.wait
         layout = plan.layout
         # One rank and one dtype: the shard is the gathered buffer.
         self._is_one_buffer = plan.gather.size == 1 and plan.param_dtype == plan.main_dtype
@@ -56,6 +57,9 @@ class FlatGroup:
             nn.Parameter(self.local(self.shard, i), requires_grad=plan.is_trainable)
             for i in range(len(plan.names))
         ]
+        for part in self.parts:
+            # For whoever shards the same model again.
+            part.is_pcomm_shard = True  # type: ignore[attr-defined]
         with torch.no_grad():
             for index, original in enumerate(originals):
                 if not original.is_meta:
@@ -74,14 +78,14 @@ class FlatGroup:
         if plan.is_trainable:
             for index, whole in enumerate(self.wholes):
                 whole.register_post_accumulate_grad_hook(self._taker(index))
-        self._gathering: Ticket | None = None
+        self._gathering: Pending | None = None
         self.has_memory = True
         self._gradient: Tensor | None = None
         self._has_gradient = [False] * len(self.parts)
         self._is_reduced = False
-        self._reducing: tuple[Ticket, Tensor] | None = None
+        self._reducing: tuple[Pending, Tensor] | None = None
         self._partial: Tensor | None = None
-        self._replicating: Ticket | None = None
+        self._replicating: Pending | None = None
         self._deposit: Tensor | None = None
         self._is_attached = True
         self.release()
@@ -100,15 +104,13 @@ class FlatGroup:
         if self.plan.gather.size == 1:
             self._full.copy_(own)
         else:
-            gather = self.plan.gather
-            pending = gather.collectives.all_gather_async(own, out=self._full)
-            self._gathering = self._lanes.start(gather, pending)
+            self._gathering = self.plan.gather.collectives.all_gather_async(own, out=self._full)
 
     def wait(self) -> None:
         """Wait until the parameters are there."""
         if self._gathering is not None:
-            ticket, self._gathering = self._gathering, None
-            ticket.wait(f"gather of {self.plan.name}")
+            pending, self._gathering = self._gathering, None
+            self._wait(pending, f"gather of {self.plan.name}")
 
     def release(self) -> None:
         """Give the memory of the gathered parameters back; what was saved of them stays valid."""
@@ -182,13 +184,13 @@ class FlatGroup:
         self._gradient, self._is_reduced = None, True
         self._has_gradient = [False] * len(self.parts)
         pending = self.plan.reduce.collectives.reduce_scatter_async(gradient)
-        self._reducing = self._lanes.start(self.plan.reduce, pending), gradient
+        self._reducing = pending, gradient
 
     def finish(self) -> None:
         """Wait for the sum and add it to the gradient of the shard."""
         assert self._reducing is not None
-        (ticket, gradient), self._reducing = self._reducing, None
-        total = ticket.wait(f"reduce of {self.plan.name}")
+        (pending, gradient), self._reducing = self._reducing, None
+        total = self._wait(pending, f"reduce of {self.plan.name}")
         mine = total.to(self.plan.main_dtype)
         if mine is not gradient:
             self._reuse.give(gradient)
@@ -205,15 +207,14 @@ class FlatGroup:
         """Start to sum the gradient of the shard over the replicas. Collective over them."""
         assert self.plan.replicate is not None
         assert self._partial is not None
-        replicas = self.plan.replicate
-        pending = replicas.collectives.all_reduce_async(self._partial, out=self._partial)
-        self._replicating = self._lanes.start(replicas, pending)
+        replicas = self.plan.replicate.collectives
+        self._replicating = replicas.all_reduce_async(self._partial, out=self._partial)
 
     def settle(self) -> None:
         """Wait for the sum over the replicas."""
         assert self._replicating is not None
-        ticket, self._replicating = self._replicating, None
-        self._add_to_parts(ticket.wait(f"replicas' sum of {self.plan.name}"))
+        pending, self._replicating = self._replicating, None
+        self._add_to_parts(self._wait(pending, f"replicas' sum of {self.plan.name}"))
         self._partial = None
 
     def begin(self) -> None:
@@ -224,11 +225,11 @@ class FlatGroup:
         """Wait for everything that is on its way, and forget it."""
         self.wait()
         if self._reducing is not None:
-            (ticket, _), self._reducing = self._reducing, None
-            ticket.wait(f"reduce of {self.plan.name}")
+            (pending, _), self._reducing = self._reducing, None
+            self._wait(pending, f"reduce of {self.plan.name}")
         if self._replicating is not None:
-            ticket, self._replicating = self._replicating, None
-            ticket.wait(f"replicas' sum of {self.plan.name}")
+            pending, self._replicating = self._replicating, None
+            self._wait(pending, f"replicas' sum of {self.plan.name}")
 
     def reset(self) -> None:
         """Go back to the state between steps, after an error; gradients of the step are lost.

@@ -10,12 +10,17 @@ from torch import nn
 
 from pcomm.core.errors import PcommError
 from pcomm.core.group import Group
-from pcomm.fsdp.checks import check_no_optimizer, check_roles, device_of
+from pcomm.fsdp.checks import (
+    check_entry_points,
+    check_no_optimizer,
+    check_not_sharded,
+    check_roles,
+    device_of,
+)
 from pcomm.fsdp.engine import Engine, Unit
 from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.hooks import install_hooks
-from pcomm.fsdp.lanes import Lanes
 from pcomm.fsdp.local_group import LocalGroup
 from pcomm.fsdp.materialise import materialise
 from pcomm.fsdp.measure import Separation, measure_separation
@@ -27,6 +32,7 @@ from pcomm.fsdp.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.units import ROOT, UnitModules, find_units
+from pcomm.fsdp.waiting import Waiter
 
 __all__ = ["fully_shard"]
 
@@ -88,7 +94,9 @@ def fully_shard(
         for name, scope_roles in (("", roles), *((n, s.roles) for n, s in scopes.items())):
             check_roles(name, scope_roles)
         parameters = dict(model.named_parameters())
+        check_not_sharded(parameters)
         check_no_optimizer(parameters)
+        check_entry_points(model, entry_points)
         target = device_of(parameters, device)
         found = find_units(model, units)
         planned = plan_groups(
@@ -101,8 +109,8 @@ def fully_shard(
     planned, separations = _decide_separation(planned, comm, target)
 
     reuse = Reuse(target)
-    lanes = Lanes(target)
-    flat = [_build(one, target, reuse, lanes) for one in planned]
+    waiter = Waiter()
+    flat = [_build(one, target, reuse, waiter) for one in planned]
     materialise(model, flat, [one.members for one in planned], target, initialise)
     active: dict[str, list[FlatGroup]] = {unit.name: [] for unit in found}
     for group in flat:
@@ -119,7 +127,7 @@ def fully_shard(
         if active[unit.name] or unit.name == ROOT
     ]
     engine = Engine(running, comm, peers, reuse)
-    lanes.heard = engine.heard
+    waiter.heard = engine.heard
     if any(unit.groups for unit in running):
         install_hooks(engine, running[0], running[1:], entry_points)
     names = {alias: m.name for one in planned for m in one.members for alias in m.aliases}
@@ -159,13 +167,13 @@ def _decide_separation(
 
 
 def _build(
-    planned: PlannedGroup, device: torch.device, reuse: Reuse, lanes: Lanes
+    planned: PlannedGroup, device: torch.device, reuse: Reuse, waiter: Waiter
 ) -> FlatGroup | LocalGroup:
     owners = [member.owners for member in planned.members]
     originals = [member.parameter for member in planned.members]
     if planned.plan.is_local:
         return LocalGroup(planned.plan, owners, originals, device)
-    return FlatGroup(planned.plan, owners, originals, device, reuse=reuse, lanes=lanes)
+    return FlatGroup(planned.plan, owners, originals, device, reuse=reuse, waiter=waiter)
 
 
 def _lines(plans: Sequence[GroupPlan], comm: CommPolicy) -> Callable[[Group], list[str]]:

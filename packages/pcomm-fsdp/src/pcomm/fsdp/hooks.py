@@ -27,20 +27,9 @@ def install_hooks(
         root: The whole model.
         units: All others.
         entry_points: Methods of the model that compute a forward.
-
-    Raises:
-        ConfigError: The model has no such method.
     """
     for name in entry_points:
-        method = getattr(root.module, name, None)
-        if not callable(method):
-            raise ConfigError(
-                f"fully_shard: entry point {name!r}",
-                found=f"{type(root.module).__name__} has no such method",
-                why="Parameters are gathered when one of the model's entry points is called.",
-                fix="Name methods of the model that compute its output or its loss.",
-            )
-        setattr(root.module, name, _entry(engine, root, method))
+        setattr(root.module, name, _entry(engine, root, getattr(root.module, name)))
     for unit in units:
         hooks = _UnitHooks(engine, unit)
         unit.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
