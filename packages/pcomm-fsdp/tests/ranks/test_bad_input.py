@@ -263,6 +263,21 @@ def test_a_rank_uses_units_in_another_order(rank: int) -> None:
 
 
 @ranks(2)
+def test_a_rank_goes_only_half_of_the_way_back(rank: int) -> None:
+    model = Faulty()
+    with two_groups() as groups:
+        sharded = shard(model, groups)
+        step(model, sharded)
+        if rank == 1:
+            model.blocks[1].register_forward_hook(lambda _module, _inputs, y: y.detach())
+        found = "has use blocks.1 backward here"
+        with pytest.raises(DivergenceError if rank else PeerError, match=found):
+            step(model, sharded)
+        with pytest.raises(PcommError, match="step after an error"):
+            step(model, sharded)
+
+
+@ranks(2)
 def test_a_rank_leaves_backward_out(rank: int) -> None:
     model = SmallModel()
     with two_groups() as groups:

@@ -164,6 +164,8 @@ def test_any_model_runs(
             assert not machine.gathered
         if not is_last:
             assert machine.gathered == schedule.gathered_at_end
+        if is_last:
+            assert not schedule.gathered_at_end, "what the optimizer makes stale"
         if is_last and keep == "always":
             # The memory stays, what is in it does not count.
             machine.gathered.clear()

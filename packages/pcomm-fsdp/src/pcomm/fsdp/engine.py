@@ -238,15 +238,23 @@ class Engine:
     # -- execution -------------------------------------------------------------------------
 
     def _mark(self, mark: Mark) -> None:
-        if self._recording is not None:
-            recording = self._recording
-            if mark.kind == "use" and self._policy.checks_first_step:
-                self._agree([" ".join(mark)])
-            steps: Sequence[Step] = recording.steps_for(mark)
-        else:
-            steps = self._advance(mark)
-        for step in steps:
-            self._do(step)
+        try:
+            if self._recording is not None:
+                steps = self._record(self._recording, mark)
+            else:
+                steps = self._advance(mark)
+            for step in steps:
+                self._do(step)
+        except PcommError as error:
+            # Out of forward the entry point says so; backward has nobody else who would.
+            if self.phase == "backward":
+                self.fail(error)
+            raise
+
+    def _record(self, recording: OnDemand, mark: Mark) -> Sequence[Step]:
+        if mark.kind == "use" and self._policy.checks_first_step:
+            self._agree([" ".join(mark)])
+        return recording.steps_for(mark)
 
     def _advance(self, mark: Mark) -> Sequence[Step]:
         """The steps up to and after `mark` that can be done now."""

@@ -1,0 +1,31 @@
+"""What a rank hears of one that has failed."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from pcomm.core.alarm import Alarm
+from pcomm.core.group import Group
+from pcomm.core.groups import open_groups
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+
+
+@ranks(4)
+def test_only_the_group_and_the_round_hear_it(rank: int) -> None:
+    with open_groups(Topology({"dp": 2, "tp": 2}), ["dp", "tp"]) as groups:
+        alarm, other = Alarm(groups["tp"], "work"), Alarm(groups["tp"], "work")
+        dist.barrier()
+        if rank == 1:
+            alarm.sound("out of paper", round_number=3)
+            alarm.sound("and of ink", round_number=3)
+        dist.barrier()
+        assert alarm.heard(round_number=3) == ("rank 1: out of paper" if rank < 2 else None)
+        assert alarm.heard(round_number=4) is None
+        assert other.heard(round_number=3) is None
+
+
+def test_alone_nobody_listens() -> None:
+    alarm = Alarm(Group("dp", (0,), None), "work")
+    alarm.sound("out of paper", round_number=0)
+    assert alarm.heard(round_number=0) is None
