@@ -25,7 +25,10 @@ python3 -m nox -s bench -- --save
 ```bash
 pcomm bench gdn-cp --quick
 pcomm bench gdn-cp --csv docs/benchmarks/gdn_cp.csv --plot docs/benchmarks/gdn_cp.png
+pcomm bench fsdp --csv docs/benchmarks/fsdp.csv --plot docs/benchmarks/fsdp.png
 ```
+
+The last one puts each rank into a network namespace with rate-limited links, which needs root on Linux.
 """
 
 # What a reader compares; every other column says where the numbers come from.

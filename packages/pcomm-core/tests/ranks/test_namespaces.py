@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups import GroupSpec, open_groups
-from pcomm.core.options import CommOptions
+from pcomm.core.options import CommOptions, grant
 from pcomm.core.testing import namespaces
 from pcomm.core.testing.namespaces import RatedNetwork, obstacle, rated_network, traffic
 from pcomm.core.testing.ranks import RankPool
@@ -189,3 +189,10 @@ def test_numbers_that_make_no_network_are_refused(ranks: int, rails: int, rate: 
     refused = pytest.raises(ConfigError, match="out of range")
     with refused, contextlib.ExitStack() as stack:
         stack.enter_context(rated_network(ranks, num_rails=rails, mbit_per_s=rate))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "fake"])
+def test_an_interface_is_an_option_of_gloo_alone(backend: str) -> None:
+    granted = grant(CommOptions(interface="lo"), backend, group="dp")
+    assert granted.fields == ({"interface": "lo"} if backend == "gloo" else {})
+    assert set(granted.refused) == (set() if backend == "gloo" else {"interface"})

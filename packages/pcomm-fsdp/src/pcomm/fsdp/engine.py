@@ -194,9 +194,12 @@ class Engine:
 
     # -- schedules -------------------------------------------------------------------------
 
-    def schedule(self, mode: str, *, is_last: bool) -> Schedule:
-        """The schedule of the next micro-batch, once it has been recorded."""
-        key = mode, self._gathered, is_last
+    def schedule(
+        self, mode: str, *, is_last: bool, gathered: frozenset[str] | None = None
+    ) -> Schedule:
+        """The schedule of the next micro-batch, or of one that finds `gathered`; once recorded."""
+        gathered = self._gathered if gathered is None else gathered
+        key = mode, gathered, is_last
         if key not in self._schedules:
             self._schedules[key] = compile_schedule(
                 self._traces[mode],
@@ -204,7 +207,7 @@ class Engine:
                 prefetch=self._policy.prefetch,
                 prefetch_bytes=self._policy.prefetch_bytes,
                 inflight_reduce=self._policy.inflight_reduce,
-                gathered=self._gathered,
+                gathered=gathered,
                 is_last=is_last,
             )
         return self._schedules[key]

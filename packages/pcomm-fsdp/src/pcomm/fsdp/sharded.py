@@ -8,13 +8,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from pcomm.core.simulate.cluster import Rail
+from pcomm.core.trace.event import Event
 from pcomm.fsdp.clip import scale_gradients, sum_of_squares
 from pcomm.fsdp.engine import Engine
 from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.local_group import LocalGroup
 from pcomm.fsdp.measure import Separation
+from pcomm.fsdp.report import Report, report_of
 from pcomm.fsdp.schedule import Schedule
+from pcomm.fsdp.simulated import Costs
 from pcomm.fsdp.whole_state import load_whole, whole_state
 
 __all__ = ["Sharded"]
@@ -186,10 +190,48 @@ class Sharded:
             return None
         return self._engine.schedule("train", is_last=True)
 
-    def report(self) -> str:
-        """Parameter groups and, once it is recorded, the schedule, as text. Local."""
+    def schedules(self, micro_batches: int = 1) -> tuple[Schedule, ...]:
+        """The schedules of a step of so many micro-batches; empty until one is recorded. Local."""
+        if not self._engine.has_recorded:
+            return ()
+        found: list[Schedule] = []
+        gathered: frozenset[str] = frozenset()
+        for number in range(micro_batches):
+            is_last = number == micro_batches - 1
+            found.append(self._engine.schedule("train", is_last=is_last, gathered=gathered))
+            gathered = found[-1].gathered_at_end
+        return tuple(found)
+
+    def report(
+        self,
+        *,
+        micro_batches: int = 1,
+        link: Rail | None = None,
+        costs: Costs | None = None,
+        step_s: float | None = None,
+        events: Sequence[Event] = (),
+    ) -> Report:
+        """Parameter groups, schedule, and what a step moves and holds; `str` of it reads well.
+
+        Local. Figures that need the schedule are there once it is recorded.
+
+        Args:
+            micro_batches: Of the step that is reported.
+            link: Bandwidth and latency of this rank, for the shortest time of a step.
+            costs: Seconds that units compute, for the same.
+            step_s: A measured step, to be compared with that.
+            events: Events of `pcomm.core.trace`, for the share of communication that is hidden.
+        """
         lines = [plan.describe() for plan in self.plans]
         lines += [separation.describe() for separation in self.separations]
-        schedule = self.schedule
-        lines.append("no schedule yet" if schedule is None else schedule.describe())
-        return "\n".join(lines)
+        schedules = self.schedules(micro_batches)
+        lines.append(schedules[-1].describe() if schedules else "no schedule yet")
+        return report_of(
+            "\n".join(lines),
+            schedules,
+            self.plans,
+            link=link,
+            costs=costs,
+            step_s=step_s,
+            events=events,
+        )

@@ -1,0 +1,1 @@
+"""`pcomm bench fsdp`: sharded training over rate-limited links, next to torch FSDP2."""
