@@ -161,7 +161,9 @@ def skip_partial_sum(model: object, collectives: object) -> None:
     """A broken piece: norms under sequence parallelism keep each rank's own gradient."""
 
 
-def local_norm(model: object, collectives: object, max_norm: float) -> torch.Tensor:
+def local_norm(
+    model: object, collectives: object, max_norm: float, **groups: object
+) -> torch.Tensor:
     """A broken piece: every rank clips by the norm of its own part."""
     parameters = list(model.parameters())  # type: ignore[attr-defined]
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm).double()

@@ -106,12 +106,12 @@ def test_another_entry_point() -> None:
 def test_the_report_names_groups_and_schedule() -> None:
     model = model_of()
     sharded = fully_shard(model, ALONE, units=[Block], precision=Precision(torch.bfloat16))
-    assert "no schedule yet" in sharded.report()
+    assert "no schedule yet" in str(sharded.report())
     model.loss(TOKENS).backward()
-    assert "backward use  blocks.3" in sharded.report()
+    assert "backward use  blocks.3" in str(sharded.report())
     assert sharded.schedule is not None
     alone = fully_shard(model_of(), ALONE, units=[Block])
-    assert "left as they are, one rank" in alone.report()
+    assert "left as they are, one rank" in str(alone.report())
 
 
 @pytest.mark.parametrize("options", [{"prefetch": -1}, {"inflight_reduce": 0}, {"separate": "no"}])

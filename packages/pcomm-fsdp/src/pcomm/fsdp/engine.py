@@ -23,6 +23,7 @@ from pcomm.fsdp.schedule import (
     Step,
     compile_schedule,
 )
+from pcomm.fsdp.stretch_recorder import StretchRecorder
 from pcomm.fsdp.units import ROOT
 
 __all__ = ["Engine", "Unit"]
@@ -89,6 +90,7 @@ class Engine:
         self.token = 0
         self.depth = 0
         self.issued: Counter[str] = Counter()
+        self.stretches: StretchRecorder | None = None
         self._policy, self._peers, self._reuse = policy, peers, reuse
         self._groups = {group.plan.name: group for unit in units for group in unit.groups}
         self._traces: dict[str, tuple[Mark, ...]] = {}
@@ -241,6 +243,8 @@ class Engine:
     # -- execution -------------------------------------------------------------------------
 
     def _mark(self, mark: Mark) -> None:
+        if self.stretches is not None:
+            self.stretches.pause(mark)
         try:
             if self._recording is not None:
                 steps = self._record(self._recording, mark)
@@ -248,6 +252,8 @@ class Engine:
                 steps = self._advance(mark)
             for step in steps:
                 self._do(step)
+            if self.stretches is not None:
+                self.stretches.resume()
         except PcommError as error:
             # Out of forward the entry point says so; backward has nobody else who would.
             if self.phase == "backward":

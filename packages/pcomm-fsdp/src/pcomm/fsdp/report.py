@@ -93,7 +93,7 @@ class Report:
                 ("independent links", self.limits.independent_s),
             ):
                 of = f", {ratios[name]:.2f} of the measured step" if name in ratios else ""
-                lines.append(f"  {name:<16} {seconds * 1e3:.3f} ms{of}")
+                lines.append(f"  {name:<17} {seconds * 1e3:.3f} ms{of}")
         if self.overlap is not None:
             lines.append(f"communication hidden behind computing {self.overlap.hidden:.1%}")
             if self.overlap.gather_reduce is not None:
@@ -121,7 +121,7 @@ def report_of(
         link: Of one rank, for bounds.
         costs: Seconds of computing, for bounds; without them communication alone is bounded.
         step_s: Seconds of a step as measured.
-        events: Of steps recorded with `traced_groups` and spans around what computes.
+        events: Of steps recorded through `traced` groups and `Sharded.recording`.
     """
     length = sum(plan.layout.length for plan in plans if not plan.is_local)
     padding = sum(plan.layout.padding for plan in plans if not plan.is_local)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pcomm.core.simulate.cluster import Rail
 from pcomm.core.trace.event import Event
+from pcomm.core.trace.recorder import Recorder
 from pcomm.fsdp.clip import scale_gradients, sum_of_squares
 from pcomm.fsdp.engine import Engine
 from pcomm.fsdp.flat_group import FlatGroup
@@ -19,6 +20,7 @@ from pcomm.fsdp.measure import Separation
 from pcomm.fsdp.report import Report, report_of
 from pcomm.fsdp.schedule import Schedule
 from pcomm.fsdp.simulated import Costs
+from pcomm.fsdp.stretch_recorder import StretchRecorder
 from pcomm.fsdp.whole_state import load_whole, whole_state
 
 __all__ = ["Sharded"]
@@ -96,6 +98,18 @@ class Sharded:
             yield
         finally:
             self._engine.is_last = before
+
+    @contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """Within it, what units compute is recorded as `forward UNIT` and `backward UNIT`. Local.
+
+        Waits for communication are left out. `Costs.from_events` makes costs of the events.
+        """
+        self._engine.stretches = StretchRecorder(recorder)
+        try:
+            yield
+        finally:
+            self._engine.stretches = None
 
     def zero_grad(self) -> None:
         """Forget the gradients of all shards. Local."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.group import Group
@@ -41,24 +40,29 @@ class Costs:
         )
 
     @classmethod
-    def from_events(cls, events: Iterable[Event]) -> Costs:
-        """Medians of recorded spans named `forward UNIT` and `backward UNIT`.
+    def from_events(cls, events: Iterable[Event], schedule: Schedule, micro_batches: int) -> Costs:
+        """Means of what `Sharded.recording` records over so many micro-batches.
 
-        Spans are taken as they are: time in which a unit waits, or in which another unit runs
-        inside it, is not to be in its span.
+        Args:
+            events: Also others; those named `forward UNIT` and `backward UNIT` count.
+            schedule: Says how often each unit is used.
+            micro_batches: That were recorded.
         """
-        found: dict[tuple[str, str], list[float]] = {}
+        total: dict[tuple[str, str], float] = {}
         for event in events:
             phase, _, unit = event.operation.partition(" ")
-            if event.queue == COMPUTE and phase in ("forward", "backward") and unit:
-                found.setdefault((phase, unit), []).append(event.seconds)
-        medians = {key: median(times) for key, times in found.items()}
-        return cls(
-            *(
-                {unit: seconds for (of, unit), seconds in medians.items() if of == phase}
-                for phase in ("forward", "backward")
-            )
+            if event.queue == COMPUTE:
+                total[phase, unit] = total.get((phase, unit), 0.0) + event.seconds
+        uses = Counter((step.phase, step.name) for step in schedule.steps if step.kind == "use")
+        forward_s, backward_s = (
+            {
+                unit: total[of, unit] / (number * micro_batches)
+                for (of, unit), number in uses.items()
+                if of == phase and (of, unit) in total
+            }
+            for phase in ("forward", "backward")
         )
+        return cls(forward_s, backward_s)
 
     def of(self, unit: str, phase: Phase) -> float:
         """Seconds of one use.

@@ -1,0 +1,163 @@
+"""The figures of a report where they can be counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pcomm.core.group import Group
+from pcomm.core.simulate.cluster import Rail
+from pcomm.core.trace.event import Event
+from pcomm.fsdp.flat_layout import FlatLayout
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.group_plan import GroupPlan
+from pcomm.fsdp.policy import Precision
+from pcomm.fsdp.report import Overlap, ideal_bytes, report_of
+from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.schedule import Schedule, Step
+from pcomm.fsdp.simulated import Costs
+from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp.testing.small_models import Block, SmallModel
+
+ALONE = Roles(Group("dp", (0,), None), Group("dp", (0,), None))
+
+
+def plan_of(shard: Shard, *, num_replicas: int = 1, is_trainable: bool = True) -> GroupPlan:
+    """100 parameters in 120 places of 4 ranks: bf16 on the wire, fp32 gradients."""
+    everyone = (0, 1, 2, 3)
+    return GroupPlan(
+        name="a.w",
+        unit="a",
+        scope="",
+        names=("a.w",),
+        gather=Group("dp", everyone, None, role="gather"),
+        reduce=Group("dp", everyone, None, role="reduce"),
+        replicate=Group("rep", tuple(range(num_replicas)), None) if num_replicas > 1 else None,
+        spread=None,
+        divisor=4.0,
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        main_dtype=torch.float32,
+        is_trainable=is_trainable,
+        shard=shard,
+        layout=FlatLayout(((100,),), (0,), 30, 4, True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shard", "gathers", "reduces"),
+    [
+        (Shard.zero3(), 6, 3),
+        (Shard.zero3(reduce="step"), 6, 1),
+        (Shard("backward", "micro_batch"), 3, 3),
+        (Shard.zero2(), 1, 3),
+        (Shard.zero1(), 1, 1),
+    ],
+)
+def test_the_formula(shard: Shard, gathers: int, reduces: int) -> None:
+    """Reference: (N-1)/N P b; 2k, k or 1 gathers; k or 1 reduces; 2 (M-1)/M P/N b."""
+    ideal = ideal_bytes([plan_of(shard, num_replicas=2)], 3)
+    assert ideal == {
+        "gather": gathers * 75 * 2,
+        "reduce": reduces * 75 * 4,
+        "replicate": 2 * 0.5 * 25 * 4,
+    }
+    frozen = ideal_bytes([plan_of(shard, is_trainable=False)], 3)
+    assert frozen == {"gather": gathers * 150, "reduce": 0, "replicate": 0}
+
+
+def schedule() -> Schedule:
+    return Schedule(
+        (
+            Step("gather", "a.w", "forward"),
+            Step("wait", "a.w", "forward"),
+            Step("use", "a", "forward"),
+            Step("done", "a", "forward"),
+            Step("use", "a", "backward"),
+            Step("done", "a", "backward"),
+            Step("release", "a.w", "backward"),
+            Step("reduce", "a.w", "backward"),
+            Step("end", "a", "backward"),
+            Step("finish", "a.w", "backward"),
+            Step("replicate", "a.w", "backward"),
+            Step("settle", "a.w", "backward"),
+        ),
+        frozenset(),
+    )
+
+
+def test_a_step_by_hand() -> None:
+    plan = plan_of(Shard.zero3(), num_replicas=2)
+    report = report_of(
+        "plans",
+        [schedule()],
+        [plan],
+        link=Rail("nic", 10.0, 1.0),
+        costs=Costs({"a": 5.0}, {"a": 7.0}),
+        step_s=200.0,
+    )
+    # 90 elements of bf16 out, 90 of fp32, and the 30 of the shard once there and back.
+    assert report.sent == {"gather": 180, "reduce": 360, "replicate": 120}
+    assert report.padding == pytest.approx(20 / 120)
+    assert report.limits is not None
+    assert report.limits.independent_s == pytest.approx((18 + 1) + 12 + (36 + 1) + (12 + 1))
+    assert report.limits.one_link_s == report.limits.independent_s
+    assert report.ratios == {"one link": 81 / 200, "independent links": 81 / 200}
+    assert report.memory is not None
+    assert report.memory.by_kind == {
+        "shards": 120,
+        "gathered": 240,
+        "gradients": 480,
+        "shard gradients": 120,
+    }
+    # In backward all but the gradient of the shard; that comes when parameters are gone.
+    assert report.memory.at_once == 120 + 240 + 480
+    text = str(report)
+    assert text.startswith("plans\npadding 16.67%")
+    for line in ("gather           180 bytes, formula 300 bytes", "81000.000 ms, 0.41 of the"):
+        assert line in text
+
+
+def test_latencies_on_one_link_may_overlap() -> None:
+    """The sum of all bytes is a bound there, that of all latencies is none."""
+    report = report_of("", [schedule()], [plan_of(Shard.zero3())], link=Rail("nic", 1e12, 1.0))
+    assert report.limits is not None
+    assert report.limits.one_link_s == pytest.approx(report.limits.independent_s)
+
+
+def event(queue: str, start_s: float, stop_s: float, *, blocks: bool = False) -> Event:
+    group, _, role = queue.partition(":")
+    if queue in ("compute", "wait"):
+        group = ""
+    return Event(group, role, "x", 0, start_s, stop_s, 0, queue, blocks=blocks)
+
+
+def test_the_share_that_is_hidden_is_that_of_intervals() -> None:
+    events = [
+        event("compute", 0, 10),
+        event("dp:gather", 1, 5),
+        event("dp:reduce", 4, 12),
+        event("wait", 7, 8, blocks=True),
+    ]
+    report = report_of("", [], [plan_of(Shard.zero3())], events=events)
+    # On its way from 1 to 12; not computed from 7 to 8 and from 10 on. Both from 4 to 5.
+    assert report.overlap == Overlap(pytest.approx(8 / 11), pytest.approx(1 / 4))
+    assert "hidden behind computing 72.7%" in str(report)
+    only = report_of("", [], [plan_of(Shard.zero3())], events=events[:2])
+    assert only.overlap == Overlap(1.0, None)
+
+
+def test_one_rank_moves_nothing_and_holds_little() -> None:
+    model = SmallModel()
+    sharded = fully_shard(model, ALONE, units=[Block], precision=Precision(torch.bfloat16))
+    assert sharded.report().sent is None
+    model.loss(torch.tensor([[1, 2, 3]])).backward()
+    report = sharded.report(link=Rail("nic", 1e9))
+    assert report.sent == {"gather": 0, "reduce": 0, "replicate": 0}
+    assert report.limits is not None
+    assert report.limits.one_link_s == 0
+    assert report.memory is not None
+    assert report.memory.by_kind["gathered"] > 0
+    alone = fully_shard(SmallModel(), ALONE, units=[Block]).report()
+    assert alone.sent is None
+    assert "padding 0.00%" in str(alone)

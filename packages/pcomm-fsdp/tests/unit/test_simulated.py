@@ -1,0 +1,408 @@
+"""Schedules in virtual time: no deadlock, who waits for whom, and bounds that hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pcomm.core.errors import ConfigError, DivergenceError
+from pcomm.core.group import Group
+from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
+from pcomm.core.simulate.deadlock import DeadlockError
+from pcomm.core.simulate.engine import simulate
+from pcomm.core.simulate.issue_order import check_issue_order
+from pcomm.core.simulate.task import Task
+from pcomm.core.simulate.timeline import Timeline
+from pcomm.core.trace.recorder import Recorder
+from pcomm.fsdp.bench.bounds import Step as BenchStep
+from pcomm.fsdp.bench.bounds import lower_bounds_s
+from pcomm.fsdp.flat_layout import FlatLayout
+from pcomm.fsdp.group_plan import GroupPlan
+from pcomm.fsdp.limits import limits_of
+from pcomm.fsdp.schedule import Buffer, Mark, Schedule, compile_schedule
+from pcomm.fsdp.simulated import Costs, program, queues_of, stretches
+from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp.stretch_recorder import StretchRecorder
+from pcomm.fsdp.units import ROOT
+
+SHARDS = {
+    "zero3": Shard.zero3(),
+    "zero3, reduced once": Shard.zero3(reduce="step"),
+    "kept to backward": Shard("backward", "micro_batch"),
+    "zero2": Shard.zero2(),
+    "zero1": Shard.zero1(),
+}
+
+
+def plan_of(
+    unit: str,
+    num_ranks: int,
+    *,
+    elements: int = 640,
+    separate: bool = True,
+    shard: Shard = SHARDS["zero3"],
+    reduce_dtype: torch.dtype = torch.float32,
+    num_replicas: int = 1,
+) -> GroupPlan:
+    ranks = tuple(range(num_ranks))
+    gather = Group("dp", ranks, None, role="gather")
+    share = -(-elements // num_ranks)
+    return GroupPlan(
+        name=f"{unit}.w",
+        unit=unit,
+        scope="",
+        names=(f"{unit}.w",),
+        gather=gather,
+        reduce=Group("dp", ranks, None, role="reduce") if separate else gather,
+        replicate=Group("rep", tuple(range(num_replicas)), None) if num_replicas > 1 else None,
+        spread=None,
+        divisor=1.0,
+        param_dtype=torch.float32,
+        reduce_dtype=reduce_dtype,
+        main_dtype=torch.float32,
+        is_trainable=True,
+        shard=shard,
+        layout=FlatLayout(((elements,),), (0,), share, num_ranks, True),
+    )
+
+
+def step_of(
+    marks: list[Mark],
+    plans: list[GroupPlan],
+    *,
+    micro_batches: int = 1,
+    prefetch: int = 1,
+    inflight: int = 2,
+) -> list[Schedule]:
+    """The schedules of a step, as the engine compiles them."""
+    schedules: list[Schedule] = []
+    gathered: frozenset[str] = frozenset()
+    for number in range(micro_batches):
+        is_last = number == micro_batches - 1
+        buffers = []
+        for plan in plans:
+            reduces = is_last or plan.shard.reduce == "micro_batch"
+            replicates = reduces and is_last and plan.num_replicas > 1
+            size, keep = plan.gathered_bytes, plan.shard.keep
+            buffers.append(Buffer(plan.name, plan.unit, size, keep, reduces, replicates))
+        schedules.append(
+            compile_schedule(
+                marks,
+                buffers,
+                prefetch=prefetch,
+                prefetch_bytes=None,
+                inflight_reduce=inflight,
+                gathered=gathered,
+                is_last=is_last,
+            )
+        )
+        gathered = schedules[-1].gathered_at_end
+    return schedules
+
+
+def cluster_of(num_ranks: int, *, num_rails: int = 1, latency_s: float = 0.0) -> Cluster:
+    everyone = (tuple(range(num_ranks)),)
+    return Cluster(
+        [Rail(f"rail{i}", 1e3, latency_s) for i in range(num_rails)],
+        [
+            Communicator("dp:gather", "rail0", everyone),
+            Communicator("dp:reduce", f"rail{num_rails - 1}", everyone),
+        ],
+    )
+
+
+def run(tasks: list[Task], num_ranks: int, *, num_rails: int = 1) -> Timeline:
+    cluster = cluster_of(num_ranks, num_rails=num_rails)
+    programs = dict.fromkeys(range(num_ranks), tasks)
+    check_issue_order(programs, cluster)
+    return simulate(programs, cluster)
+
+
+def chain(num_units: int) -> list[Mark]:
+    """Units in a row in a root without parameters."""
+    names = [f"b{i}" for i in range(num_units)]
+    marks = [Mark("use", ROOT, "forward")]
+    for name in names:
+        marks += [Mark("use", name, "forward"), Mark("done", name, "forward")]
+    marks += [Mark("done", ROOT, "forward"), Mark("use", ROOT, "backward")]
+    for name in reversed(names):
+        marks += [Mark("use", name, "backward"), Mark("done", name, "backward")]
+    return [*marks, Mark("done", ROOT, "backward"), Mark("end", ROOT, "backward")]
+
+
+def chain_costs(num_units: int, forward_s: float, backward_s: float) -> Costs:
+    names = [f"b{i}" for i in range(num_units)]
+    return Costs(
+        dict.fromkeys(names, forward_s) | {ROOT: 0.0},
+        dict.fromkeys(names, backward_s) | {ROOT: 0.0},
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[Mark]:
+    """Units in any order, nested and repeated, some of them without a backward."""
+    names = [f"u{i}" for i in range(draw(st.integers(1, 6)))]
+    marks = [Mark("use", ROOT, "forward")]
+    for name in draw(st.lists(st.sampled_from(names), max_size=8)):
+        inner = draw(st.sampled_from([*names, ""]))
+        marks.append(Mark("use", name, "forward"))
+        if inner not in ("", name):
+            marks += [Mark("use", inner, "forward"), Mark("done", inner, "forward")]
+        marks.append(Mark("done", name, "forward"))
+    marks += [Mark("done", ROOT, "forward"), Mark("use", ROOT, "backward")]
+    used = sorted({mark.unit for mark in marks} - {ROOT})
+    back = draw(st.permutations(used))[: draw(st.integers(0, len(used)))]
+    waiting: list[str] = []
+    for name in back:
+        marks.append(Mark("use", name, "backward"))
+        waiting.append(name)
+        while waiting and draw(st.booleans()):
+            marks.append(Mark("done", waiting.pop(), "backward"))
+    marks += [Mark("done", name, "backward") for name in reversed(waiting)]
+    return [*marks, Mark("done", ROOT, "backward"), Mark("end", ROOT, "backward")]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[Schedule], list[GroupPlan], Costs]:
+    """A random step of a random model."""
+    marks = draw(models())
+    num_ranks = draw(st.integers(2, 64))
+    separate = draw(st.booleans())
+    units = sorted({mark.unit for mark in marks})
+    plans = [
+        plan_of(
+            unit,
+            num_ranks,
+            elements=draw(st.sampled_from([1, 300, 5000])),
+            separate=separate,
+            shard=SHARDS[draw(st.sampled_from(sorted(SHARDS)))],
+        )
+        for unit in units
+    ]
+    schedules = step_of(
+        marks,
+        plans,
+        micro_batches=draw(st.integers(1, 2)),
+        prefetch=draw(st.integers(0, 4)),
+        inflight=draw(st.integers(1, 3)),
+    )
+    seconds = st.sampled_from([0.0, 0.5, 3.0])
+    costs = Costs({u: draw(seconds) for u in units}, {u: draw(seconds) for u in units})
+    return schedules, plans, costs
+
+
+@given(steps())
+@settings(max_examples=150)
+def test_random_models_run_without_deadlock_and_not_faster_than_they_can(
+    step: tuple[list[Schedule], list[GroupPlan], Costs],
+) -> None:
+    schedules, plans, costs = step
+    tasks = program(schedules, plans, costs)
+    num_ranks = plans[0].gather.size
+    collectives = [task for task in tasks if task.is_collective]
+    issued = sum(s.count("gather") + s.count("reduce") for s in schedules)
+    assert len(collectives) == issued
+    computed = sum(sum(stretches(schedule, costs).values()) for schedule in schedules)
+    assert sum(task.seconds for task in tasks) == pytest.approx(computed)
+    limits = limits_of(schedules, plans, Rail("any", 1e3), costs)
+    one = run(tasks, num_ranks).makespan_s
+    two = run(tasks, num_ranks, num_rails=2).makespan_s
+    assert one >= limits.one_link_s - 1e-9
+    assert two >= limits.independent_s - 1e-9
+    assert two <= one + 1e-9
+
+
+@given(steps())
+@settings(max_examples=60)
+def test_links_of_their_own_are_never_slower_than_one_communicator(
+    step: tuple[list[Schedule], list[GroupPlan], Costs],
+) -> None:
+    schedules, plans, costs = step
+    apart, together = (
+        program(schedules, [plan_of_same(plan, separate=separate) for plan in plans], costs)
+        for separate in (True, False)
+    )
+    num_ranks = plans[0].gather.size
+    assert (
+        run(apart, num_ranks, num_rails=2).makespan_s <= run(together, num_ranks).makespan_s + 1e-9
+    )
+
+
+def plan_of_same(plan: GroupPlan, *, separate: bool) -> GroupPlan:
+    reduce = Group("dp", plan.gather.ranks, None, role="reduce")
+    return replace(plan, reduce=reduce if separate else plan.gather)
+
+
+@pytest.mark.parametrize("num_ranks", [64, 512])
+@pytest.mark.parametrize("num_rails", [1, 2])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_first_gather_behind_a_reduce_starts_before_its_end_iff_the_roles_differ(
+    separate: bool, prefetch: int, num_rails: int, num_ranks: int
+) -> None:
+    """Reduces take eight times a gather and their number is not limited.
+
+    When unit i ends in backward, the gather of i - 1 - prefetch is issued before its reduce, and
+    overtakes it on any communicator. The gather after it, of i - 2 - prefetch, is issued when unit
+    i - 1 ends: it stands behind the reduce unless that is on a communicator of its own.
+    """
+    units = 12
+    plans = [plan_of(f"b{i}", num_ranks, elements=5120, separate=separate) for i in range(units)]
+    # Wide gradients stand for a slow reduce.
+    plans = [replace(p, param_dtype=torch.uint8, reduce_dtype=torch.float64) for p in plans]
+    schedules = step_of(chain(units), plans, prefetch=prefetch, inflight=units)
+    tasks = program(schedules, plans, chain_costs(units, 1e-3, 1e-3))
+    timeline = run(tasks, num_ranks, num_rails=num_rails)
+    for i in range(2 + prefetch, units):
+        reduce = timeline.time(f"backward reduce b{i}.w")
+        before = timeline.time(f"backward gather b{i - 1 - prefetch}.w")
+        behind = timeline.time(f"backward gather b{i - 2 - prefetch}.w")
+        assert before.start_s < reduce.stop_s
+        assert (behind.start_s < reduce.stop_s) == separate
+        if not separate:
+            assert before.stop_s <= reduce.start_s
+
+
+@pytest.mark.parametrize("compute_s", [0.0, 0.5, 3.0, 20.0])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_second_communicator_on_the_same_rail_needs_prefetch(
+    prefetch: int, compute_s: float
+) -> None:
+    """With a rail of its own it is never slower; on the same rail, only without prefetch.
+
+    There the next unit waits for its gather, which one communicator sends alone, before the
+    reduce, while two share the rail between them.
+    """
+    units, num_ranks = 10, 64
+    times = {}
+    for separate in (True, False):
+        plans = [plan_of(f"b{i}", num_ranks, separate=separate) for i in range(units)]
+        schedules = step_of(chain(units), plans, prefetch=prefetch)
+        costs = chain_costs(units, compute_s, 2 * compute_s)
+        tasks = program(schedules, plans, costs)
+        for num_rails in (1, 2):
+            times[separate, num_rails] = run(tasks, num_ranks, num_rails=num_rails).makespan_s
+        limits = limits_of(schedules, plans, Rail("any", 1e3), costs)
+        assert times[separate, 1] >= limits.one_link_s - 1e-9
+        assert times[separate, 2] >= limits.independent_s - 1e-9
+    assert times[True, 2] <= times[True, 1] + 1e-9
+    is_slower = prefetch == 0 and compute_s > 0
+    assert (times[True, 1] > times[False, 1] + 1e-9) == is_slower
+    assert times[False, 1] == pytest.approx(times[False, 2])
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(2, 64),
+    st.integers(0, 3),
+    st.sampled_from([0.0, 0.3, 2.0, 9.0]),
+    st.sampled_from([0.0, 0.7, 5.0]),
+)
+def test_limits_of_equal_units_are_those_of_the_formula(
+    units: int, num_ranks: int, prefetch: int, forward_s: float, backward_s: float
+) -> None:
+    plans = [plan_of(f"b{i}", num_ranks, elements=64 * num_ranks) for i in range(units)]
+    schedules = step_of(chain(units), plans, prefetch=prefetch)
+    limits = limits_of(
+        schedules, plans, Rail("any", 1e3), chain_costs(units, forward_s, backward_s)
+    )
+    formula = BenchStep(
+        [plan.gathered_bytes for plan in plans],
+        num_ranks,
+        max(0, units - 1 - prefetch),
+        units * forward_s,
+        units * backward_s,
+    )
+    one_link, independent = lower_bounds_s(formula, 1e3)
+    assert limits.one_link_s == pytest.approx(one_link)
+    assert limits.independent_s == pytest.approx(independent)
+
+
+def test_a_rank_with_another_schedule_is_found() -> None:
+    """The other way round: what the tests above rely on does see a wrong schedule."""
+    plans = [plan_of(f"b{i}", 4) for i in range(4)]
+    costs = chain_costs(4, 1.0, 1.0)
+    same = program(step_of(chain(4), plans), plans, costs)
+    cluster = cluster_of(4)
+    deeper = program(step_of(chain(4), plans, prefetch=2), plans, costs)
+    with pytest.raises(DivergenceError, match="rank 3"):
+        check_issue_order({0: same, 1: same, 2: same, 3: deeper}, cluster)
+    less = [task for task in same if task.name != "forward gather b1.w"]
+    less = [replace(t, after=tuple(a for a in t.after if "gather b1.w" not in a)) for t in less]
+    with pytest.raises(DeadlockError):
+        simulate({0: same, 1: same, 2: same, 3: less}, cluster)
+
+
+def test_what_a_program_says() -> None:
+    plans = [plan_of(f"b{i}", 4) for i in range(3)]
+    tasks = {
+        task.name: task for task in program(step_of(chain(3), plans), plans, chain_costs(3, 1, 2))
+    }
+    gather, reduce = tasks["forward gather b0.w"], tasks["backward reduce b0.w"]
+    assert (gather.queue, gather.kind, gather.num_bytes) == ("dp:gather", "all_gather", 640)
+    assert (reduce.queue, reduce.kind, reduce.num_bytes) == ("dp:reduce", "reduce_scatter", 2560)
+    assert "forward gather b0.w" in tasks["forward b0"].after
+    # Two reduces may be on their way; the third waits for the first.
+    assert reduce.after == ("backward b0", "backward reduce b2.w")
+    assert tasks["backward b0"].seconds == 2
+    for shards in (1, 16):
+        other = program(step_of(chain(3), plans), plans, chain_costs(3, 1, 2), num_shards=shards)
+        collectives = [task for task in other if task.is_collective]
+        assert bool(collectives) == (shards > 1)
+        assert all(t.num_bytes in (2560 / 16, 2560) for t in collectives)
+
+
+def test_replicas_sum_after_their_reduce() -> None:
+    plans = [plan_of("b0", 4, num_replicas=2)]
+    tasks = {t.name: t for t in program(step_of(chain(1), plans), plans, chain_costs(1, 1, 2))}
+    total = tasks["backward replicate b0.w"]
+    assert (total.queue, total.kind, total.num_bytes) == ("rep", "all_reduce", 640)
+    assert "backward reduce b0.w" in total.after
+
+
+def test_groups_with_one_communicator_have_one_queue() -> None:
+    plan = plan_of("b0", 4)
+    assert queues_of([plan]) == {"dp[gather]": "dp:gather", "dp[reduce]": "dp:reduce"}
+    plan.gather.process_group = plan.reduce.process_group = object()  # type: ignore[assignment]
+    assert set(queues_of([plan]).values()) == {"dp:gather"}
+
+
+def test_costs_are_recorded_without_the_time_of_the_engine() -> None:
+    """A clock that counts: computing takes 1 a stretch, the engine 10 each time."""
+    now = [0.0]
+    recorder = Recorder(clock=lambda: now[0])
+    stretch = StretchRecorder(recorder)
+    marks = chain(2)
+    for _ in range(3):
+        for mark in marks:
+            now[0] += 1.0
+            stretch.pause(mark)
+            now[0] += 10.0
+            stretch.resume()
+    (schedule,) = step_of(marks, [plan_of(f"b{i}", 2) for i in range(2)])
+    costs = Costs.from_events(recorder.events, schedule, 3)
+    # The root computes before, between and behind its two units.
+    expected = {ROOT: 3.0, "b0": 1.0, "b1": 1.0}
+    assert costs == Costs(expected, expected)
+    assert sum(stretches(schedule, costs).values()) == pytest.approx(10.0)
+
+
+def test_what_a_failed_step_left_open_is_forgotten() -> None:
+    recorder = Recorder(clock=iter(map(float, range(50))).__next__)
+    stretch = StretchRecorder(recorder)
+    for mark in (*chain(1)[:2], *chain(1)):
+        stretch.pause(mark)
+        stretch.resume()
+    assert [event.operation for event in recorder.events].count("forward b0") == 1
+
+
+def test_costs_that_are_missing_or_spread() -> None:
+    with pytest.raises(ConfigError, match="'b1'"):
+        Costs({"b0": 1.0}, {"b0": 1.0}).of("b1", "forward")
+    (schedule,) = step_of(chain(3), [plan_of(f"b{i}", 2) for i in range(3)])
+    even = Costs.even(schedule, forward_s=8.0, backward_s=4.0)
+    assert sum(stretches(schedule, even).values()) == pytest.approx(12.0)
