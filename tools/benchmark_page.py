@@ -28,7 +28,7 @@ pcomm bench gdn-cp --csv docs/benchmarks/gdn_cp.csv --plot docs/benchmarks/gdn_c
 pcomm bench fsdp --csv docs/benchmarks/fsdp.csv --plot docs/benchmarks/fsdp.png
 ```
 
-The last one puts each rank into a network namespace with rate-limited links: it needs root, on Linux.
+The last one gives each rank a network namespace with rate-limited links: it needs root, on Linux.
 """
 
 # What a reader compares; every other column says where the numbers come from.
