@@ -118,10 +118,11 @@ def test_a_wait_for_an_asynchronous_operation_finds_out_as_well(rank: int) -> No
 def test_ranks_stuck_in_different_groups_say_where_the_other_one_is(rank: int) -> None:
     specs = [("dp", "gather"), ("dp", "reduce")]
     with open_groups(Topology({"dp": 2}), specs) as groups:
-        watched = ledgered_groups(groups, every=8, patience_s=0.1, timeout_s=0.3)
+        # Long enough for a rank that collects garbage, or shares its core, to have been heard of.
+        watched = ledgered_groups(groups, every=8, patience_s=0.1, timeout_s=2.0)
         mine, other = ("gather", "reduce") if rank == 0 else ("reduce", "gather")
         words = (
-            rf"ranks \[{1 - rank}\] did not issue operation 1 within 0.3 s; "
+            rf"ranks \[{1 - rank}\] did not issue operation 1 within [0-9.]+ s; "
             rf"rank {1 - rank} stands at dp\[{other}\] operation 1: all_reduce"
         )
         with pytest.raises(PeerTimeoutError, match=words):
