@@ -13,11 +13,15 @@ from torch import Tensor
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, DivergenceError, PeerTimeoutError
 from pcomm.core.group import Group
-from pcomm.core.groups import open_groups
+from pcomm.core.groups import GroupSpec, open_groups
+from pcomm.core.options import CommOptions
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.core.trace.ledgered import ledgered, ledgered_groups
+
+# A communicator whose operation no other rank enters is freed when that has timed out.
+SHORT = GroupSpec("dp", options=CommOptions(timeout_s=4))
 
 X = torch.arange(6.0)
 
@@ -94,7 +98,7 @@ def test_before_each_operation_the_odd_rank_is_found(rank: int, kind: str) -> No
 
 @ranks(2)
 def test_a_rank_stuck_where_the_other_never_comes_hears_that_it_has_closed(rank: int) -> None:
-    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+    with open_groups(Topology({"dp": 2}), [SHORT]) as groups:
         watched = ledgered_groups(groups, every=8, patience_s=0.1)
         for _ in range(3):
             watched["dp"].collectives.all_reduce(X)
@@ -106,7 +110,7 @@ def test_a_rank_stuck_where_the_other_never_comes_hears_that_it_has_closed(rank:
 
 @ranks(2)
 def test_a_wait_for_an_asynchronous_operation_finds_out_as_well(rank: int) -> None:
-    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+    with open_groups(Topology({"dp": 2}), [SHORT]) as groups:
         watched = ledgered_groups(groups, every=8, patience_s=0.1)["dp"].collectives
         pending = watched.reduce_scatter_async(X) if rank == 0 else None
         step = watched.close if pending is None else pending.wait  # type: ignore[attr-defined]
@@ -116,7 +120,7 @@ def test_a_wait_for_an_asynchronous_operation_finds_out_as_well(rank: int) -> No
 
 @ranks(2)
 def test_ranks_stuck_in_different_groups_say_where_the_other_one_is(rank: int) -> None:
-    specs = [("dp", "gather"), ("dp", "reduce")]
+    specs = [GroupSpec("dp", role, SHORT.options) for role in ("gather", "reduce")]
     with open_groups(Topology({"dp": 2}), specs) as groups:
         # Long enough for a rank that collects garbage, or shares its core, to have been heard of.
         watched = ledgered_groups(groups, every=8, patience_s=0.1, timeout_s=2.0)
@@ -144,7 +148,7 @@ def test_a_slow_rank_is_not_a_wrong_one(rank: int) -> None:
 @ranks(2)
 def test_a_rank_that_fails_elsewhere_does_not_leave_the_other_hanging(rank: int) -> None:
     def step() -> None:
-        with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        with open_groups(Topology({"dp": 2}), [SHORT]) as groups:
             watched = ledgered_groups(groups, every=8, patience_s=0.1)
             if rank == 1:
                 raise ValueError("a mistake of the model")
