@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pcomm.core.collectives.choice import collectives_of
 from pcomm.core.collectives.differentiable import DifferentiableCollectives, differentiable
-from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
@@ -24,10 +24,10 @@ from pcomm.core.testing.ranks import ranks
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 
 
-def on_world() -> DistributedCollectives:
+def on_world() -> Collectives:
     group = dist.group.WORLD
     assert group is not None
-    return DistributedCollectives(group)
+    return collectives_of(group)
 
 
 def of_rank(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

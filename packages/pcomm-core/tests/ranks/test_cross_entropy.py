@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from pcomm.core.collectives.distributed import DistributedCollectives
+from pcomm.core.collectives.choice import collectives_of
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
@@ -73,10 +73,10 @@ def check(
         assert_close(gradient_Tv, exact_Tv, num_terms=terms, magnitude=slope)
 
 
-def on_world() -> DistributedCollectives:
+def on_world() -> Collectives:
     group = dist.group.WORLD
     assert group is not None
-    return DistributedCollectives(group)
+    return collectives_of(group)
 
 
 @pytest.mark.parametrize("scale", [3.0, 1e4])

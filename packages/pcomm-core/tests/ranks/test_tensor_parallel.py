@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pcomm.core.collectives.adjoint import with_adjoint
+from pcomm.core.collectives.choice import collectives_of
 from pcomm.core.collectives.differentiable import differentiable
-from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout, Run
 from pcomm.core.placement import Placement, join_shards
@@ -70,10 +70,10 @@ def check_accuracy(case: LayerCase, collectives: Collectives) -> None:
                 assert_as_accurate(found.actual, found.plain, found.exact, num_terms=terms)
 
 
-def on_world() -> DistributedCollectives:
+def on_world() -> Collectives:
     group = dist.group.WORLD
     assert group is not None
-    return DistributedCollectives(group)
+    return collectives_of(group)
 
 
 @pytest.mark.parametrize("name", cases(2))

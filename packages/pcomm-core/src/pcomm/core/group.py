@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pcomm.core.collectives.choice import collectives_of
 from pcomm.core.collectives.differentiable import differentiable
-from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import TopologyError
@@ -65,9 +65,7 @@ class Group:
         self.rank, self.size = rank, len(ranks)
         self.asked, self.granted, self.refused = asked or {}, granted or {}, refused or {}
         self.collectives: Collectives = (
-            IdentityCollectives()
-            if process_group is None
-            else DistributedCollectives(process_group)
+            IdentityCollectives() if process_group is None else collectives_of(process_group)
         )
         self.differentiable: Collectives = differentiable(self.collectives)
 

@@ -1,8 +1,6 @@
 """Collectives of a torch process group, without gradients.
 
-Two things are ours. Shards may lie along any dimension and be uneven. And on gloo a
-reduce-scatter is an all-to-all followed by a local sum, because gloo's own is an all-reduce of
-which it keeps a part: twice the bytes (pytorch #118911).
+Shards may lie along any dimension and be uneven; that is ours, all else is torch's.
 """
 
 from __future__ import annotations
@@ -17,9 +15,10 @@ from torch import Tensor
 from pcomm.core.collectives.protocol import Pending, Reduction
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
 
-__all__ = ["DistributedCollectives"]
+__all__ = ["DistributedCollectives", "Started", "deliver", "in_front"]
 
-_Started = tuple[Callable[[], Tensor], Any]
+Started = tuple[Callable[[], Tensor], Any]
+"""What ends an operation and returns its result, and a handle of it while it runs."""
 
 
 class DistributedCollectives:
@@ -27,17 +26,19 @@ class DistributedCollectives:
 
     Args:
         process_group: A group that this rank belongs to.
+
+    Attributes:
+        is_seen_by_host: Whether the end of an operation is seen by the host. On NCCL a handle is
+            done as soon as the operation is queued on the device.
     """
+
+    is_seen_by_host = False
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._group = process_group
         # Plain integers: asking the process group costs as much as the rest of a call.
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        backend = dist.get_backend(process_group)
-        self._sums_locally = "gloo" in backend
-        # On NCCL a handle is done as soon as the operation is queued on the device.
-        self._is_seen_by_host = "gloo" in backend and "nccl" not in backend
         self._operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
         # Torch 2.13 renamed these two, and warns at each call by the old name.
         self._gather: Callable[..., Any] = (
@@ -136,17 +137,17 @@ class DistributedCollectives:
         """Start a `broadcast`."""
         return self._pending(*self._broadcast(x, source, out, True))
 
-    def _pending(self, finish: Callable[[], Tensor], work: dist.Work | None) -> Pending:
-        return Pending(finish, work if self._is_seen_by_host else None)
+    def _pending(self, finish: Callable[[], Tensor], work: Any) -> Pending:
+        return Pending(finish, work if self.is_seen_by_host else None)
 
     # Each of these starts an operation and returns what ends it, with torch's handle. A blocking
     # call ends at once; it asks torch for a blocking operation too, which spares NCCL an event.
 
     def _all_gather(
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
-    ) -> _Started:
+    ) -> Started:
         uneven = gather_sizes(x, dim, sizes, self.rank, self.size)
-        front = _in_front(x, dim)
+        front = in_front(x, dim)
         if uneven is not None:
             # Padded to the longest: torch gathers equal shards into one tensor.
             missing = max(uneven) - front.shape[0]
@@ -166,37 +167,44 @@ class DistributedCollectives:
             if uneven is not None:
                 parts = gathered.split(max(uneven))
                 result = torch.cat([p[:n] for p, n in zip(parts, uneven, strict=True)])
-            return _deliver(result.movedim(0, dim), out)
+            return deliver(result.movedim(0, dim), out)
 
         return finish, work
 
     def _reduce_scatter(
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
-    ) -> _Started:
+    ) -> Started:
+        if scatter_sizes(x, dim, sizes, self.size) is not None:
+            return self._exchange_and_add(x, dim, sizes, out, is_async)
+        front = in_front(x, dim)
+        is_direct = dim == 0 and (out is None or out.is_contiguous())
+        if out is not None and is_direct:
+            shard = out
+        else:
+            shard = front.new_empty(front.shape[0] // self.size, *front.shape[1:])
+        work = self._scatter(shard, front, dist.ReduceOp.SUM, self._group, is_async)
+
+        def finish() -> Tensor:
+            _wait(work, front)
+            return shard if is_direct else deliver(shard.movedim(0, dim), out)
+
+        return finish, work
+
+    def _exchange_and_add(
+        self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
+    ) -> Started:
+        """A reduce-scatter by an all-to-all and a local sum, for shards of any length."""
         uneven = scatter_sizes(x, dim, sizes, self.size)
-        front = _in_front(x, dim)
+        front = in_front(x, dim)
         length = front.shape[0] // self.size if uneven is None else uneven[self.rank]
         shape = [length, *front.shape[1:]]
         is_direct = dim == 0 and (out is None or out.is_contiguous())
-        target = out if out is not None and is_direct else None
-        if uneven is None and not self._sums_locally:
-            shard = front.new_empty(shape) if target is None else target
-            work = self._scatter(shard, front, dist.ReduceOp.SUM, self._group, is_async)
-
-            def finish() -> Tensor:
-                _wait(work, front)
-                return shard if is_direct else _deliver(shard.movedim(0, dim), out)
-
-            return finish, work
-
         pieces = front.new_empty([self.size, *shape])
-        received = [length] * self.size
-        sent = [length] * self.size if uneven is None else list(uneven)
         exchange = dist.all_to_all_single(
             pieces.view(self.size * length, *shape[1:]),
             front,
-            received,
-            sent,
+            [length] * self.size,
+            [length] * self.size if uneven is None else list(uneven),
             self._group,
             is_async,
         )
@@ -204,12 +212,13 @@ class DistributedCollectives:
         def add() -> Tensor:
             _wait(exchange, front)
             # The dtype is named because torch.sum widens small integers.
+            target = out if is_direct else None
             total = torch.sum(pieces, 0, dtype=front.dtype, out=target)
-            return total if is_direct else _deliver(total.movedim(0, dim), out)
+            return total if is_direct else deliver(total.movedim(0, dim), out)
 
         return add, exchange
 
-    def _all_reduce(self, x: Tensor, op: Reduction, out: Tensor | None, is_async: bool) -> _Started:
+    def _all_reduce(self, x: Tensor, op: Reduction, out: Tensor | None, is_async: bool) -> Started:
         is_direct = out is not None and out.is_contiguous()
         # Made contiguous before and returned after: torch reduces only dense memory, and a view
         # handed back unreduced is the classic mistake here (Megatron-LM #5338).
@@ -221,7 +230,7 @@ class DistributedCollectives:
 
         def finish() -> Tensor:
             _wait(work, total)
-            return total if is_direct else _deliver(total, out)
+            return total if is_direct else deliver(total, out)
 
         return finish, work
 
@@ -233,9 +242,9 @@ class DistributedCollectives:
         dim: int,
         out: Tensor | None,
         is_async: bool,
-    ) -> _Started:
+    ) -> Started:
         sent, received = transfer_sizes(x, dim, send_sizes, receive_sizes, self.size)
-        front = _in_front(x, dim)
+        front = in_front(x, dim)
         if dim == 0 and out is not None and out.is_contiguous():
             target = out
         else:
@@ -249,11 +258,11 @@ class DistributedCollectives:
             _wait(work, front)
             if target is out or (dim == 0 and out is None):
                 return target
-            return _deliver(target.movedim(0, dim), out)
+            return deliver(target.movedim(0, dim), out)
 
         return finish, work
 
-    def _broadcast(self, x: Tensor, source: int, out: Tensor | None, is_async: bool) -> _Started:
+    def _broadcast(self, x: Tensor, source: int, out: Tensor | None, is_async: bool) -> Started:
         is_direct = out is not None and out.is_contiguous()
         if out is not None and is_direct:
             target = out if out is x else out.copy_(x.detach())
@@ -263,12 +272,12 @@ class DistributedCollectives:
 
         def finish() -> Tensor:
             _wait(work, target)
-            return target if is_direct else _deliver(target, out)
+            return target if is_direct else deliver(target, out)
 
         return finish, work
 
 
-def _in_front(x: Tensor, dim: int) -> Tensor:
+def in_front(x: Tensor, dim: int) -> Tensor:
     """`x` dense, without gradient and with `dim` first; `x` itself where it is all that."""
     if x.requires_grad:
         x = x.detach()
@@ -283,5 +292,6 @@ def _wait(work: Any, _keep_alive: Tensor) -> None:
         work.wait()
 
 
-def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
+def deliver(result: Tensor, out: Tensor | None) -> Tensor:
+    """`result` in dense memory, or in `out`."""
     return result.contiguous() if out is None else out.copy_(result)

@@ -13,9 +13,17 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Collectives", "Pending", "Reduction"]
+__all__ = ["Collectives", "Pending", "Reduction", "TellsItsEnd"]
 
 Reduction = Literal["sum", "max"]
+
+
+class TellsItsEnd(Protocol):
+    """An operation that is running, or has ended."""
+
+    def on_done(self, call: Callable[[], None]) -> bool:
+        """See `Pending.on_done`."""
+        ...
 
 
 class Pending:
@@ -26,14 +34,14 @@ class Pending:
 
     Args:
         finish: Waits for the operation and returns its result.
-        work: Torch's handle of the operation, where the host can see it end by itself, or another
-            pending result of it; None where it cannot be seen, as on a GPU.
+        work: Torch's handle of the operation, or whatever else tells when it has ended, such as
+            another pending result of it; None where the host cannot see that, as on a GPU.
     """
 
     __slots__ = ("_finish", "_result", "_work")
 
     def __init__(
-        self, finish: Callable[[], Tensor], work: dist.Work | Pending | None = None
+        self, finish: Callable[[], Tensor], work: dist.Work | TellsItsEnd | None = None
     ) -> None:
         self._finish: Callable[[], Tensor] | None = finish
         self._work = work
@@ -56,7 +64,7 @@ class Pending:
     def on_done(self, call: Callable[[], None]) -> bool:
         """Have `call` called once the operation has ended, whether or not anybody waits. Local.
 
-        It runs on a thread of torch's, before `wait` returns, or here if the operation has ended
+        It runs on another thread, before `wait` returns, or here if the operation has ended
         already; what it raises is lost. The local work that `wait` may do afterwards, such as the
         sum of a reduce-scatter on gloo, is not part of the operation.
 
@@ -67,7 +75,7 @@ class Pending:
             call()
         elif self._work is None:
             return False
-        elif isinstance(self._work, Pending):
+        elif not isinstance(self._work, dist.Work):
             return self._work.on_done(call)
         else:
             self._work.get_future().add_done_callback(lambda _: call())
