@@ -49,9 +49,10 @@ class Machine:
             getattr(self, step.kind)(step)
             live = self.gathered | self.on_the_way
             self.most_gathered = max(self.most_gathered, len(live - {"root.w"}))
-            self.most_reducing = max(self.most_reducing, len(self.reducing))
 
     def use(self, step: Step) -> None:
+        # What is on its way beside computation; one more is issued before the oldest is ended.
+        self.most_reducing = max(self.most_reducing, len(self.reducing))
         for buffer in self.buffers.values():
             if buffer.unit == step.name:
                 assert buffer.name in self.gathered, f"{step} without its parameters"

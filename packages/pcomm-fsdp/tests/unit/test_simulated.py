@@ -20,13 +20,15 @@ from pcomm.core.simulate.timeline import Timeline
 from pcomm.core.trace.recorder import Recorder
 from pcomm.fsdp.bench.bounds import Step as BenchStep
 from pcomm.fsdp.bench.bounds import lower_bounds_s
-from pcomm.fsdp.flat_layout import FlatLayout
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.limits import limits_of
-from pcomm.fsdp.schedule import Buffer, Mark, Schedule, compile_schedule
+from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.schedule import Mark, Schedule
 from pcomm.fsdp.simulated import Costs, program, queues_of, stretches
 from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.stretch_recorder import StretchRecorder
+from pcomm.fsdp.testing import schedules as without_model
+from pcomm.fsdp.testing.schedules import chain, chain_costs, step_of
 from pcomm.fsdp.units import ROOT
 
 SHARDS = {
@@ -48,60 +50,17 @@ def plan_of(
     reduce_dtype: torch.dtype = torch.float32,
     num_replicas: int = 1,
 ) -> GroupPlan:
+    """A plan on all ranks, with communicators of its own or one for both."""
     ranks = tuple(range(num_ranks))
     gather = Group("dp", ranks, None, role="gather")
-    share = -(-elements // num_ranks)
-    return GroupPlan(
-        name=f"{unit}.w",
-        unit=unit,
-        scope="",
-        names=(f"{unit}.w",),
-        gather=gather,
-        reduce=Group("dp", ranks, None, role="reduce") if separate else gather,
-        replicate=Group("rep", tuple(range(num_replicas)), None) if num_replicas > 1 else None,
-        spread=None,
-        divisor=1.0,
-        param_dtype=torch.float32,
-        reduce_dtype=reduce_dtype,
-        main_dtype=torch.float32,
-        is_trainable=True,
-        shard=shard,
-        layout=FlatLayout(((elements,),), (0,), share, num_ranks, True),
+    roles = Roles(
+        gather,
+        Group("dp", ranks, None, role="reduce") if separate else gather,
+        Group("rep", tuple(range(num_replicas)), None) if num_replicas > 1 else None,
     )
-
-
-def step_of(
-    marks: list[Mark],
-    plans: list[GroupPlan],
-    *,
-    micro_batches: int = 1,
-    prefetch: int = 1,
-    inflight: int = 2,
-) -> list[Schedule]:
-    """The schedules of a step, as the engine compiles them."""
-    schedules: list[Schedule] = []
-    gathered: frozenset[str] = frozenset()
-    for number in range(micro_batches):
-        is_last = number == micro_batches - 1
-        buffers = []
-        for plan in plans:
-            reduces = is_last or plan.shard.reduce == "micro_batch"
-            replicates = reduces and is_last and plan.num_replicas > 1
-            size, keep = plan.gathered_bytes, plan.shard.keep
-            buffers.append(Buffer(plan.name, plan.unit, size, keep, reduces, replicates))
-        schedules.append(
-            compile_schedule(
-                marks,
-                buffers,
-                prefetch=prefetch,
-                prefetch_bytes=None,
-                inflight_reduce=inflight,
-                gathered=gathered,
-                is_last=is_last,
-            )
-        )
-        gathered = schedules[-1].gathered_at_end
-    return schedules
+    return without_model.plan_of(
+        unit, roles, elements=elements, shard=shard, reduce_dtype=reduce_dtype
+    )
 
 
 def cluster_of(num_ranks: int, *, num_rails: int = 1, latency_s: float = 0.0) -> Cluster:
@@ -120,26 +79,6 @@ def run(tasks: list[Task], num_ranks: int, *, num_rails: int = 1) -> Timeline:
     programs = dict.fromkeys(range(num_ranks), tasks)
     check_issue_order(programs, cluster)
     return simulate(programs, cluster)
-
-
-def chain(num_units: int) -> list[Mark]:
-    """Units in a row in a root without parameters."""
-    names = [f"b{i}" for i in range(num_units)]
-    marks = [Mark("use", ROOT, "forward")]
-    for name in names:
-        marks += [Mark("use", name, "forward"), Mark("done", name, "forward")]
-    marks += [Mark("done", ROOT, "forward"), Mark("use", ROOT, "backward")]
-    for name in reversed(names):
-        marks += [Mark("use", name, "backward"), Mark("done", name, "backward")]
-    return [*marks, Mark("done", ROOT, "backward"), Mark("end", ROOT, "backward")]
-
-
-def chain_costs(num_units: int, forward_s: float, backward_s: float) -> Costs:
-    names = [f"b{i}" for i in range(num_units)]
-    return Costs(
-        dict.fromkeys(names, forward_s) | {ROOT: 0.0},
-        dict.fromkeys(names, backward_s) | {ROOT: 0.0},
-    )
 
 
 @st.composite
@@ -338,19 +277,20 @@ def test_a_rank_with_another_schedule_is_found() -> None:
 
 
 def test_what_a_program_says() -> None:
-    plans = [plan_of(f"b{i}", 4) for i in range(3)]
-    tasks = {
-        task.name: task for task in program(step_of(chain(3), plans), plans, chain_costs(3, 1, 2))
-    }
+    plans = [plan_of(f"b{i}", 4) for i in range(4)]
+    schedules, costs = step_of(chain(4), plans), chain_costs(4, 1, 2)
+    tasks = {task.name: task for task in program(schedules, plans, costs)}
     gather, reduce = tasks["forward gather b0.w"], tasks["backward reduce b0.w"]
     assert (gather.queue, gather.kind, gather.num_bytes) == ("dp:gather", "all_gather", 640)
     assert (reduce.queue, reduce.kind, reduce.num_bytes) == ("dp:reduce", "reduce_scatter", 2560)
     assert "forward gather b0.w" in tasks["forward b0"].after
-    # Two reduces may be on their way; the third waits for the first.
-    assert reduce.after == ("backward b0", "backward reduce b2.w")
+    assert reduce.after == ("backward b0",)
+    # Two reduces may be on their way; what comes behind the third waits for the first.
+    assert "backward reduce b3.w" in tasks["backward b0"].after
+    assert not any("reduce" in name for name in tasks["backward b1"].after)
     assert tasks["backward b0"].seconds == 2
     for shards in (1, 16):
-        other = program(step_of(chain(3), plans), plans, chain_costs(3, 1, 2), num_shards=shards)
+        other = program(schedules, plans, costs, num_shards=shards)
         collectives = [task for task in other if task.is_collective]
         assert bool(collectives) == (shards > 1)
         assert all(t.num_bytes in (2560 / 16, 2560) for t in collectives)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pcomm.core.collectives.protocol import Pending
 from pcomm.core.errors import ConfigError
 from pcomm.fsdp.group_plan import GroupPlan
+from pcomm.fsdp.pooled_memory import Fill
 from pcomm.fsdp.reuse import Reuse
 from pcomm.fsdp.units import Owner, install
 from pcomm.fsdp.waiting import Waiter
@@ -34,6 +35,7 @@ class FlatGroup:
         device: Where the buffers are.
         reuse: Where gradient buffers come from and go to.
         waiter: What ends collectives.
+        fill: What gives memory to the gathered buffer; None for ordinary memory.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class FlatGroup:
         *,
         reuse: Reuse,
         waiter: Waiter,
+        fill: Fill | None = None,
     ) -> None:
         self.plan, self.owners = plan, [tuple(own) for own in owners]
         self._reuse, self._wait = reuse, waiter.wait
+        self._fill = fill or torch.UntypedStorage.resize_
         layout = plan.layout
         # One rank and one dtype: the shard is the gathered buffer.
         self._is_one_buffer = plan.gather.size == 1 and plan.param_dtype == plan.main_dtype
@@ -82,6 +86,7 @@ class FlatGroup:
         self.has_memory = True
         self._gradient: Tensor | None = None
         self._has_gradient = [False] * len(self.parts)
+        self._took_over = False
         self._is_reduced = False
         self._reducing: tuple[Pending, Tensor] | None = None
         self._partial: Tensor | None = None
@@ -98,7 +103,7 @@ class FlatGroup:
         if self._is_one_buffer:
             return
         if not self.has_memory:
-            self._full.untyped_storage().resize_(self._full.numel() * self._full.itemsize)
+            self._fill(self._full.untyped_storage(), self._full.numel() * self._full.itemsize)
             self.has_memory = True
         own = self.shard.to(self.plan.param_dtype)
         if self.plan.gather.size == 1:
@@ -192,7 +197,7 @@ class FlatGroup:
         (pending, gradient), self._reducing = self._reducing, None
         total = self._wait(pending, f"reduce of {self.plan.name}")
         mine = total.to(self.plan.main_dtype)
-        if mine is not gradient:
+        if mine is not gradient and not self._took_over:
             self._reuse.give(gradient)
         if self.plan.divisor != 1:
             mine.mul_(1 / self.plan.divisor)
@@ -251,6 +256,10 @@ class FlatGroup:
             assert gradient is not None
             if self._is_reduced:
                 raise _late(self.plan, index)
+            if self._gradient is None and self._can_take_over(gradient):
+                self._gradient, self._has_gradient[index] = gradient.view(-1), True
+                self._took_over = True
+                return
             target = self.place(self._gradient_buffer(), index)
             # Autograd hands its own tensor over. One copy, which also converts, is less traffic
             # than zeroing a buffer before and adding into it.
@@ -262,10 +271,21 @@ class FlatGroup:
 
         return take
 
+    def _can_take_over(self, gradient: Tensor) -> bool:
+        """Whether a gradient is, as it is, all that has to be reduced: then nothing is copied."""
+        plan = self.plan
+        return (
+            plan.takes_gradient_over
+            and gradient.is_contiguous()
+            # Another gradient may lie in the same memory, and this one may be added to.
+            and gradient.untyped_storage().nbytes() == gradient.nbytes
+        )
+
     def _gradient_buffer(self) -> Tensor:
         if self._gradient is None:
             plan = self.plan
             self._gradient = self._reuse.take(plan.layout.length, plan.reduce_dtype)
+            self._took_over = False
             if plan.layout.padding:
                 self._zero_padding(self._gradient)
         return self._gradient

@@ -68,6 +68,11 @@ class FlatLayout:
         """Elements that belong to no parameter."""
         return self.length - self.num_elements
 
+    @property
+    def is_one_parameter(self) -> bool:
+        """Whether the buffer is a single parameter and nothing else."""
+        return len(self.shapes) == 1 and not self.padding
+
     def piece(self, index: int, rank: int) -> Piece:
         """What `rank` holds of parameter `index`."""
         begin = self.offsets[index]

@@ -36,6 +36,9 @@ class GroupPlan:
         is_trainable: Whether there are gradients at all.
         shard: What is kept whole for how long.
         layout: Where each parameter lies in the flat buffer.
+        gather_pool: Arena of the gathered buffer, registered with `gather`; empty for ordinary
+            memory.
+        reduce_pool: Arena of whole gradients, registered with `reduce`; empty for ordinary memory.
     """
 
     name: str
@@ -53,6 +56,8 @@ class GroupPlan:
     is_trainable: bool
     shard: Shard
     layout: FlatLayout
+    gather_pool: str = ""
+    reduce_pool: str = ""
 
     @property
     def rank(self) -> int:
@@ -67,13 +72,28 @@ class GroupPlan:
     @property
     def is_local(self) -> bool:
         """Whether the parameters stay as they are: nobody to talk to, and nothing to convert."""
-        is_alone = self.gather.size == 1 and self.num_replicas == 1
-        return is_alone and self.param_dtype == self.main_dtype
+        return self.is_one_buffer and self.num_replicas == 1
+
+    @property
+    def is_one_buffer(self) -> bool:
+        """Whether the shard is the gathered buffer: one rank, and nothing to convert."""
+        return self.gather.size == 1 and self.param_dtype == self.main_dtype
+
+    @property
+    def takes_gradient_over(self) -> bool:
+        """Whether autograd's own tensor is reduced, where nothing has to be put beside it."""
+        is_same = self.layout.is_one_parameter and self.param_dtype == self.reduce_dtype
+        return is_same and not self.reduce_pool
 
     @property
     def gathered_bytes(self) -> int:
         """Size of the gathered buffer."""
         return self.layout.length * self.param_dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Size of the buffer of whole gradients."""
+        return self.layout.length * self.reduce_dtype.itemsize
 
     @property
     def gather_bytes(self) -> int:

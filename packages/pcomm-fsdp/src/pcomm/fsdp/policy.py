@@ -23,7 +23,8 @@ class CommPolicy:
         prefetch: Units that are gathered ahead of the one in use, forward and backward.
         prefetch_bytes: Most bytes of units gathered ahead, this rank's; None for no limit. One
             unit may always be gathered ahead.
-        inflight_reduce: Reduce buffers that may be on their way while the next is filled.
+        inflight_reduce: Reduces that may be on their way while the next gradients are computed. One
+            keeps a link busy as long as units are of about the same size.
         max_padding: Largest part of a flat buffer that may be padding so that shares end at row
             borders; beyond it shares are cut inside rows.
         checks_first_step: Whether ranks compare what they do before each gather of the first step,
@@ -34,7 +35,7 @@ class CommPolicy:
     separate: Literal["auto", "always", "never"] = "always"
     prefetch: int = 1
     prefetch_bytes: int | None = None
-    inflight_reduce: int = 2
+    inflight_reduce: int = 1
     max_padding: float = 0.1
     checks_first_step: bool = True
 

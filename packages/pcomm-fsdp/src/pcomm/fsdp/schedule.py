@@ -144,7 +144,7 @@ def compile_schedule(
         buffers: Of all units.
         prefetch: Units gathered ahead.
         prefetch_bytes: Limit of what is gathered ahead beyond the first unit; None for none.
-        inflight_reduce: Reduces that may be on their way when another is issued.
+        inflight_reduce: Reduces that may be on their way while the next gradients are computed.
         gathered: Names of buffers that are gathered already.
         is_last: Whether this is the last micro-batch of its step.
     """
@@ -293,10 +293,11 @@ class _Compiler:
             self.steps.append(Step("release", buffer.name, phase))
 
     def _reduce(self, buffer: Buffer) -> None:
-        if len(self._reducing) == self._inflight:
-            self._finish(self._reducing.pop(0))
+        # Issued before an older one is waited for, so that the queue never runs dry.
         self._reducing.append(buffer)
         self.steps.append(Step("reduce", buffer.name, "backward"))
+        if len(self._reducing) > self._inflight:
+            self._finish(self._reducing.pop(0))
 
     def _finish(self, buffer: Buffer) -> None:
         self.steps.append(Step("finish", buffer.name, "backward"))
