@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from pcomm.core.collectives.distributed import DistributedCollectives
+from pcomm.core.collectives.choice import collectives_of
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout
@@ -128,12 +128,12 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
 def test_a_real_collective_would_be_caught(
     world_of_one: dist.ProcessGroup, request: pytest.FixtureRequest
 ) -> None:
-    before = DistributedCollectives(world_of_one)
+    before = collectives_of(world_of_one)
     request.getfixturevalue("no_communication")
     with pytest.raises(AssertionError, match="communication"):
         before.all_reduce(torch.zeros(1))
     with pytest.raises(AssertionError, match="communication"):
-        DistributedCollectives(world_of_one)
+        collectives_of(world_of_one)
 
 
 def test_results_are_those_of_torchs_functions() -> None:

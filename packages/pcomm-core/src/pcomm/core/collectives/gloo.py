@@ -22,7 +22,8 @@ from pcomm.core.collectives.distributed import (
     deliver,
     in_front,
 )
-from pcomm.core.collectives.pairwise import Pairs
+from pcomm.core.collectives.in_order import InOrder
+from pcomm.core.collectives.pairwise import AddUp, Gather, Pairs
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes
 
 __all__ = ["GlooCollectives"]
@@ -43,7 +44,7 @@ class GlooCollectives(DistributedCollectives):
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)
-        self._pairs = Pairs(process_group)
+        self._pairs, self._queue = Pairs(process_group), InOrder()
 
     def _all_gather(
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
@@ -60,10 +61,10 @@ class GlooCollectives(DistributedCollectives):
         else:
             gathered = front.new_empty(sum(lengths), *front.shape[1:])
         parts = gathered.split(lengths)
-        transfer = self._pairs.start("all_gather", [front] * self.size, parts, is_async=is_async)
         own = parts[self.rank]
         if own.data_ptr() != front.data_ptr():
             own.copy_(front)
+        transfer = self._queue.start(Gather(self._pairs, own, parts), is_async=is_async)
 
         def finish() -> Tensor:
             transfer.wait()
@@ -83,33 +84,15 @@ class GlooCollectives(DistributedCollectives):
         parts = front.split(lengths)
         own = parts[self.rank]
         is_direct = dim == 0 and (out is None or out.is_contiguous())
-        total = out if out is not None and is_direct and not _share_memory(out, x) else None
-        if total is None:
-            total = torch.empty_like(own, memory_format=torch.contiguous_format)
-        # The first peer's part comes to where the sum will be. Formats of 16 bits are added up by
-        # torch.sum, which rounds once.
-        adds_in_place = self.size == 2 or front.dtype.itemsize >= 4
-        num_places = self.size - 2 if adds_in_place else self.size
-        places = own.new_empty(num_places, *own.shape)
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        received = list(places) if not adds_in_place else [own] * self.size
-        if adds_in_place:
-            for peer, place in zip(peers, [total, *places], strict=True):
-                received[peer] = place
-        transfer = self._pairs.start("reduce_scatter", parts, received, is_async=is_async)
+        total = out if out is not None and is_direct else torch.empty_like(own)
+        # `out` may be this rank's own part of `x`, as NCCL allows: then nothing is copied.
+        if total.data_ptr() != own.data_ptr():
+            total.copy_(own)
+        transfer = self._queue.start(AddUp(self._pairs, parts, total), is_async=is_async)
 
         def finish() -> Tensor:
             transfer.wait()
-            if adds_in_place:
-                total.add_(own)
-                for place in places:
-                    total.add_(place)
-            else:
-                places[self.rank].copy_(own)
-                torch.sum(places, 0, dtype=front.dtype, out=total)
-            if total is out or (is_direct and out is None):
-                return total
-            return deliver(total.movedim(0, dim), out)
+            return total if is_direct else deliver(total.movedim(0, dim), out)
 
         return finish, transfer
 
@@ -118,7 +101,3 @@ class GlooCollectives(DistributedCollectives):
         others = [length for place, length in enumerate(x.shape) if place != dim % x.dim()]
         num_bytes = max(lengths) * math.prod(others) * x.itemsize
         return x.device.type == "cpu" and num_bytes >= _LARGE_BYTES
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

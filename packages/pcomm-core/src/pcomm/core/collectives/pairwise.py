@@ -3,90 +3,28 @@
 Gloo's own collectives post a send before the receive that answers it. The note that a receive is
 there then waits in the connection behind the data of that send, so that the two directions of a
 link take turns. Here receives are posted first, and both directions are busy at once. A connection
-carries what was posted to it in order, so operations that are started one after another between
-two ranks follow each other without a gap and without overtaking: the in-order queue of NCCL. Gloo
-has one connection for each worker thread of the group, so with one thread that is so for all
-operations, and with two, its default, for gathers and for reduce-scatters by themselves.
-
-A thread waits for operations that run beside the computation. It says when they have ended, and it
-keeps their memory until then, whoever has lost interest.
+carries what is posted to it in order.
 """
+
+# N ranks, L length of a shard
 
 from __future__ import annotations
 
-import threading
-import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Pairs", "Transfer"]
+__all__ = ["AddUp", "Gather", "Pairs"]
 
-# Two kinds that meet by mistake never match, so it is a time-out or a ledger's error, and not
-# numbers of the one in the memory of the other.
-_KINDS = {"all_gather": 0, "reduce_scatter": 1}
 # Beyond the tags that people use, and within the 31 bits that torch allows.
 _FIRST_TAG, _NUM_TAGS = 1 << 30, 1 << 30
-
-
-class Transfer:
-    """What one operation sends and receives. Made by `Pairs.start`."""
-
-    __slots__ = ("_calls", "_error", "_has_ended", "_is_over", "_lock", "_works")
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-        self._calls: list[Callable[[], None]] = []
-        self._error: Exception | None = None
-        self._has_ended = False
-        self._is_over = threading.Event()
-        self._lock = threading.Lock()
-
-    def wait(self) -> None:
-        """Block until everything is sent and received. Local.
-
-        Raises:
-            RuntimeError: Torch's, if a peer has gone or the group's time is up.
-        """
-        self._is_over.wait()
-        if self._error is not None:
-            raise self._error
-
-    def on_done(self, call: Callable[[], None]) -> bool:
-        """See `Pending.on_done`; the end can always be seen here."""
-        with self._lock:
-            if not self._has_ended:
-                self._calls.append(call)
-                return True
-        call()
-        return True
-
-    def run(self) -> None:
-        """Wait for all works, and tell those who asked; called once."""
-        for work in self._works:
-            try:
-                work.wait()
-            except Exception as problem:  # handed to whoever waits
-                # The rest may still write into its memory, but nobody has to wait for that.
-                self._tell(problem)
-        self._tell(None)
-        self._works = ()
-
-    def _tell(self, error: Exception | None) -> None:
-        with self._lock:
-            if self._has_ended:
-                return
-            self._has_ended, self._error = True, error
-            calls, self._calls = self._calls, []
-        for call in calls:
-            with suppress(Exception):
-                call()
-        self._is_over.set()
+# What is received to be added: a few pieces, so that a sum needs little memory of its own; each
+# takes a link of 1 Gbit/s about ten times as long as a thread takes to wake.
+_PIECE_BYTES, _NUM_PLACES = 128 * 1024, 4
 
 
 class Pairs:
@@ -98,71 +36,129 @@ class Pairs:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._backend: Any = process_group._get_backend(torch.device("cpu"))
-        self._rank, self._size = process_group.rank(), process_group.size()
         self._count = 0
-        self._waiting: SimpleQueue[Transfer | None] = SimpleQueue()
-        self._has_thread = False
+        self._abandoned: list[Sequence[dist.Work]] = []
+        rank, size = process_group.rank(), process_group.size()
+        self.sources = [(rank - step) % size for step in range(1, size)]
+        # Each rank begins with another one, so that no link has to take in everything at once.
+        self.targets = [(rank + step) % size for step in range(1, size)]
 
-    def start(
-        self,
-        kind: Literal["all_gather", "reduce_scatter"],
-        send: Sequence[Tensor],
-        receive: Sequence[Tensor],
-        *,
-        is_async: bool,
-    ) -> Transfer:
-        """Send `send[i]` to rank i and fill `receive[i]` from there, for all other ranks.
+    def tag(self, kind: int) -> int:
+        """A tag for one operation; called in the same order on all ranks.
 
-        Collective. Tensors are dense and on the CPU; empty ones are neither sent nor expected.
-
-        Args:
-            kind: What it is for; the same on all ranks.
-            send: One for each rank; this rank's own is not looked at.
-            receive: One for each rank; this rank's own is left as it is.
-            is_async: Whether to return at once; if not, it has ended on return.
+        Kinds that meet by mistake never match: that is a time-out, or an error of the ledger, and
+        not numbers of the one in the memory of the other.
         """
-        tag = _FIRST_TAG + (2 * self._count + _KINDS[kind]) % _NUM_TAGS
+        tag = _FIRST_TAG + (2 * self._count + kind) % _NUM_TAGS
         self._count += 1
-        rank, size = self._rank, self._size
-        works = []
-        for step in range(1, size):
-            source = (rank - step) % size
-            if receive[source].numel():
-                works.append(self._backend.recv([receive[source]], source, tag))
-        # Each rank begins with another one, so that no link has to take in all at once.
-        for step in range(1, size):
-            target = (rank + step) % size
-            if send[target].numel():
-                works.append(self._backend.send([send[target]], target, tag))
-        transfer = Transfer(works)
-        if is_async:
-            self._watch(transfer)
-        else:
-            self._wait_here(transfer, works)
-        return transfer
+        return tag
 
-    def _wait_here(self, transfer: Transfer, works: list[dist.Work]) -> None:
-        try:
-            while works:
+    def send(self, x: Tensor, target: int, tag: int) -> dist.Work:
+        """Start to send dense memory on the CPU."""
+        work: dist.Work = self._backend.send([x], target, tag)
+        return work
+
+    def receive(self, x: Tensor, source: int, tag: int) -> dist.Work:
+        """Start to fill dense memory on the CPU."""
+        work: dist.Work = self._backend.recv([x], source, tag)
+        return work
+
+    def wait(self, works: list[dist.Work]) -> None:
+        """Wait for works and forget them."""
+        while works:
+            try:
                 works[0].wait()
-                del works[0]
-        except BaseException:
-            self._watch(transfer)
-            raise
-        transfer.run()
-
-    def _watch(self, transfer: Transfer) -> None:
-        if not self._has_thread:
-            self._has_thread = True
-            # A daemon: a peer that never answers must not keep the process from ending.
-            threading.Thread(
-                target=_run_all, args=(self._waiting,), name="pcomm pairs", daemon=True
-            ).start()
-            weakref.finalize(self, self._waiting.put, None)
-        self._waiting.put(transfer)
+            except BaseException:
+                # The others may still write into their memory at any time.
+                self._abandoned.append(works)
+                raise
+            del works[0]
 
 
-def _run_all(waiting: SimpleQueue[Transfer | None]) -> None:
-    """Run transfers in order until None comes. Knows the queue alone, so that `Pairs` can go."""
-    while (transfer := waiting.get()) is not None:
-        transfer.run()
+class Gather:
+    """An operation that fills all parts but this rank's with what the others hold in theirs.
+
+    Args:
+        pairs: The connections.
+        own_L: What this rank sends to all; dense and on the CPU.
+        parts_NL: One for each rank; they may be of different lengths, and empty.
+    """
+
+    def __init__(self, pairs: Pairs, own_L: Tensor, parts_NL: Sequence[Tensor]) -> None:
+        self._pairs, self._own_L, self._parts_NL = pairs, own_L, parts_NL
+        self._tag = pairs.tag(0)
+        self._works: list[dist.Work] = []
+
+    def begin(self) -> bool:
+        """See `Operation`."""
+        pairs, parts_NL = self._pairs, self._parts_NL
+        for source in pairs.sources:
+            if parts_NL[source].numel():
+                self._works.append(pairs.receive(parts_NL[source], source, self._tag))
+        if self._own_L.numel():
+            self._works += [pairs.send(self._own_L, target, self._tag) for target in pairs.targets]
+        return True
+
+    def finish(self, has_announced: Callable[[], None]) -> None:
+        """See `Operation`."""
+        self._pairs.wait(self._works)
+
+
+class AddUp:
+    """An operation that adds what the other ranks have for this one to its own part.
+
+    It receives piece by piece, and a few pieces ahead. Formats of 16 bits are added in fp32 and
+    rounded once.
+
+    Args:
+        pairs: The connections.
+        parts_NL: What this rank sends to each; dense and on the CPU, of different lengths or empty.
+            Its own part is not looked at.
+        total_L: Holds this rank's own part, and then the sum; it may lie in `parts_NL`.
+    """
+
+    def __init__(self, pairs: Pairs, parts_NL: Sequence[Tensor], total_L: Tensor) -> None:
+        self._pairs, self._parts_NL = pairs, parts_NL
+        self._tag = pairs.tag(1)
+        self._step = _PIECE_BYTES // total_L.itemsize
+        self._is_narrow = total_L.is_floating_point() and total_L.itemsize < 4
+        self._pieces = list(total_L.view(-1).split(self._step)) if total_L.numel() else []
+        # A piece from all ranks before the next one, so that it is summed in one go.
+        self._to_come = deque((piece, rank) for piece in self._pieces for rank in pairs.sources)
+        self._places: deque[Tensor] = deque()
+        self._receives: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sends: list[dist.Work] = []
+
+    def begin(self) -> bool:
+        """See `Operation`."""
+        num_places = min(_NUM_PLACES, len(self._to_come))
+        self._places.extend(torch.empty_like(self._pieces[0]) for _ in range(num_places))
+        while self._places and self._to_come:
+            self._receive()
+        for target in self._pairs.targets:
+            part_L = self._parts_NL[target].view(-1)
+            for piece in part_L.split(self._step) if part_L.numel() else ():
+                self._sends.append(self._pairs.send(piece, target, self._tag))
+        return not self._to_come
+
+    def finish(self, has_announced: Callable[[], None]) -> None:
+        """See `Operation`."""
+        for piece in self._pieces:
+            total = piece.float() if self._is_narrow else piece
+            for _ in self._pairs.sources:
+                work, place = self._receives.popleft()
+                self._pairs.wait([work])
+                total.add_(place[: len(piece)])
+                self._places.append(place)
+                if self._to_come:
+                    self._receive()
+                    if not self._to_come:
+                        has_announced()
+            if self._is_narrow:
+                piece.copy_(total)
+        self._pairs.wait(self._sends)
+
+    def _receive(self) -> None:
+        (piece, source), place = self._to_come.popleft(), self._places.popleft()
+        work = self._pairs.receive(place[: len(piece)], source, self._tag)
+        self._receives.append((work, place))

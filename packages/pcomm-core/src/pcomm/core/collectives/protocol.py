@@ -8,7 +8,7 @@ groups are made, and never looked up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +18,7 @@ __all__ = ["Collectives", "Pending", "Reduction", "TellsItsEnd"]
 Reduction = Literal["sum", "max"]
 
 
+@runtime_checkable
 class TellsItsEnd(Protocol):
     """An operation that is running, or has ended."""
 
@@ -75,7 +76,7 @@ class Pending:
             call()
         elif self._work is None:
             return False
-        elif not isinstance(self._work, dist.Work):
+        elif isinstance(self._work, TellsItsEnd):
             return self._work.on_done(call)
         else:
             self._work.get_future().add_done_callback(lambda _: call())

@@ -1,0 +1,164 @@
+"""Operations that run one after another beside their caller, as on a communicator of NCCL."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Protocol
+
+__all__ = ["InOrder", "Operation", "Transfer"]
+
+
+class Operation(Protocol):
+    """What is done in two parts, so that the next one follows without a gap."""
+
+    def begin(self) -> bool:
+        """Announce what can be announced without waiting; whether that is all there is."""
+        ...
+
+    def finish(self, has_announced: Callable[[], None]) -> None:
+        """Wait until it has ended. Calls `has_announced` as soon as nothing is left to announce."""
+        ...
+
+
+class Transfer:
+    """An operation that waits for its turn, is running, or has ended. Made by `InOrder.start`."""
+
+    __slots__ = ("_calls", "_error", "_has_ended", "_is_over", "_lock", "operation")
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation: Operation | None = operation
+        self._calls: list[Callable[[], None]] = []
+        self._error: BaseException | None = None
+        self._has_ended = False
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._is_over.is_set()
+
+    def wait(self) -> None:
+        """Block until it has ended. Local.
+
+        Raises:
+            RuntimeError: Torch's, if a peer has gone or the group's time is up.
+        """
+        self._is_over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def on_done(self, call: Callable[[], None]) -> bool:
+        """See `Pending.on_done`; the end can always be seen here."""
+        with self._lock:
+            if not self._has_ended:
+                self._calls.append(call)
+                return True
+        call()
+        return True
+
+    def end(self, error: BaseException | None) -> None:
+        """It has ended: tell those who asked."""
+        self._error = error
+        # Its memory is free by the time that anybody hears of its end.
+        self.operation = None
+        with self._lock:
+            self._has_ended = True
+            calls, self._calls = self._calls, []
+        for call in calls:
+            with suppress(Exception):
+                call()
+        self._is_over.set()
+
+
+class InOrder:
+    """A queue of operations. Each begins when the one before has nothing left to announce.
+
+    A thread, made for the first operation that nobody waits for at once, finishes them. It keeps
+    their memory until then, whoever has lost interest.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._not_begun: deque[Operation] = deque()
+        self._is_open = True
+        self._error: BaseException | None = None
+        self._last: Transfer | None = None
+        self._to_finish: SimpleQueue[tuple[Callable[[Transfer], None], Transfer] | None] = (
+            SimpleQueue()
+        )
+        self._has_thread = False
+
+    def start(self, operation: Operation, *, is_async: bool) -> Transfer:
+        """Have `operation` done after all that were started before. Called by one thread.
+
+        After an operation that failed all others fail, since nobody knows what is on its way.
+
+        Args:
+            operation: What to do.
+            is_async: Whether to return at once; if not, it has ended on return.
+        """
+        transfer = Transfer(operation)
+        is_alone = self._last is None or self._last.is_over
+        with self._lock:
+            self._not_begun.append(operation)
+            self._begin_next()
+        if is_async or not is_alone:
+            self._last = transfer
+            self._finish_later(transfer)
+        else:
+            self._finish(transfer)
+        if not is_async:
+            transfer.wait()
+        return transfer
+
+    def _begin_next(self) -> None:
+        while self._is_open and self._not_begun:
+            operation = self._not_begun.popleft()
+            try:
+                self._is_open = operation.begin()
+            except BaseException as problem:  # raised where it is waited for
+                self._error, self._is_open = problem, False
+
+    def _has_announced(self) -> None:
+        with self._lock:
+            self._is_open = True
+            self._begin_next()
+
+    def _finish(self, transfer: Transfer) -> None:
+        assert transfer.operation is not None
+        if self._error is None:
+            try:
+                transfer.operation.finish(self._has_announced)
+            except BaseException as problem:  # raised where it is waited for
+                with self._lock:
+                    self._error, self._is_open = problem, False
+        transfer.end(self._error)
+
+    def _finish_later(self, transfer: Transfer) -> None:
+        if not self._has_thread:
+            self._has_thread = True
+            # A daemon: a peer that never answers must not keep the process from ending.
+            threading.Thread(
+                target=_finish_all, args=(self._to_finish,), name="pcomm in order", daemon=True
+            ).start()
+            weakref.finalize(self, self._to_finish.put, None)
+        self._to_finish.put((self._finish, transfer))
+
+
+def _finish_all(
+    to_finish: SimpleQueue[tuple[Callable[[Transfer], None], Transfer] | None],
+) -> None:
+    """Finish transfers until None comes. Holds no `InOrder` between them, so that it can go."""
+    while True:
+        found = to_finish.get()
+        if found is None:
+            return
+        finish, transfer = found
+        finish(transfer)
+        del found, finish, transfer
