@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from pcomm.core.group import Group
 
 __all__ = ["Communicator", "PoolBackend"]
@@ -38,8 +40,16 @@ class PoolBackend(Protocol):
         """A `with` block in which tensors are made in `pool`."""
         ...
 
-    def segment_sizes(self, pool: Any) -> tuple[int, ...]:
-        """Bytes of every segment of `pool`, in the order in which it would be registered."""
+    def segments(self, pool: Any) -> tuple[tuple[int, int], ...]:
+        """Address and bytes of every segment of `pool`, in the order of their registration."""
+        ...
+
+    def address(self, pool: Any, storage: torch.UntypedStorage) -> int:
+        """Where the memory lies that `storage` has just got within `allocating(pool)`."""
+        ...
+
+    def quiesce(self) -> None:
+        """Return when the device has done all that it was given."""
         ...
 
     def communicator(self, group: Group) -> Communicator | None:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+
+import torch
 
 from pcomm.core.group import Group
 from pcomm.core.pools.backend import Communicator
@@ -24,16 +27,48 @@ __all__ = ["FakeCommunicator", "FakePool", "FakePools"]
 
 @dataclass
 class FakePool:
-    """Memory that is only numbers: address and bytes of each segment."""
+    """Memory that is only numbers: address and bytes of each segment.
+
+    Storages are real ones with memory elsewhere, and have a place here for as long as they have
+    any.
+    """
 
     number: int
     segments: dict[int, int] = field(default_factory=dict)
+    _places: list[tuple[weakref.ref[torch.UntypedStorage], int, int]] = field(default_factory=list)
 
     def allocate(self, num_bytes: int) -> int:
         """Add a segment and return its address."""
-        address = (self.number << 32) + len(self.segments)
+        address = (self.number + 1) << 48
+        for start, size in self.segments.items():
+            address = max(address, start + size)
         self.segments[address] = num_bytes
         return address
+
+    def place(self, storage: torch.UntypedStorage) -> int:
+        """The address of the first gap that is large enough, else of a new segment."""
+        num_bytes, kept = storage.nbytes(), []
+        for known in self._places:
+            other = known[0]()
+            if other is not None and other is not storage and other.nbytes():
+                kept.append(known)
+        address = self._gap(num_bytes, sorted((start, size) for _, start, size in kept))
+        if address is None:
+            address = self.allocate(num_bytes)
+        self._places = [*kept, (weakref.ref(storage), address, num_bytes)]
+        return address
+
+    def _gap(self, num_bytes: int, taken: list[tuple[int, int]]) -> int | None:
+        for segment, length in self.segments.items():
+            begin, end = segment, segment + length
+            for start, size in taken:
+                if segment <= start < end:
+                    if start - begin >= num_bytes:
+                        return begin
+                    begin = start + size
+            if end - begin >= num_bytes:
+                return begin
+        return None
 
 
 @dataclass
@@ -100,12 +135,19 @@ class FakePools:
         return FakePool(next(self._numbers))
 
     def allocating(self, pool: FakePool) -> AbstractContextManager[FakePool]:
-        """The pool itself, whose `allocate` adds segments."""
+        """The pool itself, whose `allocate` adds segments; storages get a place by `address`."""
         return contextlib.nullcontext(pool)
 
-    def segment_sizes(self, pool: FakePool) -> tuple[int, ...]:
-        """Bytes of every segment, oldest first."""
-        return tuple(pool.segments.values())
+    def segments(self, pool: FakePool) -> tuple[tuple[int, int], ...]:
+        """Address and bytes of every segment, oldest first."""
+        return tuple(pool.segments.items())
+
+    def address(self, pool: FakePool, storage: torch.UntypedStorage) -> int:
+        """Where `storage` would lie if memory of CPUs could be had from a pool."""
+        return pool.place(storage)
+
+    def quiesce(self) -> None:
+        """There is no device to wait for."""
 
     def communicator(self, group: Group) -> Communicator:
         """That of the group's key, made when it is asked for first."""

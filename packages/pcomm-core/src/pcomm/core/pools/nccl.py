@@ -45,9 +45,17 @@ class NcclPools:
         """Tensors made on this thread are made in `pool`."""
         return torch.cuda.use_mem_pool(pool)
 
-    def segment_sizes(self, pool: torch.cuda.MemPool) -> tuple[int, ...]:
-        """Bytes of every segment, in the order of the allocator's snapshot, as torch goes."""
-        return tuple(segment["total_size"] for segment in pool.snapshot())
+    def segments(self, pool: torch.cuda.MemPool) -> tuple[tuple[int, int], ...]:
+        """Address and bytes of every segment, in the order of the snapshot, as torch goes."""
+        return tuple((segment["address"], segment["total_size"]) for segment in pool.snapshot())
+
+    def address(self, pool: torch.cuda.MemPool, storage: torch.UntypedStorage) -> int:
+        """That of the storage itself."""
+        return storage.data_ptr()
+
+    def quiesce(self) -> None:
+        """Wait for all streams of this rank's device."""
+        torch.cuda.synchronize()
 
     def communicator(self, group: Group) -> Communicator | None:
         """That of `group`; None for one rank without a communicator."""

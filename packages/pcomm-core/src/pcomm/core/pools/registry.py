@@ -8,6 +8,7 @@ taken once, by all ranks in one order, and what fails is undone and raised.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -46,9 +47,9 @@ class Binding:
 class PoolRegistry:
     """Arenas, and the communicators that they are registered with.
 
-    `arena`, allocate, `freeze`, `bind`; the rest happens when `groups` close: everything is
-    de-registered, last bound first, before the first communicator goes. Tensors of the arenas
-    must not be in use by then, and are freed after it.
+    `arena`, allocate, `freeze`, `bind`; the rest happens when `groups` close: the device finishes
+    what it was given, and everything is de-registered, last bound first, before the first
+    communicator goes. Tensors of the arenas are not sent any more by then, and are freed after it.
 
     By default there is one arena a role, so that buffers for gathering and for reducing need no
     registration with a communicator they never meet.
@@ -86,6 +87,26 @@ class PoolRegistry:
         key = name or f"role {role}"
         return self._arenas.setdefault(key, Arena(key, role, self._backend))
 
+    def new_arena(self, role: str, name: str) -> Arena:
+        """An arena that nobody has yet; where its name is taken it gets a number. Local."""
+        names = itertools.chain([name], (f"{name} #{number}" for number in itertools.count(2)))
+        return self.arena(role, next(key for key in names if key not in self._arenas))
+
+    def drop(self, arena: Arena) -> None:
+        """Forget an arena, so that its memory goes with whoever else holds it. Local.
+
+        Raises:
+            ConfigError: It is bound, or broken.
+        """
+        if any(pair.arena is arena for pair in self._bindings.values()):
+            raise ConfigError(
+                f"drop: arena {arena.name!r}",
+                found="it is bound to a communicator",
+                why="Memory that goes while it is registered stays registered for ever.",
+                fix="Call unbind first; closing the groups unbinds everything.",
+            )
+        self._arenas.pop(arena.name, None)
+
     def bind(
         self,
         arena: Arena,
@@ -118,13 +139,15 @@ class PoolRegistry:
         """
         pairs: list[Binding] = []
         lines: list[str] = []
-        error: PcommError | None = None
+        error: Exception | None = None
         try:
             self._check_open("bind")
             pairs = self._new_pairs(arena, groups, across_roles)
             lines = [f"arena {arena.name!r}, symmetric {symmetric}", *arena.signature()]
             lines += [f"communicator of {pair.group}" for pair in pairs]
-        except PcommError as problem:
+            # A window is registered by all ranks together, which nothing else may interrupt.
+            self._backend.quiesce()
+        except Exception as problem:
             error = problem
         self._meet("bind", lines, error)
         failure: Exception | None = None
@@ -164,7 +187,7 @@ class PoolRegistry:
             PeerError: One of these on another rank.
         """
         pairs = [pair for pair in self._bindings.values() if pair.arena is arena]
-        error: PcommError | None = None
+        error: Exception | None = None
         if not pairs or any(pair.state is State.BROKEN for pair in pairs):
             states = {pair.group: pair.state.value for pair in pairs}
             error = ConfigError(
@@ -173,6 +196,8 @@ class PoolRegistry:
                 why="Torch answers a second de-registration with an error, and so it is one.",
                 fix="Unbind once what was bound; closing the groups unbinds the rest.",
             )
+        else:
+            error = self._quiesced()
         # The fence: nobody takes memory away that a peer still sends to.
         self._meet("unbind", [f"arena {arena.name!r}", *(pair.group for pair in pairs)], error)
         self._meet("unbound", [], _first(self._deregister(pairs)))
@@ -201,10 +226,10 @@ class PoolRegistry:
                 why="Memory has to be taken from a communicator before that is destroyed.",
                 fix="Close the groups first, for example by a `with` block around their use.",
             )
-        late: PcommError | None = None
+        late = self._quiesced()
         try:
-            self._meet("close", [f"{pair.arena.name} {pair.group}" for pair in pairs], None)
-        except PcommError as problem:
+            self._meet("close", [f"{pair.arena.name} {pair.group}" for pair in pairs], late)
+        except Exception as problem:
             late = problem
         problem_here = _first(self._deregister(pairs)) or late
         if problem_here is not None:
@@ -270,6 +295,14 @@ class PoolRegistry:
                 pair.state = State.UNBOUND
                 self._bindings.pop(key, None)
         return errors
+
+    def _quiesced(self) -> Exception | None:
+        """Wait for the device; returns what went wrong there."""
+        try:
+            self._backend.quiesce()
+        except RuntimeError as problem:
+            return problem
+        return None
 
     def _meet(self, what: str, lines: Sequence[str], error: Exception | None) -> None:
         agree_in_group(
