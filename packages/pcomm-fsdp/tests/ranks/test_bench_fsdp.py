@@ -26,14 +26,26 @@ def test_the_command_measures_prints_and_writes(
     # It draws the picture, and is no requirement.
     draws = find_spec("matplotlib") is not None
     assert main([*line, "--plot", str(image)] if draws else line) == 0
-    assert "x as fast:" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "x as fast:" in told
+    assert "PREDICTION of a model, not measured" in told
     assert not draws or image.read_bytes().startswith(b"\x89PNG")
     with rows.open(newline="") as file:
         found = list(csv.DictReader(file))
     values = {(row["case"], row["unit"]): float(row["value"]) for row in found}
     assert {row["benchmark"] for row in found} == {"fsdp"}
-    assert all(value > 0 for (_, unit), value in values.items() if unit.startswith("ms"))
     place = "2 ranks, linear"
+    # Three small units may take no longer alone than the link needs for their bytes.
+    assert values.pop((f"a collective beyond its bytes @ {place}", "ms, in the prediction")) >= 0
+    assert all(value > 0 for (_, unit), value in values.items() if unit.startswith("ms"))
+    for case in OURS:
+        at = f"{case} @ {place}"
+        predicted = values[at, "ms, predicted"] / values[at, "ms"]
+        # Both are rounded to 0.001, the former in ms.
+        assert values[at, "predicted / measured"] == pytest.approx(predicted, abs=2e-3)
+    assert not any(
+        "predict" in unit for (case, unit) in values if "1 rank," in case or case.startswith(THEIRS)
+    )
     for case in (*THEIRS, *OURS):
         at = f"{case} @ {place}"
         gathers = 3 + values[at, "units gathered in backward"]

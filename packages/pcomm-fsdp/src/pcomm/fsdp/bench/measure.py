@@ -23,6 +23,7 @@ from pcomm.core.world import connect
 from pcomm.fsdp.bench.bounds import Step, lower_bounds_s
 from pcomm.fsdp.bench.memory import can_count, in_use_bytes, peak_bytes
 from pcomm.fsdp.bench.models import Problem, Reference, squared_norm
+from pcomm.fsdp.bench.prediction import Prediction, latency_of, predict, recorded_costs
 from pcomm.fsdp.bench.settings import (
     FSDP2,
     FSDP2_TUNED,
@@ -34,6 +35,7 @@ from pcomm.fsdp.bench.settings import (
     Settings,
 )
 from pcomm.fsdp.bench.trainings import Fsdp2, Sharding, Training, Unsharded
+from pcomm.fsdp.sharded import Sharded
 
 __all__ = ["GATHER", "REDUCE", "Found", "measure_alone", "measure_on_rank"]
 
@@ -57,6 +59,7 @@ class Found:
         peak_bytes: Of each case, on the rank that needed most; empty where nobody counts.
         steps: Of each case, what had to be done.
         bounds_s: Of each case, the lower bounds on one link and on independent links.
+        prediction: Of our cases, what the simulator says; None on one rank.
     """
 
     model: str
@@ -66,6 +69,7 @@ class Found:
     peak_bytes: Mapping[str, int]
     steps: Mapping[str, Step]
     bounds_s: Mapping[str, tuple[float, float]]
+    prediction: Prediction | None = None
 
 
 def measure_on_rank(settings: Settings, network: RatedNetwork) -> list[Found]:
@@ -165,7 +169,9 @@ def _measure(
         if case != UNSHARDED
     }
     bounds = {case: lower_bounds_s(step, network.bytes_per_s) for case, step in steps.items()}
-    return Found(problem.name, control.size, timings, sent, peaks, steps, bounds)
+    sharded = {case: t.sharded for case, t in trainings.items() if isinstance(t, Sharding)}
+    prediction = _predict(sharded, steps[ONE], turns[ONE], timings, settings, network, control)
+    return Found(problem.name, control.size, timings, sent, peaks, steps, bounds, prediction)
 
 
 def _build(
@@ -253,6 +259,37 @@ def _collectives_alone(problem: Problem, collectives: Collectives) -> dict[str, 
             collectives.reduce_scatter(whole, out=shard)
 
     return {GATHER: _Turn(_nothing, gather, _nothing), REDUCE: _Turn(_nothing, reduce, _nothing)}
+
+
+def _predict(
+    sharded: Mapping[str, Sharded],
+    step: Step,
+    turn: _Turn,
+    timings: Mapping[str, Timing],
+    settings: Settings,
+    network: RatedNetwork,
+    control: Collectives,
+) -> Prediction:
+    """What the simulator says of our cases, if units compute as they do with one group.
+
+    Neither that step nor any other enters as a whole, but what units compute in it, and
+    collectives that were timed alone. Collective.
+    """
+
+    def run() -> None:
+        turn.prepare()
+        control.all_reduce(torch.zeros(1))
+        turn.run()
+
+    costs = recorded_costs(sharded[ONE], run, settings.rounds, control)
+    latency_s = latency_of(
+        (timings[GATHER].median_us + timings[REDUCE].median_us) / 1e6,
+        # A unit sends as much to gather it as to reduce it.
+        num_bytes=2 * step.reduce_bytes(),
+        num_operations=2 * len(step.unit_bytes),
+        bytes_per_s=network.bytes_per_s,
+    )
+    return predict(sharded, costs, bytes_per_s=network.bytes_per_s, latency_s=latency_s)
 
 
 def _take_turns(

@@ -37,10 +37,17 @@ _MEBI = 1 << 20
 
 
 def rows_of(found: Sequence[Found]) -> list[Row]:
-    """Times, speed against the others and the bounds, bytes and memory of every case."""
+    """Times, speed against the others and the bounds, bytes and memory of every case.
+
+    Predictions come last; their units say so.
+    """
+    return [*_measured(found), *_predicted(found)]
+
+
+def _measured(found: Sequence[Found]) -> list[Row]:
     rows = []
     for one in found:
-        place = f"{one.num_ranks} rank{'s' * (one.num_ranks > 1)}, {one.model}"
+        place = _place(one)
         rows += _times(one, place)
         if one.num_ranks == 1:
             rows += _alone(one, place)
@@ -59,10 +66,28 @@ def tables_of(settings: Settings, found: Sequence[Found]) -> str:
         f"our reduce-scatter. `{FSDP2_TWO_RAILS}`: that one sends over the second rail. All others "
         "without a number use one rail.",
     ]
-    rows = rows_of(found)
+    lines += _tables(_measured(found))
+    if rows := _predicted(found):
+        lines += [
+            "",
+            "PREDICTION of a model, not measured: the schedules in virtual time. Computing is what "
+            "units take in steps of",
+            f"`{ONE}`; a collective takes its bytes at the rate of the link, and what it takes "
+            "beyond them when alone.",
+            *_tables(rows),
+        ]
+    return "\n".join(lines)
+
+
+def _tables(rows: Sequence[Row]) -> list[str]:
+    lines = []
     for unit in dict.fromkeys(row.unit for row in rows):
         lines += ["", f"{unit}:", *_grid([row for row in rows if row.unit == unit])]
-    return "\n".join(lines)
+    return lines
+
+
+def _place(found: Found) -> str:
+    return f"{found.num_ranks} rank{'s' * (found.num_ranks > 1)}, {found.model}"
 
 
 def _times(found: Found, place: str) -> list[Row]:
@@ -114,6 +139,24 @@ def _bytes(found: Found, place: str) -> list[Row]:
         rows.append(_row(case, place, step.num_backward_gathers, "units gathered in backward", 1))
     for case, peak in found.peak_bytes.items():
         rows.append(_row(case, place, peak / _MEBI, "MiB at peak", 1))
+    return rows
+
+
+def _predicted(found: Sequence[Found]) -> list[Row]:
+    rows = []
+    for one in found:
+        if one.prediction is None:
+            continue
+        place, count = _place(one), len(one.timings[ONE].rounds_us)
+        for case, step_s in one.prediction.steps_s.items():
+            ratio = step_s * 1e6 / one.timings[case].median_us
+            rows.append(_row(case, place, step_s * 1e3, "ms, predicted", count))
+            rows.append(_row(case, place, ratio, "predicted / measured", count))
+        for what, seconds in (
+            ("computing of the slowest rank", one.prediction.computing_s),
+            ("a collective beyond its bytes", one.prediction.latency_s),
+        ):
+            rows.append(_row(what, place, seconds * 1e3, "ms, in the prediction", count))
     return rows
 
 

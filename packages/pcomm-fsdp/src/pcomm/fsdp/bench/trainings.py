@@ -18,6 +18,7 @@ from pcomm.core.group import Group
 from pcomm.fsdp.bench.models import Problem
 from pcomm.fsdp.fully_shard import fully_shard
 from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.sharded import Sharded
 
 __all__ = ["Fsdp2", "Sharding", "Training", "Unsharded"]
 
@@ -76,6 +77,11 @@ class Sharding:
     def __init__(self, problem: Problem, gather: Group, reduce: Group) -> None:
         self._sharded = fully_shard(problem.build(), Roles(gather, reduce), units=[problem.unit])
         self.model: nn.Module = self._sharded.model
+
+    @property
+    def sharded(self) -> Sharded:
+        """The shards of the model, and its schedule."""
+        return self._sharded
 
     @property
     def num_backward_gathers(self) -> int:

@@ -1,0 +1,187 @@
+"""What the simulator says that steps take, from figures of the same run.
+
+    computing  of each unit on each rank: medians of some steps of one case, waits left out
+    bytes      at the rate of a link; each group has the link of its interface
+    latency    of a collective: what one takes alone beyond its bytes, headers included
+
+So a case is predicted from its schedule and its groups; how long it takes is not known to the
+model. What the ranks do beside computing and sending, such as copies in and out of buffers, is in
+the latency as far as collectives alone do it too, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
+from pcomm.core.simulate.engine import simulate
+from pcomm.core.trace.recorder import Recorder
+from pcomm.fsdp.group_plan import GroupPlan
+from pcomm.fsdp.schedule import Schedule
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.simulated import Costs, program, queues_of, stretches
+
+__all__ = [
+    "Prediction",
+    "cluster_of",
+    "costs_of_ranks",
+    "latency_of",
+    "median_costs",
+    "predict",
+    "recorded_costs",
+    "step_s",
+]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says, never a measurement.
+
+    Args:
+        latency_s: Of one collective, as the model had it.
+        computing_s: Of a whole step on the rank that computes longest, as the model had it.
+        steps_s: Seconds of a step of each case.
+    """
+
+    latency_s: float
+    computing_s: float
+    steps_s: Mapping[str, float]
+
+
+def predict(
+    cases: Mapping[str, Sharded],
+    costs: Sequence[Costs],
+    *,
+    bytes_per_s: float,
+    latency_s: float,
+) -> Prediction:
+    """A step of each case, if units compute what `costs` say. Local.
+
+    Args:
+        cases: Models whose schedule is recorded; all of them have the same units.
+        costs: Of each rank.
+        bytes_per_s: Of each link, each way.
+        latency_s: Of each collective.
+    """
+    steps_s = {}
+    computing_s = 0.0
+    for case, sharded in cases.items():
+        schedules = sharded.schedules()
+        cluster = cluster_of(sharded.plans, bytes_per_s, latency_s)
+        steps_s[case] = step_s(schedules, sharded.plans, costs, cluster)
+        computing_s = max(
+            computing_s,
+            *(sum(sum(stretches(s, own).values()) for s in schedules) for own in costs),
+        )
+    return Prediction(latency_s, computing_s, steps_s)
+
+
+def step_s(
+    schedules: Sequence[Schedule],
+    plans: Sequence[GroupPlan],
+    costs: Sequence[Costs],
+    cluster: Cluster,
+) -> float:
+    """Seconds until the last rank has done its step in virtual time. Local.
+
+    Args:
+        schedules: Of each micro-batch.
+        plans: Of all parameter groups.
+        costs: Of each rank; they all have the same schedules.
+        cluster: Links, and what runs on them.
+    """
+    programs = {rank: program(schedules, plans, own) for rank, own in enumerate(costs)}
+    return simulate(programs, cluster).makespan_s
+
+
+def cluster_of(plans: Sequence[GroupPlan], bytes_per_s: float, latency_s: float) -> Cluster:
+    """The links and communicators of these plans. Local.
+
+    A rank has a link for each interface that a group was opened with. An operation has its latency
+    once, however many steps its algorithm has, since that is how it was measured.
+
+    Args:
+        plans: Of all parameter groups; groups without an interface share one link.
+        bytes_per_s: Of each link, each way.
+        latency_s: Of each collective.
+    """
+    queues = queues_of(plans)
+    communicators: dict[str, Communicator] = {}
+    for plan in plans:
+        for group in (plan.gather, plan.reduce):
+            rail = str(group.granted.get("interface", "any"))
+            queue = queues[group.key]
+            communicators[queue] = Communicator(queue, rail, (group.ranks,), "direct")
+    rails = dict.fromkeys(communicator.rail for communicator in communicators.values())
+    return Cluster(
+        [Rail(name, bytes_per_s, latency_s) for name in rails], list(communicators.values())
+    )
+
+
+def latency_of(
+    alone_s: float, *, num_bytes: float, num_operations: int, bytes_per_s: float
+) -> float:
+    """Seconds that a collective takes beside its bytes, not below 0. Local.
+
+    Args:
+        alone_s: Of all operations, one after another with nothing beside them.
+        num_bytes: What a rank sends in all of them.
+        num_operations: How many they are.
+        bytes_per_s: Of the link, each way.
+    """
+    return max(0.0, alone_s - num_bytes / bytes_per_s) / num_operations
+
+
+def recorded_costs(
+    sharded: Sharded, step: Callable[[], object], num_steps: int, control: Collectives
+) -> list[Costs]:
+    """What units compute on each rank, the medians of some steps. Collective.
+
+    Where ranks share cores they slow each other down; that is a part of the costs.
+
+    Args:
+        sharded: A model whose schedule is recorded.
+        step: Does one step of it.
+        num_steps: How often.
+        control: Ranks tell each other their costs through it.
+    """
+    found = []
+    for _ in range(num_steps):
+        recorder = Recorder(control.rank)
+        with sharded.recording(recorder):
+            step()
+        schedule = sharded.schedule
+        assert schedule is not None
+        found.append(Costs.from_events(recorder.events, schedule, 1))
+    return costs_of_ranks(median_costs(found), control)
+
+
+def median_costs(steps: Sequence[Costs]) -> Costs:
+    """The median of each unit's seconds over steps with the same units. Local."""
+
+    def median(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {unit: statistics.median(one[unit] for one in each) for unit in each[0]}
+
+    return Costs(median([s.forward_s for s in steps]), median([s.backward_s for s in steps]))
+
+
+def costs_of_ranks(own: Costs, control: Collectives) -> list[Costs]:
+    """The costs of all ranks, whose units are the same. Collective."""
+    forward, backward = sorted(own.forward_s), sorted(own.backward_s)
+    seconds = [
+        *(own.forward_s[unit] for unit in forward),
+        *(own.backward_s[unit] for unit in backward),
+    ]
+    found = control.all_gather(torch.tensor(seconds, dtype=torch.float64))
+    return [
+        Costs(
+            dict(zip(forward, row[: len(forward)], strict=True)),
+            dict(zip(backward, row[len(forward) :], strict=True)),
+        )
+        for row in found.view(control.size, -1).tolist()
+    ]
