@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import pytest
@@ -193,13 +194,39 @@ def test_a_budget_of_bytes_limits_the_depth_but_not_below_one() -> None:
         assert machine.most_gathered <= 1 + depth
 
 
-def test_the_next_gather_goes_before_the_reduce_of_what_has_ended() -> None:
+def places(schedule: Schedule) -> dict[tuple[str, str], int]:
+    """Where the last step of each kind and name is."""
+    return {(step.kind, step.name): i for i, step in enumerate(schedule.steps)}
+
+
+def test_gathers_go_before_the_reduce_of_what_has_ended() -> None:
     marks = chain(6)
-    kinds = [(s.kind, s.name) for s in compiled(marks, buffers_of(marks)).steps]
+    place = places(compiled(marks, buffers_of(marks), inflight_reduce=6))
     for i in range(5, 1, -1):
-        assert kinds.index(("reduce", f"b{i}.w")) > len(kinds) - 1 - kinds[::-1].index(
-            ("gather", f"b{i - 2}.w")
-        )
+        assert place["gather", f"b{i - 2}.w"] < place["reduce", f"b{i}.w"]
+
+
+def test_what_is_needed_later_is_gathered_in_the_memory_of_the_reduce_that_ends_first() -> None:
+    marks = chain(6)
+    place = places(compiled(marks, buffers_of(marks), inflight_reduce=1))
+    for i in range(4, 1, -1):
+        # The next unit's parameters are on their way before anything queues in front of them.
+        assert place["gather", f"b{i - 1}.w"] < place["reduce", f"b{i}.w"]
+        assert place["reduce", f"b{i}.w"] < place["finish", f"b{i + 1}.w"]
+        assert place["finish", f"b{i + 1}.w"] < place["gather", f"b{i - 2}.w"]
+        assert place["gather", f"b{i - 2}.w"] < place["use", f"b{i - 1}"]
+
+
+def test_reduces_of_one_unit_count_as_one() -> None:
+    """A unit has several buffers where its experts or formats have groups of their own."""
+    marks = chain(4)
+    one = buffers_of(marks)
+    twice = [*one, *(dataclasses.replace(b, name=f"{b.unit}.e") for b in one)]
+    place = places(compiled(marks, twice, inflight_reduce=1))
+    for name in ("w", "e"):
+        assert place["reduce", f"b2.{name}"] < place["finish", f"b3.{name}"]
+        assert place["finish", f"b3.{name}"] < place["use", "b1"]
+        assert place["use", "b1"] < place["finish", f"b2.{name}"]
 
 
 def test_nothing_is_gathered_again_that_stays() -> None:

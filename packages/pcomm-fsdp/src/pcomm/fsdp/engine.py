@@ -103,6 +103,7 @@ class Engine:
         self._in_backward: list[Unit] = []
         self._is_waiting_for_backward = False
         self._failure = ""
+        self._num_recoveries = 0
         self._is_broken = False
 
     # -- what hooks report -----------------------------------------------------------------
@@ -191,8 +192,12 @@ class Engine:
                 self._peers.agree(_RECORDING, [], error=error)
 
     def heard(self) -> str | None:
-        """What a rank said that failed in this micro-batch."""
-        return self._peers.heard(round_number=self.token)
+        """What a rank said that failed since all ranks last went on together.
+
+        Not in this micro-batch alone: with gradients that are reduced once a step, a rank may have
+        gone on to the next one before it needs the rank that failed.
+        """
+        return self._peers.heard(round_number=self._num_recoveries)
 
     # -- schedules -------------------------------------------------------------------------
 
@@ -338,7 +343,7 @@ class Engine:
         except PeerError:
             # What is still on its way may write into its buffers at any time.
             self._is_broken = True
-        self._peers.sound(reason, round_number=self.token)
+        self._peers.sound(reason, round_number=self._num_recoveries)
         self.phase, self.depth = None, 0
         self._recording, self._schedule = None, None
         self._is_waiting_for_backward = False
@@ -356,6 +361,7 @@ class Engine:
         counts = [f"{kind}s issued: {self.issued[kind]}" for kind in ("gather", "reduce")]
         self._peers.agree("fsdp: step after an error", counts, error=error)
         self._failure = ""
+        self._num_recoveries += 1
 
 
 def _departed(mark: Mark, expected: Step | None) -> DivergenceError:

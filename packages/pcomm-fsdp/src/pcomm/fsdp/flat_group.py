@@ -188,7 +188,10 @@ class FlatGroup:
                 self.place(gradient, index).zero_()
         self._gradient, self._is_reduced = None, True
         self._has_gradient = [False] * len(self.parts)
-        pending = self.plan.reduce.collectives.reduce_scatter_async(gradient)
+        reduce = self.plan.reduce
+        # In place, so that nothing is allocated as long as it is on its way.
+        own = gradient.chunk(reduce.size)[reduce.rank] if reduce.size > 1 else None
+        pending = reduce.collectives.reduce_scatter_async(gradient, out=own)
         self._reducing = pending, gradient
 
     def finish(self) -> None:
@@ -197,6 +200,8 @@ class FlatGroup:
         (pending, gradient), self._reducing = self._reducing, None
         total = self._wait(pending, f"reduce of {self.plan.name}")
         mine = total.to(self.plan.main_dtype)
+        if self.plan.reduce.size > 1 and mine is total:
+            mine = total.clone()
         if mine is not gradient and not self._took_over:
             self._reuse.give(gradient)
         if self.plan.divisor != 1:
@@ -225,6 +230,9 @@ class FlatGroup:
     def begin(self) -> None:
         """Be ready for the gradients of a micro-batch."""
         self._is_reduced = False
+        if self._deposit is not None and not self._holds(self._deposit):
+            # The optimizer's `zero_grad` has let go of it.
+            self._deposit = None
 
     def drain(self) -> None:
         """Wait for everything that is on its way, and forget it."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from pcomm.core.errors import PcommError
 from pcomm.core.group import Group
+from pcomm.core.pools.registry import PoolRegistry
 from pcomm.fsdp.checks import (
     check_entry_points,
     check_no_optimizer,
@@ -27,6 +28,7 @@ from pcomm.fsdp.measure import Separation, measure_separation
 from pcomm.fsdp.peers import Peers
 from pcomm.fsdp.planning import PlannedGroup, plan_groups
 from pcomm.fsdp.policy import CommPolicy, Precision
+from pcomm.fsdp.pooled_memory import PooledMemory, register_memory
 from pcomm.fsdp.reuse import Reuse
 from pcomm.fsdp.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
@@ -52,6 +54,7 @@ def fully_shard(
     entry_points: Sequence[str] = ("forward",),
     device: torch.device | None = None,
     initialise: Callable[[nn.Module], None] | None = None,
+    pools: PoolRegistry | None = None,
 ) -> Sharded:
     """Shard a model's parameters, in place, over the ranks of its groups.
 
@@ -75,8 +78,13 @@ def fully_shard(
         initialise: Called with each module that has parameters of its own on the meta device, once
             they are on `device`, in the order of `model.modules()`; None for
             `module.reset_parameters()`. All ranks must draw the same random numbers.
+        pools: Registers memory for gathered parameters and whole gradients with the groups that
+            send them; None for ordinary memory. All ranks of its control group shard the model
+            together. As much as a step can need is reserved now and stays; when the registry's
+            groups close, it waits for the device and takes the memory from their communicators.
 
     Raises:
+        UnsupportedError: Memory could not be registered; what was is undone.
         ConfigError: Units, devices, dtypes or settings that cannot be used, or an optimizer that
             holds a parameter already.
         TopologyError: Groups that do not fit together.
@@ -86,53 +94,65 @@ def fully_shard(
     scopes = dict(scopes or {})
     groups = [roles, *(scope.roles for scope in scopes.values())]
     peers = Peers([g for r in groups for g in (r.gather, r.replicate) if g is not None])
+
+    def plan() -> tuple[list[UnitModules], list[PlannedGroup], torch.device]:
+        parameters = _check(model, roles, scopes, entry_points)
+        target = device_of(parameters, device)
+        found = find_units(model, units)
+        default = Scope(lambda *_: True, roles, divisor, shard)
+        return found, plan_groups(found, default, scopes, comm, precision), target
+
+    found, planned, target = _agree(plan, peers, comm, has_pools=pools is not None)
+    planned, separations = _decide_separation(planned, comm, target)
+    memory = None
+    if pools is not None:
+        plans = [one.plan for one in planned]
+        memory = register_memory(pools, plans, comm, peers, target)
+        planned = [PlannedGroup(memory.named_in(p), members) for p, members in planned]
+
+    reuse, waiter = Reuse(target), Waiter()
+    flat = [_build(one, target, reuse, waiter, memory) for one in planned]
+    materialise(model, flat, [one.members for one in planned], target, initialise)
+    running = _running(found, flat, precision)
+    engine = Engine(running, comm, peers, reuse)
+    waiter.heard = engine.heard
+    if any(unit.groups for unit in running):
+        install_hooks(engine, running[0], running[1:], entry_points)
+    return Sharded(model, flat, engine, _first_names(model, planned), separations, memory)
+
+
+def _check(
+    model: nn.Module, roles: Roles, scopes: Mapping[str, Scope], entry_points: Sequence[str]
+) -> dict[str, nn.Parameter]:
+    """Refuse what cannot be sharded; returns the model's parameters."""
+    for name, scope_roles in (("", roles), *((n, s.roles) for n, s in scopes.items())):
+        check_roles(name, scope_roles)
+    parameters = dict(model.named_parameters())
+    check_not_sharded(parameters)
+    check_no_optimizer(parameters)
+    check_entry_points(model, entry_points)
+    return parameters
+
+
+def _agree(
+    plan: Callable[[], tuple[list[UnitModules], list[PlannedGroup], torch.device]],
+    peers: Peers,
+    comm: CommPolicy,
+    *,
+    has_pools: bool,
+) -> tuple[list[UnitModules], list[PlannedGroup], torch.device]:
+    """Units, plans and device, which are the same on all ranks, or an error on all. Collective."""
     error: PcommError | None = None
     found: list[UnitModules] = []
     planned: list[PlannedGroup] = []
     target = torch.device("cpu")
     try:
-        for name, scope_roles in (("", roles), *((n, s.roles) for n, s in scopes.items())):
-            check_roles(name, scope_roles)
-        parameters = dict(model.named_parameters())
-        check_not_sharded(parameters)
-        check_no_optimizer(parameters)
-        check_entry_points(model, entry_points)
-        target = device_of(parameters, device)
-        found = find_units(model, units)
-        planned = plan_groups(
-            found, Scope(lambda *_: True, roles, divisor, shard), scopes, comm, precision
-        )
+        found, planned, target = plan()
     except PcommError as problem:
         error = problem
-    peers.agree("fully_shard", _lines([p.plan for p in planned], comm), error=error)
-
-    planned, separations = _decide_separation(planned, comm, target)
-
-    reuse = Reuse(target)
-    waiter = Waiter()
-    flat = [_build(one, target, reuse, waiter) for one in planned]
-    materialise(model, flat, [one.members for one in planned], target, initialise)
-    active: dict[str, list[FlatGroup]] = {unit.name: [] for unit in found}
-    for group in flat:
-        if isinstance(group, FlatGroup):
-            active[group.plan.unit].append(group)
-    running = [
-        Unit(
-            unit.name,
-            unit.module,
-            active[unit.name],
-            input_dtype=precision.param_dtype if precision.casts_inputs else None,
-        )
-        for unit in found
-        if active[unit.name] or unit.name == ROOT
-    ]
-    engine = Engine(running, comm, peers, reuse)
-    waiter.heard = engine.heard
-    if any(unit.groups for unit in running):
-        install_hooks(engine, running[0], running[1:], entry_points)
-    names = {alias: m.name for one in planned for m in one.members for alias in m.aliases}
-    order = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return Sharded(model, flat, engine, {name: names[name] for name in order}, separations)
+    lines = _lines([one.plan for one in planned], comm, has_pools=has_pools)
+    peers.agree("fully_shard", lines, error=error)
+    return found, planned, target
 
 
 def _decide_separation(
@@ -167,20 +187,53 @@ def _decide_separation(
 
 
 def _build(
-    planned: PlannedGroup, device: torch.device, reuse: Reuse, waiter: Waiter
+    planned: PlannedGroup,
+    device: torch.device,
+    reuse: Reuse,
+    waiter: Waiter,
+    memory: PooledMemory | None,
 ) -> FlatGroup | LocalGroup:
+    plan = planned.plan
     owners = [member.owners for member in planned.members]
     originals = [member.parameter for member in planned.members]
-    if planned.plan.is_local:
-        return LocalGroup(planned.plan, owners, originals, device)
-    return FlatGroup(planned.plan, owners, originals, device, reuse=reuse, waiter=waiter)
+    if plan.is_local:
+        return LocalGroup(plan, owners, originals, device)
+    fill = memory.fill(plan) if memory else None
+    own_reuse = memory.gradients(plan, device) if memory else None
+    return FlatGroup(
+        plan, owners, originals, device, reuse=own_reuse or reuse, waiter=waiter, fill=fill
+    )
 
 
-def _lines(plans: Sequence[GroupPlan], comm: CommPolicy) -> Callable[[Group], list[str]]:
+def _running(
+    found: Sequence[UnitModules], groups: Sequence[FlatGroup | LocalGroup], precision: Precision
+) -> list[Unit]:
+    """The units that communicate or convert, and the root."""
+    active: dict[str, list[FlatGroup]] = {unit.name: [] for unit in found}
+    for group in groups:
+        if isinstance(group, FlatGroup):
+            active[group.plan.unit].append(group)
+    input_dtype = precision.param_dtype if precision.casts_inputs else None
+    return [
+        Unit(unit.name, unit.module, active[unit.name], input_dtype=input_dtype)
+        for unit in found
+        if active[unit.name] or unit.name == ROOT
+    ]
+
+
+def _first_names(model: nn.Module, planned: Sequence[PlannedGroup]) -> dict[str, str]:
+    """For each name of a parameter, in the model's order, its first name."""
+    names = {alias: m.name for one in planned for m in one.members for alias in m.aliases}
+    return {name: names[name] for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def _lines(
+    plans: Sequence[GroupPlan], comm: CommPolicy, *, has_pools: bool
+) -> Callable[[Group], list[str]]:
     """What the ranks of a group have to have in common."""
 
     def lines(group: Group) -> list[str]:
-        found = [f"{replace(comm, separate='always')}"]
+        found = [f"{replace(comm, separate='always')}, memory pools: {has_pools}"]
         for plan in plans:
             if plan.gather.ranks == group.ranks:
                 found += plan.lines()

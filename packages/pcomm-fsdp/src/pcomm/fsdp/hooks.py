@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,10 +99,10 @@ class _UnitHooks:
         if engine.phase == "forward":
             engine.done(unit, "forward")
         if torch.is_grad_enabled() and not unit.is_in_backward and engine.phase == "forward":
-            token = engine.token
+            begun = engine.token, threading.get_ident()
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._on_output_gradient, token))
+                    tensor.register_hook(functools.partial(self._on_output_gradient, *begun))
         return output
 
     def _watch_inputs(
@@ -124,10 +125,10 @@ class _UnitHooks:
         args, kwargs = tree_unflatten(flat, spec)
         return args, kwargs
 
-    def _on_output_gradient(self, token: int, gradient: Tensor) -> None:
+    def _on_output_gradient(self, token: int, thread: int, gradient: Tensor) -> None:
         engine, unit = self._engine, self._unit
         if engine.begin_backward(token):
-            Variable._execution_engine.queue_callback(engine.end_backward)
+            Variable._execution_engine.queue_callback(_BackwardEnd(engine, thread))
         if not unit.is_in_backward and not unit.has_left_backward:
             engine.use(unit, "backward")
 
@@ -136,6 +137,39 @@ class _UnitHooks:
         unit.num_open_inputs -= 1
         if unit.num_open_inputs == 0 and unit.is_bounded and unit.is_in_backward:
             self._engine.done(unit, "backward")
+
+
+class _BackwardEnd:
+    """What autograd calls when backward has ended, and only drops when backward has raised.
+
+    Nobody else holds it, so it goes with autograd's own record of this backward, before the error
+    reaches whoever called backward. That is the moment to tell the ranks that wait for this one.
+
+    Args:
+        engine: In backward.
+        thread: That of the forward.
+    """
+
+    def __init__(self, engine: Engine, thread: int) -> None:
+        self._engine, self._token, self._thread = engine, engine.token, thread
+
+    def __call__(self) -> None:
+        self._engine.end_backward()
+
+    def __del__(self) -> None:
+        engine = self._engine
+        is_open = engine.phase == "backward" and engine.token == self._token
+        # On a GPU a thread of autograd's may be the last to drop it, while the caller's goes on
+        # with the error. Two threads must not change the engine: there the next forward finds out.
+        if is_open and threading.get_ident() == self._thread:
+            engine.fail(_backward_raised(engine))
+
+
+def _backward_raised(engine: Engine) -> RuntimeError:
+    """What is known of an error that autograd holds: where it was, and not what it says."""
+    open_units = [name for name, unit in engine.units.items() if unit.is_in_backward]
+    place = f"within unit {open_units[-1]!r}" if open_units else "at its beginning"
+    return RuntimeError(f"backward raised, {place}; the traceback of this rank says what")
 
 
 class _Watch(torch.autograd.Function):

@@ -97,8 +97,8 @@ class _Walk:
 
     def _finish(self, plan: GroupPlan) -> None:
         del self.filled[plan.name]
-        # Of one rank and one format, the whole gradient is that of the shard. And what is autograd's
-        # own tensor is not kept for another unit.
+        # Of one rank and one format, the whole gradient is that of the shard; and autograd's own
+        # tensor is not kept for another unit.
         is_shard = plan.reduce.size == 1 and plan.reduce_dtype == plan.main_dtype
         if not is_shard and not plan.takes_gradient_over:
             self.free.append(_gradient(plan))

@@ -42,7 +42,7 @@ def plan_groups(
         default: For parameters that no scope selects.
         scopes: By name; the first that selects a parameter has it.
         comm: Padding, and whether gathers and reduces are separate.
-        precision: Number formats.
+        precision: Number formats of scopes that have none of their own.
 
     Raises:
         ConfigError: A scope that selects nothing, a divisor that is no positive number, or a
@@ -90,7 +90,7 @@ def _plan(
     comm: CommPolicy,
     precision: Precision,
 ) -> GroupPlan:
-    roles = chosen.roles
+    roles, precision = chosen.roles, chosen.precision or precision
     main_dtype = precision.main_dtype or dtype
     param_dtype = precision.param_dtype or main_dtype
     layout = plan_flat_layout(

@@ -23,7 +23,7 @@ class CommPolicy:
         prefetch: Units that are gathered ahead of the one in use, forward and backward.
         prefetch_bytes: Most bytes of units gathered ahead, this rank's; None for no limit. One
             unit may always be gathered ahead.
-        inflight_reduce: Reduces that may be on their way while the next gradients are computed. One
+        inflight_reduce: Units whose reduces may be on their way while the next one computes. One
             keeps a link busy as long as units are of about the same size.
         max_padding: Largest part of a flat buffer that may be padding so that shares end at row
             borders; beyond it shares are cut inside rows.

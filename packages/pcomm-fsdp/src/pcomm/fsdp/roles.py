@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from pcomm.core.group import Group
+from pcomm.fsdp.policy import Precision
 from pcomm.fsdp.strategy import Shard
 
 __all__ = ["Roles", "Scope"]
@@ -36,7 +37,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class Scope:
-    """Parameters with groups of their own, such as those of experts.
+    """Parameters with groups or number formats of their own, such as those of experts.
 
     Args:
         selects: Given a parameter's name in the model and the parameter: does it belong here?
@@ -47,6 +48,8 @@ class Scope:
         shard: None for that of the model.
         spread: Ranks that hold *other* parameters of this scope, such as the expert-parallel
             group; the norm of all gradients sums over them.
+        precision: Number formats; None for those of the model. The inputs of units are cast, or
+            not, as the model's say, since a unit may have parameters of several scopes.
     """
 
     selects: Callable[[str, nn.Parameter], bool]
@@ -54,3 +57,4 @@ class Scope:
     divisor: float | None = None
     shard: Shard | None = None
     spread: Group | None = None
+    precision: Precision | None = None

@@ -144,7 +144,7 @@ def compile_schedule(
         buffers: Of all units.
         prefetch: Units gathered ahead.
         prefetch_bytes: Limit of what is gathered ahead beyond the first unit; None for none.
-        inflight_reduce: Reduces that may be on their way while the next gradients are computed.
+        inflight_reduce: Units whose reduces may be on their way while the next one computes.
         gathered: Names of buffers that are gathered already.
         is_last: Whether this is the last micro-batch of its step.
     """
@@ -244,11 +244,15 @@ class _Compiler:
                 if _is_over(buffer.keep, mark.phase, is_last):
                     self._release(buffer, mark.phase)
         if mark.phase == "backward":
-            for unit in ahead:
+            reduced = [buffer for buffer in self._of_unit.get(mark.unit, ()) if buffer.reduces]
+            # Where an older reduce has to end before the next unit computes, what is needed after
+            # that unit is gathered behind it: as early as it can be of use, and in memory that the
+            # older one has given back.
+            units = {buffer.unit for buffer in [*self._reducing, *reduced]}
+            has_to_wait = len(units) > self._inflight
+            for unit in ahead[:1] if has_to_wait else ahead:
                 self._gather(unit, mark.phase)
-            for buffer in self._of_unit.get(mark.unit, ()):
-                if buffer.reduces:
-                    self._reduce(buffer)
+            self._reduce(reduced)
 
     def _end(self, mark: Mark, is_last: bool) -> None:
         self.steps.append(Step("end", mark.unit, mark.phase))
@@ -292,11 +296,12 @@ class _Compiler:
             self.gathered.remove(buffer.name)
             self.steps.append(Step("release", buffer.name, phase))
 
-    def _reduce(self, buffer: Buffer) -> None:
-        # Issued before an older one is waited for, so that the queue never runs dry.
-        self._reducing.append(buffer)
-        self.steps.append(Step("reduce", buffer.name, "backward"))
-        if len(self._reducing) > self._inflight:
+    def _reduce(self, buffers: Sequence[Buffer]) -> None:
+        # Issued before older ones are waited for, so that the queue never runs dry.
+        for buffer in buffers:
+            self._reducing.append(buffer)
+            self.steps.append(Step("reduce", buffer.name, "backward"))
+        while len({reducing.unit for reducing in self._reducing}) > self._inflight:
             self._finish(self._reducing.pop(0))
 
     def _finish(self, buffer: Buffer) -> None:

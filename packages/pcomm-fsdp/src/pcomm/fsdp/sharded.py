@@ -17,6 +17,7 @@ from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.local_group import LocalGroup
 from pcomm.fsdp.measure import Separation
+from pcomm.fsdp.pooled_memory import PooledMemory
 from pcomm.fsdp.report import Report, report_of
 from pcomm.fsdp.schedule import Schedule
 from pcomm.fsdp.simulated import Costs
@@ -41,6 +42,7 @@ class Sharded:
         engine: Its engine.
         names: For each name of a parameter in the model, its first name.
         separations: What `separate="auto"` measured.
+        memory: Registered memory of the groups, if there is any.
 
     Attributes:
         model: The model that was sharded.
@@ -55,11 +57,13 @@ class Sharded:
         engine: Engine,
         names: Mapping[str, str],
         separations: Sequence[Separation] = (),
+        memory: PooledMemory | None = None,
     ) -> None:
         self.model = model
         self.plans: tuple[GroupPlan, ...] = tuple(group.plan for group in groups)
         self.separations = tuple(separations)
         self._groups, self._engine, self._names = tuple(groups), engine, dict(names)
+        self._memory = memory
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's part of every parameter, by its name in the model, in the model's order.
@@ -238,6 +242,8 @@ class Sharded:
         """
         lines = [plan.describe() for plan in self.plans]
         lines += [separation.describe() for separation in self.separations]
+        if self._memory is not None:
+            lines.append(self._memory.describe())
         schedules = self.schedules(micro_batches)
         lines.append(schedules[-1].describe() if schedules else "no schedule yet")
         return report_of(

@@ -1,0 +1,189 @@
+"""An error that only backward raises, on one rank, ends the wait of the others at once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pcomm.core.errors import PcommError, PeerError
+from pcomm.core.groups import Groups, open_groups
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp import hooks
+from pcomm.fsdp.engine import Engine
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.policy import CommPolicy
+from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp.testing.small_models import Block, Recompute, SmallModel
+
+TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
+SPECS = [("dp", "gather"), ("dp", "reduce")]
+HEARD = r"an error on rank 0: .*backward raised, within unit 'blocks.1'"
+
+
+class Raising(torch.autograd.Function):
+    """A layer of the user's whose backward has a mistake; no hook of ours sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ArithmeticError("a bad gradient")
+
+
+class WrongShape(torch.autograd.Function):
+    """The same, noticed by autograd's own C++."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].new_zeros(3, 2)
+
+
+def shard(model: nn.Module, groups: Groups, comm: CommPolicy | None = None) -> Sharded:
+    roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+    return fully_shard(model, roles, units=[Block], comm=comm or CommPolicy())
+
+
+def step(model: SmallModel, sharded: Sharded) -> float:
+    sharded.zero_grad()
+    loss = model.loss(TOKENS)
+    loss.backward()
+    return loss.item()
+
+
+def break_backward(
+    model: SmallModel, fault: type[torch.autograd.Function]
+) -> torch.utils.hooks.RemovableHandle:
+    """From here on the backward of the second block raises."""
+    return model.blocks[1].down.register_forward_hook(lambda _m, _x, y: fault.apply(y))
+
+
+FAULTS = {"python": (Raising, ArithmeticError), "autograd": (WrongShape, RuntimeError)}
+
+
+@pytest.mark.parametrize("where", FAULTS)
+@pytest.mark.parametrize("recompute", ["no", "blocks", "reentrant"])
+@ranks(2)
+def test_one_rank_raises_in_a_later_backward(rank: int, recompute: Recompute, where: str) -> None:
+    """Without the alarm rank 1 waits until the pool of ranks loses patience, and the test fails."""
+    model = SmallModel(recompute=recompute)
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        sharded = shard(model, groups)
+        step(model, sharded)
+        fault, own = FAULTS[where]
+        handle = break_backward(model, fault) if rank == 0 else None
+        with pytest.raises(PeerError if rank else own) as caught:
+            step(model, sharded)
+        if rank:
+            caught.match(HEARD)
+        else:
+            # The error of the user, and not one of ours in its place.
+            assert not isinstance(caught.value, PcommError)
+            handle.remove()
+        with pytest.raises(PcommError, match="step after an error"):
+            step(model, sharded)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@ranks(2)
+def test_one_rank_raises_in_the_first_backward(rank: int, checks: bool) -> None:
+    model = SmallModel()
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        sharded = shard(model, groups, CommPolicy(checks_first_step=checks))
+        if rank == 0:
+            break_backward(model, Raising)
+        with pytest.raises(PeerError if rank else ArithmeticError) as caught:
+            step(model, sharded)
+        if rank:
+            caught.match("rank 0.*backward raised, within unit 'blocks.1'")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@ranks(2)
+def test_all_ranks_raise_in_backward_and_go_on(rank: int, is_first: bool) -> None:
+    torch.manual_seed(0)
+    model = SmallModel()
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        sharded = shard(model, groups)
+        losses = [] if is_first else [step(model, sharded)]
+        for _ in range(2):
+            handle = break_backward(model, Raising)
+            with pytest.raises(ArithmeticError):
+                step(model, sharded)
+            # At once, and not only when the next step begins.
+            assert sharded.memory()["gathered"] == 0
+            handle.remove()
+            losses.append(step(model, sharded))
+        assert len(set(losses)) == 1
+
+
+@ranks(2)
+def test_a_backward_that_ends_leaves_nothing_behind(rank: int) -> None:
+    """Nothing sounds, and what autograd held is gone without the help of the collector."""
+    model = SmallModel()
+    made: list[weakref.ref[object]] = []
+    failures: list[BaseException] = []
+    build, fail = hooks._BackwardEnd.__init__, Engine.fail
+
+    def note(self: hooks._BackwardEnd, engine: Engine, thread: int) -> None:
+        build(self, engine, thread)
+        made.append(weakref.ref(self))
+
+    hooks._BackwardEnd.__init__ = note
+    Engine.fail = lambda self, error: failures.append(error)
+    gc.disable()
+    try:
+        with open_groups(Topology({"dp": 2}), SPECS) as groups:
+            sharded = shard(model, groups)
+            for _ in range(3):
+                step(model, sharded)
+            with torch.no_grad():
+                model.loss(TOKENS)
+    finally:
+        hooks._BackwardEnd.__init__, Engine.fail = build, fail
+        gc.enable()
+    assert len(made) == 3
+    assert all(one() is None for one in made)
+    assert not failures
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@ranks(2)
+def test_one_rank_raises_while_the_other_is_a_micro_batch_ahead(rank: int, where: str) -> None:
+    """Where gradients are reduced once a step, nothing holds a rank up between micro-batches."""
+    model = SmallModel()
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        sharded = fully_shard(model, roles, units=[Block], shard=Shard.zero1())
+
+        def accumulated() -> None:
+            sharded.zero_grad()
+            for index in range(2):
+                with sharded.accumulate(is_last=index == 1):
+                    model.loss(TOKENS).backward()
+
+        for _ in range(2):
+            accumulated()
+        if rank == 0 and where == "backward":
+            break_backward(model, Raising)
+        elif rank == 0:
+            model.blocks[1].down.register_forward_hook(_throw)
+        with pytest.raises(PeerError if rank else ArithmeticError):
+            accumulated()
+
+
+def _throw(*_: Any) -> None:
+    raise ArithmeticError("a bad batch")

@@ -1,0 +1,134 @@
+"""After a collective that never ended, memory stays where it is and no rank goes on."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+import torch
+from torch import nn
+
+from pcomm.core.errors import PeerError
+from pcomm.core.groups import Groups, open_groups
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp.flat_group import FlatGroup
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.policy import CommPolicy
+from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp.testing.small_models import Block, SmallModel
+
+TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
+SPECS = [("dp", "gather"), ("dp", "reduce")]
+
+
+def shard(model: nn.Module, groups: Groups, **options: object) -> Sharded:
+    roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+    return fully_shard(model, roles, units=[Block], **options)  # type: ignore[arg-type]
+
+
+def step(model: SmallModel, sharded: Sharded) -> None:
+    sharded.zero_grad()
+    model.loss(TOKENS).backward()
+
+
+def throw(*_: object) -> NoReturn:
+    raise ArithmeticError("a bad batch")
+
+
+def never_ends() -> NoReturn:
+    """What a wait for a peer that does not come ends with."""
+    raise PeerError("fsdp: gather of blocks.2", found="no peer", why="It died.", fix="Restart.")
+
+
+def flat_groups(sharded: Sharded) -> list[FlatGroup]:
+    return [group for group in sharded._groups if isinstance(group, FlatGroup)]
+
+
+@ranks(2)
+def test_a_collective_that_never_ended(rank: int) -> None:
+    """The ranks have issued the same collectives, so that nothing but this tells them to stop."""
+    model = SmallModel()
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        sharded = shard(model, groups)
+        step(model, sharded)
+        handle = model.blocks[2].up.register_forward_hook(throw)
+        if rank == 0:
+            flat_groups(sharded)[3].drain = never_ends  # type: ignore[method-assign]
+        with pytest.raises(ArithmeticError):
+            step(model, sharded)
+        # It may still write into what was gathered: only the other rank gives memory back.
+        assert (sharded.memory()["gathered"] > 0) is (rank == 0)
+        assert len(list(sharded.parameters())) == len(list(model.parameters()))
+        handle.remove()
+        for _ in range(2):
+            with pytest.raises(PeerError, match="collectives that some ranks never joined"):
+                step(model, sharded)
+
+
+@ranks(2)
+def test_the_same_error_without_it_is_no_end(rank: int) -> None:
+    """What the test above would find if its error were not the reason."""
+    model = SmallModel()
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        sharded = shard(model, groups)
+        step(model, sharded)
+        handle = model.blocks[2].up.register_forward_hook(throw)
+        with pytest.raises(ArithmeticError):
+            step(model, sharded)
+        assert sharded.memory()["gathered"] == 0
+        handle.remove()
+        step(model, sharded)
+
+
+def gradient_storages(sharded: Sharded) -> list[int]:
+    """Where gradients of whole units are, that are filled or on their way."""
+    used = []
+    for group in flat_groups(sharded):
+        sent = group._reducing[1] if group._reducing is not None else None
+        used += [
+            one.untyped_storage().data_ptr() for one in (group._gradient, sent) if one is not None
+        ]
+    return used
+
+
+@pytest.mark.parametrize("shard_of", [Shard.zero3(), Shard.zero1()], ids=["zero3", "zero1"])
+@ranks(2)
+def test_no_gradient_buffer_has_two_owners(rank: int, shard_of: Shard) -> None:
+    """Looked at whenever a reduce starts or has ended.
+
+    Buffers of one size come back while those of another are taken, and are then taken one after
+    another: a buffer that came back twice would be one too many.
+    """
+    model = SmallModel(num_blocks=12)
+    for block in model.blocks[4:8]:
+        block.up, block.down = nn.Linear(5, 31), nn.Linear(31, 5, bias=False)
+    most = 0
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        comm = CommPolicy(inflight_reduce=3)
+        sharded = shard(model, groups, comm=comm, shard=shard_of)
+
+        def looked_at(method: str, group: FlatGroup) -> None:
+            act = getattr(group, method)
+
+            def run() -> None:
+                nonlocal most
+                act()
+                used = gradient_storages(sharded)
+                assert len(set(used)) == len(used), f"{method} of {group.plan.name}"
+                most = max(most, len(used))
+
+            setattr(group, method, run)
+
+        for group in flat_groups(sharded):
+            for method in ("reduce", "finish"):
+                looked_at(method, group)
+        for _ in range(2):
+            sharded.zero_grad()
+            for number in range(2):
+                with sharded.accumulate(is_last=number == 1):
+                    model.loss(TOKENS).backward()
+    # Several at once, or the test sees nothing.
+    assert most >= 3

@@ -1,0 +1,399 @@
+"""Sharded training whose buffers lie in registered memory, on pools without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError, UnsupportedError
+from pcomm.core.groups import Groups, open_groups
+from pcomm.core.pools.fake import FakeCommunicator, FakePools
+from pcomm.core.pools.registry import PoolRegistry
+from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp import pooled_memory
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.policy import CommPolicy, Precision
+from pcomm.fsdp.pool_plan import ArenaPlan
+from pcomm.fsdp.roles import Roles, Scope
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp.testing.small_models import Block, SmallModel
+
+STRATEGIES = {
+    "zero3": Shard.zero3(),
+    "zero3, reduced once": Shard.zero3(reduce="step"),
+    "kept for backward": Shard(keep="backward"),
+    "zero2": Shard.zero2(),
+    "zero1": Shard.zero1(),
+}
+SPECS = [("dp", "gather"), ("dp", "reduce"), ("dp", "control")]
+STEPS, MICRO = 2, 2
+
+
+def opened(groups: Groups) -> tuple[FakePools, PoolRegistry]:
+    backend = FakePools()
+    return backend, PoolRegistry(groups, groups["dp", "control"], backend, timeout_s=20.0)
+
+
+def roles_of(groups: Groups) -> Roles:
+    return Roles(groups["dp", "gather"], groups["dp", "reduce"])
+
+
+def model_of(**options: object) -> SmallModel:
+    torch.manual_seed(0)
+    return SmallModel(**options)  # type: ignore[arg-type]
+
+
+def tokens(step: int, rank: int) -> Tensor:
+    return torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(model: SmallModel, sharded: Sharded, rank: int) -> dict[str, Tensor]:
+    """Some steps of two micro-batches, with an evaluation in between; the whole model after it."""
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.03)
+    for step in range(STEPS):
+        sharded.zero_grad()
+        for micro in range(MICRO):
+            with sharded.accumulate(is_last=micro == MICRO - 1):
+                model.loss(tokens(MICRO * step + micro, rank)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.loss(tokens(99, rank))
+    return sharded.full_state_dict()
+
+
+class InPoolsOnly(SpyCollectives):
+    """Refuses to start a gather or a reduce whose whole buffer is not in one of the arenas."""
+
+    def __init__(self, inner: Collectives, registry: PoolRegistry) -> None:
+        super().__init__(inner)
+        self.registry = registry
+
+    def all_gather_async(self, x: Tensor, **options: object) -> Pending:
+        out = options["out"]
+        assert isinstance(out, Tensor)
+        self._check(out)
+        return super().all_gather_async(x, **options)  # type: ignore[arg-type]
+
+    def reduce_scatter_async(self, x: Tensor, **options: object) -> Pending:
+        self._check(x)
+        return super().reduce_scatter_async(x, **options)  # type: ignore[arg-type]
+
+    def _check(self, buffer: Tensor) -> None:
+        storage = buffer.untyped_storage()
+        places = [
+            place
+            for binding in self.registry.bindings
+            for place in binding.arena.pool._places
+            if place[0]() is storage
+        ]
+        assert len(places) == 1
+        assert storage.nbytes() == places[0][2]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "formats"),
+    [
+        ("zero3", "plain"),
+        ("zero3", "mixed"),
+        ("zero3, reduced once", "mixed"),
+        ("kept for backward", "plain"),
+        ("zero2", "mixed"),
+        ("zero1", "plain"),
+    ],
+)
+@ranks(2)
+def test_training_is_the_same_and_stays_in_what_was_registered(
+    rank: int, strategy: str, formats: str
+) -> None:
+    precision, comm = Precision(), CommPolicy()
+    if formats == "mixed":
+        precision = Precision(torch.bfloat16, torch.float32)
+        comm = CommPolicy(prefetch=2, inflight_reduce=2)
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        roles = roles_of(groups)
+
+        def sharded_of(model: SmallModel, pools: PoolRegistry | None) -> Sharded:
+            return fully_shard(
+                model,
+                roles,
+                units=[Block],
+                shard=STRATEGIES[strategy],
+                precision=precision,
+                comm=comm,
+                pools=pools,
+            )
+
+        model = model_of()
+        expected = train(model, sharded_of(model, None), rank)
+        backend, registry = opened(groups)
+        model = model_of()
+        sharded = sharded_of(model, registry)
+        registered, log = list(backend.registered()), list(backend.log)
+        watch = [InPoolsOnly(g.collectives, registry) for g in (roles.gather, roles.reduce)]
+        roles.gather.collectives, roles.reduce.collectives = watch
+        found = train(model, sharded, rank)
+        for name, value in expected.items():
+            assert_equal(found[name], value)
+        assert [sorted(one.counts) for one in watch] == [["all_gather"], ["reduce_scatter"]]
+        # No segment has come since, and nothing was registered again.
+        segments = [(b.group, at) for b in registry.bindings for at in b.arena.pool.segments]
+        assert sorted(segments) == sorted(registered) == sorted(backend.registered())
+        assert backend.log == log
+
+
+@ranks(3)
+def test_each_pair_is_registered_once_in_one_order_on_all_ranks(rank: int) -> None:
+    """Frozen parameters have no gradients; sizes that share an arena are registered once."""
+    groups = open_groups(Topology({"dp": 3}), SPECS)
+    backend, registry = opened(groups)
+    roles, model = roles_of(groups), model_of()
+    model.embedding.weight.requires_grad_(False)
+    sharded = fully_shard(model, roles, units=[Block], pools=registry)
+    pairs = [(binding.arena.name, binding.group) for binding in registry.bindings]
+    plans = {plan.name: plan for plan in sharded.plans}
+    assert plans["(root)/frozen"].reduce_pool == ""
+    for plan in plans.values():
+        assert (plan.gather_pool, "dp[gather]") in pairs
+        assert plan.name == "(root)/frozen" or (plan.reduce_pool, "dp[reduce]") in pairs
+        assert plan.gather_pool != plan.reduce_pool
+    assert len(set(pairs)) == len(pairs) == len(backend.log)
+    assert sorted({group for _, group in pairs}) == ["dp[gather]", "dp[reduce]"]
+    everywhere: list[object] = [None] * 3
+    dist.all_gather_object(everywhere, (pairs, backend.log))
+    assert everywhere == [(pairs, backend.log)] * 3
+    before = list(backend.log)
+    train(model, sharded, rank)
+    # Taken away while the communicators still work, last first.
+    plain, sums = backend.communicators["dp[gather]"].deregister_mem_pool, []
+
+    def deregister(pool: object) -> None:
+        sums.append(roles.gather.collectives.all_reduce(torch.ones(1)).item())
+        plain(pool)  # type: ignore[arg-type]
+
+    backend.communicators["dp[gather]"].deregister_mem_pool = deregister  # type: ignore[method-assign, assignment]
+    groups.close()
+    undone = [line.replace("register", "deregister") for line in reversed(before)]
+    assert backend.log == before + undone
+    assert sums == [3.0] * len([group for _, group in pairs if group == "dp[gather]"])
+    assert list(backend.registered()) == []
+
+
+@ranks(2)
+def test_a_shared_communicator_has_the_memory_of_both_uses(rank: int) -> None:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        backend, registry = opened(groups)
+        model = model_of()
+        sharded = fully_shard(
+            model, roles_of(groups), units=[Block], pools=registry, comm=CommPolicy("never")
+        )
+        train(model, sharded, rank)
+        assert {group for group, _ in backend.registered()} == {"dp[gather]"}
+        assert not {p.gather_pool for p in sharded.plans} & {p.reduce_pool for p in sharded.plans}
+        root, block = (plan.gathered_bytes for plan in sharded.plans[:2])
+        sizes = f"1 x {root} + 2 x {block} bytes"
+        assert (
+            str(sharded.report())
+            .splitlines()
+            .count(
+                f"registered memory: gathered parameters with dp[gather], {sizes}; "
+                f"gradients with dp[gather], {sizes}"
+            )
+            == 1
+        )
+
+
+@ranks(4)
+def test_replicas_and_experts(rank: int) -> None:
+    """Each scope's memory goes to the communicators of that scope, and training is the same."""
+    topology = Topology({"rep": 2, "shard": 2}, order=("shard", "rep"))
+    topology = topology.view("expert", {"edp": 2, "ep": 2})
+    names = ["shard", ("shard", "reduce"), "rep", ("rep_shard", "control")]
+    names += ["expert.edp", ("expert.edp", "reduce")]
+    with open_groups(topology, names) as groups:
+        scope = Scope(
+            lambda name, _: name.endswith("down.weight"),
+            Roles(groups["expert.edp"], groups["expert.edp", "reduce"]),
+        )
+        registry = PoolRegistry(groups, groups["rep_shard", "control"], FakePools())
+        expected, found = (_trained(groups, rank, scope, pools) for pools in (None, registry))
+        for name, value in expected.items():
+            assert_equal(found[name], value)
+
+
+def _trained(
+    groups: Groups, rank: int, scope: Scope, registry: PoolRegistry | None
+) -> dict[str, Tensor]:
+    model = model_of()
+    roles = Roles(groups["shard"], groups["shard", "reduce"], groups["rep"])
+    sharded = fully_shard(model, roles, units=[Block], scopes={"expert": scope}, pools=registry)
+    if registry is not None:
+        pairs = {(b.arena.name, b.group, b.communicator.ranks) for b in registry.bindings}
+        for plan in sharded.plans:
+            assert (plan.gather_pool, plan.gather.key, plan.gather.ranks) in pairs
+            assert (plan.reduce_pool, plan.reduce.key, plan.reduce.ranks) in pairs
+        assert len({group for _, group, _ in pairs}) == 4
+    else:
+        assert "registered memory" not in str(sharded.report())
+    return train(model, sharded, rank)
+
+
+@ranks(2)
+def test_two_models_have_memory_of_their_own(rank: int) -> None:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        _, registry = opened(groups)
+        models = [model_of(), model_of()]
+        sharded = [fully_shard(m, roles_of(groups), units=[Block], pools=registry) for m in models]
+        names = [{p.gather_pool for p in one.plans} for one in sharded]
+        assert not names[0] & names[1]
+        losses = [model.loss(tokens(0, rank)) for model in models]
+        for loss in losses:
+            loss.backward()
+        assert_equal(losses[0], losses[1])
+
+
+@ranks(2)
+def test_what_one_communicator_refuses_is_undone_on_all_ranks(rank: int) -> None:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        backend, registry = opened(groups)
+        roles, model = roles_of(groups), model_of()
+        if rank == 1:
+            backend.communicators["dp[reduce]"] = FakeCommunicator(
+                "dp[reduce]", backend.log, refused=range(1, 1 << 60)
+            )
+        before = dict(model.named_parameters())
+        with pytest.raises(UnsupportedError if rank else PeerError, match="cannot register"):
+            fully_shard(model, roles, units=[Block], pools=registry)
+        assert any(line.startswith("register") for line in backend.log)
+        assert list(backend.registered()) == []
+        assert registry.bindings == ()
+        assert registry._arenas == {}
+        # The model is as it was, and can be sharded without.
+        assert all(p is before[name] for name, p in model.named_parameters())
+        train(model, fully_shard(model, roles, units=[Block]), rank)
+
+
+@ranks(2)
+def test_memory_that_one_rank_does_not_have_is_an_error_on_all(rank: int) -> None:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        backend, registry = opened(groups)
+        if rank == 1:
+
+            def full(pool: object, storage: object) -> int:
+                raise RuntimeError("CUDA out of memory")
+
+            backend.address = full  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError if rank else PeerError, match="out of memory"):
+            fully_shard(model_of(), roles_of(groups), units=[Block], pools=registry)
+        assert backend.log == []
+        assert registry._arenas == {}
+
+
+@ranks(2)
+def test_pools_on_one_rank_only_are_an_error_on_all(rank: int) -> None:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        _, registry = opened(groups)
+        with pytest.raises(DivergenceError, match="memory pools: True"):
+            fully_shard(
+                model_of(), roles_of(groups), units=[Block], pools=registry if rank else None
+            )
+
+
+@pytest.mark.parametrize("use", ["gather", "reduce"])
+@ranks(2)
+def test_a_reservation_that_is_too_small_is_an_error_and_not_slow(rank: int, use: str) -> None:
+    """One place less, in the arena of the blocks: the step that needs it says so, on all ranks."""
+    planned = pooled_memory.plan_arenas
+
+    def one_less(*arguments: object) -> list[ArenaPlan]:
+        found = planned(*arguments)  # type: ignore[arg-type]
+        return [
+            replace(plan, num_slots=plan.num_slots - 1)
+            if plan.use == use and plan.num_slots > 1
+            else plan
+            for plan in found
+        ]
+
+    pooled_memory.plan_arenas = one_less  # type: ignore[assignment]
+    try:
+        with open_groups(Topology({"dp": 2}), SPECS) as groups:
+            _, registry = opened(groups)
+            model = model_of()
+            sharded = fully_shard(model, roles_of(groups), units=[Block], pools=registry)
+            with pytest.raises(ConfigError, match=f"fsdp {use}(.|\n)*in use(.|\n)*Shard\\(keep"):
+                train(model, sharded, rank)
+    finally:
+        pooled_memory.plan_arenas = planned
+
+
+@pytest.mark.parametrize("recompute", ["blocks", "reentrant", "inside", "all blocks at once"])
+@ranks(2)
+def test_recompute(rank: int, recompute: str) -> None:
+    """Units that are computed again together are gathered together, and that is said."""
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        roles = roles_of(groups)
+
+        def trained(shard: Shard, pools: PoolRegistry | None) -> dict[str, Tensor]:
+            model = model_of(recompute=recompute)
+            sharded = fully_shard(model, roles, units=[Block], shard=shard, pools=pools)
+            return train(model, sharded, rank)
+
+        shard = Shard()
+        if recompute == "all blocks at once":
+            with pytest.raises(PcommError, match=r"fsdp gather dp\[gather\](.|\n)*are in use"):
+                trained(shard, opened(groups)[1])
+            shard = Shard("backward", "step")
+        expected = trained(shard, None)
+        for name, value in trained(shard, opened(groups)[1]).items():
+            assert_equal(value, expected[name])
+
+
+@ranks(2)
+def test_a_step_that_fails_leaves_no_memory_behind(rank: int) -> None:
+    class Refusing(SmallModel):
+        refuses = False
+
+        def _blocks(self, x_BTD: Tensor) -> Tensor:
+            for number, block in enumerate(self.blocks):
+                if self.refuses and number == 2:
+                    raise ValueError("a batch that all ranks refuse")
+                x_BTD = block(x_BTD)
+            return x_BTD
+
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        backend, registry = opened(groups)
+        model = Refusing()
+        sharded = fully_shard(model, roles_of(groups), units=[Block], pools=registry)
+        segments = sorted(backend.registered())
+        for step in range(4):
+            model.refuses = step % 2 == 1
+            sharded.zero_grad()
+            if model.refuses:
+                with pytest.raises(ValueError, match="refuse"):
+                    model.loss(tokens(step, rank))
+            else:
+                model.loss(tokens(step, rank)).backward()
+        assert sorted((b.group, at) for b in registry.bindings for at in b.arena.pool.segments) == (
+            segments
+        )
+
+
+@ranks(2)
+def test_a_gradient_is_copied_to_where_it_is_registered(rank: int) -> None:
+    """A unit of one parameter could reduce autograd's own tensor, which is in ordinary memory."""
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        _, registry = opened(groups)
+        roles = roles_of(groups)
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        fully_shard(model, roles, units=[nn.Linear], pools=registry)
+        watch = roles.reduce.collectives = InPoolsOnly(roles.reduce.collectives, registry)
+        model(torch.ones(2, 4)).sum().backward()
+        assert watch.counts == {"reduce_scatter": 3}
