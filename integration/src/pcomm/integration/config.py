@@ -94,7 +94,11 @@ class TrainConfig:
 
     steps: int = _key(200, "Optimizer steps.")
     seed: int = _key(0, "Decides the weights and the order of the documents.")
-    dtype: Literal["fp32", "bf16"] = _key("fp32", "Compute type; bf16 is autocast over fp32.")
+    dtype: Literal["fp32", "bf16"] = _key(
+        "fp32",
+        "Compute type; bf16 is autocast over fp32. Shards are then gathered in bf16 where forward "
+        "reads no more; gradients are always summed in fp32, since each sum in bf16 rounds again.",
+    )
     sequence_length: int = _key(256, "Tokens in a row; attention sees at most one row.")
     global_batch_tokens: int = _key(8192, "Tokens in one optimizer step, over all ranks.")
     micro_batch_tokens: int = _key(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,13 +14,22 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.placement import placements_of
 from pcomm.fsdp.checkpoint import model_regions, optimizer_regions
 from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.policy import Precision
 from pcomm.fsdp.roles import Scope
 from pcomm.fsdp.strategy import Shard
 from pcomm.integration.checkpoint.state import MOMENTS
 from pcomm.integration.models.block import Block
 from pcomm.integration.parallelize import Parallel
+from pcomm.integration.train.precision import names_used_in_bf16
 
 __all__ = ["Shards"]
+
+_STAGES = {1: Shard.zero1, 2: Shard.zero2, 3: Shard.zero3}
+
+# A gradient is rounded once, by the product it comes from. Sums over ranks and micro-batches in
+# bf16 would round it again for each of them, and lose what is small beside the sum so far.
+_BF16 = Precision(torch.bfloat16, torch.float32, casts_inputs=False)
+_FULL = Precision()
 
 
 class Shards:
@@ -28,21 +38,30 @@ class Shards:
     Each block is gathered when it is needed; embedding, last norm and head once a micro-batch.
     Losses are divided by the targets of the global batch, so gradients are sums, with no divisor.
 
+    In bf16, what forward reads rounded is gathered rounded, with 2 bytes a parameter; the rest, a
+    few vectors of each block and the embedding, in fp32, once a step. Every result is the one that
+    autocast gives with whole parameters, but for the order of sums.
+
     Args:
         parallel: A model whose parameters are whole, but for the ranks that split layers.
+        dtype: In which forward computes, under `autocast`.
     """
 
-    def __init__(self, parallel: Parallel) -> None:
+    def __init__(self, parallel: Parallel, dtype: str = "fp32") -> None:
         self._placements = placements_of(parallel.model)
         self._ranks = parallel.ranks
         dense, *others = (scope.name for scope in parallel.scopes)
-        stages = {1: Shard.zero1, 2: Shard.zero2, 3: Shard.zero3}
+        scopes = {name: self._scope(name, parallel, dtype) for name in others}
+        precision = _precision(parallel, dense, dtype)
+        if precision is _BF16:
+            scopes["fp32"] = _full_scope(parallel, dense)
         self.sharded = fully_shard(
             parallel.model,
             parallel.roles(dense),
             units=[Block],
-            scopes={name: self._scope(name, parallel) for name in others},
-            shard=stages[parallel.sizes.zero](),
+            scopes=scopes,
+            shard=_STAGES[parallel.sizes.zero](),
+            precision=precision,
             divisor=1,
             entry_points=("forward", "token_losses"),
         )
@@ -83,10 +102,28 @@ class Shards:
         """Say that a checkpoint was read into the shards. Local; every rank says it."""
         self.sharded.parameters_changed()
 
-    def _scope(self, name: str, parallel: Parallel) -> Scope:
+    def _scope(self, name: str, parallel: Parallel, dtype: str) -> Scope:
         """The groups of the parameters whose placement says that they are of this scope."""
 
         def selects(parameter: str, _: nn.Parameter) -> bool:
             return self._placements[parameter].scope == name
 
-        return Scope(selects, parallel.roles(name), divisor=1)
+        precision = _precision(parallel, name, dtype)
+        return Scope(selects, parallel.roles(name), divisor=1, precision=precision)
+
+
+def _precision(parallel: Parallel, scope: str, dtype: str) -> Precision:
+    """Of the parameters of a scope; where nothing is gathered, autocast alone rounds them."""
+    is_gathered = parallel.roles(scope).gather.size > 1
+    return _BF16 if dtype == "bf16" and is_gathered else _FULL
+
+
+def _full_scope(parallel: Parallel, dense: str) -> Scope:
+    """The parameters that forward reads in fp32: dense ones, and few, so they stay for a step."""
+    rounded = names_used_in_bf16(parallel.model)
+
+    def selects(parameter: str, _: nn.Parameter) -> bool:
+        return parameter not in rounded
+
+    stage = _STAGES[min(parallel.sizes.zero, 2)]
+    return Scope(selects, parallel.roles(dense), divisor=1, shard=stage(), precision=_FULL)

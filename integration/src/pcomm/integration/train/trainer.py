@@ -64,7 +64,8 @@ class Trainer:
         self.parallel, self.config, self.batches = parallel, config, batches
         train = config.train
         decaying = names_that_decay(parallel.model)
-        self.data = Replicas(parallel) if config.parallel.data == "replicate" else Shards(parallel)
+        is_whole = config.parallel.data == "replicate"
+        self.data = Replicas(parallel) if is_whole else Shards(parallel, train.dtype)
         parameters = self.data.parameters
         self.optimizer = AdamW(
             [

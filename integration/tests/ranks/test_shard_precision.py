@@ -1,0 +1,251 @@
+"""In bf16, shards travel with 2 bytes a parameter, and train as whole parameters do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.testing.close import assert_as_accurate, assert_equal
+from pcomm.core.testing.ranks import ranks
+from pcomm.fsdp.policy import Precision
+from pcomm.integration import recipes
+from pcomm.integration.config import Config, ParallelConfig
+from pcomm.integration.testing.short_runs import open_trainer, prepare_words, train_steps
+from pcomm.integration.train import shards as shards_module
+from pcomm.integration.train.shards import Shards
+from pcomm.integration.train.trainer import Trainer
+
+STEPS = 4
+ROW = 64
+EXPERTS = {"experts": 4, "experts_per_token": 2, "balance_loss": 0.01, "moe_every": 1}
+MIXERS = {"mamba_groups": 2, "mamba_state_dim": 16, "qk_norm": True}
+MODELS = {
+    # No size of a matrix is that of a micro-batch, by which one test tells them apart.
+    "A": {"pattern": "A", "layers": 3, "mlp_width": 96},
+    "GGGA": {"pattern": "GGGA", "layers": 4, **MIXERS},
+    "M": {"pattern": "M", "layers": 2, **MIXERS},
+    "experts": {"pattern": "A", "layers": 2, **EXPERTS},
+    "tied": {"pattern": "A", "layers": 2, "tie_embeddings": True},
+}
+WHOLE = ParallelConfig(dp=2)
+SHARD = ParallelConfig(dp=2, data="shard")
+# By what they keep whole, and by what a scope has nobody to gather from.
+OTHERS = {
+    "zero2": ("GGGA", {"zero": 2}),
+    "zero1": ("GGGA", {"zero": 1}),
+    "replicas of one rank": ("GGGA", {"data": "hybrid", "shard_ranks": 1}),
+    "experts of one rank": ("experts", {"ep": 2}),
+}
+
+
+def config(name: str, parallel: ParallelConfig, dtype: str = "bf16", micro: int = ROW) -> Config:
+    tiny = recipes.tiny()
+    return dataclasses.replace(
+        tiny,
+        parallel=parallel,
+        model=dataclasses.replace(tiny.model, **MODELS[name]),
+        train=dataclasses.replace(
+            tiny.train,
+            dtype=dtype,
+            steps=STEPS,
+            learning_rate=1e-2,
+            sequence_length=ROW,
+            micro_batch_tokens=micro,
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_words(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def exact(run_dir: Path) -> dict[str, list[list[float]]]:
+    """Losses and norms in fp64, of one process."""
+    return {
+        name: train_steps(
+            config(name, ParallelConfig(), "fp32"), run_dir, torch.float64, STEPS
+        ).rows
+        for name in ("A", "GGGA", "experts")
+    }
+
+
+@contextmanager
+def trainer_of(
+    name: str, parallel: ParallelConfig, run_dir: Path, dtype: str = "bf16"
+) -> Iterator[Trainer]:
+    """A trainer whose steps have one micro-batch: each gradient is a sum of two, in any order."""
+    with open_trainer(config(name, parallel, dtype, micro=0), run_dir, torch.float32) as trainer:
+        yield trainer
+
+
+def first_gradients(name: str, parallel: ParallelConfig, run_dir: Path) -> dict[str, Tensor]:
+    """Whole gradients of the first step, and the nats of this rank's tokens."""
+    with trainer_of(name, parallel, run_dir) as trainer:
+        nats, _ = trainer._accumulate(0)
+        data = trainer.data
+        if isinstance(data, Shards):
+            found = data.sharded.full_gradients()
+        else:
+            found = {key: p.grad.clone() for key, p in data.parameters.items()}
+        return {**found, "nats": nats}
+
+
+def compare_first_gradients(name: str, run_dir: Path, **how: object) -> None:
+    whole = dataclasses.replace(WHOLE, ep=how.get("ep", 1))
+    shard = dataclasses.replace(SHARD, **how)
+    mine, expected = (first_gradients(name, p, run_dir) for p in (shard, whole))
+    assert mine.keys() == expected.keys()
+    assert_equal(mine.pop("nats"), expected.pop("nats"))
+    for key, gradient in expected.items():
+        assert gradient.any(), key
+        assert torch.equal(mine[key], gradient), f"gradient of {key} is another"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@ranks(2)
+def test_the_first_gradients_are_those_of_autocast(rank: int, name: str, run_dir: Path) -> None:
+    """Bit for bit: whatever is rounded here is what autocast rounds with whole parameters."""
+    compare_first_gradients(name, run_dir)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@ranks(2)
+def test_the_same_with_other_shards(rank: int, other: str, run_dir: Path) -> None:
+    name, how = OTHERS[other]
+    compare_first_gradients(name, run_dir, **how)
+
+
+@ranks(2)
+def test_decays_that_are_gathered_in_bf16_are_noticed(rank: int, run_dir: Path) -> None:
+    right = shards_module.names_used_in_bf16
+    shards_module.names_used_in_bf16 = lambda model: right(model) | {"blocks.1.mixer.a_log"}
+    try:
+        with pytest.raises(AssertionError):
+            compare_first_gradients("GGGA", run_dir)
+    finally:
+        shards_module.names_used_in_bf16 = right
+
+
+@ranks(2)
+def test_gradients_that_are_summed_in_bf16_are_noticed(rank: int, run_dir: Path) -> None:
+    right = shards_module._BF16
+    shards_module._BF16 = Precision(torch.bfloat16, torch.bfloat16, casts_inputs=False)
+    try:
+        with pytest.raises(AssertionError, match=r"gradient of .* is another"):
+            compare_first_gradients("A", run_dir)
+    finally:
+        shards_module._BF16 = right
+
+
+@pytest.mark.parametrize("name", ["A", "GGGA", "experts"])
+@ranks(2)
+def test_losses_are_as_accurate_as_with_whole_parameters(
+    rank: int, name: str, run_dir: Path, exact: dict[str, list[list[float]]]
+) -> None:
+    """With two micro-batches; beside training in fp64, and by the error of the replicated run."""
+    mine, whole = (
+        torch.tensor(train_steps(config(name, p), run_dir, torch.float32, STEPS).rows)
+        for p in (SHARD, WHOLE)
+    )
+    assert_as_accurate(mine, whole, torch.tensor(exact[name], dtype=torch.float64))
+    # The yardstick must be that of bf16: far above what fp32 rounds.
+    assert (whole - torch.tensor(exact[name])).abs().max() > 1e-4
+
+
+def is_rounded(name: str, num_dims: int, is_tied: bool) -> bool:
+    """Matrices of linear layers and experts, told by their names and not by their modules."""
+    in_fp32 = ("embedding.", "conv_weight", "router.", *(["head."] if is_tied else []))
+    return num_dims >= 2 and not any(one in name for one in in_fp32)
+
+
+def sent_in_a_step(trainer: Trainer) -> dict[str, int]:
+    """Bytes that this rank puts into each kind of collective of a later step."""
+    trainer.step(0)
+    plans = trainer.data.sharded.plans
+    spies = []
+    for group in {id(g): g for plan in plans for g in (plan.gather, plan.reduce)}.values():
+        spy = group.collectives = SpyCollectives(group.collectives)
+        spies.append(spy)
+    trainer._accumulate(1)
+    sums = Counter[str]()
+    for call in (call for spy in spies for call in spy.calls):
+        sums[call.operation] += call.input_bytes
+    return dict(sums)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@ranks(2)
+def test_gathers_move_two_bytes_a_parameter(rank: int, name: str, run_dir: Path) -> None:
+    with trainer_of(name, SHARD, run_dir) as trainer:
+        shapes, plans = trainer.data.sharded.shapes, trainer.data.sharded.plans
+        num_blocks = len(trainer.parallel.model.blocks)
+        sums = sent_in_a_step(trainer)
+    narrow = [plan for plan in plans if plan.param_dtype == torch.bfloat16]
+    wide = [plan for plan in plans if plan.param_dtype == torch.float32]
+    rounded = {key for key in shapes if is_rounded(key, len(shapes[key]), name == "tied")}
+    assert {key for plan in narrow for key in plan.names} == rounded
+    assert len(narrow) + len(wide) == len(plans)
+    assert all(plan.reduce_dtype == plan.main_dtype == torch.float32 for plan in plans)
+    # What is rounded in forward and again in backward, the rest once; the root's stays, and so do
+    # the last two blocks of forward, with which backward begins.
+    stay = {"(root)", *(f"blocks.{number}" for number in range(num_blocks)[-2:])}
+    gathered = sum(2 * plan.layout.share * (1 + (plan.unit not in stay)) for plan in narrow)
+    gathered += sum(4 * plan.layout.share for plan in wide)
+    assert sums == {
+        "all_gather": gathered,
+        "reduce_scatter": sum(4 * plan.layout.length for plan in plans),
+    }
+    with trainer_of(name, SHARD, run_dir, "fp32") as trainer:
+        assert gathered < sent_in_a_step(trainer)["all_gather"]
+
+
+def held_for_backward(trainer: Trainer) -> int:
+    """Bytes of matrices, whole or rounded, that autograd keeps between forward and backward."""
+    trainer.step(0)
+    shapes = {shape for shape in trainer.data.sharded.shapes.values() if len(shape) == 2}
+    shapes |= {shape[::-1] for shape in shapes}
+    saved: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        if x.shape in shapes:
+            saved.append(x.detach())
+        return x
+
+    batch = trainer.batches.batch(1, dp_rank=trainer.parallel.dp_rank, dp_size=2, micro=0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        losses, _ = trainer._forward(batch)
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+    assert len(saved) >= 4 * len(trainer.parallel.model.blocks)
+    losses.sum().backward()
+    return sum(storages.values())
+
+
+@ranks(2)
+def test_backward_holds_no_rounded_copies(rank: int, run_dir: Path) -> None:
+    """What autocast rounds is kept for backward, and would stay whole while its shards come and go.
+
+    The root's matrix and those of the last two blocks are there, gathered, and nothing else is.
+    """
+    with trainer_of("A", SHARD, run_dir) as trainer:
+        held = held_for_backward(trainer)
+        plans = {plan.unit: plan for plan in trainer.data.sharded.plans if plan.scope == ""}
+        expected = [plans[unit].gathered_bytes for unit in ("(root)", "blocks.1", "blocks.2")]
+        assert held == sum(expected)
+    right = shards_module._BF16
+    shards_module._BF16 = Precision(None, torch.float32)
+    try:
+        with trainer_of("A", SHARD, run_dir) as trainer:
+            every = sum(plan.gathered_bytes for plan in plans.values())
+            assert held_for_backward(trainer) >= every > held
+    finally:
+        shards_module._BF16 = right
