@@ -4,7 +4,8 @@ Loopback is as fast as the processor, so it says nothing about what a network ma
 Here every rank has a network namespace of its own; on each rail a virtual cable joins it to a
 bridge in one more namespace, the hub, and a token bucket limits both ends of the cable, so that
 what a rank sends and what it receives have the same limit each. Queues are long enough to lose
-nothing, as on InfiniBand; there is no added delay.
+nothing, as on InfiniBand; there is no added delay. TCP does as little of its own as it can: its
+window only grows, and connections of a rank take turns on its link, like queue pairs of an adapter.
 
 A process of ours waits at the end of a pipe and deletes the namespaces when the pipe closes: at
 the end of the `with` block, and as well when this process is killed.
@@ -35,6 +36,10 @@ _MTU = 9000
 # One packet as the kernel hands it to a virtual cable, which must fit into the bucket whole.
 _BURST_BYTES = 72 * 1024
 _QUEUE_BYTES = 64 << 20
+# Reno slows down when something is lost, which never happens here; other algorithms go by delays,
+# which a long queue is full of. And a connection may have only so much in the queue, since
+# otherwise a whole message of one goes before the next one's, and links behind run dry meanwhile.
+_SETTINGS = {"tcp_congestion_control": "reno", "tcp_limit_output_bytes": "65536"}
 _CLONE_NEWNET = 0x40000000
 
 
@@ -223,6 +228,8 @@ def _build(network: RatedNetwork) -> None:
             limits.append(f"qdisc add dev {interface} {bucket}")
         _run(["ip", "-n", name, "-batch", "-"], ends)
         _run(["tc", "-n", name, "-batch", "-"], limits)
+        settings = [f"echo {value} > /proc/sys/net/ipv4/{key}" for key, value in _SETTINGS.items()]
+        _run(["ip", "netns", "exec", name, "sh", "-e"], settings)
 
 
 def _run(command: Sequence[str], lines: Sequence[str] = ()) -> None:
