@@ -50,6 +50,7 @@ MOVE_S = BYTES / RATE
 AGAIN = UNITS - 2
 
 EVERYONE = tuple(range(RANKS))
+CASES = (ONE, TWO, TWO_RAILS)
 
 
 def group(role: str, rail: int) -> Group:
@@ -111,7 +112,7 @@ def test_two_rails_hide_the_shorter_of_gathers_and_reduces(latency_s: float, inf
     assert found == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("case", OURS)
+@pytest.mark.parametrize("case", CASES)
 def test_where_computing_takes_longer_only_the_ends_are_seen(case: str) -> None:
     """A unit computes longer than its gather and reduce take, whoever shares the link."""
     forward_s, backward_s, latency_s = 2.5 * MOVE_S + 1, 3 * MOVE_S + 2, 0.25
@@ -132,11 +133,11 @@ def rails_of(cluster: Cluster) -> dict[str, str]:
 
 
 def test_communicators_are_on_the_rails_of_their_interfaces() -> None:
-    clusters = {case: cluster_of(model_of(case)[1], RATE, 0.5) for case in OURS}
+    clusters = {case: cluster_of(model_of(case)[1], RATE, 0.5) for case in CASES}
     assert rails_of(clusters[ONE]) == {"dp:gather": "rail0"}
     assert rails_of(clusters[TWO]) == {"dp:gather": "rail0", "dp:reduce": "rail0"}
     assert rails_of(clusters[TWO_RAILS]) == {"dp:gather": "rail0", "dp:other rail": "rail1"}
-    assert [len(clusters[case].rails) for case in OURS] == [1, 1, 2]
+    assert [len(clusters[case].rails) for case in CASES] == [1, 1, 2]
     for cluster in clusters.values():
         assert {(rail.bytes_per_s, rail.latency_s) for rail in cluster.rails} == {(RATE, 0.5)}
         assert {one.groups for one in cluster.communicators} == {(EVERYONE,)}

@@ -28,6 +28,7 @@ from pcomm.fsdp.bench.settings import (
     FSDP2,
     FSDP2_TUNED,
     FSDP2_TWO_RAILS,
+    NO_PREFETCH,
     ONE,
     TWO,
     TWO_RAILS,
@@ -140,6 +141,7 @@ def _measure(
         FSDP2_TUNED: lambda: Fsdp2(problem, one, prefetch=1, reduce=ours),
         FSDP2_TWO_RAILS: lambda: Fsdp2(problem, one, prefetch=1, reduce=other.collectives),
         ONE: lambda: Sharding(problem, gather, gather),
+        NO_PREFETCH: lambda: Sharding(problem, gather, reduce, prefetch=0),
         TWO: lambda: Sharding(problem, gather, reduce),
         TWO_RAILS: lambda: Sharding(problem, gather, other),
     }

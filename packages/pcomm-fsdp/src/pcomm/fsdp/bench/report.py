@@ -10,6 +10,7 @@ from pcomm.fsdp.bench.settings import (
     FSDP2,
     FSDP2_TUNED,
     FSDP2_TWO_RAILS,
+    NO_PREFETCH,
     ONE,
     TWO,
     TWO_RAILS,
@@ -24,6 +25,7 @@ NAME = "fsdp"
 _COMPARED = (
     (ONE, FSDP2),
     (ONE, FSDP2_TUNED),
+    (NO_PREFETCH, FSDP2),
     (TWO, FSDP2),
     (TWO, FSDP2_TUNED),
     (TWO_RAILS, FSDP2),
@@ -65,6 +67,7 @@ def tables_of(settings: Settings, found: Sequence[Found]) -> str:
         "lists, the last unit kept,",
         f"our reduce-scatter. `{FSDP2_TWO_RAILS}`: that one sends over the second rail. All others "
         "without a number use one rail.",
+        f"`{NO_PREFETCH}` gathers a unit when it is needed, the others of ours one ahead.",
     ]
     lines += _tables(_measured(found))
     if rows := _predicted(found):

@@ -11,6 +11,7 @@ __all__ = [
     "FSDP2_TUNED",
     "FSDP2_TWO_RAILS",
     "MODELS",
+    "NO_PREFETCH",
     "ONE",
     "OURS",
     "THEIRS",
@@ -27,10 +28,11 @@ FSDP2 = "FSDP2"
 FSDP2_TUNED = "FSDP2 tuned"
 FSDP2_TWO_RAILS = "FSDP2 tuned, 2 rails"
 ONE = "pcomm, 1 group"
+NO_PREFETCH = "pcomm, 2 groups, no prefetch"
 TWO = "pcomm, 2 groups"
 TWO_RAILS = "pcomm, 2 groups, 2 rails"
 THEIRS = (FSDP2, FSDP2_TUNED, FSDP2_TWO_RAILS)
-OURS = (ONE, TWO, TWO_RAILS)
+OURS = (ONE, NO_PREFETCH, TWO, TWO_RAILS)
 
 MODELS = ("linear", "transformer")
 

@@ -17,6 +17,7 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.group import Group
 from pcomm.fsdp.bench.models import Problem
 from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.policy import CommPolicy
 from pcomm.fsdp.roles import Roles
 from pcomm.fsdp.sharded import Sharded
 
@@ -72,10 +73,18 @@ class Sharding:
         problem: The model.
         gather: Group that gathers.
         reduce: Group that reduces; `gather` for one communicator.
+        prefetch: How many units are gathered ahead.
     """
 
-    def __init__(self, problem: Problem, gather: Group, reduce: Group) -> None:
-        self._sharded = fully_shard(problem.build(), Roles(gather, reduce), units=[problem.unit])
+    def __init__(
+        self, problem: Problem, gather: Group, reduce: Group, *, prefetch: int = 1
+    ) -> None:
+        self._sharded = fully_shard(
+            problem.build(),
+            Roles(gather, reduce),
+            units=[problem.unit],
+            comm=CommPolicy(prefetch=prefetch),
+        )
         self.model: nn.Module = self._sharded.model
 
     @property
