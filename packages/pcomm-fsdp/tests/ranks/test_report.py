@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.group import Group
 from pcomm.core.groups import open_groups
+from pcomm.core.pools.fake import FakePools
+from pcomm.core.pools.registry import PoolRegistry
 from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.testing.ranks import ranks
@@ -24,7 +27,7 @@ from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.fully_shard import fully_shard
 from pcomm.fsdp.peak_memory import KINDS, peak_memory
 from pcomm.fsdp.policy import CommPolicy, Precision
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.roles import Roles, Scope
 from pcomm.fsdp.schedule import Step
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.simulated import Costs, program, queues_of, stretches
@@ -41,7 +44,43 @@ MICRO = 2
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 
 
-def step_of(model: SmallModel, sharded: Sharded) -> None:
+class OneOrTwo(nn.Module):
+    """Units of as many elements, some with one parameter and some with two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(One() if kind == "1" else Two() for kind in "1121121")
+
+    def loss(self, tokens_BT: Tensor) -> Tensor:
+        """A number that all parameters have a part in."""
+        return self(tokens_BT)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x = torch.outer(tokens_BT[0].float(), torch.ones(4))
+        for unit in self.units:
+            x = torch.tanh(unit(x))
+        return x.square().sum()
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(4, 2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x @ self.left, x @ self.right], dim=-1)
+
+
+def step_of(model: SmallModel | OneOrTwo, sharded: Sharded) -> None:
     sharded.zero_grad()
     for micro in range(MICRO):
         with sharded.accumulate(is_last=micro == MICRO - 1):
@@ -97,14 +136,17 @@ def test_bytes_with_replicas(rank: int, strategy: str) -> None:
     check_bytes((2, 2), strategy)
 
 
-def allocated(groups: list[FlatGroup]) -> dict[str, int]:
-    """Bytes of all distinct storages, found in the buffers themselves."""
+def allocated(groups: list[FlatGroup], registry: PoolRegistry | None = None) -> dict[str, int]:
+    """Bytes of all distinct storages, found in the buffers themselves, and of all segments."""
     found: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}
+    arenas = [binding.arena for binding in registry.bindings] if registry else []
+    in_segments = {id(place[0]()) for arena in arenas for place in arena.pool._places}
 
     def add(kind: str, tensor: Tensor | None) -> None:
         if tensor is not None and tensor.untyped_storage().nbytes():
             storage = tensor.untyped_storage()
-            found[kind][storage.data_ptr()] = storage.nbytes()
+            if id(storage) not in in_segments:
+                found[kind][storage.data_ptr()] = storage.nbytes()
 
     for group in groups:
         add("shards", group.shard)
@@ -118,11 +160,14 @@ def allocated(groups: list[FlatGroup]) -> dict[str, int]:
         add("shard gradients", group._partial)
         for part in group.parts:
             add("shard gradients", part.grad)
+    for arena in arenas:
+        kind = "gathered" if arena.name.startswith("fsdp gather") else "gradients"
+        found[kind] |= arena.pool.segments
     return {kind: sum(storages.values()) for kind, storages in found.items()}
 
 
 @contextmanager
-def watched(sharded: Sharded) -> Iterator[dict[str, int]]:
+def watched(sharded: Sharded, registry: PoolRegistry | None = None) -> Iterator[dict[str, int]]:
     """The most of each kind after any step of the engine, and of all together as `at_once`."""
     most = dict.fromkeys((*KINDS, "at_once"), 0)
     groups = [group for group in sharded._groups if isinstance(group, FlatGroup)]
@@ -130,7 +175,7 @@ def watched(sharded: Sharded) -> Iterator[dict[str, int]]:
 
     def look(engine: Engine, step: Step) -> None:
         do(engine, step)
-        now = allocated(groups)
+        now = allocated(groups, registry)
         now["at_once"] = sum(now.values())
         for kind, size in now.items():
             most[kind] = max(most[kind], size)
@@ -187,6 +232,75 @@ def test_the_most_memory_with_replicas(rank: int, sizes: tuple[int, int]) -> Non
         # The other way round: plans that are a little off do not fit.
         off = [replace(plan, reduce_dtype=torch.float64) for plan in sharded.plans]
         assert peak_memory(sharded.schedules(MICRO), off).by_kind != memory.by_kind
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("sizes", "inflight", "wire"),
+    [
+        ((2, 1), 1, None),
+        ((2, 1), 2, torch.bfloat16),
+        ((1, 2), 1, None),
+        ((1, 2), 1, torch.bfloat16),
+    ],
+    ids=str,
+)
+@ranks(2)
+def test_the_most_memory_where_gradients_are_reduced_as_autograd_made_them(
+    rank: int, sizes: tuple[int, int], inflight: int, wire: torch.dtype | None, strategy: str
+) -> None:
+    """Such a gradient is neither put into another unit's buffer nor left for another unit."""
+    topology = Topology({"rep": sizes[1], "shard": sizes[0]}, order=("shard", "rep"))
+    with open_groups(topology, ["shard", "rep"]) as groups:
+        model = OneOrTwo()
+        sharded = fully_shard(
+            model,
+            Roles(groups["shard"], groups["shard"], groups["rep"]),
+            units=[One, Two],
+            shard=STRATEGIES[strategy],
+            comm=CommPolicy(inflight_reduce=inflight),
+            precision=Precision(wire),
+        )
+        assert {plan.takes_gradient_over for plan in sharded.plans} == {True, False}
+        step_of(model, sharded)
+        sharded.zero_grad()
+        with watched(sharded) as most:
+            step_of(model, sharded)
+        memory = sharded.report(micro_batches=MICRO).memory
+        assert memory is not None
+        assert memory.by_kind | {"at_once": memory.at_once} == most
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_the_most_memory_is_what_pools_reserve(rank: int, strategy: str) -> None:
+    """Segments are held all the time; what no communicator sends comes and goes beside them."""
+    alone = Roles(Group("alone", (rank,), None), Group("alone", (rank,), None))
+    scope = Scope(lambda name, _: name.endswith("up.weight"), alone)
+    specs = [("dp", "gather"), ("dp", "reduce"), ("dp", "control")]
+    with open_groups(Topology({"dp": 2}), specs) as groups:
+        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        for comm in (CommPolicy(), CommPolicy("never", prefetch=2, inflight_reduce=2)):
+            registry = PoolRegistry(groups, groups["dp", "control"], FakePools(), timeout_s=20.0)
+            model = SmallModel()
+            sharded = fully_shard(
+                model,
+                roles,
+                units=[Block],
+                scopes={"alone": scope},
+                shard=STRATEGIES[strategy],
+                comm=comm,
+                precision=Precision(torch.bfloat16, torch.float32),
+                pools=registry,
+            )
+            assert {bool(plan.gather_pool) for plan in sharded.plans} == {True, False}
+            step_of(model, sharded)
+            sharded.zero_grad()
+            with watched(sharded, registry) as most:
+                step_of(model, sharded)
+            memory = sharded.report(micro_batches=MICRO).memory
+            assert memory is not None
+            assert memory.by_kind | {"at_once": memory.at_once} == most
 
 
 @ranks(2)

@@ -11,18 +11,8 @@ from hypothesis import strategies as st
 
 from pcomm.fsdp.schedule import Buffer, Mark, OnDemand, Schedule, Step, compile_schedule
 from pcomm.fsdp.strategy import Keep
-
-
-def chain(num_units: int) -> list[Mark]:
-    """A root around units in a row, forward and backward."""
-    names = [f"b{i}" for i in range(num_units)]
-    marks = [Mark("use", "root", "forward")]
-    for name in names:
-        marks += [Mark("use", name, "forward"), Mark("done", name, "forward")]
-    marks += [Mark("done", "root", "forward"), Mark("use", "root", "backward")]
-    for name in reversed(names):
-        marks += [Mark("use", name, "backward"), Mark("done", name, "backward")]
-    return [*marks, Mark("done", "root", "backward"), Mark("end", "root", "backward")]
+from pcomm.fsdp.testing.schedules import chain
+from pcomm.fsdp.units import ROOT
 
 
 def buffers_of(
@@ -49,7 +39,7 @@ class Machine:
         for step in steps:
             getattr(self, step.kind)(step)
             live = self.gathered | self.on_the_way
-            self.most_gathered = max(self.most_gathered, len(live - {"root.w"}))
+            self.most_gathered = max(self.most_gathered, len(live - {f"{ROOT}.w"}))
 
     def use(self, step: Step) -> None:
         # What is on its way beside computation; one more is issued before the oldest is ended.
@@ -105,15 +95,15 @@ def compiled(marks: list[Mark], buffers: list[Buffer], **options: object) -> Sch
 def random_marks(draw: st.DrawFn) -> list[Mark]:
     """Units in any order, nested and repeated, some of them without a backward."""
     names = [f"u{i}" for i in range(draw(st.integers(1, 6)))]
-    marks = [Mark("use", "root", "forward")]
+    marks = [Mark("use", ROOT, "forward")]
     for name in draw(st.lists(st.sampled_from(names), max_size=10)):
         inner = draw(st.sampled_from([*names, ""]))
         marks.append(Mark("use", name, "forward"))
         if inner and inner != name:
             marks += [Mark("use", inner, "forward"), Mark("done", inner, "forward")]
         marks.append(Mark("done", name, "forward"))
-    marks += [Mark("done", "root", "forward"), Mark("use", "root", "backward")]
-    used = sorted({mark.unit for mark in marks} - {"root"})
+    marks += [Mark("done", ROOT, "forward"), Mark("use", ROOT, "backward")]
+    used = sorted({mark.unit for mark in marks} - {ROOT})
     back = draw(st.permutations(used))[: draw(st.integers(0, len(used)))]
     waiting: list[str] = []
     for name in back:
@@ -122,7 +112,7 @@ def random_marks(draw: st.DrawFn) -> list[Mark]:
         while waiting and draw(st.booleans()):
             marks.append(Mark("done", waiting.pop(), "backward"))
     marks += [Mark("done", name, "backward") for name in reversed(waiting)]
-    return [*marks, Mark("done", "root", "backward"), Mark("end", "root", "backward")]
+    return [*marks, Mark("done", ROOT, "backward"), Mark("end", ROOT, "backward")]
 
 
 @given(
@@ -259,5 +249,5 @@ def test_it_can_be_read_and_compared() -> None:
     assert schedule.fingerprint != other.fingerprint
     lines = schedule.describe().splitlines()
     assert lines[0] == f"schedule {schedule.fingerprint}"
-    assert any("gather root.w, gather b0.w, wait root.w" in line for line in lines)
+    assert any(f"gather {ROOT}.w, gather b0.w, wait {ROOT}.w" in line for line in lines)
     assert "finish" in lines[-1]

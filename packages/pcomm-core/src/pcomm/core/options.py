@@ -24,8 +24,10 @@ class CommOptions:
 
     Args:
         timeout_s: Seconds after which a collective that does not finish is an error.
-        threads: Worker threads of a gloo communicator. Gloo's default is 2, so that one group
-            runs two collectives at once; 1 gives the in-order queue that NCCL has.
+        threads: Worker threads of a gloo communicator, and as many connections between two ranks.
+            Torch's default is 2, so that one group runs two collectives at once; 1 gives the
+            in-order queue that NCCL has. Large gathers and reduce-scatters go between pairs of
+            ranks without these threads, and begin in order whatever their number.
         interface: Network interface of a gloo communicator, such as `"eth1"`: its rail.
         high_priority: NCCL: launch on a high-priority stream.
         min_ctas: NCCL: fewest thread blocks a collective uses.

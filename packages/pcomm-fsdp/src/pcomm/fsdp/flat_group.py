@@ -53,8 +53,6 @@ class FlatGroup:
         self._reuse, self._wait = reuse, waiter.wait
         self._fill = fill or torch.UntypedStorage.resize_
         layout = plan.layout
-        # One rank and one dtype: the shard is the gathered buffer.
-        self._is_one_buffer = plan.gather.size == 1 and plan.param_dtype == plan.main_dtype
         self.is_on_meta = [original.is_meta for original in originals]
         self.shard = torch.zeros(layout.share, dtype=plan.main_dtype, device=device)
         self.parts = [
@@ -68,7 +66,7 @@ class FlatGroup:
             for index, original in enumerate(originals):
                 if not original.is_meta:
                     self.load(index, original)
-        if self._is_one_buffer:
+        if plan.is_one_buffer:
             self._full = self.shard
         else:
             self._full = torch.empty(layout.length, dtype=plan.param_dtype, device=device)
@@ -100,7 +98,7 @@ class FlatGroup:
 
     def gather(self) -> None:
         """Start to collect the parameters of all ranks. Collective over the gather group."""
-        if self._is_one_buffer:
+        if self.plan.is_one_buffer:
             return
         if not self.has_memory:
             self._fill(self._full.untyped_storage(), self._full.numel() * self._full.itemsize)
@@ -120,9 +118,9 @@ class FlatGroup:
     def release(self) -> None:
         """Give the memory of the gathered parameters back; what was saved of them stays valid."""
         assert self._gathering is None
-        if self.has_memory and not self._is_one_buffer:
+        if self.has_memory and not self.plan.is_one_buffer:
             self._full.untyped_storage().resize_(0)
-        self.has_memory = self._is_one_buffer
+        self.has_memory = self.plan.is_one_buffer
 
     def attach(self) -> None:
         """Put the gathered parameters into their modules."""
@@ -173,7 +171,7 @@ class FlatGroup:
         gradients = [part.grad for part in self.parts if part.grad is not None]
         return {
             "shards": self.shard.numel() * self.shard.itemsize,
-            "gathered": 0 if self._is_one_buffer else self._full.untyped_storage().nbytes(),
+            "gathered": 0 if self.plan.is_one_buffer else self._full.untyped_storage().nbytes(),
             "gradients": sum(one.numel() * one.itemsize for one in whole if one is not None),
             "shard gradients": sum(one.numel() * one.itemsize for one in gradients),
         }
@@ -281,13 +279,14 @@ class FlatGroup:
 
     def _can_take_over(self, gradient: Tensor) -> bool:
         """Whether a gradient is, as it is, all that has to be reduced: then nothing is copied."""
-        plan = self.plan
-        return (
-            plan.takes_gradient_over
-            and gradient.is_contiguous()
-            # Another gradient may lie in the same memory, and this one may be added to.
-            and gradient.untyped_storage().nbytes() == gradient.nbytes
-        )
+        if not self.plan.takes_gradient_over or not gradient.is_contiguous():
+            return False
+        storage = gradient.untyped_storage()
+        # Another gradient may lie in the same memory, and backward may still read it: this one is
+        # reduced in place, and added to. Alone are the tensor itself and `storage` here. Torch has
+        # no public way to ask.
+        num_holders = torch._C._storage_Use_Count(storage._cdata)
+        return storage.nbytes() == gradient.nbytes and num_holders <= 2
 
     def _gradient_buffer(self) -> Tensor:
         if self._gradient is None:

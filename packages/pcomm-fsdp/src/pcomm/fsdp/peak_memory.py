@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pcomm.fsdp.group_plan import GroupPlan
+from pcomm.fsdp.pool_plan import ArenaPlan
 from pcomm.fsdp.schedule import Schedule, Step
 
 __all__ = ["KINDS", "PeakMemory", "peak_memory"]
@@ -28,17 +29,24 @@ class PeakMemory:
     at_once: int
 
 
-def peak_memory(schedules: Sequence[Schedule], plans: Sequence[GroupPlan]) -> PeakMemory:
+def peak_memory(
+    schedules: Sequence[Schedule], plans: Sequence[GroupPlan], arenas: Sequence[ArenaPlan] = ()
+) -> PeakMemory:
     """The most that one rank holds in a step that begins without gradients. Local.
 
-    Not counted: activations, optimizer state, and what one operation needs while it runs, such as
-    a shard in the format of the gather.
+    Registered memory is held all the time, whether buffers are in it or not.
+
+    Not counted: activations, optimizer state, what an allocator rounds up, and what one operation
+    needs while it runs, such as a shard in the format of the gather, or the sum of a micro-batch
+    until it is added to the shard's gradient. A gradient that may be reduced as autograd made it is
+    taken for one that is, although a few have to be copied.
 
     Args:
         schedules: Of each micro-batch of the step, in order.
         plans: Of all parameter groups.
+        arenas: Registered memory of these groups.
     """
-    walk = _Walk(plans)
+    walk = _Walk(plans, arenas)
     for schedule in schedules:
         for step in schedule.steps:
             walk.take(step)
@@ -51,6 +59,7 @@ class _Walk:
     """What is allocated after each step."""
 
     plans: Sequence[GroupPlan]
+    arenas: Sequence[ArenaPlan]
     gathered: dict[str, int] = field(default_factory=dict)
     filled: dict[str, int] = field(default_factory=dict)
     deposits: dict[str, int] = field(default_factory=dict)
@@ -60,6 +69,10 @@ class _Walk:
         self.most = dict.fromkeys(KINDS, 0)
         self.most_at_once = 0
         self._by_name = {plan.name: plan for plan in self.plans}
+        self._reserved = {"gather": 0, "reduce": 0}
+        for arena in self.arenas:
+            self._reserved[arena.use] += arena.num_slots * arena.slot_bytes
+        self._in_arenas = {(arena.use, name) for arena in self.arenas for name in arena.plans}
         self._shards = sum(_shard_bytes(plan) for plan in self.plans)
         for plan in self.plans:
             if plan.is_local and plan.is_trainable:
@@ -74,8 +87,9 @@ class _Walk:
                     self._fill(plan)
         elif not step.is_anchor:
             plan = self._by_name[step.name]
-            if step.kind == "gather" and not _is_one_buffer(plan):
-                self.gathered[plan.name] = plan.gathered_bytes
+            if step.kind == "gather" and not plan.is_one_buffer:
+                is_reserved = ("gather", plan.name) in self._in_arenas
+                self.gathered[plan.name] = 0 if is_reserved else plan.gathered_bytes
             elif step.kind == "release":
                 self.gathered.pop(plan.name, None)
             elif step.kind == "reduce":
@@ -89,26 +103,33 @@ class _Walk:
         self.free.clear()
 
     def _fill(self, plan: GroupPlan) -> None:
-        if plan.name not in self.filled:
-            buffer = _gradient(plan)
-            if buffer in self.free:
-                self.free.remove(buffer)
-            self.filled[plan.name] = buffer[0]
+        if plan.name in self.filled:
+            return
+        buffer = plan.gradient_bytes, str(plan.reduce_dtype)
+        if self._is_reused(plan) and buffer in self.free:
+            self.free.remove(buffer)
+        is_reserved = ("reduce", plan.name) in self._in_arenas
+        self.filled[plan.name] = 0 if is_reserved else plan.gradient_bytes
 
     def _finish(self, plan: GroupPlan) -> None:
         del self.filled[plan.name]
-        # Of one rank and one format, the whole gradient is that of the shard; and autograd's own
-        # tensor is not kept for another unit.
+        # Of one rank and one format, the whole gradient is that of the shard.
         is_shard = plan.reduce.size == 1 and plan.reduce_dtype == plan.main_dtype
-        if not is_shard and not plan.takes_gradient_over:
-            self.free.append(_gradient(plan))
+        if not is_shard and self._is_reused(plan):
+            self.free.append((plan.gradient_bytes, str(plan.reduce_dtype)))
         self.deposits[plan.name] = _shard_bytes(plan)
+
+    def _is_reused(self, plan: GroupPlan) -> bool:
+        """Whether the gradient's buffer serves other units too: autograd's own tensor does not."""
+        return not plan.takes_gradient_over and ("reduce", plan.name) not in self._in_arenas
 
     def _look(self) -> None:
         now = {
             "shards": self._shards,
-            "gathered": sum(self.gathered.values()),
-            "gradients": sum(self.filled.values()) + sum(size for size, _ in self.free),
+            "gathered": self._reserved["gather"] + sum(self.gathered.values()),
+            "gradients": self._reserved["reduce"]
+            + sum(self.filled.values())
+            + sum(size for size, _ in self.free),
             "shard gradients": sum(self.deposits.values()),
         }
         self.most = {kind: max(self.most[kind], now[kind]) for kind in KINDS}
@@ -118,11 +139,3 @@ class _Walk:
 def _shard_bytes(plan: GroupPlan) -> int:
     num_elements = plan.layout.num_elements if plan.is_local else plan.layout.share
     return num_elements * plan.main_dtype.itemsize
-
-
-def _gradient(plan: GroupPlan) -> tuple[int, str]:
-    return plan.layout.length * plan.reduce_dtype.itemsize, str(plan.reduce_dtype)
-
-
-def _is_one_buffer(plan: GroupPlan) -> bool:
-    return plan.gather.size == 1 and plan.param_dtype == plan.main_dtype

@@ -29,10 +29,13 @@ class PooledMemory:
 
     Args:
         arenas: What was planned, and what came of it.
+
+    Attributes:
+        planned: What was planned.
     """
 
     def __init__(self, arenas: Sequence[tuple[ArenaPlan, Arena]]) -> None:
-        self._planned = [plan for plan, _ in arenas]
+        self.planned = tuple(plan for plan, _ in arenas)
         self._arenas = {arena.name: arena for _, arena in arenas}
         self._names = {
             (plan.use, name): arena.name for plan, arena in arenas for name in plan.plans
@@ -60,11 +63,11 @@ class PooledMemory:
 
     def describe(self) -> str:
         """One line for a report."""
-        if not self._planned:
+        if not self.planned:
             return "registered memory: none, as no communicator sends a buffer"
         found = []
         for use, what in (("gather", "gathered parameters"), ("reduce", "gradients")):
-            own = [plan for plan in self._planned if plan.use == use]
+            own = [plan for plan in self.planned if plan.use == use]
             for key in dict.fromkeys(plan.group.key for plan in own):
                 sizes = " + ".join(
                     f"{plan.num_slots} x {plan.slot_bytes}" for plan in own if plan.group.key == key

@@ -11,6 +11,7 @@ from pcomm.core.trace.overlap import exposed_communication_s, overlap_fraction, 
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.limits import Limits, limits_of, sent_bytes
 from pcomm.fsdp.peak_memory import PeakMemory, peak_memory
+from pcomm.fsdp.pool_plan import ArenaPlan
 from pcomm.fsdp.schedule import Schedule
 from pcomm.fsdp.simulated import Costs, queues_of
 
@@ -111,6 +112,7 @@ def report_of(
     costs: Costs | None = None,
     step_s: float | None = None,
     events: Sequence[Event] = (),
+    arenas: Sequence[ArenaPlan] = (),
 ) -> Report:
     """The figures of a step. Local.
 
@@ -122,6 +124,7 @@ def report_of(
         costs: Seconds of computing, for bounds; without them communication alone is bounded.
         step_s: Seconds of a step as measured.
         events: Of steps recorded through `traced` groups and `Sharded.recording`.
+        arenas: Registered memory of these groups.
     """
     length = sum(plan.layout.length for plan in plans if not plan.is_local)
     padding = sum(plan.layout.padding for plan in plans if not plan.is_local)
@@ -135,7 +138,7 @@ def report_of(
         padding=share,
         sent=_sent(schedules, plans),
         ideal=ideal_bytes(plans, len(schedules)),
-        memory=peak_memory(schedules, plans),
+        memory=peak_memory(schedules, plans, arenas),
         limits=None if link is None else limits_of(schedules, plans, link, costs),
         step_s=step_s,
         overlap=overlap,

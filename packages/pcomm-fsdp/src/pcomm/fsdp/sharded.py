@@ -254,4 +254,5 @@ class Sharded:
             costs=costs,
             step_s=step_s,
             events=events,
+            arenas=self._memory.planned if self._memory is not None else (),
         )

@@ -1,0 +1,259 @@
+"""Gradients lie in as little memory as they can: none that is stale, no copy that is not needed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pcomm.core.collectives.protocol import Collectives, Pending, Reduction
+from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.groups import Groups, open_groups
+from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp.flat_group import FlatGroup
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.policy import Precision
+from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp.testing.small_models import Block, SmallModel
+
+# -- gradients of shards -----------------------------------------------------------------------
+
+
+def tokens(number: int, rank: int) -> Tensor:
+    return torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def replicated_roles(sizes: tuple[int, int]) -> Groups:
+    topology = Topology({"rep": sizes[1], "shard": sizes[0]}, order=("shard", "rep"))
+    return open_groups(topology, ["shard", "rep"])
+
+
+def flat_groups(sharded: Sharded) -> list[FlatGroup]:
+    return [group for group in sharded._groups if isinstance(group, FlatGroup)]
+
+
+class SumsCopies(SpyCollectives):
+    """Hands gloo copies, since its thread lets go of memory a moment after the sum is there."""
+
+    def all_reduce_async(
+        self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None
+    ) -> Pending:
+        total = self.inner.all_reduce(x.clone(), op=op)
+        result = total if out is None else out.copy_(total)
+        return Pending(lambda: result)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("clears", ["optimizer", "sharded"])
+@ranks(2)
+def test_no_old_gradient_is_held_when_the_next_forward_begins(
+    rank: int, clears: str, sizes: tuple[int, int]
+) -> None:
+    with replicated_roles(sizes) as groups:
+        groups["rep"].collectives = SumsCopies(groups["rep"].collectives)
+        model = SmallModel()
+        roles = Roles(groups["shard"], groups["shard"], groups["rep"])
+        sharded = fully_shard(model, roles, units=[Block])
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        old: list[weakref.ref[torch.UntypedStorage]] = []
+        held: list[int] = []
+
+        def look(*_: object) -> None:
+            held.append(sum(one() is not None for one in old))
+
+        model.blocks[0].register_forward_pre_hook(look)
+        for step in range(3):
+            model.loss(tokens(step, rank)).backward()
+            optimizer.step()
+            # A storage and what Python sees of it live equally long.
+            gradients = [part.grad for part in sharded.parameters() if part.grad is not None]
+            old = [weakref.ref(gradient.untyped_storage()) for gradient in gradients]
+            del gradients
+            assert len(old) == len(list(sharded.parameters()))
+            look()
+            (optimizer if clears == "optimizer" else sharded).zero_grad()
+        model.loss(tokens(9, rank))
+        # In each forward, and before the gradients were cleared.
+        assert held == [0, len(old), 0, len(old), 0, len(old), 0]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+@ranks(2)
+def test_micro_batches_add_into_the_gradient_that_is_there(
+    rank: int, sizes: tuple[int, int]
+) -> None:
+    def build() -> SmallModel:
+        torch.manual_seed(0)
+        return SmallModel().double()
+
+    reference = build()
+    with replicated_roles(sizes) as groups:
+        model = build()
+        roles = Roles(groups["shard"], groups["shard"], groups["rep"])
+        sharded = fully_shard(model, roles, units=[Block])
+        deposits: list[list[int]] = []
+        for micro in range(3):
+            # All are last ones, so that gradients of replicas are there after each.
+            model.loss(tokens(micro, rank)).backward()
+            (sum(reference.loss(tokens(micro, r)) for r in (0, 1)) / 2).backward()
+            deposits.append([])
+            for group in flat_groups(sharded):
+                assert group._deposit is not None
+                at = group._deposit.untyped_storage().data_ptr()
+                deposits[-1].append(at)
+                for part in group.parts:
+                    assert part.grad is not None
+                    assert part.grad.untyped_storage().data_ptr() == at
+        assert deposits[0] == deposits[1] == deposits[2]
+        assert len(set(deposits[0])) == len(sharded.plans)
+        for name, gradient in sharded.full_gradients().items():
+            expected = reference.get_parameter(name).grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-14, msg=name)
+
+
+# -- whole gradients ---------------------------------------------------------------------------
+
+
+class Addresses(SpyCollectives):
+    """Notes where what is reduced lies."""
+
+    def __init__(self, inner: Collectives) -> None:
+        super().__init__(inner)
+        self.reduced: list[int] = []
+
+    def reduce_scatter_async(self, x: Tensor, **options: object) -> Pending:
+        self.reduced.append(x.data_ptr())
+        return super().reduce_scatter_async(x, **options)  # type: ignore[arg-type]
+
+
+class Prefix(nn.Module):
+    """Its gradient is a part of the memory of that of what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.weight, x])
+
+
+class Positions(nn.Module):
+    """Its gradient is, in another shape, that of what comes in: the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.view(4, 4)
+
+
+def square() -> nn.Module:
+    return nn.Linear(4, 4, bias=False)
+
+
+# Elements that two ranks cannot share equally, so that there is padding.
+def narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3, bias=False), nn.ZeroPad1d((0, 1)))
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "square": square,
+    "prefix": Prefix,
+    "positions": Positions,
+    "narrow": narrow,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduces", "reduce_dtype", "is_as_made"),
+    [
+        pytest.param("square", "micro_batch", None, [True] * 6, id="all there is"),
+        pytest.param("square", "step", None, [True] * 3, id="all there is, reduced once"),
+        pytest.param("square", "micro_batch", torch.float64, [False] * 6, id="another format"),
+        pytest.param("narrow", "micro_batch", None, [False, False, True] * 2, id="with padding"),
+        pytest.param("prefix", "micro_batch", None, [False, False, True] * 2, id="part of another"),
+        pytest.param("prefix", "step", None, [False, False, True], id="part, reduced once"),
+        pytest.param(
+            "positions",
+            "micro_batch",
+            None,
+            [False, False, True] * 2,
+            id="all of another",
+        ),
+    ],
+)
+@ranks(2)
+def test_a_gradient_is_copied_unless_it_is_all_there_is(
+    rank: int,
+    kind: str,
+    reduces: Literal["micro_batch", "step"],
+    reduce_dtype: torch.dtype | None,
+    is_as_made: list[bool],
+) -> None:
+    """For each weight, last first, whether what is reduced lies where autograd made it."""
+
+    def model_of() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(square(), BUILDERS[kind](), BUILDERS[kind]())
+
+    def batch(micro: int, r: int) -> Tensor:
+        return torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * micro + r))
+
+    reference, model = model_of().double(), model_of()
+    with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
+        reduce = groups["dp", "reduce"]
+        spy = reduce.collectives = Addresses(reduce.collectives)
+        sharded = fully_shard(
+            model,
+            Roles(groups["dp"], reduce),
+            units=list(model),
+            shard=Shard("use", reduces),
+            precision=Precision(reduce_dtype=reduce_dtype),
+        )
+        made: list[int] = []
+        for group in flat_groups(sharded):
+            group.wholes[0].register_hook(lambda gradient: made.append(gradient.data_ptr()))
+        # One backward for all: torch, too, adds to a gradient that another one lies in.
+        everything = [batch(micro, r).double() for micro in range(2) for r in (0, 1)]
+        (sum(reference(x).square().mean() for x in everything) / 2).backward()
+        for micro in range(2):
+            with sharded.accumulate(is_last=micro == 1):
+                model(batch(micro, rank)).square().mean().backward()
+        for name, gradient in sharded.full_gradients().items():
+            expected = reference.get_parameter(name).grad
+            # Sums of a few dozen products of fp32 numbers of about one.
+            torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-6, msg=name)
+    # What is reduced once was made in the first micro-batch, and added to in the second.
+    first = made[: len(spy.reduced)]
+    assert [a == b for a, b in zip(spy.reduced, first, strict=True)] == is_as_made
+
+
+@ranks(2)
+def test_a_gradient_that_is_not_dense_is_copied(rank: int) -> None:
+    """Autograd makes gradients dense for dense parameters; whoever sets one need not."""
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        model = nn.Sequential(square())
+        sharded = fully_shard(model, Roles(groups["dp"], groups["dp"]), units=[nn.Linear])
+        (group,) = flat_groups(sharded)
+
+        def give(gradient: Tensor) -> int:
+            group.wholes[0].grad = gradient
+            return gradient.data_ptr()
+
+        expected = torch.arange(16.0).view(4, 4)
+        for make, is_taken in ((lambda: expected.t().clone(), False), (expected.clone, True)):
+            at = give(make())
+            group._taker(0)(group.wholes[0])
+            assert group._gradient is not None
+            assert (group._gradient.data_ptr() == at) == is_taken
+            assert_equal(group.place(group._gradient, 0), make())
+            group.reset()
