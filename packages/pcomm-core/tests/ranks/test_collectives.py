@@ -269,6 +269,20 @@ def bytes_of_reduce_scatter() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+@ranks(3)
+def test_a_gather_of_uneven_shards_moves_no_padding(rank: int) -> None:
+    collectives, sizes = on_world(), (3 << 16, 1 << 16, 0)
+    x = torch.ones(sizes[rank])
+    collectives.all_gather(x, sizes=sizes)
+    dist.barrier()
+    before = tcp_bytes_sent()
+    collectives.all_gather(x, sizes=sizes)
+    dist.barrier()
+    sent, ideal = tcp_bytes_sent() - before, 2 * sizes[rank] * 4
+    # What is more is gloo's headers and the barrier.
+    assert ideal <= sent <= ideal + 4096, f"{sent} bytes sent, {ideal} are needed"
+
+
 def test_on_one_rank_everything_is_the_input_itself() -> None:
     alone: Collectives = IdentityCollectives()
     x = torch.arange(4.0, requires_grad=True)

@@ -25,6 +25,7 @@ from pcomm.core.collectives.distributed import (
 from pcomm.core.collectives.in_order import InOrder
 from pcomm.core.collectives.pairwise import AddUp, Gather, Pairs
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes
+from pcomm.core.errors import LayoutError
 
 __all__ = ["GlooCollectives"]
 
@@ -57,6 +58,7 @@ class GlooCollectives(DistributedCollectives):
         front = in_front(x, dim)
         is_direct = dim == 0 and (out is None or out.is_contiguous())
         if is_direct and out is not None:
+            _check_out("all_gather", x, (sum(lengths), *x.shape[1:]), out)
             gathered = out
         else:
             gathered = front.new_empty(sum(lengths), *front.shape[1:])
@@ -84,7 +86,11 @@ class GlooCollectives(DistributedCollectives):
         parts = front.split(lengths)
         own = parts[self.rank]
         is_direct = dim == 0 and (out is None or out.is_contiguous())
-        total = out if out is not None and is_direct else torch.empty_like(own)
+        if out is not None and is_direct:
+            _check_out("reduce_scatter", x, tuple(own.shape), out)
+            total = out
+        else:
+            total = torch.empty_like(own)
         # `out` may be this rank's own part of `x`, as NCCL allows: then nothing is copied.
         if total.data_ptr() != own.data_ptr():
             total.copy_(own)
@@ -101,3 +107,14 @@ class GlooCollectives(DistributedCollectives):
         others = [length for place, length in enumerate(x.shape) if place != dim % x.dim()]
         num_bytes = max(lengths) * math.prod(others) * x.itemsize
         return x.device.type == "cpu" and num_bytes >= _LARGE_BYTES
+
+
+def _check_out(name: str, x: Tensor, shape: tuple[int, ...], out: Tensor) -> None:
+    """Pairs send bytes: in another dtype they would be other numbers."""
+    if out.dtype != x.dtype or tuple(out.shape) != shape:
+        raise LayoutError(
+            f"{name}: out={out.dtype} of shape {tuple(out.shape)}",
+            found=f"x of {x.dtype}, whose result has shape {shape}",
+            why="What peers send is received in out as it comes.",
+            fix="Pass an out of that dtype and shape, or none.",
+        )

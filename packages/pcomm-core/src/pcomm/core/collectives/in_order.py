@@ -28,10 +28,19 @@ class Operation(Protocol):
 class Transfer:
     """An operation that waits for its turn, is running, or has ended. Made by `InOrder.start`."""
 
-    __slots__ = ("_calls", "_error", "_has_ended", "_is_over", "_lock", "operation")
+    __slots__ = (
+        "_calls",
+        "_error",
+        "_has_ended",
+        "_is_over",
+        "_lock",
+        "operation",
+        "problem_of_begin",
+    )
 
     def __init__(self, operation: Operation) -> None:
         self.operation: Operation | None = operation
+        self.problem_of_begin: BaseException | None = None
         self._calls: list[Callable[[], None]] = []
         self._error: BaseException | None = None
         self._has_ended = False
@@ -47,7 +56,8 @@ class Transfer:
         """Block until it has ended. Local.
 
         Raises:
-            RuntimeError: Torch's, if a peer has gone or the group's time is up.
+            RuntimeError: Torch's, if a peer has gone or the group's time is up; ours, if an
+                operation before this one failed.
         """
         self._is_over.wait()
         if self._error is not None:
@@ -65,7 +75,7 @@ class Transfer:
     def end(self, error: BaseException | None) -> None:
         """It has ended: tell those who asked."""
         self._error = error
-        # Its memory is free by the time that anybody hears of its end.
+        # Its memory is free by the time that anybody hears of its end, unless it failed.
         self.operation = None
         with self._lock:
             self._has_ended = True
@@ -85,9 +95,12 @@ class InOrder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._not_begun: deque[Operation] = deque()
+        self._not_begun: deque[Transfer] = deque()
         self._is_open = True
-        self._error: BaseException | None = None
+        # Words and not the exception, which would hold the frames of all who have raised it.
+        self._failure: str | None = None
+        # What failed, or had begun behind it: the peers may still read and write its memory.
+        self._abandoned: list[Operation] = []
         self._last: Transfer | None = None
         self._to_finish: SimpleQueue[tuple[Callable[[Transfer], None], Transfer] | None] = (
             SimpleQueue()
@@ -105,25 +118,31 @@ class InOrder:
         """
         transfer = Transfer(operation)
         is_alone = self._last is None or self._last.is_over
-        with self._lock:
-            self._not_begun.append(operation)
-            self._begin_next()
-        if is_async or not is_alone:
-            self._last = transfer
-            self._finish_later(transfer)
-        else:
-            self._finish(transfer)
+        try:
+            with self._lock:
+                self._not_begun.append(transfer)
+                self._begin_next()
+            if is_async or not is_alone:
+                self._last = transfer
+                self._finish_later(transfer)
+            else:
+                self._finish(transfer)
+        except BaseException as problem:  # an interrupt between two lines
+            self._fail(problem, transfer)
+            raise
         if not is_async:
             transfer.wait()
         return transfer
 
     def _begin_next(self) -> None:
-        while self._is_open and self._not_begun:
-            operation = self._not_begun.popleft()
+        while self._is_open and self._failure is None and self._not_begun:
+            transfer = self._not_begun.popleft()
+            assert transfer.operation is not None
             try:
-                self._is_open = operation.begin()
+                self._is_open = transfer.operation.begin()
             except BaseException as problem:  # raised where it is waited for
-                self._error, self._is_open = problem, False
+                # Those before it may still end well, so it counts when its turn has come.
+                transfer.problem_of_begin, self._is_open = problem, False
 
     def _has_announced(self) -> None:
         with self._lock:
@@ -132,13 +151,26 @@ class InOrder:
 
     def _finish(self, transfer: Transfer) -> None:
         assert transfer.operation is not None
-        if self._error is None:
+        error = transfer.problem_of_begin
+        if self._failure is not None:
+            error = RuntimeError(f"An operation before this one failed with {self._failure}")
+        elif error is None:
             try:
                 transfer.operation.finish(self._has_announced)
             except BaseException as problem:  # raised where it is waited for
-                with self._lock:
-                    self._error, self._is_open = problem, False
-        transfer.end(self._error)
+                error = problem
+        if error is not None:
+            self._fail(error, transfer)
+        transfer.end(error)
+
+    def _fail(self, problem: BaseException, transfer: Transfer) -> None:
+        with self._lock:
+            if self._failure is None:
+                self._failure = f"{type(problem).__name__}: {problem}"
+            if transfer in self._not_begun:
+                self._not_begun.remove(transfer)
+            elif transfer.operation is not None:
+                self._abandoned.append(transfer.operation)
 
     def _finish_later(self, transfer: Transfer) -> None:
         if not self._has_thread:
