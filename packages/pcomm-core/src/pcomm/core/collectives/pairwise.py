@@ -22,7 +22,7 @@ __all__ = ["AddUp", "Gather", "Pairs"]
 
 # Beyond the tags that people use, and within the 31 bits that torch allows.
 _FIRST_TAG, _NUM_TAGS = 1 << 30, 1 << 30
-# What is received to be added: a few pieces of each rank, so that a long sum needs 3/8 of the memory
+# What is received to be added: a few pieces of each rank, so that a long sum needs 3/8 of the room
 # of all that it receives. Measured on 4 ranks and links of 400 Mbit/s: with fewer or smaller ones
 # links run dry while the note that a place is free waits behind data that goes the same way. On
 # loopback each piece costs 0.2 ms, so there are no more than eight.
