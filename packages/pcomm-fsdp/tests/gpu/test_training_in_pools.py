@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pcomm.core.group import Group
-from pcomm.core.groups import Groups
 from pcomm.core.pools.fake import FakePools
 from pcomm.core.pools.nccl import NcclPools
 from pcomm.core.pools.registry import PoolRegistry, State
 from pcomm.fsdp.fully_shard import fully_shard
 from pcomm.fsdp.policy import Precision
 from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.testing.one_rank import one_rank_groups
 
 LEARNING_RATE, STEPS = 0.1, 3
 
@@ -68,19 +67,14 @@ def test_both_roles_are_registered_and_training_is_that_of_one_process(
     device = torch.device("cuda", 0) if kind == "nccl" else torch.device("cpu")
     if kind == "nccl":
         torch.cuda.set_device(device)
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group(kind, store=store, rank=0, world_size=1)
-    try:
-        # One rank, and still a communicator for each role: open_groups would make none.
-        members = {role: dist.new_group([0], backend=kind) for role in ("gather", "reduce")}
-        roles = {role: Group("dp", (0,), pg, role=role) for role, pg in members.items()}
-        groups = Groups(list(roles.values()), owned=list(members.values()))
-        backend = NcclPools(roles["gather"]) if kind == "nccl" else FakePools()
+    with one_rank_groups(kind, tmp_path) as groups:
+        gather, reduce = groups["dp", "gather"], groups["dp", "reduce"]
+        backend = NcclPools(gather) if kind == "nccl" else FakePools()
         registry = PoolRegistry(groups, Group("dp", (0,), None, role="control"), backend)
         model = model_of(device)
         sharded = fully_shard(
             model,
-            Roles(roles["gather"], roles["reduce"]),
+            Roles(gather, reduce),
             units=[nn.Linear],
             precision=Precision(torch.float64),
             pools=registry,
@@ -101,5 +95,3 @@ def test_both_roles_are_registered_and_training_is_that_of_one_process(
         assert [backend.segments(binding.arena.pool) for binding in bindings] == segments
         groups.close()
         assert [binding.state for binding in bindings] == [State.UNBOUND] * 2
-    finally:
-        dist.destroy_process_group()
