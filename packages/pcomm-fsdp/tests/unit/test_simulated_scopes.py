@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcomm.core.errors import DivergenceError
+from pcomm.core.errors import ConfigError, DivergenceError
 from pcomm.core.group import Group
 from pcomm.core.simulate.cluster import Algorithm, Cluster, Communicator, Rail
 from pcomm.core.simulate.deadlock import DeadlockError
@@ -265,3 +265,20 @@ def test_a_rank_with_its_experts_first_is_found_by_the_order_of_issue() -> None:
     simulate(programs, ranks.cluster({}))
     with pytest.raises(DivergenceError, match="rank 5"):
         check_issue_order(programs, ranks.cluster({}))
+
+
+def test_each_scope_is_predicted_for_its_own_number_of_ranks() -> None:
+    dense, expert = Ranks((2, 2, 2)).roles()
+    plans = [plan_of("b0", dense), plan_of("b0", expert, scope="expert")]
+    schedules, costs = step_of(chain(1), plans), chain_costs(1, 1.0, 2.0)
+    with pytest.raises(ConfigError, match="2 scopes: '', 'expert'"):
+        program(schedules, plans, costs, num_shards=64)
+
+    def shares(num_shards: dict[str, int]) -> dict[str, float]:
+        tasks = program(schedules, plans, costs, num_shards=num_shards)
+        return {task.queue: task.num_bytes for task in tasks if task.kind == "all_gather"}
+
+    # 640 fp32 numbers each.
+    assert shares({"": 64, "expert": 16}) == {"dp:gather": 40.0, "expert:gather": 160.0}
+    assert shares({"": 64}) == {"dp:gather": 40.0, "expert:gather": 2560 / expert.gather.size}
+    assert shares({"": 64, "expert": 1}) == {"dp:gather": 40.0}

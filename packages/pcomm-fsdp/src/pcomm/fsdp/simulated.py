@@ -124,7 +124,7 @@ def program(
     plans: Sequence[GroupPlan],
     costs: Costs,
     *,
-    num_shards: int | None = None,
+    num_shards: int | Mapping[str, int] | None = None,
 ) -> list[Task]:
     """What one rank does in a step, as tasks for `pcomm.core.simulate`. Local.
 
@@ -140,12 +140,21 @@ def program(
         plans: Of all parameter groups; their groups name the queues, as `dp:gather`.
         costs: Seconds of computing.
         num_shards: Predict for so many ranks in each gather and reduce group instead of those of
-            the plans; padding stays as it is.
+            the plans; padding stays as it is. With scopes, a number for each by its name, `""` for
+            the model's own; those left out stay as they are.
 
     Returns:
         The tasks of every rank that has these plans; `dict.fromkeys(ranks, tasks)` runs them.
+
+    Raises:
+        ConfigError: One number for several scopes.
     """
-    writer = _Writer(plans, num_shards)
+    scopes = dict.fromkeys(plan.scope for plan in plans)
+    if isinstance(num_shards, int):
+        if len(scopes) > 1:
+            raise _ambiguous(num_shards, list(scopes))
+        num_shards = dict.fromkeys(scopes, num_shards)
+    writer = _Writer(plans, num_shards or {})
     for schedule in schedules:
         seconds = stretches(schedule, costs)
         for place, step in enumerate(schedule.steps):
@@ -163,7 +172,7 @@ def program(
 class _Writer:
     """Writes tasks, and keeps what the rank has waited for."""
 
-    def __init__(self, plans: Sequence[GroupPlan], num_shards: int | None) -> None:
+    def __init__(self, plans: Sequence[GroupPlan], num_shards: Mapping[str, int]) -> None:
         self.tasks: list[Task] = []
         self._plans = {plan.name: plan for plan in plans}
         self._queues = queues_of(plans)
@@ -182,8 +191,7 @@ class _Writer:
         group, is_alone = self._group(plan, kind)
         if is_alone:
             return
-        shards = self._num_shards or plan.gather.size
-        share = plan.layout.length / shards
+        share = plan.layout.length / self._num_shards.get(plan.scope, plan.gather.size)
         task = self._unique(f"{phase} {kind} {name}")
         queue = self._queues[group.key]
         operation: Kind = "all_reduce"
@@ -204,8 +212,17 @@ class _Writer:
             assert plan.replicate is not None
             return plan.replicate, False
         group = plan.gather if kind == "gather" else plan.reduce
-        return group, (self._num_shards or group.size) == 1
+        return group, self._num_shards.get(plan.scope, group.size) == 1
 
     def _unique(self, name: str) -> str:
         self._count[name] += 1
         return name if self._count[name] == 1 else f"{name} ({self._count[name]})"
+
+
+def _ambiguous(num_shards: int, scopes: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"program(num_shards={num_shards})",
+        found=f"parameters of {len(scopes)} scopes: {', '.join(map(repr, scopes))}",
+        why="The groups of a scope, such as those of experts, have another number of ranks.",
+        fix=f"Give one for each, such as num_shards={{{scopes[0]!r}: {num_shards}, ...}}.",
+    )
