@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,14 +26,6 @@ from pcomm.fsdp.testing.small_models import Block, SmallModel
 MICRO = 2
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 SCOPES = ("", "expert")
-
-
-class Sizes(NamedTuple):
-    """Ranks on each axis, 4 in all; the dense scope is sharded over `dp` = edp x ep."""
-
-    rep: int
-    edp: int
-    ep: int
 
 
 def is_expert(name: str, _parameter: nn.Parameter) -> bool:
@@ -65,15 +56,14 @@ Seen = dict[tuple[str, str], int]
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1"])
-@pytest.mark.parametrize(
-    "sizes", [Sizes(1, 2, 2), Sizes(1, 1, 4), Sizes(2, 1, 2), Sizes(2, 2, 1)], ids=str
-)
+@pytest.mark.parametrize(("rep", "edp", "ep"), [(1, 2, 2), (1, 1, 4), (2, 1, 2), (2, 2, 1)])
 @ranks(4)
 def test_bytes_of_each_scope_are_those_of_its_own_groups(
-    rank: int, sizes: Sizes, strategy: str
+    rank: int, rep: int, edp: int, ep: int, strategy: str
 ) -> None:
-    topology = Topology({"rep": sizes.rep, "dp": sizes.edp * sizes.ep}, order=("dp", "rep")).view(
-        "expert", {"rep": sizes.rep, "edp": sizes.edp, "ep": sizes.ep}, order=("ep", "edp", "rep")
+    """Ranks on each axis, 4 in all; the dense scope is sharded over `dp` = edp x ep."""
+    topology = Topology({"rep": rep, "dp": edp * ep}, order=("dp", "rep")).view(
+        "expert", {"rep": rep, "edp": edp, "ep": ep}, order=("ep", "edp", "rep")
     )
     names = [(name, role) for name in ("dp", "expert.edp") for role in ("gather", "reduce")]
     # The scopes differ in what they keep, too.
@@ -97,9 +87,9 @@ def test_bytes_of_each_scope_are_those_of_its_own_groups(
         step_of(model, sharded)
         seen = {key: spy.sent_bytes for key, spy in spies.items()}
         assert seen["", "gather"] > 0 < seen["", "reduce"]
-        assert (seen["expert", "gather"] > 0) == (sizes.edp > 1)
-        assert (seen["expert", "replicate"] > 0) == (sizes.rep > 1)
-        check_report(sharded, roles, shards, seen, sizes.rep)
+        assert (seen["expert", "gather"] > 0) == (edp > 1)
+        assert (seen["expert", "replicate"] > 0) == (rep > 1)
+        check_report(sharded, roles, shards, seen, rep)
         check_program(sharded, roles, seen)
 
 

@@ -6,14 +6,17 @@ import gc
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from pcomm.core.errors import ConfigError, TopologyError
 from pcomm.fsdp.roles import Roles
 
 __all__ = [
     "check_entry_points",
+    "check_memory",
+    "check_no_hooks",
     "check_no_optimizer",
     "check_not_sharded",
     "check_roles",
@@ -99,6 +102,71 @@ def check_no_optimizer(parameters: Mapping[str, nn.Parameter]) -> None:
                         why="Its steps would change tensors that the model no longer uses.",
                         fix="Shard first, then make the optimizer of sharded.parameters().",
                     )
+
+
+def check_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """No parameter has a hook of autograd's. Local.
+
+    Raises:
+        ConfigError: One has; it would stay with a tensor that the model no longer has.
+    """
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"fully_shard: parameter {name!r}",
+                found="a hook of autograd's on it",
+                why="The gathered parameter takes its place, and the hook would never be called.",
+                fix="Change gradients after backward, or register the hook inside forward.",
+            )
+
+
+def check_memory(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Parameters share no memory with each other, nor with what else a module holds. Local.
+
+    Raises:
+        ConfigError: Two do; changes of one would no longer be seen by the other.
+    """
+    end, owner = 0, ""
+    ranges = [(*_extent(p), name) for name, p in parameters.items() if p.numel() and not p.is_meta]
+    for begin, stop, name in sorted(ranges):
+        if begin < end:
+            raise _shared(name, f"parameter {owner!r}")
+        end, owner = stop, name
+    storages = {
+        p.untyped_storage().data_ptr(): name for name, p in parameters.items() if not p.is_meta
+    }
+    ids = {id(parameter): name for name, parameter in parameters.items()}
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            # Its list of weights is made again in a forward that finds others.
+            continue
+        for attribute, value in vars(module).items():
+            if attribute == "_parameters":
+                continue
+            for leaf in tree_leaves(value):
+                if not isinstance(leaf, Tensor):
+                    continue
+                found = ids.get(id(leaf))
+                if found is None and leaf.numel() and leaf.layout == torch.strided:
+                    place = 0 if leaf.is_meta else leaf.untyped_storage().data_ptr()
+                    found = storages.get(place)
+                if found is not None:
+                    raise _shared(found, f"{attribute} of module {module_name or '(root)'!r}")
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """First address of a tensor's memory, and the one after its last."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize
+
+
+def _shared(name: str, other: str) -> ConfigError:
+    return ConfigError(
+        f"fully_shard: parameter {name!r}",
+        found=f"{other} lies in the same memory",
+        why="Each becomes a part of a flat buffer of its own, and no longer follows the other.",
+        fix="Tie modules by one Parameter object; compute views of it inside forward; or clone.",
+    )
 
 
 def device_of(parameters: Mapping[str, nn.Parameter], device: torch.device | None) -> torch.device:

@@ -119,9 +119,14 @@ class Engine:
         self.token += 1
         self.phase = "forward"
         self._mode = "train" if torch.is_grad_enabled() else "eval"
-        is_last = self.is_last and self._mode == "train"
+        # The optimizer may step at any time after the last micro-batch: what an evaluation gathers
+        # there may be stale soon.
+        is_last = self.is_last
         for unit in self.units.values():
             unit.begin()
+        if self._mode == "train":
+            for group in self._groups.values():
+                group.check()
         trace = self._traces.get(self._mode)
         if trace is None:
             self._schedule = None
@@ -294,13 +299,15 @@ class Engine:
         if kind == "use":
             for group in self.units[step.name].groups:
                 group.attach()
+                if step.phase == "backward":
+                    group.expect_gradients()
         elif kind not in ("done", "end"):
             group = self._groups[step.name]
             if kind in ("gather", "reduce", "replicate"):
                 self.issued[kind] += 1
             getattr(group, kind)()
             if kind == "release":
-                group.detach()
+                group.leave()
 
     def _end(self, phase: Phase) -> None:
         self._mark(Mark("end", ROOT, phase))
@@ -311,7 +318,7 @@ class Engine:
             assert self._schedule is not None
             self._gathered = self._schedule.gathered_at_end
         for group in self._groups.values():
-            group.detach()
+            group.end()
         self._reuse.clear()
         self.phase = None
         self._is_waiting_for_backward = False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pcomm.core.collectives.protocol import Pending
 from pcomm.core.errors import ConfigError
 from pcomm.fsdp.group_plan import GroupPlan
+from pcomm.fsdp.intact import Intact
 from pcomm.fsdp.pooled_memory import Fill
 from pcomm.fsdp.reuse import Reuse
 from pcomm.fsdp.units import Owner, install
@@ -86,10 +87,12 @@ class FlatGroup:
         self._has_gradient = [False] * len(self.parts)
         self._took_over = False
         self._is_reduced = False
+        self._expects_gradients = self._carries_gradients = self._has_lost_gradients = False
         self._reducing: tuple[Pending, Tensor] | None = None
         self._partial: Tensor | None = None
         self._replicating: Pending | None = None
         self._deposit: Tensor | None = None
+        self._intact = Intact(plan, self.owners, self.parts, views)
         self._is_attached = True
         self.release()
         self.detach()
@@ -125,6 +128,7 @@ class FlatGroup:
     def attach(self) -> None:
         """Put the gathered parameters into their modules."""
         if not self._is_attached:
+            self._intact.check_owners()
             self._is_attached = True
             install(self.owners, self.wholes)
 
@@ -133,6 +137,13 @@ class FlatGroup:
         if self._is_attached:
             self._is_attached = False
             install(self.owners, self.parts)
+
+    def leave(self) -> None:
+        """Put the shards into the modules; the gathered parameters are as they were gathered."""
+        was_attached = self._is_attached
+        self.detach()
+        if was_attached:
+            self._intact.check_views()
 
     def local(self, flat: Tensor, index: int) -> Tensor:
         """This rank's part of parameter `index` in a flat share: a view."""
@@ -226,11 +237,33 @@ class FlatGroup:
         self._partial = None
 
     def begin(self) -> None:
-        """Be ready for the gradients of a micro-batch."""
-        self._is_reduced = False
+        """Be ready for a micro-batch."""
+        self._is_reduced = self._expects_gradients = False
+        self._carries_gradients = self._gradient is not None or self._partial is not None
         if self._deposit is not None and not self._holds(self._deposit):
             # The optimizer's `zero_grad` has let go of it.
             self._deposit = None
+
+    def check(self) -> None:
+        """A step can go on: nothing that it needs was lost, or changed by somebody."""
+        self._intact.check_parts()
+        if self._has_lost_gradients:
+            raise _lost(self.plan)
+
+    def expect_gradients(self) -> None:
+        """The unit is in backward."""
+        self._expects_gradients = True
+
+    def end(self) -> None:
+        """The micro-batch is over."""
+        self._expects_gradients = False
+        self.leave()
+
+    def forget_gradients(self) -> None:
+        """Drop what earlier micro-batches have added up and not yet given to the shard."""
+        self._gradient = self._partial = None
+        self._has_gradient = [False] * len(self.parts)
+        self._has_lost_gradients = False
 
     def drain(self) -> None:
         """Wait for everything that is on its way, and forget it."""
@@ -247,8 +280,9 @@ class FlatGroup:
 
         Nothing may be on its way any more, since it would write into memory that is given back.
         """
-        self._gradient = self._partial = None
-        self._has_gradient = [False] * len(self.parts)
+        has_lost = self._has_lost_gradients or self._carries_gradients
+        self.forget_gradients()
+        self._has_lost_gradients = has_lost
         self.release()
         self.detach()
         for whole in self.wholes:
@@ -262,6 +296,8 @@ class FlatGroup:
             assert gradient is not None
             if self._is_reduced:
                 raise _late(self.plan, index)
+            if not self._expects_gradients:
+                raise _unexpected(self.plan, index)
             if self._gradient is None and self._can_take_over(gradient):
                 self._gradient, self._has_gradient[index] = gradient.view(-1), True
                 self._took_over = True
@@ -342,4 +378,22 @@ def _late(plan: GroupPlan, index: int) -> ConfigError:
         found=f"the gradients of unit {plan.unit!r} are being reduced already",
         why="A unit's gradients are reduced once the gradient of its inputs is known.",
         fix="Run all of a unit's computation inside its forward, and call backward once for it.",
+    )
+
+
+def _lost(plan: GroupPlan) -> ConfigError:
+    return ConfigError(
+        "forward after a micro-batch that was given up",
+        found=f"the gradients that earlier ones had added up for {plan.name!r} went with it",
+        why="The step would go on without them.",
+        fix="Call zero_grad() of what fully_shard returned, and begin the step again.",
+    )
+
+
+def _unexpected(plan: GroupPlan, index: int) -> ConfigError:
+    return ConfigError(
+        f"backward: a gradient of {plan.names[index]}",
+        found=f"backward has not come to unit {plan.unit!r} by a tensor that its forward returned",
+        why="A unit's backward begins at the tensors that it returns, and gathers for it there.",
+        fix="Return every tensor that the loss needs, in tuples, lists, dicts or dataclasses.",
     )

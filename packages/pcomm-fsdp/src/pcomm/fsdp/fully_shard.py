@@ -13,6 +13,8 @@ from pcomm.core.group import Group
 from pcomm.core.pools.registry import PoolRegistry
 from pcomm.fsdp.checks import (
     check_entry_points,
+    check_memory,
+    check_no_hooks,
     check_no_optimizer,
     check_not_sharded,
     check_roles,
@@ -130,6 +132,8 @@ def _check(
     parameters = dict(model.named_parameters())
     check_not_sharded(parameters)
     check_no_optimizer(parameters)
+    check_no_hooks(parameters)
+    check_memory(model, parameters)
     check_entry_points(model, entry_points)
     return parameters
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def install_hooks(
         units: All others.
         entry_points: Methods of the model that compute a forward.
     """
+    vars(root.module)["__deepcopy__"] = _no_copy
     for name in entry_points:
         setattr(root.module, name, _entry(engine, root, getattr(root.module, name)))
     for unit in units:
@@ -196,7 +198,22 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+    found = []
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+    return found
+
+
+def _no_copy(_memo: object) -> nn.Module:
+    raise ConfigError(
+        "copy.deepcopy of a sharded model",
+        found="entry points and hooks that belong to the model it is a copy of",
+        why="The copy would compute with the parameters of the original.",
+        fix="Copy the model before fully_shard, or keep copies of sharded.parameters().",
+    )
 
 
 def _has_graph(output: Any) -> bool:

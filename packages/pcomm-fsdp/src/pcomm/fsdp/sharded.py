@@ -116,9 +116,15 @@ class Sharded:
             self._engine.stretches = None
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all shards. Local."""
+        """Forget all gradients, whole ones that are not reduced yet too. Local.
+
+        Those an optimizer's `zero_grad` cannot reach; between steps there are none.
+        """
         for parameter in self.parameters():
             parameter.grad = None
+        for group in self._groups:
+            if isinstance(group, FlatGroup):
+                group.forget_gradients()
 
     def sum_of_squares(self, selects: Callable[[str], bool] = _every) -> Tensor:
         """Of all gradients, or of those of the parameters selected by name, in fp64.

@@ -1,0 +1,300 @@
+"""Models that use their weights in odd ways have the gradients of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from pcomm.core.groups import open_groups
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.strategy import Shard
+
+# B batch, D model dim
+
+STRATEGIES = {"zero3": Shard.zero3(), "zero2": Shard.zero2(), "zero1": Shard.zero1()}
+MICRO = 2
+
+
+class Unit(nn.Module):
+    """A linear layer, computed by a function of it and its input."""
+
+    def __init__(self, run: Callable[..., object] | None = None, **extra: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+        for name, parameter in extra.items():
+            self.register_parameter(name, parameter)
+        self.run = run or plain
+
+    def forward(self, *args: object) -> object:
+        return self.run(self, *args)
+
+
+class Model(nn.Module):
+    """Units, called by a function of the model and its input; the root has a weight too."""
+
+    def __init__(self, run: Callable[..., Tensor], *units: nn.Module) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 4))
+        self.units = nn.ModuleList(units)
+        self.run = run
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.run(self, x_BD)
+
+
+@dataclass
+class Outcome:
+    """What a unit may return."""
+
+    y_BD: Tensor
+    extra: Tensor
+
+
+def plain(unit: Unit, x_BD: Tensor) -> Tensor:
+    return torch.tanh(x_BD @ unit.weight + unit.bias)
+
+
+def views(unit: Unit, x_BD: Tensor) -> Tensor:
+    w = unit.weight
+    y_BD = x_BD @ w + x_BD @ w.t() + (x_BD[None] @ w[None])[0] + x_BD @ w.view(2, 8).view(4, 4)
+    y_BD = y_BD + torch.cat([w[:1], w[1:]])[: len(x_BD)] + w[:, 1] + w.diagonal()
+    return y_BD + unit.bias[:1].expand(4) + unit.bias.expand(len(x_BD), 4)
+
+
+def in_place(unit: Unit, x_BD: Tensor) -> Tensor:
+    y_BD = x_BD @ unit.weight
+    y_BD += unit.bias
+    y_BD[:, 0] *= 2
+    return y_BD.add_(x_BD).tanh_()
+
+
+def in_rows(unit: Unit, x_BD: Tensor) -> Tensor:
+    return x_BD @ unit.weight + unit.bias
+
+
+def hooked(unit: Unit, x_BD: Tensor) -> Tensor:
+    weight = unit.weight.view(4, 4)
+    weight.register_hook(lambda g: g * 3)
+    return torch.tanh(x_BD @ weight) + unit.bias
+
+
+def recomputed(unit: Unit, x_BD: Tensor, *, reentrant: bool) -> Tensor:
+    y_BD = checkpoint(partial(plain, unit), x_BD, use_reentrant=reentrant)
+    return y_BD + x_BD @ unit.weight
+
+
+def odd_shapes(unit: Unit, x_BD: Tensor) -> Tensor:
+    y_BD = plain(unit, x_BD) * unit.scale + (unit.empty.sum() + unit.one)
+    return y_BD @ unit.across.reshape(4, 5).sum(1).diag() + unit.rows.square().sum()
+
+
+def in_a_row(model: Model, x_BD: Tensor) -> Tensor:
+    x_BD = x_BD @ model.table
+    for unit in model.units:
+        x_BD = unit(x_BD)
+    return x_BD + model.table.sum(0)
+
+
+def in_a_row_in_place(model: Model, x_BD: Tensor) -> Tensor:
+    x_BD = x_BD @ model.table
+    for unit in model.units:
+        x_BD = unit(x_BD).mul_(1.5).tanh_()
+    x_BD.retain_grad() if x_BD.requires_grad else None
+    return x_BD
+
+
+def often(model: Model, x_BD: Tensor) -> Tensor:
+    one, two = model.units
+    with torch.no_grad():
+        still_BD = one(x_BD)
+    y_BD = one(x_BD) + two(one(x_BD @ model.table)) + still_BD
+    return one(y_BD.detach()) + one(two(y_BD))
+
+
+def some_outputs(model: Model, x_BD: Tensor) -> Tensor:
+    one, two = model.units
+    y_BD, _ = one(x_BD @ model.table)
+    _, z_BD = two(y_BD)
+    return z_BD
+
+
+def dataclasses_out(model: Model, x_BD: Tensor) -> Tensor:
+    one, two = model.units
+    first = one(x_BD @ model.table)
+    second = two(first.y_BD)
+    return second.y_BD + first.extra + second.extra
+
+
+def lent(model: Model, x_BD: Tensor) -> Tensor:
+    """The root's weight, in the root and, as an argument and a view, in units."""
+    for unit in model.units:
+        x_BD = unit(x_BD @ model.table, model.table.t())
+    return x_BD @ model.table[:, :3]
+
+
+def all_again(model: Model, x_BD: Tensor, *, reentrant: bool) -> Tensor:
+    x_BD = x_BD @ model.table
+    for unit in model.units:
+        x_BD = checkpoint(unit, x_BD, use_reentrant=reentrant)
+    return x_BD
+
+
+def both(unit: Unit, x_BD: Tensor) -> tuple[Tensor, Tensor]:
+    return x_BD @ unit.weight, x_BD + unit.bias
+
+
+def outcome(unit: Unit, x_BD: Tensor) -> Outcome:
+    return Outcome(x_BD @ unit.weight, unit.bias.square().sum())
+
+
+def with_loan(unit: Unit, x_BD: Tensor, table: Tensor) -> Tensor:
+    return torch.tanh(x_BD @ unit.weight @ table) + unit.bias
+
+
+def odd_unit() -> Unit:
+    return Unit(
+        odd_shapes,
+        scale=nn.Parameter(torch.tensor(0.7)),
+        empty=nn.Parameter(torch.zeros(0, 3)),
+        one=nn.Parameter(torch.randn(1)),
+        across=nn.Parameter(torch.randn(5, 4).t()),
+        rows=nn.Parameter(torch.randn(3, 2, 1)),
+    )
+
+
+class Outer(Unit):
+    """A unit around a unit, with a weight used before and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Unit()
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.inner(x_BD @ self.weight) @ self.weight + self.bias
+
+
+class Recurrent(nn.Module):
+    """Torch's LSTM holds its weights in a list of its own as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.lstm(x_BD[None])[0][0]
+
+
+class Frozen(Unit):
+    """One of two weights is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias.requires_grad = False
+
+
+GRAPHS: dict[str, Callable[[], Model]] = {
+    "views": lambda: Model(in_a_row, Unit(views), Unit(views)),
+    "in place": lambda: Model(in_a_row, Unit(in_place), Unit(in_place)),
+    "in place on outputs": lambda: Model(in_a_row_in_place, Unit(in_rows), Unit(in_rows)),
+    "hooks in forward": lambda: Model(in_a_row, Unit(hooked), Unit(hooked)),
+    "odd shapes": lambda: Model(in_a_row, odd_unit(), odd_unit()),
+    "units in units": lambda: Model(in_a_row, Outer(), Outer()),
+    "lists of weights": lambda: Model(in_a_row, Recurrent(), Recurrent()),
+    "frozen parts": lambda: Model(in_a_row, Frozen(), Unit(), Frozen()),
+    "called often": lambda: Model(often, Unit(), Unit()),
+    "some outputs": lambda: Model(some_outputs, Unit(both), Unit(both)),
+    "dataclasses": lambda: Model(dataclasses_out, Unit(outcome), Unit(outcome)),
+    "weights lent to units": lambda: Model(lent, Unit(with_loan), Unit(with_loan)),
+    "computed weights": lambda: Model(
+        in_a_row, *(nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))) for _ in "ab")
+    ),
+    "recomputed inside": lambda: Model(
+        in_a_row, *(Unit(partial(recomputed, reentrant=False)) for _ in "ab")
+    ),
+    "recomputed inside, reentrant": lambda: Model(
+        in_a_row, *(Unit(partial(recomputed, reentrant=True)) for _ in "ab")
+    ),
+    "recomputed": lambda: Model(partial(all_again, reentrant=False), Unit(views), Unit(in_place)),
+    "recomputed, reentrant": lambda: Model(partial(all_again, reentrant=True), Unit(views), Unit()),
+}
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, x_BD: Tensor) -> Tensor:
+    return model(x_BD).square().mean()
+
+
+def built(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build().double()
+
+
+def plain_step(model: nn.Module, step: int) -> None:
+    for micro in range(MICRO):
+        for rank in (0, 1):
+            (loss_of(model, batch(step, micro, rank)) / 2).backward()
+
+
+def sharded_step(sharded: Sharded, step: int, rank: int) -> None:
+    for micro in range(MICRO):
+        with sharded.accumulate(is_last=micro == MICRO - 1):
+            loss_of(sharded.model, batch(step, micro, rank)).backward()
+
+
+def check_gradients(sharded: Sharded, reference: nn.Module) -> None:
+    found = sharded.full_gradients()
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is None:
+            # Others of its unit may have one.
+            assert not found.get(name, torch.zeros(())).count_nonzero(), name
+        else:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@contextmanager
+def sharding(strategy: str) -> Iterator[Callable[[nn.Module], Sharded]]:
+    with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
+        roles, shard = Roles(groups["dp"], groups["dp", "reduce"]), STRATEGIES[strategy]
+
+        def run(model: nn.Module) -> Sharded:
+            kinds = [Unit, Recurrent, nn.Sequential]
+            units = [m for m in model.modules() if type(m) in (*kinds, Outer, Frozen)]
+            return fully_shard(model, roles, units=units, shard=shard)
+
+        yield run
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+@pytest.mark.parametrize("graph", GRAPHS)
+@ranks(2)
+def test_gradients_are_those_of_one_process(rank: int, graph: str, strategy: str) -> None:
+    reference, model = built(GRAPHS[graph]), built(GRAPHS[graph])
+    with sharding(strategy) as shard:
+        sharded = shard(model)
+        ours = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for step in range(3):
+            # The first is recorded, the others are replayed with new weights.
+            plain_step(reference, step)
+            sharded_step(sharded, step, rank)
+            check_gradients(sharded, reference)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step == 0)
