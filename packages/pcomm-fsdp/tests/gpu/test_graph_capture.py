@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from pcomm.core.groups import Groups
 from pcomm.fsdp.fully_shard import fully_shard
 from pcomm.fsdp.policy import Precision
 from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.testing.one_rank import one_rank_groups
+from pcomm.fsdp.testing.one_rank import on_gloo_and_nccl, one_rank_groups
 
 ROWS, WIDTH, WARM_STEPS, STEPS = 4, 16, 3, 3
 LEARNING_RATE = 0.05
@@ -62,19 +61,7 @@ def trained(groups: Groups, device: torch.device, *, is_captured: bool) -> dict[
     return sharded.full_state_dict()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "gloo",
-        pytest.param(
-            "nccl",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU"),
-            ],
-        ),
-    ],
-)
+@on_gloo_and_nccl
 def test_a_replayed_step_trains_as_a_step_does(tmp_path: Path, kind: str) -> None:
     device = torch.device("cuda", 0) if kind == "nccl" else torch.device("cpu")
     if kind == "nccl":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ from pcomm.core.pools.registry import PoolRegistry, State
 from pcomm.fsdp.fully_shard import fully_shard
 from pcomm.fsdp.policy import Precision
 from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.testing.one_rank import one_rank_groups
+from pcomm.fsdp.testing.one_rank import on_gloo_and_nccl, one_rank_groups
 
 LEARNING_RATE, STEPS = 0.1, 3
 
@@ -48,19 +47,7 @@ def unsharded(device: torch.device) -> dict[str, Tensor]:
     return main.state_dict()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "gloo",
-        pytest.param(
-            "nccl",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU"),
-            ],
-        ),
-    ],
-)
+@on_gloo_and_nccl
 def test_both_roles_are_registered_and_training_is_that_of_one_process(
     tmp_path: Path, kind: str
 ) -> None:

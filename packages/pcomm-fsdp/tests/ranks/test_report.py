@@ -25,7 +25,7 @@ from pcomm.core.trace.traced import traced
 from pcomm.fsdp.engine import Engine
 from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.peak_memory import KINDS, peak_memory
+from pcomm.fsdp.peak_memory import KINDS, PeakMemory, peak_memory
 from pcomm.fsdp.policy import CommPolicy, Precision
 from pcomm.fsdp.roles import Roles, Scope
 from pcomm.fsdp.schedule import Step
@@ -187,6 +187,18 @@ def watched(sharded: Sharded, registry: PoolRegistry | None = None) -> Iterator[
         Engine._do = do  # type: ignore[method-assign]
 
 
+def check_memory(model: SmallModel, sharded: Sharded) -> PeakMemory:
+    """The report says what the storages of a step, the second one, take at most."""
+    step_of(model, sharded)
+    sharded.zero_grad()
+    with watched(sharded) as most:
+        step_of(model, sharded)
+    memory = sharded.report(micro_batches=MICRO).memory
+    assert memory is not None
+    assert memory.by_kind | {"at_once": memory.at_once} == most
+    return memory
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @ranks(2)
@@ -205,13 +217,7 @@ def test_the_most_memory_is_that_of_a_real_step(
                 comm=CommPolicy(prefetch=prefetch, inflight_reduce=inflight),
                 precision=Precision(wire),
             )
-            step_of(model, sharded)
-            sharded.zero_grad()
-            with watched(sharded) as most:
-                step_of(model, sharded)
-            memory = sharded.report(micro_batches=MICRO).memory
-            assert memory is not None
-            assert memory.by_kind | {"at_once": memory.at_once} == most
+            check_memory(model, sharded)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=str)
@@ -222,13 +228,7 @@ def test_the_most_memory_with_replicas(rank: int, sizes: tuple[int, int]) -> Non
         model = SmallModel()
         roles = Roles(groups["shard"], groups["shard"], groups["rep"])
         sharded = fully_shard(model, roles, units=[Block])
-        step_of(model, sharded)
-        sharded.zero_grad()
-        with watched(sharded) as most:
-            step_of(model, sharded)
-        memory = sharded.report(micro_batches=MICRO).memory
-        assert memory is not None
-        assert memory.by_kind | {"at_once": memory.at_once} == most
+        memory = check_memory(model, sharded)
         # The other way round: plans that are a little off do not fit.
         off = [replace(plan, reduce_dtype=torch.float64) for plan in sharded.plans]
         assert peak_memory(sharded.schedules(MICRO), off).by_kind != memory.by_kind
@@ -262,13 +262,7 @@ def test_the_most_memory_where_gradients_are_reduced_as_autograd_made_them(
             precision=Precision(wire),
         )
         assert {plan.takes_gradient_over for plan in sharded.plans} == {True, False}
-        step_of(model, sharded)
-        sharded.zero_grad()
-        with watched(sharded) as most:
-            step_of(model, sharded)
-        memory = sharded.report(micro_batches=MICRO).memory
-        assert memory is not None
-        assert memory.by_kind | {"at_once": memory.at_once} == most
+        check_memory(model, sharded)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 
+from pcomm.core.bench import options
 from pcomm.core.cli import main
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.testing import namespaces
 from pcomm.core.testing.virtual import run_virtual
-from pcomm.fsdp.bench import plot
 from pcomm.fsdp.bench.memory import can_count, in_use_bytes, peak_bytes
 from pcomm.fsdp.bench.models import Problem, Reference, squared_norm
 from pcomm.fsdp.bench.settings import MODELS, Settings, Widths
@@ -53,7 +53,7 @@ def test_without_root_it_says_so(
 def test_a_picture_without_matplotlib_is_refused_before_minutes_of_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
     assert main(["bench", "fsdp", "--plot", "x.png"]) == 2
     assert "python3 -m pip install matplotlib" in capsys.readouterr().err
 

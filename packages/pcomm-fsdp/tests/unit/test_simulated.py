@@ -23,11 +23,12 @@ from pcomm.fsdp.bench.bounds import lower_bounds_s
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.limits import limits_of
 from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.schedule import Mark, Schedule
+from pcomm.fsdp.schedule import Schedule
 from pcomm.fsdp.simulated import Costs, program, queues_of, stretches
 from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.stretch_recorder import StretchRecorder
 from pcomm.fsdp.testing import schedules as without_model
+from pcomm.fsdp.testing.random_marks import random_marks
 from pcomm.fsdp.testing.schedules import chain, chain_costs, step_of
 from pcomm.fsdp.units import ROOT
 
@@ -82,33 +83,9 @@ def run(tasks: list[Task], num_ranks: int, *, num_rails: int = 1) -> Timeline:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> list[Mark]:
-    """Units in any order, nested and repeated, some of them without a backward."""
-    names = [f"u{i}" for i in range(draw(st.integers(1, 6)))]
-    marks = [Mark("use", ROOT, "forward")]
-    for name in draw(st.lists(st.sampled_from(names), max_size=8)):
-        inner = draw(st.sampled_from([*names, ""]))
-        marks.append(Mark("use", name, "forward"))
-        if inner not in ("", name):
-            marks += [Mark("use", inner, "forward"), Mark("done", inner, "forward")]
-        marks.append(Mark("done", name, "forward"))
-    marks += [Mark("done", ROOT, "forward"), Mark("use", ROOT, "backward")]
-    used = sorted({mark.unit for mark in marks} - {ROOT})
-    back = draw(st.permutations(used))[: draw(st.integers(0, len(used)))]
-    waiting: list[str] = []
-    for name in back:
-        marks.append(Mark("use", name, "backward"))
-        waiting.append(name)
-        while waiting and draw(st.booleans()):
-            marks.append(Mark("done", waiting.pop(), "backward"))
-    marks += [Mark("done", name, "backward") for name in reversed(waiting)]
-    return [*marks, Mark("done", ROOT, "backward"), Mark("end", ROOT, "backward")]
-
-
-@st.composite
 def steps(draw: st.DrawFn) -> tuple[list[Schedule], list[GroupPlan], Costs]:
     """A random step of a random model."""
-    marks = draw(models())
+    marks = draw(random_marks())
     num_ranks = draw(st.integers(2, 64))
     separate = draw(st.booleans())
     units = sorted({mark.unit for mark in marks})

@@ -22,7 +22,7 @@ from pcomm.core.collectives.distributed import (
     deliver,
     in_front,
 )
-from pcomm.core.collectives.in_order import InOrder
+from pcomm.core.collectives.in_order import InOrder, Operation
 from pcomm.core.collectives.pairwise import AddUp, Gather, Pairs
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes
 from pcomm.core.errors import LayoutError
@@ -66,13 +66,8 @@ class GlooCollectives(DistributedCollectives):
         own = parts[self.rank]
         if own.data_ptr() != front.data_ptr():
             own.copy_(front)
-        transfer = self._queue.start(Gather(self._pairs, own, parts), is_async=is_async)
-
-        def finish() -> Tensor:
-            transfer.wait()
-            return gathered if is_direct else deliver(gathered.movedim(0, dim), out)
-
-        return finish, transfer
+        operation = Gather(self._pairs, own, parts)
+        return self._start(operation, gathered, None if is_direct else dim, out, is_async)
 
     def _reduce_scatter(
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
@@ -94,11 +89,23 @@ class GlooCollectives(DistributedCollectives):
         # `out` may be this rank's own part of `x`, as NCCL allows: then nothing is copied.
         if total.data_ptr() != own.data_ptr():
             total.copy_(own)
-        transfer = self._queue.start(AddUp(self._pairs, parts, total), is_async=is_async)
+        operation = AddUp(self._pairs, parts, total)
+        return self._start(operation, total, None if is_direct else dim, out, is_async)
+
+    def _start(
+        self,
+        operation: Operation,
+        result: Tensor,
+        dim: int | None,
+        out: Tensor | None,
+        is_async: bool,
+    ) -> Started:
+        """Put an operation in the queue; `dim` is where the result's first one goes, if it does."""
+        transfer = self._queue.start(operation, is_async=is_async)
 
         def finish() -> Tensor:
             transfer.wait()
-            return total if is_direct else deliver(total.movedim(0, dim), out)
+            return result if dim is None else deliver(result.movedim(0, dim), out)
 
         return finish, transfer
 

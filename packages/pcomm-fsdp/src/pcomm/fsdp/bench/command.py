@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pcomm.core.errors import ConfigError
+from pcomm.core.bench.options import check_can_plot, numbers
 from pcomm.fsdp.bench.settings import MODELS, Settings
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ class FsdpBenchmark:
         settings = _settings(arguments)
         # torch is imported from here on.
         from pcomm.core.testing.timing import save_rows
-        from pcomm.fsdp.bench.plot import check_can_plot, plot_times
+        from pcomm.fsdp.bench.plot import plot_times
         from pcomm.fsdp.bench.report import rows_of, tables_of
 
         if arguments.plot is not None:
-            check_can_plot()
+            check_can_plot("fsdp")
         found = _measure(settings)
         print(tables_of(settings, found))
         if arguments.csv is not None:
@@ -77,25 +77,13 @@ def _measure(settings: Settings) -> list[Found]:
 def _settings(arguments: argparse.Namespace) -> Settings:
     base = _QUICK if arguments.quick else _DEFAULT
     return Settings(
-        base.ranks if arguments.ranks is None else _numbers(arguments.ranks),
+        base.ranks if arguments.ranks is None else numbers("fsdp", "--ranks", arguments.ranks),
         base.models if arguments.models is None else tuple(arguments.models.split(",")),
         base.mbit_per_s if arguments.mbit is None else arguments.mbit,
         base.rounds if arguments.rounds is None else arguments.rounds,
         base.alone_rounds,
         base.is_small,
     )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"pcomm bench fsdp --ranks {text}",
-            found="words that are no numbers",
-            why="The option takes numbers with commas between them.",
-            fix="Write it like --ranks 2,4.",
-        ) from None
 
 
 command = FsdpBenchmark()

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from pcomm.core.errors import UnsupportedError
 from pcomm.fsdp.bench.measure import Found
 from pcomm.fsdp.bench.settings import OURS, THEIRS, TWO, TWO_RAILS, UNSHARDED
 
-__all__ = ["check_can_plot", "plot_times"]
+__all__ = ["plot_times"]
 
 _COLORS = dict.fromkeys(THEIRS, "0.6") | dict.fromkeys(OURS, "tab:blue") | {UNSHARDED: "0.85"}
-
-
-def check_can_plot() -> None:
-    """Find out before minutes of measuring.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise UnsupportedError(
-            "pcomm bench fsdp --plot",
-            found="matplotlib is not installed",
-            why="It draws the picture; nothing else here needs it.",
-            fix="Run `python3 -m pip install matplotlib`, or leave --plot out.",
-        )
 
 
 def plot_times(found: Sequence[Found], image: Path) -> None:

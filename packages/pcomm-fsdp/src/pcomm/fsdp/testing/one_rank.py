@@ -6,12 +6,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from pcomm.core.group import Group
 from pcomm.core.groups import Groups
 
-__all__ = ["one_rank_groups"]
+__all__ = ["on_gloo_and_nccl", "one_rank_groups"]
+
+on_gloo_and_nccl = pytest.mark.parametrize(
+    "kind",
+    [
+        "gloo",
+        pytest.param(
+            "nccl",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU"),
+            ],
+        ),
+    ],
+)
+"""Runs a test on the CPU, and on a GPU where there is one."""
 
 
 @contextmanager

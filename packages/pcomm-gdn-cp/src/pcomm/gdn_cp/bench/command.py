@@ -12,8 +12,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pcomm.core.bench.options import check_can_plot, numbers
 from pcomm.core.errors import ConfigError
-from pcomm.gdn_cp.bench.settings import Settings, numbers
+from pcomm.gdn_cp.bench.settings import Settings
 
 if TYPE_CHECKING:
     from pcomm.gdn_cp.bench.measure import OfSize
@@ -47,10 +48,9 @@ class GdnCpBenchmark:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         settings = _settings(arguments, size)
         # torch is imported from here on.
-        from pcomm.gdn_cp.bench.plot import check_can_plot
 
         if arguments.plot is not None:
-            check_can_plot()
+            check_can_plot("gdn-cp")
         sizes, plans = _measure(settings, is_launched=size > 1)
         if _is_first():
             _write(arguments, settings, sizes, plans)
@@ -60,7 +60,7 @@ class GdnCpBenchmark:
 def _settings(arguments: argparse.Namespace, world_size: int) -> Settings:
     base = _QUICK if arguments.quick else _DEFAULT
     launched = (world_size,) if world_size > 1 else base.ranks
-    ranks = launched if arguments.ranks is None else numbers("--ranks", arguments.ranks)
+    ranks = launched if arguments.ranks is None else numbers("gdn-cp", "--ranks", arguments.ranks)
     if world_size > 1 and ranks != launched:
         raise ConfigError(
             f"pcomm bench gdn-cp --ranks {arguments.ranks}",
@@ -71,7 +71,7 @@ def _settings(arguments: argparse.Namespace, world_size: int) -> Settings:
     sequences = arguments.sequences
     return Settings(
         ranks,
-        base.sequences if sequences is None else numbers("--sequences", sequences),
+        base.sequences if sequences is None else numbers("gdn-cp", "--sequences", sequences),
         base.num_tokens if arguments.tokens is None else arguments.tokens,
         base.rounds if arguments.rounds is None else arguments.rounds,
         base.seconds,

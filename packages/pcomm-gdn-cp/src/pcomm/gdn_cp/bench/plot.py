@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from pcomm.core.errors import UnsupportedError
 from pcomm.gdn_cp.bench.forms import FORMS
 from pcomm.gdn_cp.bench.measure import OfSize
 
-__all__ = ["check_can_plot", "plot_times"]
+__all__ = ["plot_times"]
 
 # Baselines are grey and broken, so that the modes stand out.
 _BASELINES = {"loop": ("0.2", "--"), "split loop": ("0.5", ":"), "fused": ("0.2", "-")}
 _MODES = {"heads": "tab:blue", "docs": "tab:green", "state": "tab:orange", "gather": "tab:red"}
-
-
-def check_can_plot() -> None:
-    """Find out before minutes of measuring.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise UnsupportedError(
-            "pcomm bench gdn-cp --plot",
-            found="matplotlib is not installed",
-            why="It draws the picture; nothing else here needs it.",
-            fix="Run `python3 -m pip install matplotlib`, or leave --plot out.",
-        )
 
 
 def plot_times(sizes: Sequence[OfSize], image: Path) -> None:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from pcomm.core.errors import ConfigError
 from pcomm.gdn_cp.specs import GdnSpec
 
-__all__ = ["HIDDEN_DIM", "SPEC", "Pack", "Settings", "numbers", "random_lengths"]
+__all__ = ["HIDDEN_DIM", "SPEC", "Pack", "Settings", "random_lengths"]
 
 # An eighth of the widths of a Gated DeltaNet layer of Qwen3-Next (16 and 32 heads of 128, hidden
 # states of 2048), so that the ratios of what is sent are nearly its own.
@@ -115,23 +115,6 @@ def random_lengths(count: int, num_tokens: int, unit: int) -> list[int]:
     left = num_tokens // unit - count
     ends = [round(left * end / sum(weights)) for end in accumulate(weights, initial=0.0)]
     return [(1 + b - a) * unit for a, b in pairwise(ends)]
-
-
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """The numbers of an option such as `2,4`.
-
-    Raises:
-        ConfigError: Something else.
-    """
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"pcomm bench gdn-cp {option} {text}",
-            found="words that are no numbers",
-            why="The option takes numbers with commas between them.",
-            fix=f"Write it like {option} 2,4.",
-        ) from None
 
 
 def _pack(label: str, lengths: list[int], is_random: bool) -> Pack:
