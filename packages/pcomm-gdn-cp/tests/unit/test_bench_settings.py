@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pcomm.core.bench import options
 from pcomm.core.cli import main
 from pcomm.core.collectives.differentiable import differentiable
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.testing.virtual import run_virtual
-from pcomm.gdn_cp.bench import plot
 from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers, held_rows
 from pcomm.gdn_cp.bench.forms import FORMS, build_form, obstacle
 from pcomm.gdn_cp.bench.fused_exchange import column_order, fused_exchange
@@ -87,7 +87,7 @@ def test_torchrun_decides_the_ranks(
 def test_a_picture_without_matplotlib_is_refused_before_minutes_of_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
     assert main(["bench", "gdn-cp", "--plot", "x.png"]) == 2
     assert "python3 -m pip install matplotlib" in capsys.readouterr().err
 
