@@ -15,8 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pcomm.core import env
 from pcomm.core.local_ranks import LocalRanks, RankError
+from pcomm.core.testing.living import Living, left_behind
+from pcomm.core.testing.patience import rank_limit_s
 from pcomm.core.testing.poison import poisoned_memory
 
 __all__ = ["RankPool", "ranks"]
@@ -24,18 +25,22 @@ __all__ = ["RankPool", "ranks"]
 
 @dataclass
 class RankPool:
-    """Warm ranks, kept between tests; those of a test that failed are thrown away."""
+    """Warm ranks, kept between tests; those of a test that failed are thrown away.
+
+    A test that leaves threads or communicators in a rank is one that failed, so no test meets what
+    another one left.
+    """
 
     _warm: dict[int, LocalRanks] = field(default_factory=dict)
 
     def run(self, task: Callable[..., Any], size: int, *args: object) -> list[Any]:
         """Call `task(*args)` on `size` ranks and return what each returned; see `LocalRanks.run`.
 
-        It may take `PCOMM_RANKS_TIMEOUT_S` seconds.
+        It may take `PCOMM_RANKS_TIMEOUT_S` seconds, and longer where the machine is busy.
         """
         if size not in self._warm or not self._warm[size].is_usable:
             self._warm[size] = LocalRanks(size)
-        return self._warm[size].run(task, args, timeout_s=env.ranks_timeout_s())
+        return self._warm[size].run(task, args, timeout_s=rank_limit_s())
 
     def close(self) -> None:
         """Stop all ranks."""
@@ -116,13 +121,25 @@ def _run_test(test: _Test, arguments: dict[str, object]) -> None:
     folder = str(Path(test.path).parent)
     if folder not in sys.path:
         sys.path.append(folder)
+    function = test.load()
+    before = Living.now()
     with poisoned_memory():
         try:
-            test.load()(dist.get_rank(), **arguments)
+            function(dist.get_rank(), **arguments)
         except AssertionError as error:
             # pytest rewrites assertions only in its own process, so the values are added here.
             error.add_note(_values(error, test.path))
             raise
+    _end_groups(before)
+    left = left_behind(before)
+    assert not left, f"{test.name} leaves behind {', '.join(left)}"
+
+
+def _end_groups(before: Living) -> None:
+    """End what the test made with torch's own functions and did not close: the next task would."""
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        if name not in before.names_of_groups:
+            dist.destroy_process_group(group)
 
 
 def _values(error: AssertionError, path: str) -> str:
