@@ -150,7 +150,7 @@ def run_tests_alone(session: nox.Session, package: Path) -> None:
         names = [*map(module_of, wanted), "--absent", *map(module_of, absent)]
         session.run("python", "-P", str(check), *names)
         pytest = ["-m", "pytest", "-c", os.devnull, "--rootdir", ".", "--import-mode=importlib"]
-        session.run("python", "-P", *pytest, "--timeout=90", "-q", "tests")
+        session.run("python", "-P", *pytest, f"--timeout={SETTINGS['tool']['pytest']['ini_options']['timeout']}", "-q", "tests")
 
 
 def build_into_dist(session: nox.Session) -> None:

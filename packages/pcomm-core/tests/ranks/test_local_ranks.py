@@ -26,7 +26,7 @@ PID = "__import__('os').getpid()"
 
 def program(source: str) -> tuple[str, dict[str, object]]:
     """Arguments of `exec` for `source`, with `rank` and what it needs imported."""
-    head = "import os, signal, time, torch\nimport torch.distributed as dist\n"
+    head = "import contextlib, os, signal, time, torch\nimport torch.distributed as dist\n"
     return f"{head}rank = dist.get_rank()\n{textwrap.dedent(source)}", {}
 
 
@@ -98,7 +98,9 @@ def test_the_message_starts_with_the_first_failure() -> None:
 def test_of_two_failures_the_earlier_one_is_shown_in_full() -> None:
     source = """
     if rank == 0:
-        time.sleep(0.3)
+        # Nothing comes until rank 1 has failed and closes its connections.
+        with contextlib.suppress(RuntimeError):
+            dist.recv(torch.ones(1), src=1)
     raise KeyError(f"key {rank}")
     """
     with LocalRanks(2) as ranks:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pcomm.core.collectives.protocol import Pending, Reduction
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
 __all__ = ["VirtualCollectives", "run_virtual"]
 
@@ -112,7 +113,7 @@ def run_virtual(function: Callable[[VirtualCollectives], Any], size: int) -> lis
 
     The first error of a rank is raised here; the others are released from their waits.
     """
-    barrier = threading.Barrier(size, timeout=30.0)
+    barrier = threading.Barrier(size, timeout=scaled_s(PATIENCE_S))
     table: list[Any] = [None] * size
     results: list[Any] = [None] * size
     causes: list[BaseException] = []
