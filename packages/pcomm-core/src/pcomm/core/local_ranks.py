@@ -75,15 +75,17 @@ class LocalRanks:
     Args:
         size: Number of ranks.
         threads: Threads that torch uses in each rank.
+        preload: Modules that the server imports before it forks, so that ranks need not. They count
+            for the first ranks of a process, which start its server.
     """
 
-    def __init__(self, size: int, *, threads: int = 1) -> None:
+    def __init__(self, size: int, *, threads: int = 1, preload: Sequence[str] = ()) -> None:
         self.size = size
         self.is_usable = True
         self._folder = tempfile.TemporaryDirectory(prefix="pcomm-ranks-")
         self._tasks = 0
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+        context.set_forkserver_preload(["torch", "torch.distributed", __name__, *preload])
         self._connections: list[Connection] = []
         self._processes: list[mp.process.BaseProcess] = []
         try:
