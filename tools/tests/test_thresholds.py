@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+
 from repository import PACKAGES, ROOT
 
 TABLE = tomllib.loads((ROOT / "tools" / "thresholds.toml").read_text())
@@ -97,4 +98,4 @@ def test_what_hangs_is_shown_by_its_ranks_before_pytest_ends_it() -> None:
     from pcomm.core.testing.patience import LONGEST_S
 
     assert env.RANKS_TIMEOUT_S.default < LONGEST_S
-    assert LONGEST_S + 60 <= SETTINGS["timeout"]
+    assert SETTINGS["timeout"] >= LONGEST_S + 60
