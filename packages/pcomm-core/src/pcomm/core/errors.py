@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "ClosedError",
     "ConfigError",
     "DivergenceError",
     "LayoutError",
@@ -55,6 +56,10 @@ class LayoutError(PcommError, ValueError):
 
 class UnsupportedError(PcommError):
     """What was asked for is sound, but this build, machine or version cannot do it."""
+
+
+class ClosedError(PcommError, RuntimeError):
+    """What was asked for needs groups, a model or a plan that was closed before."""
 
 
 class DivergenceError(PcommError):

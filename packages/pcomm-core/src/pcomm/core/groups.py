@@ -17,8 +17,9 @@ from torch.distributed import distributed_c10d
 
 from pcomm.core import env
 from pcomm.core.agreement import agree_on_lines, fail_together
+from pcomm.core.closing import Closing
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.communicators import new_communicator
+from pcomm.core.communicators import close_communicator, new_communicator
 from pcomm.core.errors import PcommError, TopologyError, near_misses
 from pcomm.core.group import Group
 from pcomm.core.group_table import table_of_groups
@@ -56,6 +57,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         groups: The groups of this rank.
         owned: Communicators to close, in the order in which they were made.
         topology: What the groups run along, where it is known.
+        closing: What ends before the communicators; that of `groups`.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         *,
         owned: Sequence[dist.ProcessGroup] = (),
         topology: Topology | None = None,
+        closing: Closing | None = None,
     ) -> None:
         self.topology = topology
         self._groups: dict[str | tuple[str, str], Group] = {}
@@ -72,7 +75,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
             if not group.role:
                 self._groups[group.name] = group
         self._owned = list(owned)
-        self._before_close: list[Callable[[], object]] = []
+        self._closing = Closing() if closing is None else closing
 
     @classmethod
     def from_process_groups(
@@ -83,11 +86,12 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         For a Megatron-style collection pass its attributes by the names wanted here:
         `Groups.from_process_groups({"tp": c.tp, ("dp_cp", "gather"): c.dp_cp_ag})`.
         """
-        groups = []
+        groups, closing = [], Closing()
         for key, process_group in process_groups.items():
             name, role = (key, "") if isinstance(key, str) else key
-            groups.append(Group.from_process_group(name, process_group, role=role))
-        return cls(groups)
+            group = Group.from_process_group(name, process_group, role=role, closing=closing)
+            groups.append(group)
+        return cls(groups, closing=closing)
 
     def __getitem__(self, key: str | tuple[str, str]) -> Group:
         try:
@@ -112,13 +116,17 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         """Have `communicator` closed with these groups, before those that are there already."""
         self._owned.append(communicator)
 
-    def before_close(self, call: Callable[[], object]) -> None:
+    def before_close(self, call: Callable[[], object]) -> Callable[[], None]:
         """Have `call` called when these groups close, while their communicators still work.
 
         Local. The last one given is called first. What it raises is raised by `close`, after the
-        communicators are closed.
+        communicators are closed. It is kept until then with all that it refers to, so what may go
+        before the groups do should be referred to weakly.
+
+        Returns:
+            What takes `call` back; calling it again does nothing.
         """
-        self._before_close.append(call)
+        return self._closing.add(call)
 
     def with_collectives(self, make: Callable[[Group], Collectives]) -> Groups:
         """The same groups, whose operations go through what `make` returns for each. Local.
@@ -126,26 +134,26 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         Both use the same communicators; closing one closes those of the other too.
         """
         others = [group.with_collectives(make(group)) for group in self._distinct()]
-        groups = Groups(others, topology=self.topology)
-        groups._owned, groups._before_close = self._owned, self._before_close
+        groups = Groups(others, topology=self.topology, closing=self._closing)
+        groups._owned = self._owned
         return groups
 
     def close(self) -> None:
         """Close the communicators that these groups own, last opened first. Collective.
 
-        Calling it again does nothing. Closing after the end of torch.distributed closes none, as
-        it took them along. Communicators of others are left alone.
+        What stands on the groups ends first (see `before_close`), then the communicators and their
+        threads. Handles that somebody has kept raise `ClosedError` from then on. Calling it again
+        does nothing. Communicators that ended with torch.distributed need no closing, also where it
+        was begun again since, and those of others are left alone.
         """
         self._groups = {}
         with contextlib.ExitStack() as last_first:
-            if dist.is_available() and dist.is_initialized():
-                for communicator in self._owned:
-                    last_first.callback(dist.destroy_process_group, communicator)
-            for call in self._before_close:
+            for communicator in self._owned:
+                last_first.callback(close_communicator, communicator)
+            for call in self._closing.take_all():
                 last_first.callback(call)
-            # In place: groups made by `with_collectives` hold the same lists.
+            # In place: groups made by `with_collectives` hold the same list.
             self._owned.clear()
-            self._before_close.clear()
 
     def __enter__(self) -> Groups:
         return self
@@ -229,20 +237,22 @@ def open_groups(
         lines += [f"group {spec}" for spec in wanted]
         agreement = agree_on_lines(store, "open_groups", lines, rank, ranks, timeout_s=wait_s)
     opened: list[Group] = []
+    closing = Closing()
     made: dict[tuple[object, ...], dist.ProcessGroup] = {}
     failure: Exception | None = None
     with contextlib.ExitStack() as undo:
         undo.callback(lambda: Groups([], owned=list(made.values())).close())
         try:
             for spec, grants in zip(wanted, granted, strict=True):
-                opened.append(_open(topology, spec, grants, rank, agreement, made))
+                group = _open(topology, spec, grants, rank, agreement, made, closing)
+                opened.append(group)
         except Exception as problem:  # whatever the backend raises, the other ranks hear of it
             failure = problem
         # A communicator that is closed while a peer still connects to it is an error there, so
         # nobody goes on before all are done.
         fail_together(store, "open_groups: connecting", failure, rank, ranks, timeout_s=wait_s)
         undo.pop_all()
-    return Groups(opened, owned=list(made.values()), topology=topology)
+    return Groups(opened, owned=list(made.values()), topology=topology, closing=closing)
 
 
 def _open(
@@ -252,11 +262,13 @@ def _open(
     rank: int,
     agreement: str,
     made: dict[tuple[object, ...], dist.ProcessGroup],
+    closing: Closing,
 ) -> Group:
     """One group, whose communicator is found in `made` or added there."""
     members = topology.members(rank, spec.axes)
     if len(members) == 1:
-        return Group(spec.axes, members, None, role=spec.role, asked=spec.options.asked)
+        asked = spec.options.asked
+        return Group(spec.axes, members, None, role=spec.role, asked=asked, closing=closing)
     identity = (members, spec.role, spec.options, granted.backend)
     if identity not in made:
         # Only members create a group: at 100,000 ranks nobody can create all of them.
@@ -272,6 +284,7 @@ def _open(
         asked=spec.options.asked,
         granted=granted.fields,
         refused=granted.refused,
+        closing=closing,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pcomm.core.collectives.open_group import OpenGroup
 from pcomm.core.collectives.protocol import Pending, Reduction
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
 
@@ -35,7 +36,7 @@ class DistributedCollectives:
     is_seen_by_host = False
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self._group = process_group
+        self._group = OpenGroup(process_group)
         # Plain integers: asking the process group costs as much as the rest of a call.
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
@@ -47,6 +48,19 @@ class DistributedCollectives:
         self._scatter: Callable[..., Any] = (
             getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         )
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Torch's group.
+
+        Raises:
+            ClosedError: It was closed.
+        """
+        return self._group.get()
+
+    def close(self) -> None:
+        """Refuse all further operations. Local; closing the process group is its owner's."""
+        self._group.close()
 
     def all_gather(
         self,
@@ -95,7 +109,7 @@ class DistributedCollectives:
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
         """The sum or maximum of `x` over all ranks; `out=x` works in place."""
         if out is x and x.is_contiguous():
-            dist.all_reduce(x, self._operations[op], self._group)
+            dist.all_reduce(x, self._operations[op], self._group.get())
             return x
         return self._all_reduce(x, op, out, False)[0]()
 
@@ -157,7 +171,7 @@ class DistributedCollectives:
             gathered = out
         else:
             gathered = front.new_empty(front.shape[0] * self.size, *front.shape[1:])
-        work = self._gather(gathered, front, self._group, is_async)
+        work = self._gather(gathered, front, self._group.get(), is_async)
 
         def finish() -> Tensor:
             _wait(work, front)
@@ -182,7 +196,7 @@ class DistributedCollectives:
             shard = out
         else:
             shard = front.new_empty(front.shape[0] // self.size, *front.shape[1:])
-        work = self._scatter(shard, front, dist.ReduceOp.SUM, self._group, is_async)
+        work = self._scatter(shard, front, dist.ReduceOp.SUM, self._group.get(), is_async)
 
         def finish() -> Tensor:
             _wait(work, front)
@@ -205,7 +219,7 @@ class DistributedCollectives:
             front,
             [length] * self.size,
             [length] * self.size if uneven is None else list(uneven),
-            self._group,
+            self._group.get(),
             is_async,
         )
 
@@ -226,7 +240,7 @@ class DistributedCollectives:
             total = out if out is x else out.copy_(x.detach())
         else:
             total = x.detach().clone(memory_format=torch.contiguous_format)
-        work = dist.all_reduce(total, self._operations[op], self._group, is_async)
+        work = dist.all_reduce(total, self._operations[op], self._group.get(), is_async)
 
         def finish() -> Tensor:
             _wait(work, total)
@@ -250,9 +264,11 @@ class DistributedCollectives:
         else:
             target = front.new_empty(sum(received), *front.shape[1:])
         if send_sizes is None:
-            work = dist.all_to_all_single(target, front, None, None, self._group, is_async)
+            work = dist.all_to_all_single(target, front, None, None, self._group.get(), is_async)
         else:
-            work = dist.all_to_all_single(target, front, received, sent, self._group, is_async)
+            work = dist.all_to_all_single(
+                target, front, received, sent, self._group.get(), is_async
+            )
 
         def finish() -> Tensor:
             _wait(work, front)
@@ -268,7 +284,7 @@ class DistributedCollectives:
             target = out if out is x else out.copy_(x.detach())
         else:
             target = x.detach().clone(memory_format=torch.contiguous_format)
-        work = dist.broadcast(target, group=self._group, async_op=is_async, group_src=source)
+        work = dist.broadcast(target, group=self._group.get(), async_op=is_async, group_src=source)
 
         def finish() -> Tensor:
             _wait(work, target)

@@ -10,6 +10,7 @@ could not agree on what is large.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -45,7 +46,14 @@ class GlooCollectives(DistributedCollectives):
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)
-        self._pairs, self._queue = Pairs(process_group), InOrder()
+        self._pairs, self._queue = Pairs(self._group), InOrder()
+        # Not every owner tells that it closes the process group.
+        weakref.finalize(process_group, self._queue.forget).atexit = False
+
+    def close(self) -> None:
+        """Refuse all further operations and end the queue. Local."""
+        super().close()
+        self._queue.close()
 
     def _all_gather(
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
@@ -101,6 +109,7 @@ class GlooCollectives(DistributedCollectives):
         is_async: bool,
     ) -> Started:
         """Put an operation in the queue; `dim` is where the result's first one goes, if it does."""
+        self._group.get()
         transfer = self._queue.start(operation, is_async=is_async)
 
         def finish() -> Tensor:

@@ -76,6 +76,25 @@ class Ledger:
         if not ended.wait(self._patience_s):
             self._investigate(lambda: ended.wait(_POLL_S))
 
+    def explain(self, problem: Exception) -> None:
+        """Say why the operation entered last has failed, if what the ranks wrote down tells it.
+
+        A rank that has found a divergence closes its groups, which breaks the operations that its
+        peers are in.
+
+        Raises:
+            DivergenceError: The ranks do not issue the same.
+            PeerTimeoutError: A rank has not issued that operation.
+        """
+        if self._store.check([self._verdict_key]):
+            self._fail(self._store.get(self._verdict_key).decode(), problem)
+        self._store.set(self._key("lines", self._rank), "\n".join(self._lines))
+        known = self._known()
+        if difference := first_divergence(known):
+            self._decide("divergence", self._describe(difference), problem)
+        elif any(len(known.get(rank, ())) < len(self._lines) for rank in self._ranks):
+            self._decide("late", self._absent(known), problem)
+
     def close(self) -> None:
         """Compare what is left; nothing after an error, and nothing a second time. Collective."""
         if self.has_failed or self._is_closed:
@@ -140,12 +159,12 @@ class Ledger:
                 known[rank] = text.split("\n") if text else []
         return known
 
-    def _decide(self, kind: str, found: str) -> None:
+    def _decide(self, kind: str, found: str, cause: Exception | None = None) -> None:
         """Raise what the first rank to decide has found, the same on all ranks."""
         verdict = json.dumps([kind, found])
-        self._fail(self._store.compare_set(self._verdict_key, "", verdict).decode())
+        self._fail(self._store.compare_set(self._verdict_key, "", verdict).decode(), cause)
 
-    def _fail(self, verdict: str) -> None:
+    def _fail(self, verdict: str, cause: Exception | None = None) -> None:
         self.has_failed = True
         kind, found = json.loads(verdict)
         error: PcommError
@@ -164,7 +183,7 @@ class Ledger:
                 why="An operation ends when all ranks have issued it.",
                 fix="Look for an earlier error there; raise timeout_s if that rank is slow.",
             )
-        raise error
+        raise error from cause
 
     def _describe(self, difference: Divergence) -> str:
         number = self._round * self._every + difference.index + 1

@@ -47,7 +47,11 @@ class LedgeredCollectives(ObservedCollectives):
         def finish() -> Tensor:
             if is_seen:
                 self.ledger.wait(ended)
-            return pending.wait()
+            try:
+                return pending.wait()
+            except RuntimeError as problem:
+                self.ledger.explain(problem)
+                raise
 
         return pending.around(finish)
 
