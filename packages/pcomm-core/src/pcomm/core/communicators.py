@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pcomm.core.collectives.choice import collectives_of
+from pcomm.core.collectives.choice import new_collectives
 from pcomm.core.collectives.differentiable import differentiable
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.options import Granted
@@ -41,7 +41,7 @@ class Communicator:
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self._inner = collectives_of(process_group)
+        self._inner = new_collectives(process_group)
         self.collectives: Collectives = self._inner
         self.differentiable: Collectives = differentiable(self._inner)
 
