@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +81,43 @@ def test_each_backend_grants_what_it_has(
     assert set(granted.refused) == refused
     assert set(granted.fields) == set(options.asked) - refused
     assert all(granted.refused.values())
+
+
+class NcclOptions:
+    """The options of a torch build with NCCL, as far as this one has no field `collnet_enable`."""
+
+    def __init__(self) -> None:
+        self.is_high_priority_stream = False
+        self.config = SimpleNamespace(min_ctas=-1, max_ctas=-1, cga_cluster_size=-1)
+        self.config.traffic_class = -1
+
+
+@pytest.mark.parametrize("high_priority", [None, False, True])
+def test_nccl_gets_each_option_that_it_has(
+    high_priority: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl = SimpleNamespace(Options=NcclOptions)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    options = CommOptions(
+        high_priority=high_priority,
+        min_ctas=1,
+        max_ctas=2,
+        cga_cluster_size=4,
+        traffic_class=3,
+        collnet=True,
+        threads=1,
+    )
+    granted = grant(options, "nccl", group="dp")
+    assert granted.pg_options.is_high_priority_stream is bool(high_priority)
+    assert vars(granted.pg_options.config) == {
+        "min_ctas": 1,
+        "max_ctas": 2,
+        "cga_cluster_size": 4,
+        "traffic_class": 3,
+    }
+    assert set(granted.refused) == {"collnet", "threads"}
+    assert granted.fields.get("high_priority") is high_priority
+    assert set(granted.fields) == set(options.asked) - {"collnet", "threads"}
 
 
 @ranks(2)
