@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.out import check_out, deliver, is_dense, not_over
 from pcomm.core.collectives.protocol import Pending, Reduction
 from pcomm.core.collectives.shapes import (
@@ -27,7 +28,7 @@ Started = tuple[Callable[[], Tensor], Any]
 """What ends an operation and returns its result, and a handle of it while it runs."""
 
 
-class DistributedCollectives:
+class DistributedCollectives(Handle):
     """The `Collectives` of one torch process group; results carry no gradient.
 
     Args:

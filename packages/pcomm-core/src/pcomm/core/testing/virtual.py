@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.out import check_out, deliver
 from pcomm.core.collectives.protocol import Pending, Reduction
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
@@ -16,7 +17,7 @@ from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_
 __all__ = ["VirtualCollectives", "run_virtual"]
 
 
-class VirtualCollectives:
+class VirtualCollectives(Handle):
     """`Collectives` of one of several threads that hand tensors to each other.
 
     Written apart from the distributed ones, in the plainest way, so that one checks the other.
