@@ -1,4 +1,4 @@
-"""Split layers that are copied and pickled: copies have parameters of their own, no communicator."""
+"""Split layers that are copied and pickled: a copy has its own parameters, and shares the rest."""
 
 from __future__ import annotations
 
