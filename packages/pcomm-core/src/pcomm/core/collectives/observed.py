@@ -16,7 +16,7 @@ from pcomm.core.collectives.protocol import Collectives, Pending, Reduction
 __all__ = ["ObservedCollectives", "Operation"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation:
     """One call, as it was made on this rank.
 
