@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.errors import UnsupportedError
+from pcomm.core.errors import DivergenceError, UnsupportedError
 from pcomm.core.groups import GroupSpec, open_groups
 from pcomm.core.options import CommOptions, grant
 from pcomm.core.testing.ranks import ranks
@@ -179,3 +180,34 @@ def test_a_group_may_have_a_backend_of_its_own(rank: int) -> None:
         assert dist.get_backend(opened["dp", "control"].process_group) == "gloo"
         total = opened["dp", "control"].collectives.all_reduce(torch.ones(1))
         assert float(total) == 2.0
+
+
+@ranks(2)
+def test_each_node_may_name_its_interface_otherwise(rank: int) -> None:
+    """Only which groups share one is agreed on, as that decides who shares a communicator."""
+    mine, other = ("lo", None) if rank == 0 else (None, "lo")
+
+    def spec(axes: str, role: str, interface: str | None, **options: Any) -> GroupSpec:
+        return GroupSpec(axes, role, CommOptions(interface=interface, **options))
+
+    for specs in (
+        [spec("dp", "", mine)],
+        # Two rails, named the other way round.
+        [spec("dp", "gather", mine), spec("dp", "reduce", other), spec("dp_tp", "gather", mine)],
+    ):
+        with open_groups(PAIR, specs) as opened:
+            for key in opened:
+                assert float(opened[key].collectives.all_reduce(torch.ones(1))) == 2.0
+            asked = opened[specs[0].axes, specs[0].role].asked
+            assert asked == ({} if mine is None else {"interface": mine})
+    # One of them has one communicator for both groups, and the other two.
+    shared = [spec("dp", "gather", "lo"), spec("dp_tp", "gather", "lo" if rank == 0 else None)]
+    with pytest.raises(DivergenceError, match="rail 1"):
+        open_groups(PAIR, shared)
+    # All other options are agreed on as before.
+    with pytest.raises(DivergenceError, match="'threads': 2"):
+        open_groups(PAIR, [spec("dp", "", mine, threads=1 + rank)])
+    with pytest.raises(DivergenceError, match="strict"):
+        open_groups(PAIR, [spec("dp", "", mine, strict=rank == 0)])
+    with pytest.raises(DivergenceError, match="nccl"):
+        open_groups(PAIR, [GroupSpec("dp", backend=["gloo", "nccl"][rank])])
