@@ -23,7 +23,7 @@ from pcomm.core.communicators import close_communicator, new_communicator
 from pcomm.core.errors import PcommError, TopologyError, near_misses
 from pcomm.core.group import Group
 from pcomm.core.group_table import table_of_groups
-from pcomm.core.options import CommOptions, Granted, grant
+from pcomm.core.options import CommOptions, Granted, Rails, grant
 from pcomm.core.topology import Topology
 
 __all__ = ["GroupSpec", "Groups", "open_groups"]
@@ -45,6 +45,13 @@ class GroupSpec:
     role: str = ""
     options: CommOptions = CommOptions()
     backend: str = ""
+
+    def describe(self, rails: Rails) -> str:
+        """One line that is the same on all ranks that can open this group together. Local."""
+        parts = [f"group {self.axes}", f"role {self.role!r}", self.options.describe(rails)]
+        if self.backend:
+            parts.append(f"backend {self.backend}")
+        return ", ".join(parts)
 
 
 class Groups(Mapping[str | tuple[str, str], Group]):
@@ -234,7 +241,8 @@ def open_groups(
     agreement = ""
     if store is not None:
         lines = [f"topology {topology.describe()}", f"backend {backend}"]
-        lines += [f"group {spec}" for spec in wanted]
+        rails = Rails()
+        lines += [spec.describe(rails) for spec in wanted]
         agreement = agree_on_lines(store, "open_groups", lines, rank, ranks, timeout_s=wait_s)
     opened: list[Group] = []
     closing = Closing()
