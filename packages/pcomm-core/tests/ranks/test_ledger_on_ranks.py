@@ -144,7 +144,7 @@ def test_a_slow_rank_is_not_a_wrong_one(rank: int) -> None:
         store = dist.distributed_c10d._get_default_store()
         if rank == 1:
             # It comes when the other has begun to look around.
-            store.wait(["pcomm/ledger/at/0"])
+            store.wait(["pcomm/0/ledger at/0"])
         assert_equal(watched.all_reduce(X), 2 * X)
         watched.close()  # type: ignore[attr-defined]
 

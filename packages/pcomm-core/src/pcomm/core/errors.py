@@ -8,6 +8,7 @@ from collections.abc import Iterable
 __all__ = [
     "ConfigError",
     "DivergenceError",
+    "FencedError",
     "LayoutError",
     "PcommError",
     "PeerError",
@@ -63,6 +64,10 @@ class DivergenceError(PcommError):
 
 class PeerError(PcommError):
     """Another rank failed before a collective was entered, and this rank stops with it."""
+
+
+class FencedError(PcommError):
+    """A newer generation of ranks has begun; this process's one is over. See `core.control`."""
 
 
 class PeerTimeoutError(PcommError, TimeoutError):
