@@ -1,7 +1,4 @@
-"""A control on a plain store: no process group, ranks as threads around one store.
-
-Threads stand for processes; what only processes show is at the end of the file.
-"""
+"""A control on a plain store: no process group, ranks as threads around one store."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Ledger:
         self, control: Control, name: str, *, every: int, patience_s: float, timeout_s: float
     ) -> None:
         assert control.store is not None
-        self._store, self._every = control.store, every
+        self._control, self._store, self._every = control, control.store, every
         self._patience_s, self._timeout_s = patience_s, timeout_s
         self._name, self._ranks, self._rank = name, control.ranks, control.rank
         self._prefix = control.agree(f"ledger of {name}", timeout_s=timeout_s)
@@ -82,6 +82,7 @@ class Ledger:
         self._is_closed = True
         self._note(_END)
         self._compare()
+        self._leave()
 
     def _note(self, line: str) -> None:
         self._lines.append(line)
@@ -101,6 +102,15 @@ class Ledger:
             for kind in ("lines", "hash"):
                 self._store.delete_key(self._key(kind, self._rank, self._round - 1))
 
+    def _leave(self) -> None:
+        """Have the last rank that leaves take away what all have compared."""
+        left = f"{self._prefix}/left"
+        if self._store.add(left, 1) == len(self._ranks):
+            for rank in self._ranks:
+                for kind in ("lines", "hash"):
+                    self._store.delete_key(self._key(kind, rank))
+            self._store.delete_key(left)
+
     def _investigate(self, is_over: Callable[[], bool]) -> None:
         """Look at what the other ranks say until `is_over`, or until there is a verdict."""
         if is_over():
@@ -113,6 +123,7 @@ class Ledger:
         begin_s = time.monotonic()
         blamed_s: float | None = None
         while not is_over():
+            self._control.check_fence()
             if self._store.check([self._verdict_key]):
                 self._fail(self._store.get(self._verdict_key).decode())
             now_s = time.monotonic()
