@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pcomm.core import env
-from pcomm.core.agreement import fail_together
+from pcomm.core.control.control import Control
 from pcomm.core.errors import ConfigError, PcommError
 
 __all__ = ["World", "connect"]
@@ -34,15 +34,19 @@ class World:
     device: torch.device
     store: dist.Store | None
 
+    @property
+    def control(self) -> Control:
+        """By what all processes of the job agree; generation 0. Local."""
+        return Control(self.store, range(self.size), self.rank)
+
     def fail_together(
         self, topic: str, error: PcommError | None, *, timeout_s: float | None = None
     ) -> None:
-        """Raise on every rank if any rank has an error. Collective; see `agreement`.
+        """Raise on every rank if any rank has an error. Collective; see `Control.agree`.
 
         Waits `timeout_s` seconds for the slowest rank, by default `PCOMM_TIMEOUT_S`.
         """
-        limit = env.timeout_s() if timeout_s is None else timeout_s
-        fail_together(self.store, topic, error, self.rank, range(self.size), timeout_s=limit)
+        self.control.fail_together(topic, error, timeout_s=timeout_s)
 
 
 @contextmanager
