@@ -218,6 +218,7 @@ class Engine:
                 self._buffers(is_last),
                 prefetch=self._policy.prefetch,
                 prefetch_bytes=self._policy.prefetch_bytes,
+                prefetch_backward=self._policy.prefetch_backward,
                 inflight_reduce=self._policy.inflight_reduce,
                 gathered=gathered,
                 is_last=is_last,

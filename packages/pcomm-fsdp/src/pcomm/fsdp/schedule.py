@@ -8,7 +8,7 @@ same list is executed, printed, hashed and simulated.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -131,6 +131,7 @@ def compile_schedule(
     inflight_reduce: int,
     gathered: frozenset[str],
     is_last: bool,
+    prefetch_backward: int | None = None,
 ) -> Schedule:
     """The schedule of one micro-batch around what its units do.
 
@@ -138,6 +139,9 @@ def compile_schedule(
     After the forward of a unit its buffers are released, unless they would be gathered again at
     once. In backward the next gather is issued before the reduce of the unit that has just ended,
     so that it does not queue behind it even on one communicator.
+
+    Without prefetch in backward, a gather is issued when the unit before it has ended, before the
+    reduce of that one: what is on its way while a unit computes is then a reduce alone.
 
     Args:
         marks: What units do, in order; the last one is `end`.
@@ -147,8 +151,12 @@ def compile_schedule(
         inflight_reduce: Units whose reduces may be on their way while the next one computes.
         gathered: Names of buffers that are gathered already.
         is_last: Whether this is the last micro-batch of its step.
+        prefetch_backward: The same as `prefetch` in backward, where it differs. As many units stay
+            from forward to backward as `prefetch` says.
     """
-    compiler = _Compiler(marks, buffers, prefetch, prefetch_bytes, inflight_reduce, gathered)
+    backward = prefetch if prefetch_backward is None else prefetch_backward
+    depths: dict[Phase, int] = {"forward": prefetch, "backward": backward}
+    compiler = _Compiler(marks, buffers, depths, prefetch_bytes, inflight_reduce, gathered)
     for place, mark in enumerate(marks):
         compiler.add(place, mark, is_last)
     return Schedule(tuple(compiler.steps), frozenset(compiler.gathered))
@@ -176,7 +184,9 @@ class OnDemand:
     ) -> None:
         self.marks: list[Mark] = []
         self._is_last = is_last
-        self._compiler = _Compiler((), buffers, 0, None, inflight_reduce, gathered)
+        self._compiler = _Compiler(
+            (), buffers, {"forward": 0, "backward": 0}, None, inflight_reduce, gathered
+        )
 
     @property
     def gathered(self) -> frozenset[str]:
@@ -198,7 +208,7 @@ class _Compiler:
         self,
         marks: Sequence[Mark],
         buffers: Iterable[Buffer],
-        prefetch: int,
+        depths: Mapping[Phase, int],
         prefetch_bytes: int | None,
         inflight_reduce: int,
         gathered: frozenset[str],
@@ -206,7 +216,7 @@ class _Compiler:
         self.steps: list[Step] = []
         self.gathered = set(gathered)
         self._marks = marks
-        self._prefetch, self._limit = prefetch, prefetch_bytes
+        self._depths, self._limit = depths, prefetch_bytes
         self._inflight = inflight_reduce
         self._of_unit: dict[str, list[Buffer]] = {}
         for buffer in buffers:
@@ -227,7 +237,7 @@ class _Compiler:
     def _use(self, place: int, mark: Mark) -> None:
         self._gather(mark.unit, mark.phase)
         self._open.append(mark.unit)
-        for unit in self._ahead(place, self._prefetch):
+        for unit in self._ahead(place, self._depths[mark.phase]):
             self._gather(unit, mark.phase)
         for buffer in self._of_unit.get(mark.unit, ()):
             if buffer.name in self._waiting:
@@ -238,7 +248,7 @@ class _Compiler:
     def _done(self, place: int, mark: Mark, is_last: bool) -> None:
         self.steps.append(Step("done", mark.unit, mark.phase))
         self._open.remove(mark.unit)
-        ahead = self._ahead(place, 1 + self._prefetch)
+        ahead = self._ahead(place, 1 + self._depths[mark.phase])
         if mark.unit not in ahead and mark.unit not in self._open:
             for buffer in self._of_unit.get(mark.unit, ()):
                 if _is_over(buffer.keep, mark.phase, is_last):
