@@ -14,12 +14,13 @@ from pcomm.core.group import Group
 from pcomm.core.groups import Groups
 from pcomm.core.pools.fake import FakePools
 from pcomm.core.pools.registry import PoolRegistry
+from pcomm.fsdp.compiler import OnDemand, compile_schedule
 from pcomm.fsdp.fully_shard import fully_shard
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.policy import CommPolicy, Precision
 from pcomm.fsdp.pool_plan import ArenaPlan, plan_arenas
 from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.schedule import Buffer, Mark, OnDemand, Phase, Step, compile_schedule
+from pcomm.fsdp.schedule import Buffer, Mark, Phase, Step
 from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.testing.schedules import plan_of
 from pcomm.fsdp.testing.small_models import Block, SmallModel

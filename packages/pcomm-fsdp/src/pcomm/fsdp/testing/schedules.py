@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from pcomm.fsdp.compiler import compile_schedule
 from pcomm.fsdp.flat_layout import FlatLayout
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.schedule import Buffer, Mark, Schedule, compile_schedule
+from pcomm.fsdp.schedule import Buffer, Mark, Owed, Schedule
 from pcomm.fsdp.simulated import Costs
 from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.units import ROOT
@@ -96,6 +97,7 @@ def step_of(
     """
     schedules: list[Schedule] = []
     gathered: frozenset[str] = frozenset()
+    owed = Owed()
     for number in range(micro_batches):
         is_last = number == micro_batches - 1
         buffers = []
@@ -112,8 +114,9 @@ def step_of(
                 prefetch_bytes=None,
                 inflight_reduce=inflight,
                 gathered=gathered,
+                owed=owed,
                 is_last=is_last,
             )
         )
-        gathered = schedules[-1].gathered_at_end
+        gathered, owed = schedules[-1].gathered_at_end, schedules[-1].owed_at_end
     return schedules
