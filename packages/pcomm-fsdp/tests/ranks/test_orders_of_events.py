@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.groups import Groups, open_groups
-from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.departures import Departures
 from pcomm.fsdp.fully_shard import fully_shard
 from pcomm.fsdp.policy import CommPolicy
 from pcomm.fsdp.roles import Roles

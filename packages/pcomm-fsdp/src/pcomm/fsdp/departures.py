@@ -9,7 +9,7 @@ from datetime import timedelta
 from torch.distributed import Store, distributed_c10d
 
 from pcomm.core import env
-from pcomm.core.errors import DivergenceError, PeerTimeoutError
+from pcomm.core.errors import DivergenceError, PeerError, PeerTimeoutError
 from pcomm.core.group import Group
 
 __all__ = ["Departures"]
@@ -103,7 +103,12 @@ class _Meeting:
         limit_s = env.timeout_s()
         end_s = time.monotonic() + limit_s
         while not _is_there(self._store, f"{key}/end"):
-            raise_if_failed()
+            try:
+                raise_if_failed()
+            except PeerError:
+                # It may have failed after it was here, and others may have failed just there.
+                if not self._store.check([f"{key}/end"]):
+                    raise
             if time.monotonic() > end_s:
                 raise _late(text, limit_s)
         if self._store.check([f"{key}/difference"]):
@@ -116,7 +121,7 @@ class _Meeting:
             return
         first, there, text = self._store.get(f"{key}/first").decode().split("\n", 2)
         if int(there) <= place:
-            mine = f"{place}\nno other order than before"
+            mine = f"{place}\nwhat the schedule has"
             self._differ(key, int(first), f"{there}\n{text}", mine)
             raise _divergence(self._store.get(f"{key}/difference").decode())
 

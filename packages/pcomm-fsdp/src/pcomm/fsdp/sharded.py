@@ -266,6 +266,9 @@ class Sharded:
         if self._memory is not None:
             lines.append(self._memory.describe())
         schedules = self.schedules(micro_batches)
+        unused = self._engine.unused() if schedules else []
+        if unused:
+            lines.append(f"units not used so far: {', '.join(unused)}")
         lines.append(schedules[-1].describe() if schedules else "no schedule yet")
         return report_of(
             "\n".join(lines),
