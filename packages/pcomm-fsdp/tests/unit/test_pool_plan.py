@@ -14,14 +14,15 @@ from pcomm.core.group import Group
 from pcomm.core.groups import Groups
 from pcomm.core.pools.fake import FakePools
 from pcomm.core.pools.registry import PoolRegistry
+from pcomm.fsdp.compiler import OnDemand, compile_schedule
 from pcomm.fsdp.fully_shard import fully_shard
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.policy import CommPolicy, Precision
 from pcomm.fsdp.pool_plan import ArenaPlan, plan_arenas
 from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.schedule import Buffer, Mark, OnDemand, Phase, Step, compile_schedule
+from pcomm.fsdp.schedule import Buffer, Mark, Phase, Step
 from pcomm.fsdp.strategy import Shard
-from pcomm.fsdp.testing.schedules import plan_of
+from pcomm.fsdp.testing.schedules import PlannedGroup, plan_of
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 from pcomm.fsdp.units import ROOT
 
@@ -30,10 +31,7 @@ SHARDS = [Shard(), Shard(reduce="step"), Shard("backward"), Shard.zero2(), Shard
 
 
 def group(role: str, communicator: object, name: str = "dp") -> Group:
-    made = Group(name, (0, 1), None, role=role)
-    # Plans ask only which one it is.
-    made.process_group = communicator  # type: ignore[assignment]
-    return made
+    return PlannedGroup(name, (0, 1), communicator, role=role)
 
 
 ROLES = Roles(group("gather", object()), group("reduce", object()))

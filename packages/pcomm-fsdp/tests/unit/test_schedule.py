@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.fsdp.schedule import Buffer, Mark, OnDemand, Schedule, Step, compile_schedule
+from pcomm.fsdp.compiler import OnDemand, compile_schedule
+from pcomm.fsdp.schedule import Buffer, Mark, Schedule, Step
 from pcomm.fsdp.strategy import Keep
 from pcomm.fsdp.testing.random_marks import random_marks
 from pcomm.fsdp.testing.schedules import chain

@@ -144,7 +144,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         Both use the same communicators; closing one closes those of the other too.
         """
         others = [group.with_collectives(make(group)) for group in self._distinct()]
-        groups = Groups(others, topology=self.topology, closing=self._closing)
+        groups = Groups(others, topology=self.topology, control=self.control, closing=self._closing)
         groups._owned = self._owned
         return groups
 

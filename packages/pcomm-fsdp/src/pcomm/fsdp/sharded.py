@@ -19,7 +19,7 @@ from pcomm.fsdp.local_group import LocalGroup
 from pcomm.fsdp.measure import Separation
 from pcomm.fsdp.pooled_memory import PooledMemory
 from pcomm.fsdp.report import Report, report_of
-from pcomm.fsdp.schedule import Schedule
+from pcomm.fsdp.schedule import NOTHING_OWED, Schedule
 from pcomm.fsdp.simulated import Costs
 from pcomm.fsdp.stretch_recorder import StretchRecorder
 from pcomm.fsdp.whole_state import load_whole, whole_state
@@ -62,8 +62,22 @@ class Sharded:
         self.model = model
         self.plans: tuple[GroupPlan, ...] = tuple(group.plan for group in groups)
         self.separations = tuple(separations)
-        self._groups, self._engine, self._names = tuple(groups), engine, dict(names)
+        self._engine, self._names = engine, dict(names)
         self._memory = memory
+
+    @property
+    def _groups(self) -> tuple[FlatGroup | LocalGroup, ...]:
+        """All parameter groups; an error once this is closed."""
+        return self._engine.all_groups
+
+    def close(self) -> None:
+        """Take the model off its groups: hooks are removed, buffers and groups let go. Local.
+
+        Closing the groups does it too. The model and the optimizer keep this rank's shards; both
+        the model and this object raise `ClosedError` where they would need the other ranks. Save
+        what is to be kept before. Calling it again does nothing.
+        """
+        self._engine.close()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's part of every parameter, by its name in the model, in the model's order.
@@ -125,6 +139,7 @@ class Sharded:
         for group in self._groups:
             if isinstance(group, FlatGroup):
                 group.forget_gradients()
+        self._engine.forget_gradients()
 
     def sum_of_squares(self, selects: Callable[[str], bool] = _every) -> Tensor:
         """Of all gradients, or of those of the parameters selected by name, in fp64.
@@ -210,20 +225,20 @@ class Sharded:
     @property
     def schedule(self) -> Schedule | None:
         """The schedule of the last micro-batch of a training step; None until it is recorded."""
-        if not self._engine.has_recorded:
-            return None
-        return self._engine.schedule("train", is_last=True)
+        return self._engine.schedule(is_last=True)
 
     def schedules(self, micro_batches: int = 1) -> tuple[Schedule, ...]:
         """The schedules of a step of so many micro-batches; empty until one is recorded. Local."""
-        if not self._engine.has_recorded:
-            return ()
         found: list[Schedule] = []
         gathered: frozenset[str] = frozenset()
+        owed = NOTHING_OWED
         for number in range(micro_batches):
             is_last = number == micro_batches - 1
-            found.append(self._engine.schedule("train", is_last=is_last, gathered=gathered))
-            gathered = found[-1].gathered_at_end
+            schedule = self._engine.schedule(is_last=is_last, gathered=gathered, owed=owed)
+            if schedule is None:
+                return ()
+            found.append(schedule)
+            gathered, owed = schedule.gathered_at_end, schedule.owed_at_end
         return tuple(found)
 
     def report(
@@ -251,6 +266,9 @@ class Sharded:
         if self._memory is not None:
             lines.append(self._memory.describe())
         schedules = self.schedules(micro_batches)
+        unused = self._engine.unused() if schedules else []
+        if unused:
+            lines.append(f"units not used so far: {', '.join(unused)}")
         lines.append(schedules[-1].describe() if schedules else "no schedule yet")
         return report_of(
             "\n".join(lines),
