@@ -348,9 +348,11 @@ class FlatGroup:
 
     def _add_to_parts(self, mine: Tensor) -> None:
         views = [self.local(mine, index) for index in range(len(self.parts))]
+        if self.origin is not None:
+            views = [self.origin.mark(view, index) for index, view in enumerate(views)]
         if all(part.grad is None for part in self.parts):
             for part, view in zip(self.parts, views, strict=True):
-                part.grad = self.origin.mark(view) if self.origin else view
+                part.grad = view
             self._deposit = mine
             return
         if self._deposit is not None and self._holds(self._deposit):
@@ -358,7 +360,7 @@ class FlatGroup:
             return
         for part, view in zip(self.parts, views, strict=True):
             if part.grad is None:
-                part.grad = self.origin.mark(view) if self.origin else view
+                part.grad = view
             else:
                 part.grad.add_(view)
 

@@ -34,6 +34,7 @@ class _Shard:
     """What a part says of itself."""
 
     name: str
+    shape: tuple[int, ...]
     is_entire: bool
     guards: weakref.ReferenceType[Guards]
 
@@ -77,7 +78,7 @@ class Guards:
     def _guard_parts(self, group: FlatGroup) -> None:
         layout = group.plan.layout
         for index, (name, part) in enumerate(zip(group.plan.names, group.parts, strict=True)):
-            shard = _Shard(name, layout.is_entire(index), weakref.ref(self))
+            shard = _Shard(name, layout.shapes[index], layout.is_entire(index), weakref.ref(self))
             part.pcomm_shard = shard  # type: ignore[attr-defined]
             vars(part)["__deepcopy__"] = partial(_refuse_copy, f"parameter {name!r}")
             vars(part)["__reduce_ex__"] = partial(_refuse_pickle, f"parameter {name!r}")
@@ -104,6 +105,8 @@ class Guards:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._seen.get(optimizer) == len(parameters):
             return
+        for parameter in parameters:
+            _check_state(optimizer, parameter, _shard_of(parameter, self))
         shards = [found for p in parameters if (found := _shard_of(p, self)) is not None]
         if shards and optimizer not in self._seen:
             optimizer.register_state_dict_pre_hook(partial(_before_optimizer_state, self))
@@ -144,18 +147,36 @@ def _mark_gradients(groups: Sequence[FlatGroup | LocalGroup]) -> None:
     everyone = sorted(distinct.values(), key=lambda group: (-group.size, group.name))
     for group in groups:
         over = (group.plan.gather, group.plan.spread)
-        origin = GradientOrigin([one for one in over if one is not None], everyone)
+        layout = group.plan.layout
+        origin = GradientOrigin(
+            [one for one in over if one is not None],
+            everyone,
+            frozenset(i for i in range(len(group.plan.names)) if layout.is_entire(i)),
+        )
         if isinstance(group, FlatGroup):
             group.origin = origin
         elif origin.over and group.plan.is_trainable:
-            for part in group.parts:
-                part.register_post_accumulate_grad_hook(partial(_mark_gradient, origin))
+            for index, part in enumerate(group.parts):
+                part.register_post_accumulate_grad_hook(partial(_mark_gradient, origin, index))
 
 
-def _mark_gradient(origin: GradientOrigin, part: Tensor) -> None:
+def _mark_gradient(origin: GradientOrigin, index: int, part: Tensor) -> None:
     """Ranks that hold other parameters of the scope count in a norm, too."""
     if type(part.grad) is Tensor:
-        part.grad = origin.mark(part.grad)
+        part.grad = origin.mark(part.grad, index)
+
+
+def _check_state(optimizer: Optimizer, parameter: Tensor, shard: _Shard | None) -> None:
+    """State was not loaded from an unsharded model's, before hooks were there to refuse it."""
+    for key, value in optimizer.state.get(parameter, {}).items():
+        is_of_part = not isinstance(value, Tensor) or value.shape in (parameter.shape, ())
+        if shard is not None and not is_of_part and tuple(value.shape) == shard.shape:
+            raise ConfigError(
+                f"step of {type(optimizer).__name__}",
+                found=f"{key} of {shard.name!r} is that of the whole parameter: {shard.shape}",
+                why=f"This rank has a part of it, of shape {tuple(parameter.shape)}.",
+                fix="Call load_checkpoint with optimizer_regions(sharded, optimizer).",
+            )
 
 
 def _shard_of(parameter: Any, guards: Guards) -> _Shard | None:

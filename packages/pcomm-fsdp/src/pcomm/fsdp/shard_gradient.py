@@ -26,36 +26,51 @@ _NORMS = frozenset({"norm", "vector_norm", "linalg_norm", "linalg_vector_norm"})
 # fmt: off
 _REFUSED = frozenset((
     "__matmul__", "__rmatmul__", "addbmm", "addmm", "addmv", "addr", "amax", "amin", "aminmax",
-    "argmax", "argmin", "baddbmm", "bmm", "cat", "concat", "concatenate", "cosine_similarity",
-    "count_nonzero", "cummax", "cummin", "cumprod", "cumsum", "dist", "dot", "einsum",
-    "frobenius_norm", "ger", "hstack", "inner", "inv", "kthvalue", "linear", "logcumsumexp",
+    "argmax", "argmin", "baddbmm", "bmm", "cosine_similarity", "count_nonzero", "cummax", "cummin",
+    "cumprod", "cumsum", "dist", "dot", "einsum", "frobenius_norm", "ger",
+    "inner", "inv", "kthvalue", "linear", "logcumsumexp",
     "logsumexp", "matmul", "matrix_norm", "mean", "median", "mm", "mode", "multi_dot", "mv",
     "nanmean", "nanmedian", "nanquantile", "nansum", "nuclear_norm", "outer", "pinv", "prod", "qr",
-    "quantile", "softmax", "sort", "stack", "std", "std_mean", "sum", "svd", "svd_lowrank",
-    "tensordot", "topk", "trace", "unique", "var", "var_mean", "vdot", "vstack",
+    "quantile", "softmax", "sort", "std", "std_mean", "sum", "svd", "svd_lowrank",
+    "tensordot", "topk", "trace", "unique", "var", "var_mean", "vdot",
 ))
 # fmt: on
 """Functions whose result mixes elements of a tensor."""
 
-_PREDICATES = frozenset({"max", "min"})
-"""Of one tensor they mix its elements; of two they do not."""
+_SAME = frozenset({"__get__", "bfloat16", "clone", "contiguous", "detach", "double", "float", "to"})
+"""Functions after which a gradient is still one, and no update that was made of it."""
+
+_TOGETHER = frozenset({"cat", "concat", "concatenate", "hstack", "stack", "vstack"})
+"""Functions that make one tensor of several, of which ranks hold different ones."""
 
 
 class GradientOrigin:
     """Where the other parts of a group's gradients are.
 
     Args:
-        over: Groups whose ranks hold the other parts of the same gradients.
+        over: Groups whose ranks hold the other parts of the same gradients, or other gradients of
+            the group.
         everyone: All groups of the model, in the same order on all ranks.
+        entire: Places of the parameters of which one rank holds everything.
     """
 
-    def __init__(self, over: Sequence[Group], everyone: Sequence[Group]) -> None:
+    def __init__(
+        self, over: Sequence[Group], everyone: Sequence[Group], entire: frozenset[int]
+    ) -> None:
         self.over = tuple(one for one in over if one.size > 1)
         self._everyone = tuple(one for one in everyone if one.size > 1)
+        self._entire = entire
 
-    def mark(self, gradient: Tensor) -> Tensor:
-        """The same memory as a tensor that knows it is a part; itself if it is all. Local."""
-        return _marked(gradient, weakref.ref(self)) if self.over else gradient
+    def mark(self, gradient: Tensor, index: int) -> Tensor:
+        """The same memory as a tensor that knows it is a part; itself on one rank. Local.
+
+        Args:
+            gradient: This rank's part.
+            index: Place of its parameter in the group.
+        """
+        if not self.over:
+            return gradient
+        return _marked(gradient, weakref.ref(self), is_entire=index in self._entire)
 
     def anywhere(self, flag: Tensor) -> None:
         """Make a flag the largest of all ranks of the model, in place. Collective over them.
@@ -75,9 +90,14 @@ class ShardGradient(Tensor):
 
     Attributes:
         origin: Where the other parts are.
+        is_entire: Whether one rank holds the whole gradient, so that it may look at all of it.
+        is_computed: Whether it is no gradient any more, but an update or an average, of which an
+            optimizer for whole matrices takes the norm by itself.
     """
 
     origin: Origin
+    is_entire: bool
+    is_computed: bool
 
     @classmethod
     def __torch_function__(
@@ -90,26 +110,29 @@ class ShardGradient(Tensor):
         """Run `func`, refuse it, or have it see all ranks; see the module."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _NORMS:
+        given = _given(args, kwargs)
+        is_cut = not all(one.is_entire for one in given if isinstance(one, ShardGradient))
+        if name in _NORMS and (is_cut or _is_of_all(name, *args, **kwargs)):
             return _norm(name, *args, **kwargs)
         if name == "_foreach_norm":
             return _norms(*args, **kwargs)
-        if name in _REFUSED or (name in _PREDICATES and not _has_two_tensors(args, kwargs)):
+        if name in _TOGETHER or (is_cut and _mixes_elements(name, args, kwargs)):
             raise _mixes(name)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if name == "as_subclass":
             return result
-        given = _given(args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             _origin_of(given).anywhere(args[1])
         if name.startswith("_foreach_") and isinstance(result, list | tuple):
             return [
-                _like(one, [lists[place] for lists in args if isinstance(lists, list | tuple)])
+                _like(
+                    name, one, [lists[place] for lists in args if isinstance(lists, list | tuple)]
+                )
                 for place, one in enumerate(result)
             ]
         if isinstance(result, Tensor) and not any(result is one for one in given):
-            return _like(result, given)
+            return _like(name, result, given)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -129,10 +152,12 @@ class _PartNorm(Tensor):
     Attributes:
         order: Of the norm.
         origins: For each element, whose part it is the norm of; None for a whole tensor.
+        is_entire: Whether it is the norm of a whole gradient, which may be used alone, too.
     """
 
     order: float
     origins: list[Origin | None]
+    is_entire: bool
 
     @classmethod
     def __torch_function__(
@@ -147,31 +172,39 @@ class _PartNorm(Tensor):
         name = getattr(func, "__name__", "")
         if name == "stack":
             return _stacked(*args, **kwargs)
-        if name in _NORMS:
+        if name in _NORMS and isinstance(args[0], _PartNorm):
             return _total(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if name in ("to", "cpu", "cuda", "double", "float", "detach"):
             (given,) = (one for one in args if isinstance(one, _PartNorm))
-            return _part_norm(result, given.order, given.origins)
+            moved = _part_norm(result, given.order, given.origins)
+            moved.is_entire = given.is_entire
+            return moved
+        if all(one.is_entire for one in _given(args, kwargs) if isinstance(one, _PartNorm)):
+            return result.as_subclass(Tensor) if isinstance(result, Tensor) else result
         if isinstance(result, Tensor) or name in ("item", "tolist", "__float__", "__bool__"):
             raise _mixes("norm")
         return result
 
 
-def _marked(gradient: Tensor, origin: Origin) -> ShardGradient:
+def _marked(gradient: Tensor, origin: Origin, *, is_entire: bool) -> ShardGradient:
     marked = gradient.as_subclass(ShardGradient)
-    marked.origin = origin
+    marked.origin, marked.is_entire, marked.is_computed = origin, is_entire, False
     return marked
 
 
-def _like(result: Any, given: Sequence[Any]) -> Any:
+def _like(name: str, result: Any, given: Sequence[Any]) -> Any:
     """What was computed element by element from a part is a part, too."""
     if not isinstance(result, Tensor) or not result.is_floating_point():
         return result
     for one in given:
         if isinstance(one, ShardGradient) and one.numel() == result.numel():
-            return result if isinstance(result, ShardGradient) else _marked(result, one.origin)
+            if isinstance(result, ShardGradient):
+                return result
+            marked = _marked(result, one.origin, is_entire=one.is_entire)
+            marked.is_computed = one.is_computed or name not in _SAME
+            return marked
     return result
 
 
@@ -182,8 +215,12 @@ def _given(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     return found
 
 
-def _has_two_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return sum(isinstance(one, Tensor) for one in (*args, *kwargs.values())) > 1
+def _mixes_elements(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a result depends on several elements of one tensor."""
+    if name in ("max", "min"):
+        # Of two tensors they do not.
+        return sum(isinstance(one, Tensor) for one in (*args, *kwargs.values())) < 2
+    return name in _REFUSED
 
 
 def _origin_of(given: Sequence[Any]) -> GradientOrigin:
@@ -205,23 +242,23 @@ def _alive(origin: Origin) -> GradientOrigin:
 # -- norms -------------------------------------------------------------------------------------
 
 
-def _norm(
-    name: str,
-    x: Any,
-    ord: Any = None,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    p: Any = None,
-    out: Any = None,
-    dtype: torch.dtype | None = None,
-) -> _PartNorm:
-    """The norm of a part, of `torch.norm`, `Tensor.norm` or `torch.linalg`'s functions."""
+def _is_of_all(
+    name: str, x: Any, ord: Any = None, dim: Any = None, *_: Any, p: Any = None, **__: Any
+) -> bool:
+    """Whether a norm is that of all elements, seen as a vector."""
     order = p if ord is None else ord
     is_of_matrix = name == "linalg_norm" and order is not None
-    if dim is not None or out is not None or is_of_matrix or order == "nuc":
+    return isinstance(x, ShardGradient) and dim is None and not is_of_matrix and order != "nuc"
+
+
+def _norm(
+    name: str, x: Any, ord: Any = None, *args: Any, p: Any = None, **kwargs: Any
+) -> _PartNorm:
+    """The norm of a part, of `torch.norm`, `Tensor.norm` or `torch.linalg`'s functions."""
+    if not _is_of_all(name, x, ord, *args, p=p, **kwargs) or kwargs.get("out") is not None:
         raise _mixes(f"{name} along dimensions")
-    return _norms([x], 2.0 if order in (None, "fro") else order, dtype)[0]
+    order = p if ord is None else ord
+    return _norms([x], 2.0 if order in (None, "fro") else order, kwargs.get("dtype"))[0]
 
 
 def _norms(
@@ -234,16 +271,19 @@ def _norms(
     # The largest of nothing is an error of torch's; a part may be empty.
     filled = [one for one in plain if one.numel()]
     found = iter(torch._foreach_norm(filled, order, dtype) if filled else ())
-    values = [
-        next(found) if one.numel() else one.new_zeros((), dtype=dtype or one.dtype) for one in plain
-    ]
-    origins = [one.origin if isinstance(one, ShardGradient) else None for one in tensors]
-    return [_part_norm(value, order, [o]) for value, o in zip(values, origins, strict=True)]
+    norms = []
+    for one, own in zip(tensors, plain, strict=True):
+        value = next(found) if own.numel() else own.new_zeros((), dtype=dtype or own.dtype)
+        origin = one.origin if isinstance(one, ShardGradient) else None
+        norm = _part_norm(value, order, [origin])
+        norm.is_entire = not isinstance(one, ShardGradient) or (one.is_entire and one.is_computed)
+        norms.append(norm)
+    return norms
 
 
 def _part_norm(value: Tensor, order: float, origins: list[Origin | None]) -> _PartNorm:
     norm = value.as_subclass(_PartNorm)
-    norm.order, norm.origins = order, origins
+    norm.order, norm.origins, norm.is_entire = order, origins, False
     return norm
 
 
@@ -257,12 +297,19 @@ def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> _PartNorm:
 
 
 def _total(
-    norms: _PartNorm, ord: Any = 2.0, *args: Any, p: Any = None, dtype: torch.dtype | None = None
+    norms: _PartNorm,
+    ord: Any = None,
+    dim: Any = None,
+    *_: Any,
+    p: Any = None,
+    dtype: torch.dtype | None = None,
+    **__: Any,
 ) -> Tensor:
     """The norm over all ranks. Collective: one all-reduce for each set of groups, in fp64."""
-    order = float(ord if p is None else p)
-    if order != norms.order or args:
-        raise _mixes(f"norm of order {order} of norms of order {norms.order}")
+    given = p if ord is None else ord
+    order = 2.0 if given in (None, "fro") else float(given)
+    if order != norms.order or dim is not None:
+        raise _mixes(f"norm of order {given} of norms of order {norms.order}")
     powers = norms.as_subclass(Tensor).double().view(-1)
     powers = powers if math.isinf(order) else powers.pow(order)
     together: Callable[[Tensor], Tensor] = torch.amax if math.isinf(order) else torch.sum
