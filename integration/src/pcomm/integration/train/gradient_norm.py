@@ -22,8 +22,9 @@ def sum_partial_gradients(model: nn.Module, collectives: Collectives) -> None:
     if collectives.size == 1:
         return
     placements = placements_of(model)
+    # Each rank's part of a gradient is added to the same part on others.
     partial = [
-        parameter.grad
+        parameter.grad.as_subclass(Tensor)
         for name, parameter in model.named_parameters()
         if placements[name].has_partial_gradient and parameter.grad is not None
     ]
@@ -60,7 +61,12 @@ def clip_by_global_norm(
         The norm before, a number in fp64, the same on all ranks.
     """
     placements = placements_of(model)
-    named = [(placements[n], p.grad) for n, p in model.named_parameters() if p.grad is not None]
+    # The ranks that hold the other parts of a gradient add up below.
+    named = [
+        (placements[name], parameter.grad.as_subclass(Tensor))
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    ]
     squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for scope, splitting in collectives.items():
         mine = [(place.is_split, grad) for place, grad in named if place.scope == scope]
