@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pcomm.core.checkpoint.region import Region
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.group import Group
 from pcomm.core.placement import Placement
 from pcomm.core.testing.ranks import ranks
@@ -169,8 +169,15 @@ DAMAGES = {
     "state.json without an identity": ("state.json", lambda content: b"{}", "layers was None"),
     "index torn": (".metadata", lambda content: content[:100], "cannot be read: .*Error"),
     "index gone": (".metadata", None, "cannot be read: FileNotFoundError"),
-    "tensors torn": ("__0_0.distcp", lambda content: content[:9000], "cannot be read: "),
-    "tensors gone": ("__0_0.distcp", None, "cannot be read: FileNotFoundError"),
+    "tensors torn": ("__0_0.distcp", lambda content: content[:9000], "file __0_0.distcp does not"),
+    "tensors gone": ("__0_0.distcp", None, "__0_0.distcp cannot be read: FileNotFoundError"),
+    "zeros": ("__0_0.distcp", lambda c: c[:9000] + bytes(4000) + c[13000:], "file __0_0.distcp"),
+    "one bit": (
+        "__0_0.distcp",
+        lambda c: c[:20000] + bytes([c[20000] ^ 1]) + c[20001:],
+        "checksum",
+    ),
+    "checksums torn": ("checksums.json", lambda content: content[:40], "checksums.json cannot be"),
 }
 
 
@@ -187,9 +194,11 @@ def test_a_damaged_checkpoint_is_named_on_every_rank(rank: int, name: str, copie
             path.write_bytes(change(path.read_bytes()))
         # A first meeting of the ranks, so that the second finds the file changed.
         group.collectives.all_reduce(torch.zeros(1))
-    with pytest.raises(ConfigError, match=message) as caught:
+    # A rank that has read another share of the files hears of it from the one that found it.
+    with pytest.raises(PcommError, match=message) as caught:
         train(copied)
     assert str(checkpoint.folder) in str(caught.value)
+    assert "Error: checkpoint" in str(caught.value) or isinstance(caught.value, ConfigError)
 
 
 @ranks(2)
@@ -209,3 +218,29 @@ def test_the_configuration_may_change_in_what_decides_no_weights(copied: Path) -
     train(copied, *overrides)
     assert [checkpoint.step for checkpoint in checkpoints(copied)] == [6]
     assert load_config(copied / "config.toml").train.dtype == "bf16"
+
+
+@ranks(2)
+def test_damage_offers_the_checkpoint_before_that_is_whole(rank: int, copied: Path) -> None:
+    with checkpoint_group() as group:
+        if rank == 0:
+            zero(newest(copied).folder / "__0_0.distcp", 4000)
+        group.collectives.all_reduce(torch.zeros(1))
+    good = copied / "checkpoints" / "step-00000002"
+    with pytest.raises(PcommError, match=f"step-00000004 to go on from {good}, whose files are"):
+        train(copied)
+    with checkpoint_group() as group:
+        if rank == 0:
+            zero(good / "__0_0.distcp", 1)
+        group.collectives.all_reduce(torch.zeros(1))
+    with pytest.raises(PcommError, match="no earlier checkpoint that is whole"):
+        train(copied)
+
+
+def zero(file: Path, count: int) -> None:
+    """Overwrite bytes in the middle of a file, which keeps its length."""
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    assert any(content[middle : middle + count])
+    content[middle : middle + count] = bytes(count)
+    file.write_bytes(content)

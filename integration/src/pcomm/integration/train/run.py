@@ -12,6 +12,7 @@ from typing import TextIO, TypeVar, cast
 
 from pcomm.core.errors import PcommError
 from pcomm.core.world import World, connect
+from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.identity import identity_of
 from pcomm.integration.checkpoint.reader import read
@@ -26,9 +27,11 @@ from pcomm.integration.metrics.sink import Sink
 from pcomm.integration.parallelize import EVERYONE, build_model, open_run_groups
 from pcomm.integration.train.evaluate import evaluate
 from pcomm.integration.train.interrupt import Interrupt, listen_for_interrupt
+from pcomm.integration.train.not_finite import NotFiniteSteps
+from pcomm.integration.train.progress import Progress
 from pcomm.integration.train.run_folder import check_resumable, prepare_folder, write_config
 from pcomm.integration.train.step_trace import StepTrace
-from pcomm.integration.train.trainer import Trainer
+from pcomm.integration.train.trainer import StepResult, Trainer
 
 __all__ = ["Outcome", "run_training"]
 
@@ -37,6 +40,7 @@ T = TypeVar("T")
 _log = logging.getLogger("pcomm.train")
 
 _TOKENISING_S = 24 * 3600.0
+_READING_S = 4 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -108,14 +112,14 @@ def run_training(
             )
             trainer = Trainer(parallel, resolved, batches, recorder=steps.recorder)
             run = _Run(trainer, prepared, run_dir, world, steps)
-            first = run.resume()
+            progress = run.resume()
             # Written late: a run that is refused must not change what `pcomm generate` reads.
             _together(
                 world,
                 "train: configuration",
                 lambda: None if world.rank else write_config(config, run_dir),
             )
-            return run.go(first, interrupt, stream or sys.stderr)
+            return run.go(progress, interrupt, stream or sys.stderr)
 
 
 def _together(
@@ -142,8 +146,8 @@ class _Run:
         self.config = trainer.config
         self.identity = identity_of(self.config, prepared.fingerprint)
 
-    def resume(self) -> int:
-        """Read the newest checkpoint, if there is one; returns the steps that are done."""
+    def resume(self) -> Progress:
+        """Read the newest checkpoint, if there is one; returns how far the run is."""
         corpus = self.prepared.fingerprint
         _together(
             self.world,
@@ -152,15 +156,29 @@ class _Run:
         )
         checkpoint = newest(self.run_dir)
         if checkpoint is None:
-            return 0
+            return Progress()
+        progress = _together(
+            self.world,
+            "train: progress",
+            lambda: Progress.resumed(checkpoint, self.config.train),
+        )
+        # Each rank reads a share of the files.
+        rank, size = self.world.rank, self.world.size
+        _together(
+            self.world,
+            "train: checksums",
+            lambda: check_files(checkpoint, rank=rank, size=size),
+            timeout_s=_READING_S,
+        )
         group = self.trainer.parallel.groups[EVERYONE, "checkpoint"]
         read(checkpoint, self.trainer.regions(), group)
-        self.trainer.resume_at(checkpoint.step)
+        self.trainer.resume_at(progress)
         _log.info("resuming %s after step %d", self.run_dir, checkpoint.step)
-        return checkpoint.step
+        return progress
 
-    def go(self, first: int, interrupt: Interrupt, stream: TextIO) -> Outcome:
-        """Train from step `first` on."""
+    def go(self, progress: Progress, interrupt: Interrupt, stream: TextIO) -> Outcome:
+        """Train on from where the run is."""
+        first = progress.step
         sinks = _together(
             self.world,
             "train: metrics",
@@ -173,19 +191,21 @@ class _Run:
             ),
         )
         with closing(sinks), self._saver() as saver:
-            outcome = self._loop(first, interrupt, sinks, saver)
+            outcome = self._loop(progress, interrupt, sinks, saver)
         self.trace.finish()
         if self.world.rank == 0:
             plot_loss(self.run_dir / "metrics.jsonl", self.run_dir / "loss.png")
         return outcome
 
-    def _loop(self, first: int, interrupt: Interrupt, sinks: Sink, saver: Saver) -> Outcome:
+    def _loop(self, progress: Progress, interrupt: Interrupt, sinks: Sink, saver: Saver) -> Outcome:
         train = self.config.train
-        done = first
+        done = first = progress.step
+        self.not_finite = NotFiniteSteps(train, self.run_dir, skipped=progress.skipped)
         while done < train.steps:
             with self.trace.step():
                 result = self.trainer.step(done, is_asked_to_stop=interrupt.is_requested)
             done += 1
+            self._check_finite(result, saver)
             sinks.write(result.row)
             if done == train.steps:
                 break
@@ -209,8 +229,21 @@ class _Run:
             sinks.write({"step": step, "bits_per_byte": bits})
         return bits
 
+    def _check_finite(self, result: StepResult, saver: Saver) -> None:
+        if result.is_finite:
+            self.not_finite.note_good()
+            return
+        culprit = self.trainer.first_not_finite()
+        # The checkpoint that is being written may be the last good one.
+        saver.wait()
+        row = result.row
+        self.not_finite.note_bad(int(row["step"]), row["loss"], row["grad_norm"], culprit)
+        row["skipped"] = self.not_finite.skipped
+
     def _save(self, saver: Saver, step: int) -> None:
-        saver.save(step, self.trainer.regions(), {"identity": self.identity})
+        progress = Progress(step, self.not_finite.skipped, self.trainer.rewarm)
+        state = {"identity": self.identity, **progress.state(self.config.train)}
+        saver.save(step, self.trainer.regions(), state)
 
     def _saver(self) -> Saver:
         options = self.config.checkpoint
