@@ -172,7 +172,7 @@ class _Run:
         )
         group = self.trainer.parallel.groups[EVERYONE, "checkpoint"]
         read(checkpoint, self.trainer.regions(), group)
-        self.trainer.resume_at(progress)
+        self.trainer.resume_at(progress.step, skipped=progress.skipped, rewarm=progress.rewarm)
         _log.info("resuming %s after step %d", self.run_dir, checkpoint.step)
         return progress
 

@@ -24,7 +24,6 @@ from pcomm.integration.train.gradient_norm import clip_by_global_norm, sum_parti
 from pcomm.integration.train.memory import memory_mib
 from pcomm.integration.train.not_finite import first_not_finite
 from pcomm.integration.train.precision import autocast
-from pcomm.integration.train.progress import Progress
 from pcomm.integration.train.replicas import Replicas
 from pcomm.integration.train.schedule import Rewarm, learning_rate
 from pcomm.integration.train.shards import Shards
@@ -144,10 +143,16 @@ class Trainer:
         """Everything that a checkpoint holds of this rank. Local."""
         return self.data.regions(self.optimizer)
 
-    def resume_at(self, progress: Progress) -> None:
-        """Tell the optimizer how far the run is, after `regions` were read. Local."""
-        set_optimizer_step(self.optimizer, progress.step - progress.skipped)
-        self.rewarm = progress.rewarm
+    def resume_at(self, step: int, *, skipped: int = 0, rewarm: Rewarm | None = None) -> None:
+        """Tell the optimizer how far the run is, after `regions` were read. Local.
+
+        Args:
+            step: Steps that are done.
+            skipped: How many of them made no update.
+            rewarm: Where the learning rate leaves its schedule for some steps.
+        """
+        set_optimizer_step(self.optimizer, step - skipped)
+        self.rewarm = rewarm
         self.data.parameters_changed()
 
     def _accumulate(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
