@@ -99,7 +99,7 @@ def sources(tmp_path: Path) -> Path:
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "blank.txt").write_text(" \n")
-    (folder / "one.txt").write_text("the only document")
+    (folder / "one.txt").write_text("1")
     (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (folder / "no-text.txt").write_bytes(b"\xff\xfe\x00\x01")
     return folder

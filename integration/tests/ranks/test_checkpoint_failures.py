@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pcomm.core.checkpoint.region import Region
-from pcomm.core.errors import ConfigError, PcommError
+from pcomm.core.errors import ConfigError, PcommError, PeerError
 from pcomm.core.group import Group
 from pcomm.core.placement import Placement
 from pcomm.core.testing.ranks import ranks
@@ -53,6 +53,25 @@ def test_a_tensor_that_one_rank_misses_stops_both(rank: int, tmp_path: Path) -> 
         longer = Region(torch.ones(4 + rank), Placement(), 0)
         with pytest.raises(ConfigError, match=r"there of shape \(5,\): shape \(4,\) under"):
             read(saved, {"there": longer}, group)
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.parametrize("size", [4, 1 << 18], ids=["less than a buffer", "a megabyte"])
+def test_a_disk_that_is_full(size: int, tmp_path: Path) -> None:
+    """The operating system's own error, from the file that one rank writes its tensors to."""
+    with checkpoint_group() as group:
+        saver = Saver(tmp_path, group, keep=1, is_asynchronous=True)
+        saver.save(1, {"x": Region(torch.ones(size), Placement(), 0)}, {})
+        saver.wait()
+        partial = tmp_path / "checkpoints" / "step-00000002.partial"
+        partial.mkdir()
+        (partial / "__0_0.distcp").symlink_to(FULL)
+        saver.save(2, {"x": Region(torch.ones(size), Placement(), 0)}, {})
+        with pytest.raises(ConfigError, match=r"step 2 in .*: rank 0: .*No space left on device"):
+            saver.close()
+        assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [1]
 
 
 def no_room(*_: object, **__: object) -> None:
@@ -155,10 +174,12 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 def test_another_corpus_is_refused_and_the_run_goes_on_with_its_own(
     rank: int, copied: Path, finished: Path
 ) -> None:
-    before = (copied / "config.toml").read_bytes()
-    with pytest.raises(ConfigError, match=r"data.fingerprint was '\w+' and is '\w+'"):
+    before = contents(copied)
+    # The first rank reads the text, and so finds it.
+    kind = PeerError if rank else ConfigError
+    with pytest.raises(kind, match=r"data.fingerprint was '\w+' and is '\w+'"):
         train(copied, f"data.path=['{finished}/text/other.jsonl']")
-    assert (copied / "config.toml").read_bytes() == before
+    assert contents(copied) == before
     train(copied, "train.steps=5")
     assert newest(copied).step == 5
 

@@ -36,9 +36,9 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     text = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     _write(tmp_path / "a.jsonl", text)
     assert _documents(tmp_path / "a.jsonl") == [
-        Document("a.jsonl:1", "one\u2028still one"),
-        Document("a.jsonl:3", ""),
-        Document("a.jsonl:5", "three"),
+        Document("a.jsonl:1", "one\u2028still one", is_record=True),
+        Document("a.jsonl:3", "", is_record=True),
+        Document("a.jsonl:5", "three", is_record=True),
     ]
 
 
