@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from pcomm.core.checkpoint.region import Region
 from pcomm.core.errors import ConfigError, PcommError, PeerError
 from pcomm.core.group import Group
+from pcomm.core.layout import Layout
 from pcomm.core.placement import Placement
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.world import connect
@@ -55,22 +57,26 @@ def test_a_tensor_that_one_rank_misses_stops_both(rank: int, tmp_path: Path) -> 
             read(saved, {"there": longer}, group)
 
 
-FULL = Path("/dev/full")
-
-
-@pytest.mark.parametrize("size", [4, 1 << 18], ids=["less than a buffer", "a megabyte"])
-def test_a_disk_that_is_full(size: int, tmp_path: Path) -> None:
-    """The operating system's own error, from the file that one rank writes its tensors to."""
+@ranks(2)
+def test_a_disk_that_is_full(rank: int, tmp_path: Path) -> None:
+    """The operating system's own error, in the middle of a large tensor on one rank."""
+    generator = torch.Generator().manual_seed(rank)
+    layout = Layout.even(2 << 18, 2)
+    tensor = torch.rand(1 << 18, generator=generator)
+    regions = {"x": Region(tensor, Placement(layout, 0), rank)}
     with checkpoint_group() as group:
         saver = Saver(tmp_path, group, keep=1, is_asynchronous=True)
-        saver.save(1, {"x": Region(torch.ones(size), Placement(), 0)}, {})
+        saver.save(1, regions, {})
         saver.wait()
-        partial = tmp_path / "checkpoints" / "step-00000002.partial"
-        partial.mkdir()
-        (partial / "__0_0.distcp").symlink_to(FULL)
-        saver.save(2, {"x": Region(torch.ones(size), Placement(), 0)}, {})
-        with pytest.raises(ConfigError, match=r"step 2 in .*: rank 0: .*No space left on device"):
-            saver.close()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))
+        try:
+            saver.save(2, regions, {})
+            with pytest.raises(ConfigError, match=r"step 2 in .*: rank 1: OSError: .*too large"):
+                saver.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [1]
 
 

@@ -29,6 +29,8 @@ class HashingFileSystem(FileSystem):
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
         """Name of a file, without its folder, to the digest of its content."""
+        self.error: OSError | None = None
+        """What the operating system said when a file could not be written."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -38,7 +40,10 @@ class HashingFileSystem(FileSystem):
                 yield stream
                 return
             hashing = _HashingStream(cast(IO[bytes], stream))
-            yield cast(io.IOBase, hashing)
+            try:
+                yield cast(io.IOBase, hashing)
+            finally:
+                self.error = self.error or hashing.error
             self.digests[Path(path).name] = hashing.digest()
 
 
@@ -47,10 +52,16 @@ class _HashingStream:
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._hash = stream, new_hash()
+        self.error: OSError | None = None
 
     def write(self, content: Any) -> int:
         self._hash.update(content)
-        return self._stream.write(content)
+        try:
+            return self._stream.write(content)
+        except OSError as error:
+            # torch's writer of archives replaces it by an error of its own.
+            self.error = error
+            raise
 
     def digest(self) -> str:
         return self._hash.hexdigest()

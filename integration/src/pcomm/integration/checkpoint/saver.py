@@ -168,7 +168,11 @@ class _Writer(FileSystemWriter):
         self._partial, self._state, self._keep = partial, state, keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner).wait()
+        try:
+            written = super().write_data(plan, planner).wait()
+        except Exception as error:
+            # A full disk, by its name.
+            raise self._hashing.error or error from error
         results: list[WriteResult] = []
         for result in written:
             name = result.storage_data.relative_path
