@@ -100,8 +100,8 @@ class Writer:
         cache = self.model.new_cache(len(fed) + limit)
         for _ in range(limit):
             tokens_T = torch.tensor(fed, device=device)
-            logits_TV = self.model.extend(tokens_T, cache)
-            token = sample(logits_TV[-1], temperature, generator)
+            logits_1V = self.model.extend(tokens_T, cache, num_logits=1)
+            token = sample(logits_1V[0], temperature, generator)
             yield token
             if token == self.tokenizer.end_id:
                 return
