@@ -15,7 +15,8 @@ from unittest.mock import patch
 
 import pytest
 
-from pcomm.core.errors import ConfigError, PcommError
+from pcomm.core.errors import ConfigError, PcommError, PeerError
+from pcomm.core.testing.ranks import ranks
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.config_file import apply_overrides
@@ -175,6 +176,31 @@ def test_ctrl_c_is_heard_while_the_tokenizer_is_trained(
     monkeypatch.undo()
     assert train(text, run).steps == 4
     assert newest(run) is not None
+
+
+@ranks(2)
+def test_the_other_ranks_hear_of_a_ctrl_c(rank: int, text: Path, tmp_path: Path) -> None:
+    def stop(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        # An interpreter hears of it at its next step.
+        for _ in range(1000):
+            pass
+
+    with (
+        patch.object(tokenizer, "_trained", stop),
+        pytest.raises(PeerError if rank else KeyboardInterrupt) as caught,
+    ):
+        train(text, tmp_path / "run")
+    assert rank == 0 or "a request to stop" in str(caught.value)
+
+
+def test_a_single_text_trains_without_further_settings(tmp_path: Path) -> None:
+    file = tmp_path / "input.txt"
+    file.write_text("".join(f"{n} and {n + 1} make {2 * n + 1}\n" for n in range(300)))
+    outcome = train(file, tmp_path / "run")
+    assert outcome.steps == 4
+    assert outcome.bits_per_byte is not None
+    assert 0 < outcome.bits_per_byte < 20
 
 
 # -- a full disk -----------------------------------------------------------------------------
