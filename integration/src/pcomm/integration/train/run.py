@@ -224,7 +224,9 @@ class _Run:
                 _log.warning("no picture of the loss: %s", error)
         return outcome
 
-    def _loop(self, progress: Progress, interrupt: Interrupt, sinks: Sink, saver: Saver) -> Outcome:
+    def _loop(
+        self, progress: Progress, interrupt: Interrupt, sinks: _Recorded, saver: Saver
+    ) -> Outcome:
         train = self.config.train
         done = first = progress.step
         self.not_finite = NotFiniteSteps(train, self.run_dir, skipped=progress.skipped)
