@@ -150,6 +150,10 @@ def test_the_world_fails_together(rank: int) -> None:
         ({"WORLD_SIZE": "2"}, "RANK not set: WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not set"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT not set"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+            "MASTER_PORT='x'",
+        ),
     ],
     ids=str,
 )
@@ -205,6 +209,19 @@ def test_rank_0_leaves_last_because_the_store_may_live_in_it(
         assert not store.check(["pcomm/all left"])
         _wait_for_all_to_leave(worlds[2])
         left.result()
+
+
+def test_a_port_that_another_job_has_is_named(launcher: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": port}.items():
+            launcher.setenv(name, str(value))
+        launcher.setenv("MASTER_ADDR", "127.0.0.1")
+        message = f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: the port is in use"
+        with pytest.raises(ConfigError, match=message) as caught, connect():
+            pass
+    assert "--standalone" in caught.value.fix
+    assert not dist.is_initialized()
 
 
 def test_a_launchers_variables_join_two_processes(tmp_path: Path, program: Path) -> None:

@@ -49,7 +49,7 @@ def clip_by_global_norm(
     Collective over the groups that split parameters or hold their shards: one all-reduce of one or
     two numbers in each. A parameter that every rank holds counts once, one that is split counts
     with all its parts, so every expert counts once. Without a limit (`max_norm` 0) the norm is only
-    measured.
+    measured; where it is not finite, the gradients stay as they are, to be looked at.
 
     Args:
         model: Its gradients are summed over replicas already.
@@ -81,7 +81,7 @@ def clip_by_global_norm(
         squares = squares + whole + (splitting.all_reduce(split) if splitting.size > 1 else split)
     norm = squares.sqrt()
     if max_norm > 0:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).where(norm.isfinite(), 1.0)
         gradients = [gradient for _, gradient in named]
         torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
     return norm

@@ -85,7 +85,7 @@ def connect(*, backend: str | None = None) -> Iterator[World]:
     device = _device(_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
+    _init_process_group(
         backend or ("nccl" if device.type == "cuda" else "gloo"),
         rank=rank,
         world_size=size,
@@ -98,6 +98,24 @@ def connect(*, backend: str | None = None) -> Iterator[World]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _init_process_group(backend: str, *, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Torch's function of that name, with an error of ours where it cannot use the address."""
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+    except dist.DistNetworkError as error:
+        is_taken = "EADDRINUSE" in str(error)
+        raise ConfigError(
+            f"connect: MASTER_ADDR={address}, MASTER_PORT={port}",
+            found="the port is in use" if is_taken else str(error).splitlines()[0],
+            why="Rank 0 listens there, and the other ranks find it by this address.",
+            fix="End the job that has it, or set MASTER_PORT to a free port on all ranks; torchrun "
+            "finds one by itself with --standalone."
+            if is_taken
+            else "Set both to an address of rank 0 that all ranks reach, and start all ranks.",
+        ) from error
 
 
 def _wait_for_all_to_leave(world: World) -> None:
