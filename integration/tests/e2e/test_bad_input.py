@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pcomm.core.cli import main
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
 DYING = Path(__file__).with_name("dying_train.py")
 
@@ -162,7 +163,7 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
     """At start-up, before it has joined the others; or while they wait for it in a collective."""
     options = ["--config", config_file, "--out", tmp_path / "run", "--ranks", 2]
     process = start("python", DYING, moment, "train", *options)
-    printed, logged = process.communicate(timeout=60)
+    printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
     assert process.returncode == 1
     assert printed == ""
     assert "rank 1 of 2 died: killed by SIGKILL" in logged

@@ -19,7 +19,7 @@ from pcomm.core.errors import (
 )
 from pcomm.core.testing.ranks import ranks
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 SHORT_S = 0.3
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pcomm.core.errors import DivergenceError, UnsupportedError
 from pcomm.core.groups import GroupSpec, open_groups
 from pcomm.core.options import CommOptions, grant
+from pcomm.core.testing.patience import PATIENCE_S
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 
@@ -163,7 +164,7 @@ def test_one_thread_runs_collectives_in_order_and_two_run_them_at_once(
         first, second = enter(group, (2, 0))
         if rank == 1:
             # In order it never ends, so a longer wait cannot change the result of that case.
-            end = time.monotonic() + (0.3 if threads == 1 else 20.0)
+            end = time.monotonic() + (0.3 if threads == 1 else PATIENCE_S)
             while not second.is_completed() and time.monotonic() < end:
                 time.sleep(0.002)
             assert second.is_completed() == (threads != 1)

@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 import pcomm.core.world
 from pcomm.core.errors import ConfigError, PcommError, PeerError
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
+from pcomm.core.testing.programs import Programs
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.world import World, _wait_for_all_to_leave, connect
 
@@ -241,27 +243,23 @@ def test_a_launchers_variables_join_two_processes(tmp_path: Path, program: Path)
         for rank in range(2)
     ]
     try:
-        assert [process.wait(timeout=50) for process in processes] == [0, 0]
+        assert [process.wait(timeout=scaled_s(PATIENCE_S)) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
     assert [seen_by(tmp_path, rank) for rank in range(2)] == [expected(0), expected(1)]
 
 
-def test_torchrun_joins_two_processes(tmp_path: Path, program: Path) -> None:
+def test_torchrun_joins_two_processes(tmp_path: Path, program: Path, programs: Programs) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(program)]
-    done = subprocess.run(
-        command, env=environment(tmp_path), capture_output=True, text=True, timeout=55
-    )
+    done = programs.run(*command, env=environment(tmp_path))
     assert done.returncode == 0, done.stderr
     assert [seen_by(tmp_path, rank) for rank in range(2)] == [expected(0), expected(1)]
 
 
 def test_one_process_of_a_program_for_many_runs_alone(tmp_path: Path, program: Path) -> None:
-    subprocess.run(
-        [sys.executable, str(program)], env=environment(tmp_path), check=True, timeout=50
-    )
+    subprocess.run([sys.executable, str(program)], env=environment(tmp_path), check=True)
     assert seen_by(tmp_path, 0) == {
         "rank": 0,
         "size": 1,

@@ -17,6 +17,7 @@ from pcomm.core.errors import PeerError
 from pcomm.core.group import Group
 from pcomm.core.groups import GroupSpec, open_groups
 from pcomm.core.options import CommOptions
+from pcomm.core.testing.patience import PATIENCE_S
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp.fully_shard import fully_shard
@@ -91,7 +92,7 @@ def train(rank: int, width: int, *, is_separate: bool, timeout_s: float) -> list
 @pytest.mark.parametrize("width", [16, 512], ids=["by torch", "between pairs"])
 @ranks(2)
 def test_a_gather_goes_on_while_a_reduce_is_stuck(rank: int, width: int) -> None:
-    first, second = train(rank, width, is_separate=True, timeout_s=60)
+    first, second = train(rank, width, is_separate=True, timeout_s=PATIENCE_S)
     torch.testing.assert_close(second, first, rtol=0, atol=0)
 
 
@@ -100,4 +101,4 @@ def test_a_gather_goes_on_while_a_reduce_is_stuck(rank: int, width: int) -> None
 def test_on_one_communicator_it_does_not(rank: int, width: int) -> None:
     """The test above can fail: here the gather is behind the reduce, and time runs out."""
     with pytest.raises(PeerError):
-        train(rank, width, is_separate=False, timeout_s=1)
+        train(rank, width, is_separate=False, timeout_s=3)

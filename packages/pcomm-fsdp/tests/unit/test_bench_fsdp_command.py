@@ -13,8 +13,9 @@ from pcomm.core.bench import options
 from pcomm.core.cli import main
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.testing import namespaces
+from pcomm.core.testing.patience import PATIENCE_S, wait_until
 from pcomm.core.testing.virtual import run_virtual
-from pcomm.fsdp.bench import command
+from pcomm.fsdp.bench import command, memory
 from pcomm.fsdp.bench.memory import can_count, in_use_bytes, peak_bytes
 from pcomm.fsdp.bench.models import Problem, Reference, squared_norm
 from pcomm.fsdp.bench.settings import MODELS, Link, Settings, Widths, place_of
@@ -119,22 +120,31 @@ def test_parameters_are_those_of_the_reference_notes() -> None:
 
 
 @pytest.mark.skipif(not can_count(), reason="the C library does not tell what is in use")
-def test_peak_memory_is_that_of_all_threads_and_of_the_fullest_moment() -> None:
+def test_peak_memory_is_that_of_all_threads_and_of_the_fullest_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = [0]
+
+    def look() -> int:
+        looks[0] += 1
+        return in_use_bytes()
+
+    monkeypatch.setattr(memory, "in_use_bytes", look)
+
     def run() -> None:
         def fill() -> None:
             both = [torch.zeros(6 * MEBI), torch.zeros(2 * MEBI)]
-            seen.wait(5.0)
+            seen.wait(PATIENCE_S)
             del both
 
         seen = threading.Event()
         other = threading.Thread(target=fill)
         other.start()
-        # As long as the watcher takes to see it, at most a second.
-        for _ in range(10_000):
-            if in_use_bytes() - base > 31 * MEBI:
-                break
+        wait_until(lambda: in_use_bytes() - base > 31 * MEBI, "the memory of the other thread")
         torch.zeros(MEBI)
-        threading.Event().wait(0.05)
+        # One look may have begun before.
+        enough = looks[0] + 2
+        wait_until(lambda: looks[0] >= enough, "a look at what is in use")
         seen.set()
         other.join()
 

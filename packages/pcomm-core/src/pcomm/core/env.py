@@ -86,7 +86,8 @@ RANKS_TIMEOUT_S: Final = Variable(
     accepts="a number of seconds above 0",
     default=60.0,
     parse=_seconds,
-    meaning="Time limit of one test that runs on local ranks; then every rank's stack is shown.",
+    meaning="Time limit of one test that runs on local ranks, on a machine that is not busy "
+    "otherwise; then every rank's stack is shown.",
 )
 VARIABLES: Final[tuple[Variable[Any], ...]] = (LOG, TIMEOUT_S, RANKS_TIMEOUT_S)
 

@@ -13,6 +13,7 @@ from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.out import check_out, deliver
 from pcomm.core.collectives.protocol import Pending, Reduction
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
 __all__ = ["VirtualCollectives", "run_virtual"]
 
@@ -114,7 +115,7 @@ def run_virtual(function: Callable[[VirtualCollectives], Any], size: int) -> lis
 
     The first error of a rank is raised here; the others are released from their waits.
     """
-    barrier = threading.Barrier(size, timeout=30.0)
+    barrier = threading.Barrier(size, timeout=scaled_s(PATIENCE_S))
     table: list[Any] = [None] * size
     results: list[Any] = [None] * size
     causes: list[BaseException] = []
