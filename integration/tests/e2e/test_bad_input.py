@@ -44,6 +44,7 @@ def refused(capsys: Capture, code: int) -> str:
         ("parallel.dp=5", "dp 5, tp 1, cp 1 for "),
         ("parallel.cp=3", "cp 3 for "),
         ("model.pattern=X", "'G' for Gated DeltaNet"),
+        ("data.vocabulary=2147483647", "at least 257 (256 bytes, one end) and at most 1048576"),
     ],
 )
 def test_configurations_that_cannot_run(
@@ -100,7 +101,7 @@ def sources(tmp_path: Path) -> Path:
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "blank.txt").write_text(" \n")
-    (folder / "one.txt").write_text("the only document")
+    (folder / "one.txt").write_text("1")
     (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (folder / "no-text.txt").write_bytes(b"\xff\xfe\x00\x01")
     return folder
@@ -110,7 +111,7 @@ DATA = {
     "absent.txt": "no such file",
     "absent-*.txt": "absent-*.txt",
     "blank.txt": "no text in any of them",
-    "one.txt": "one document",
+    "one.txt": "one document, '1'",
     "broken.jsonl": "broken.jsonl",
     "no-text.txt": "no-text.txt",
 }

@@ -119,6 +119,29 @@ def test_experts_on_four_ranks(
     compare(parallel, run_dir, single, "experts")
 
 
+def real_width(parallel: ParallelConfig) -> Config:
+    """Experts whose shards are megabytes: core sends them between pairs of ranks."""
+    small = config(parallel, "experts")
+    return dataclasses.replace(small, model=dataclasses.replace(small.model, width=512))
+
+
+@pytest.fixture(scope="module")
+def single_of_real_width(run_dir: Path) -> list[list[float]]:
+    return train_steps(real_width(ParallelConfig()), run_dir, torch.float32, 2).rows
+
+
+@ranks(2)
+def test_experts_at_a_real_width_do_not_meet_the_messages_of_the_rest(
+    rank: int, run_dir: Path, single_of_real_width: list[list[float]]
+) -> None:
+    """Both scopes have the same ranks here, and so the same communicators."""
+    asked = real_width(ParallelConfig(dp=2, **SHARD))
+    mine = train_steps(asked, run_dir, torch.float32, 2)
+    off = (torch.tensor(mine.rows) - torch.tensor(single_of_real_width)).abs().max()
+    # Sums in fp32, in another order; a message of another operation leaves more than 1.
+    assert off <= 1e-3, f"rows are off by {off:.1e}"
+
+
 @ranks(2)
 def test_a_norm_of_own_shards_alone_is_noticed(rank: int, run_dir: Path, single: dict) -> None:
     whole = trainer_module.clip_by_global_norm

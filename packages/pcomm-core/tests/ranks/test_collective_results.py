@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.choice import collectives_of
+from pcomm.core.communicators import communicator_of
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.ranks import ranks
 
@@ -20,7 +20,7 @@ OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broad
 def operation(name: str) -> Callable[..., Tensor]:
     group = dist.group.WORLD
     assert group is not None
-    found: Callable[..., Tensor] = getattr(collectives_of(group), name)
+    found: Callable[..., Tensor] = getattr(communicator_of(group).collectives, name)
     return found
 
 

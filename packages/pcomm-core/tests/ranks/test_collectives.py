@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.choice import collectives_of
 from pcomm.core.collectives.differentiable import DifferentiableCollectives, differentiable
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.communicators import communicator_of
 from pcomm.core.errors import LayoutError, UnsupportedError
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.ranks import ranks
@@ -27,7 +27,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 def on_world() -> Collectives:
     group = dist.group.WORLD
     assert group is not None
-    return collectives_of(group)
+    return communicator_of(group).collectives
 
 
 def of_rank(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from pcomm.core.collectives.choice import collectives_of
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.communicators import communicator_of
 from pcomm.core.errors import LayoutError, UnsupportedError
 from pcomm.core.layout import Layout
 from pcomm.core.placement import take_shard
@@ -76,7 +76,7 @@ def check(
 def on_world() -> Collectives:
     group = dist.group.WORLD
     assert group is not None
-    return collectives_of(group)
+    return communicator_of(group).collectives
 
 
 @pytest.mark.parametrize("scale", [3.0, 1e4])

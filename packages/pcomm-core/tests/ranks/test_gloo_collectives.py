@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.choice import collectives_of
+from pcomm.core.collectives.choice import new_collectives
 from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.collectives.gloo import GlooCollectives
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.communicators import communicator_of
 from pcomm.core.errors import LayoutError
 from pcomm.core.groups import GroupSpec, open_groups
 from pcomm.core.options import CommOptions
@@ -40,7 +41,7 @@ PAIR = Topology({"dp": 2})
 def on_world() -> GlooCollectives:
     group = dist.group.WORLD
     assert group is not None
-    found = collectives_of(group)
+    found = communicator_of(group).collectives
     assert isinstance(found, GlooCollectives)
     return found
 
@@ -345,4 +346,4 @@ def test_gloo_gets_collectives_of_its_own_with_any_options(rank: int) -> None:
         assert group is not None
         for backend in ("nccl", "cpu:gloo,cuda:nccl", "fake"):
             with mock.patch.object(dist, "get_backend", return_value=backend):
-                assert type(collectives_of(group)) is DistributedCollectives
+                assert type(new_collectives(group)) is DistributedCollectives

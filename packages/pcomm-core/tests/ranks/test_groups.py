@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, distributed_c10d
 
 from pcomm.core import communicators, groups
 from pcomm.core.collectives.identity import IdentityCollectives
@@ -193,17 +194,42 @@ def test_an_error_in_the_block_closes_and_passes_on(rank: int) -> None:
 def test_a_communicator_that_cannot_be_closed_does_not_keep_the_others_open(rank: int) -> None:
     before = num_communicators()
     opened = open_groups(Topology({"dp": 2}), ["dp", ("dp", "gather")])
-    dist.destroy_process_group(opened["dp", "gather"].process_group)
-    with pytest.raises(ValueError, match="Invalid process group"):
+    stuck = opened["dp", "gather"].process_group
+    destroy = dist.destroy_process_group
+
+    def fails_for_one(process_group: dist.ProcessGroup) -> None:
+        destroy(process_group)
+        if process_group is stuck:
+            raise ValueError("stuck")
+
+    with (
+        mock.patch.object(dist, "destroy_process_group", fails_for_one),
+        pytest.raises(ValueError, match="stuck"),
+    ):
         opened.close()
     assert num_communicators() == before
 
 
 @ranks(2)
+def test_a_communicator_that_somebody_has_closed_needs_no_closing(rank: int) -> None:
+    before = num_communicators()
+    opened = open_groups(Topology({"dp": 2}), ["dp", ("dp", "gather")])
+    dist.destroy_process_group(opened["dp", "gather"].process_group)
+    opened.close()
+    assert num_communicators() == before
+
+
+@ranks(2)
 def test_closing_after_the_end_of_torch_distributed_does_nothing(rank: int) -> None:
-    opened = open_groups(Topology({"dp": 2}), ["dp"])
+    opened, older = (open_groups(Topology({"dp": 2}), ["dp"]) for _ in range(2))
+    store = PrefixStore("again", distributed_c10d._get_default_store())
     dist.destroy_process_group()
     opened.close()
+    # Nor does it once it was begun again, when the communicators of before are unknown to it.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with open_groups(Topology({"dp": 2}), ["dp"]) as newer:
+        older.close()
+        assert sum_of_ranks(newer["dp"]) == 3
 
 
 @ranks(2)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pcomm.core.collectives.adjoint import with_adjoint
-from pcomm.core.collectives.choice import collectives_of
 from pcomm.core.collectives.differentiable import differentiable
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.communicators import communicator_of
 from pcomm.core.layout import Layout, Run
 from pcomm.core.placement import Placement, join_shards
 from pcomm.core.tensor_parallel import embedding, linear, regions
@@ -73,7 +73,7 @@ def check_accuracy(case: LayerCase, collectives: Collectives) -> None:
 def on_world() -> Collectives:
     group = dist.group.WORLD
     assert group is not None
-    return collectives_of(group)
+    return communicator_of(group).collectives
 
 
 @pytest.mark.parametrize("name", cases(2))

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from pcomm.core.collectives.choice import collectives_of
+from pcomm.core.collectives.choice import new_collectives
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.communicators import communicator_of
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
@@ -128,12 +129,12 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
 def test_a_real_collective_would_be_caught(
     world_of_one: dist.ProcessGroup, request: pytest.FixtureRequest
 ) -> None:
-    before = collectives_of(world_of_one)
+    before = communicator_of(world_of_one).collectives
     request.getfixturevalue("no_communication")
     with pytest.raises(AssertionError, match="communication"):
         before.all_reduce(torch.zeros(1))
     with pytest.raises(AssertionError, match="communication"):
-        collectives_of(world_of_one)
+        new_collectives(world_of_one)
 
 
 def test_results_are_those_of_torchs_functions() -> None:

@@ -149,13 +149,20 @@ def test_names_that_are_not_there(rank: int) -> None:
 
 @pytest.mark.parametrize("checks", [True, False])
 @ranks(2)
-def test_a_unit_that_is_never_used(rank: int, checks: bool) -> None:
+def test_a_unit_that_is_not_used_is_named(rank: int, checks: bool) -> None:
+    """It may be used later, so it is no error; its parameters have no gradients, as without us."""
     model = Faulty()
-    model.order = (0, 1, 3)
     with two_groups() as groups:
         sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
-        with pytest.raises(ConfigError, match=r"units blocks.2: they took no part"):
-            step(model, sharded)
+        assert "not used" not in str(sharded.report())
+        model.order = (0, 1, 3)
+        step(model, sharded)
+        assert "units not used so far: blocks.2" in str(sharded.report())
+        assert not any("blocks.2" in name for name in sharded.full_gradients())
+        model.order = (0, 1, 2, 3)
+        step(model, sharded)
+        assert "not used" not in str(sharded.report())
+        assert len(sharded.full_gradients()) == len(list(model.parameters()))
 
 
 @ranks(2)
@@ -256,9 +263,8 @@ def test_a_rank_uses_units_in_another_order(rank: int) -> None:
         step(model, sharded)
         if rank == 1:
             model.order = (0, 2, 1, 3)
-        with pytest.raises(
-            DivergenceError if rank else PeerError, match=r"has use blocks.1 forward here"
-        ):
+        found = "rank 1 has use blocks.2 forward, where use blocks.1 forward was foreseen"
+        with pytest.raises(DivergenceError, match=found):
             step(model, sharded)
 
 
@@ -270,8 +276,8 @@ def test_a_rank_goes_only_half_of_the_way_back(rank: int) -> None:
         step(model, sharded)
         if rank == 1:
             model.blocks[1].register_forward_hook(lambda _module, _inputs, y: y.detach())
-        found = "has use blocks.1 backward here"
-        with pytest.raises(DivergenceError if rank else PeerError, match=found):
+        found = "rank 1 has done .* backward, where use blocks.1 backward was foreseen"
+        with pytest.raises(DivergenceError, match=found):
             step(model, sharded)
         with pytest.raises(PcommError, match="step after an error"):
             step(model, sharded)
@@ -285,11 +291,25 @@ def test_a_rank_leaves_backward_out(rank: int) -> None:
         step(model, sharded)
         if rank == 1:
             model.loss(TOKENS)
-        else:
-            with pytest.raises(PeerError, match=r"rank 1: a forward .* not followed by"):
-                step(model, sharded)
+        found = r"rank 1 has end \(root\) forward, where use \(root\) backward was foreseen"
+        with pytest.raises(DivergenceError, match=found):
+            step(model, sharded)
         with pytest.raises(PcommError, match="step after an error"):
             step(model, sharded)
+
+
+@ranks(2)
+def test_ranks_that_leave_out_other_layers(rank: int) -> None:
+    """In a step that no schedule foresaw: at the first layer that differs, on both."""
+    for checks in (True, False):
+        model = Faulty()
+        with two_groups() as groups:
+            sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
+            for _ in range(2):
+                step(model, sharded)
+            model.order = (0, 2) if rank else (0, 2, 3)
+            with pytest.raises(DivergenceError, match=r"rank 1 has (done|use) .*root"):
+                step(model, sharded)
 
 
 @ranks(2)
@@ -307,16 +327,35 @@ def test_a_rank_that_never_comes(rank: int) -> None:
 
 
 @ranks(2)
-def test_backward_of_an_earlier_forward(rank: int) -> None:
+def test_backward_that_is_not_that_of_its_forward(rank: int) -> None:
     model = SmallModel()
     with two_groups() as groups:
         sharded = shard(model, groups)
         step(model, sharded)
+        loss = model.loss(TOKENS)
+        loss.backward(retain_graph=True)
+        with pytest.raises(ConfigError, match="a forward that has had its backward"):
+            loss.backward()
+        step(model, sharded)
         early = model.loss(TOKENS)
         with torch.no_grad():
-            model.loss(TOKENS)
-        with pytest.raises(ConfigError, match="a graph of an earlier forward"):
+            for part in sharded.parameters():
+                part.mul_(2)
+        with pytest.raises(ConfigError, match="written after the forward that it belongs to"):
             early.backward()
+        with pytest.raises(ConfigError, match="its forward, which is still running"):
+            _backward_inside(model)
+
+
+def _backward_inside(model: SmallModel) -> None:
+    def backward(_module: nn.Module, _inputs: object, y: Tensor) -> None:
+        y.sum().backward()
+
+    handle = model.blocks[3].register_forward_hook(backward)
+    try:
+        model.loss(TOKENS)
+    finally:
+        handle.remove()
 
 
 @ranks(2)

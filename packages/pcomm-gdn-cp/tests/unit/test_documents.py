@@ -77,13 +77,13 @@ def test_no_fewer_cuts_inside_documents_would_do(
 def test_long_packs_stay_within_the_limit(lengths: list[int], size: int) -> None:
     lengths.append(-sum(lengths) % size)
     offsets = tuple(accumulate(lengths, initial=0))
-    documents = Documents(Tokens(offsets, size, "contiguous"), are_whole=False)
+    documents = Documents.of(Tokens(offsets, size, "contiguous"), are_whole=False)
     assert documents.imbalance <= 0.1
     assert sum(documents.layout.sizes) == offsets[-1]
     num_cuts = inside(list(offsets), documents.cuts)
     assert documents.num_straddlers <= num_cuts <= size - 1
     # A cut of a document pays only where whole documents would be too uneven.
-    whole = Documents(Tokens(offsets, size, "contiguous"), are_whole=True)
+    whole = Documents.of(Tokens(offsets, size, "contiguous"), are_whole=True)
     assert (num_cuts == 0) == (whole.imbalance <= 0.1)
 
 
@@ -99,7 +99,7 @@ def test_moved_rows_are_those_of_a_walk_through_the_pack(
 ) -> None:
     offsets = tuple(accumulate((c * 2 * size for c in chunks), initial=0))
     tokens = Tokens(offsets, size, layout)
-    documents = Documents(tokens, are_whole)
+    documents = Documents.of(tokens, are_whole)
     source, target = (
         [set(one.positions(rank)) for rank in range(size)]
         for one in (tokens.layout, documents.layout)
@@ -128,7 +128,7 @@ def test_cuts_of_a_few_packs(
 ) -> None:
     offsets = tuple(accumulate(lengths, initial=0))
     assert document_cuts(offsets, size) == expected
-    documents = Documents(Tokens(offsets, size, "contiguous"), are_whole=False)
+    documents = Documents.of(Tokens(offsets, size, "contiguous"), are_whole=False)
     assert documents.num_straddlers == num_straddlers
 
 

@@ -6,8 +6,10 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "ClosedError",
     "ConfigError",
     "DivergenceError",
+    "FencedError",
     "LayoutError",
     "PcommError",
     "PeerError",
@@ -57,12 +59,20 @@ class UnsupportedError(PcommError):
     """What was asked for is sound, but this build, machine or version cannot do it."""
 
 
+class ClosedError(PcommError, RuntimeError):
+    """What was asked for needs groups, a model or a plan that was closed before."""
+
+
 class DivergenceError(PcommError):
     """Ranks that must agree do not; raised on all of them, naming the first difference."""
 
 
 class PeerError(PcommError):
     """Another rank failed before a collective was entered, and this rank stops with it."""
+
+
+class FencedError(PcommError):
+    """A newer generation of ranks has begun; this process's one is over. See `core.control`."""
 
 
 class PeerTimeoutError(PcommError, TimeoutError):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from pcomm.core.collectives.choice import collectives_of
+from pcomm.core.closing import Closing
 from pcomm.core.collectives.differentiable import differentiable
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.communicators import Communicator, communicator_of
 from pcomm.core.errors import TopologyError
 
 __all__ = ["Group"]
@@ -19,7 +21,9 @@ __all__ = ["Group"]
 class Group:
     """An ordered set of ranks, what it is for, and how its ranks talk to each other.
 
-    Made by `open_groups`, or from a plain process group. Read only.
+    Made by `open_groups`, or from a plain process group. Read only. It is data around a
+    communicator, which it shares with all other groups around the same process group: their
+    operations keep one order, whichever of them they are issued through.
 
     Attributes:
         name: Axes along which the group runs, such as `"dp_cp"`.
@@ -27,7 +31,6 @@ class Group:
         ranks: Global ranks, ascending.
         rank: This rank's place in `ranks`.
         size: Number of ranks.
-        process_group: Torch's group; None for one rank, which needs no communicator.
         asked: Options that were asked for.
         granted: Options in force.
         refused: Options that are not in force, with the reason.
@@ -36,12 +39,13 @@ class Group:
     """
 
     __slots__ = (
+        "_closing",
+        "_communicator",
         "asked",
         "collectives",
         "differentiable",
         "granted",
         "name",
-        "process_group",
         "rank",
         "ranks",
         "refused",
@@ -60,18 +64,38 @@ class Group:
         asked: Mapping[str, Any] | None = None,
         granted: Mapping[str, Any] | None = None,
         refused: Mapping[str, str] | None = None,
+        closing: Closing | None = None,
     ) -> None:
-        self.name, self.role, self.ranks, self.process_group = name, role, ranks, process_group
+        self.name, self.role, self.ranks = name, role, ranks
         self.rank, self.size = rank, len(ranks)
         self.asked, self.granted, self.refused = asked or {}, granted or {}, refused or {}
-        self.collectives: Collectives = (
-            IdentityCollectives() if process_group is None else collectives_of(process_group)
-        )
-        self.differentiable: Collectives = differentiable(self.collectives)
+        self._closing = Closing() if closing is None else closing
+        self._communicator: Communicator | None = None
+        self.collectives: Collectives
+        self.differentiable: Collectives
+        if process_group is None:
+            self.collectives = self.differentiable = IdentityCollectives()
+        else:
+            self._communicator = communicator_of(process_group)
+            self.collectives = self._communicator.collectives
+            self.differentiable = self._communicator.differentiable
 
     @classmethod
-    def from_process_group(cls, name: str, group: dist.ProcessGroup, *, role: str = "") -> Group:
+    def from_process_group(
+        cls,
+        name: str,
+        group: dist.ProcessGroup,
+        *,
+        role: str = "",
+        closing: Closing | None = None,
+    ) -> Group:
         """A group around somebody else's communicator, which is not closed by us. Local.
+
+        Args:
+            name: Axes along which the group runs.
+            group: Torch's group; its owner keeps it alive.
+            role: What it is for.
+            closing: What ends with the collection that this group is a part of.
 
         Raises:
             TopologyError: `group` is what torch hands to ranks that do not belong to it.
@@ -85,23 +109,34 @@ class Group:
             )
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) == 1:
-            return cls(name, ranks, None, role=role)
-        return cls(name, ranks, group, role=role, rank=group.rank())
+            return cls(name, ranks, None, role=role, closing=closing)
+        return cls(name, ranks, group, role=role, rank=group.rank(), closing=closing)
 
     def with_collectives(self, collectives: Collectives) -> Group:
         """The same group, whose operations go through `collectives`. Local."""
-        other = Group(
-            self.name,
-            self.ranks,
-            self.process_group,
-            role=self.role,
-            rank=self.rank,
-            asked=self.asked,
-            granted=self.granted,
-            refused=self.refused,
-        )
+        other = copy.copy(self)
         other.collectives, other.differentiable = collectives, differentiable(collectives)
         return other
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Torch's group; None for one rank, which needs no communicator.
+
+        Raises:
+            ClosedError: It was closed.
+        """
+        return None if self._communicator is None else self._communicator.process_group
+
+    def before_close(self, call: Callable[[], object]) -> Callable[[], None]:
+        """Have `call` called when the `Groups` that this group belongs to close. Local.
+
+        See `Groups.before_close`. A group made by `from_process_group` alone is closed by
+        whoever made the process group, and then `call` is not called.
+
+        Returns:
+            What takes `call` back; calling it again does nothing.
+        """
+        return self._closing.add(call)
 
     @property
     def is_identity(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pcomm.core import env
-from pcomm.core.agreement import fail_together
+from pcomm.core.control.control import Control
 from pcomm.core.errors import ConfigError, PcommError
 
 __all__ = ["World", "connect"]
@@ -34,15 +34,19 @@ class World:
     device: torch.device
     store: dist.Store | None
 
+    @property
+    def control(self) -> Control:
+        """By what all processes of the job agree; generation 0. Local."""
+        return Control(self.store, range(self.size), self.rank)
+
     def fail_together(
         self, topic: str, error: PcommError | None, *, timeout_s: float | None = None
     ) -> None:
-        """Raise on every rank if any rank has an error. Collective; see `agreement`.
+        """Raise on every rank if any rank has an error. Collective; see `Control.agree`.
 
         Waits `timeout_s` seconds for the slowest rank, by default `PCOMM_TIMEOUT_S`.
         """
-        limit = env.timeout_s() if timeout_s is None else timeout_s
-        fail_together(self.store, topic, error, self.rank, range(self.size), timeout_s=limit)
+        self.control.fail_together(topic, error, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -81,7 +85,7 @@ def connect(*, backend: str | None = None) -> Iterator[World]:
     device = _device(_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
+    _init_process_group(
         backend or ("nccl" if device.type == "cuda" else "gloo"),
         rank=rank,
         world_size=size,
@@ -94,6 +98,24 @@ def connect(*, backend: str | None = None) -> Iterator[World]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _init_process_group(backend: str, *, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Torch's function of that name, with an error of ours where it cannot use the address."""
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+    except dist.DistNetworkError as error:
+        is_taken = "EADDRINUSE" in str(error)
+        raise ConfigError(
+            f"connect: MASTER_ADDR={address}, MASTER_PORT={port}",
+            found="the port is in use" if is_taken else str(error).splitlines()[0],
+            why="Rank 0 listens there, and the other ranks find it by this address.",
+            fix="End the job that has it, or set MASTER_PORT to a free port on all ranks; torchrun "
+            "finds one by itself with --standalone."
+            if is_taken
+            else "Set both to an address of rank 0 that all ranks reach, and start all ranks.",
+        ) from error
 
 
 def _wait_for_all_to_leave(world: World) -> None:

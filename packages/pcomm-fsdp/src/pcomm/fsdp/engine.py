@@ -2,142 +2,96 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 
 import torch
 
-from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError
+from pcomm.core.errors import ConfigError, PcommError, PeerError
+from pcomm.fsdp import refusals
+from pcomm.fsdp.departures import Departures
 from pcomm.fsdp.flat_group import FlatGroup
+from pcomm.fsdp.forward_pass import ForwardPass
+from pcomm.fsdp.local_group import LocalGroup
 from pcomm.fsdp.peers import Peers
 from pcomm.fsdp.policy import CommPolicy
 from pcomm.fsdp.reuse import Reuse
-from pcomm.fsdp.schedule import (
-    Buffer,
-    Mark,
-    OnDemand,
-    Phase,
-    Schedule,
-    Step,
-    compile_schedule,
-)
+from pcomm.fsdp.schedule import Mark, Owed, Phase, Schedule, Step
+from pcomm.fsdp.stepper import Stepper
 from pcomm.fsdp.stretch_recorder import StretchRecorder
+from pcomm.fsdp.unit import Unit
 from pcomm.fsdp.units import ROOT
 
-__all__ = ["Engine", "Unit"]
-
-# One topic for all, so that a rank that fails can join wherever the others are.
-_RECORDING = "fsdp: first step"
-
-_log = logging.getLogger("pcomm.fsdp")
-
-
-class Unit:
-    """A unit while the model runs.
-
-    Args:
-        name: Its name.
-        module: Its module.
-        groups: Its parameter groups that communicate or convert.
-        input_dtype: To which inputs of floating point are cast; None leaves them.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: torch.nn.Module,
-        groups: Sequence[FlatGroup],
-        *,
-        input_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.name, self.module, self.groups = name, module, tuple(groups)
-        self.input_dtype = input_dtype
-        self.begin()
-
-    def begin(self) -> None:
-        """Be ready for a micro-batch."""
-        self.num_uses = 0
-        self.num_open_inputs = 0
-        self.is_bounded = True
-        self.has_graph = False
-        self.is_in_backward = False
-        self.has_left_backward = False
-        for group in self.groups:
-            group.begin()
+__all__ = ["Engine"]
 
 
 class Engine:
     """The state of one sharded model between and within micro-batches.
 
-    Hooks tell it what modules do. In the first micro-batch it gathers on demand and records; then
-    the ranks compare what they recorded, and from there on the compiled schedule is replayed.
+    Hooks tell it what modules do. A micro-batch is a forward, with its backward if that follows
+    before the next forward; or a backward alone, of a forward further back. What it has never done
+    is gathered on demand and recorded; what it has done before is replayed from a schedule.
+
+    It owns what the model was sharded into, until it is closed.
 
     Args:
-        units: All units, the root first.
+        units: All units that communicate or convert, the root first.
+        groups: All parameter groups, those of one rank too.
         policy: Depths.
         peers: The ranks that take part.
         reuse: Gradient buffers, to be freed at the end of a step.
     """
 
     def __init__(
-        self, units: Sequence[Unit], policy: CommPolicy, peers: Peers, reuse: Reuse
+        self,
+        units: Sequence[Unit],
+        groups: Sequence[FlatGroup | LocalGroup],
+        policy: CommPolicy,
+        peers: Peers,
+        reuse: Reuse,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.is_last = True
         self.phase: Phase | None = None
-        self.token = 0
+        self.current = ForwardPass(0)
         self.depth = 0
+        self.num_backwards = 0
         self.issued: Counter[str] = Counter()
         self.stretches: StretchRecorder | None = None
-        self._policy, self._peers, self._reuse = policy, peers, reuse
+        self._peers, self._reuse = peers, reuse
+        self._all_groups = tuple(groups)
         self._groups = {group.plan.name: group for unit in units for group in unit.groups}
-        self._traces: dict[str, tuple[Mark, ...]] = {}
-        self._schedules: dict[tuple[object, ...], Schedule] = {}
-        self._gathered: frozenset[str] = frozenset()
-        self._recording: OnDemand | None = None
-        self._schedule: Schedule | None = None
-        self._next = 0
-        self._mode = ""
+        plans = [group.plan for group in self._groups.values()]
+        departures = Departures(peers.groups, self._raise_if_heard)
+        self._stepper = Stepper(plans, policy, departures)
+        self._recomputed = ForwardPass(0)
+        self._entered: set[ForwardPass] = set()
         self._in_backward: list[Unit] = []
-        self._is_waiting_for_backward = False
+        # Forwards up to this one were part of a micro-batch that was given up.
+        self._last_given_up = 0
         self._failure = ""
         self._num_recoveries = 0
         self._is_broken = False
+        self._endings: list[Callable[[], object]] = []
+        self.is_closed = False
 
     # -- what hooks report -----------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The model's forward begins."""
-        if self._is_waiting_for_backward:
-            self._stop("a forward with gradients enabled was not followed by its backward")
-        elif self.phase is not None:
+    def begin(self, entry_point: str) -> None:
+        """A forward of the model begins."""
+        if self.phase == "backward":
             self._stop("the step before ended with an error in backward")
         if self._failure:
             self._recover()
-        self.token += 1
-        self.phase = "forward"
-        self._mode = "train" if torch.is_grad_enabled() else "eval"
-        # The optimizer may step at any time after the last micro-batch: what an evaluation gathers
-        # there may be stale soon.
-        is_last = self.is_last
-        for unit in self.units.values():
-            unit.begin()
-        if self._mode == "train":
-            for group in self._groups.values():
-                group.check()
-        trace = self._traces.get(self._mode)
-        if trace is None:
-            self._schedule = None
-            self._recording = OnDemand(
-                self._buffers(is_last),
-                inflight_reduce=self._policy.inflight_reduce,
-                gathered=self._gathered,
-                is_last=is_last,
-            )
-        else:
-            self._schedule, self._next = self.schedule(self._mode, is_last=is_last), 0
+        elif self.phase is not None:
+            # That forward had gradients, and its backward comes later or never.
+            self._end("forward")
+        grad = torch.is_grad_enabled()
+        for group in self._groups.values():
+            group.check(trains=grad)
+        versions = tuple(group.version for group in self._groups.values())
+        self.current = ForwardPass(self.current.token + 1, versions)
+        self._begin("forward", f"{entry_point} {'train' if grad else 'eval'}")
 
     def use(self, unit: Unit, phase: Phase) -> None:
         """A unit's module is about to compute."""
@@ -149,33 +103,61 @@ class Engine:
     def done(self, unit: Unit, phase: Phase) -> None:
         """A unit's module has computed."""
         if phase == "backward":
-            unit.is_in_backward, unit.has_left_backward = False, True
+            unit.is_in_backward = False
+            unit.passes.clear()
             self._in_backward.remove(unit)
         self._mark(Mark("done", unit.name, phase))
 
     def end_forward(self, has_graph: bool) -> None:
         """The model's forward has ended; `has_graph` if a backward can follow."""
-        if has_graph:
-            self._is_waiting_for_backward = True
-        else:
+        if not has_graph:
             self._end("forward")
 
-    def begin_backward(self, token: int) -> bool:
-        """A gradient has reached the model; true for the first one of this backward.
+    def begin_backward(self, forward: ForwardPass) -> bool:
+        """A gradient has reached an output of a unit; true for the first one of a backward.
+
+        Args:
+            forward: The forward that the output is of.
 
         Raises:
-            ConfigError: The graph is that of an earlier forward.
+            ConfigError: That forward has had its backward, or was given up, or weights have changed
+                since.
         """
-        if token != self.token or self.phase is None:
-            raise ConfigError(
-                "backward of a sharded model",
-                found="a graph of an earlier forward, or one that has had its backward",
-                why="Each forward is followed by its backward: parameters are gathered for one.",
-                fix="Call backward after each forward; use torch.no_grad() where there is none.",
-            )
-        is_first = self.phase == "forward"
-        self.phase, self._is_waiting_for_backward = "backward", False
-        return is_first
+        if forward in self._entered:
+            return False
+        if self.is_closed:
+            raise refusals.closed("backward of a sharded model")
+        if self.depth:
+            raise _within_forward()
+        if forward.is_over or forward.token <= self._last_given_up:
+            raise _over()
+        if forward.versions != tuple(group.version for group in self._groups.values()):
+            raise _changed_weights()
+        self._entered.add(forward)
+        if self.phase == "backward":
+            # One loss of several forwards.
+            return False
+        if self.phase is None:
+            self._begin("backward", "backward")
+        else:
+            self._stepper.set_last(self.is_last)
+        self.phase = "backward"
+        self.num_backwards += 1
+        self._recomputed = ForwardPass(0)
+        return True
+
+    def watched_by(self, unit: Unit) -> ForwardPass | None:
+        """The forward that is to learn when backward passes what `unit` computes now.
+
+        None for what is computed again for a graph that is there already.
+        """
+        if self.phase == "forward":
+            return self.current
+        if any(unit.name in forward.watched for forward in (*self._entered, self._recomputed)):
+            return None
+        # Under a reentrant checkpoint there was no graph before.
+        unit.passes.add(self._recomputed)
+        return self._recomputed
 
     def end_backward(self) -> None:
         """Autograd has finished."""
@@ -184,115 +166,118 @@ class Engine:
         self._end("backward")
 
     def fail(self, error: BaseException) -> None:
-        """The model's forward raised: tell the others, and be ready for another step.
+        """The model's forward or backward raised: tell the others, and be ready for another step.
 
         If every rank raised at the same place, such as for a batch that all of them refuse, the
         next step goes on. If not, it is an error on all ranks.
         """
-        was_recording, self._recording = self._recording is not None, None
         self._stop(f"{type(error).__name__}: {error}")
-        if was_recording and isinstance(error, Exception):
-            # The others compare notes at every use of a unit, and would wait for this rank.
-            with suppress(PcommError, type(error)):
-                self._peers.agree(_RECORDING, [], error=error)
 
     def heard(self) -> str | None:
         """What a rank said that failed since all ranks last went on together.
 
         Not in this micro-batch alone: with gradients that are reduced once a step, a rank may have
         gone on to the next one before it needs the rank that failed.
+
+        Raises:
+            DivergenceError: A rank does something else than this one.
         """
-        return self._peers.heard(round_number=self._num_recoveries)
+        message = self._peers.heard(round_number=self._num_recoveries)
+        if message is None:
+            self._stepper.check_peers()
+        return message
+
+    # -- ownership -------------------------------------------------------------------------
+
+    @property
+    def all_groups(self) -> tuple[FlatGroup | LocalGroup, ...]:
+        """All parameter groups.
+
+        Raises:
+            ClosedError: The model was closed.
+        """
+        if self.is_closed:
+            raise refusals.closed("a part of a sharded model")
+        return self._all_groups
+
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Have `call` called when this closes."""
+        self._endings.append(call)
+
+    def close(self) -> None:
+        """Take the model off its groups, and let go of everything. Local.
+
+        The model keeps this rank's parts as parameters, and refuses to compute. Collectives that
+        are on their way are not waited for: a peer may never join them. Calling it again does
+        nothing.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        endings, self._endings = self._endings[::-1], []
+        for call in endings:
+            call()
+        for group in self._all_groups:
+            group.close()
+        self._reuse.clear()
+        self.phase, self.depth, self.stretches = None, 0, None
+        self.units, self._groups, self._all_groups = {}, {}, ()
+        self._in_backward.clear()
+        self._entered.clear()
+        self._peers = Peers([])
+        self._stepper.close()
 
     # -- schedules -------------------------------------------------------------------------
 
     def schedule(
-        self, mode: str, *, is_last: bool, gathered: frozenset[str] | None = None
-    ) -> Schedule:
-        """The schedule of the next micro-batch, or of one that finds `gathered`; once recorded."""
-        gathered = self._gathered if gathered is None else gathered
-        key = mode, gathered, is_last
-        if key not in self._schedules:
-            self._schedules[key] = compile_schedule(
-                self._traces[mode],
-                self._buffers(is_last),
-                prefetch=self._policy.prefetch,
-                prefetch_bytes=self._policy.prefetch_bytes,
-                inflight_reduce=self._policy.inflight_reduce,
-                gathered=gathered,
-                is_last=is_last,
-            )
-        return self._schedules[key]
+        self, *, is_last: bool, gathered: frozenset[str] | None = None, owed: Owed | None = None
+    ) -> Schedule | None:
+        """The schedule of the next micro-batch if it trains as the last one that did. Local.
 
-    @property
-    def has_recorded(self) -> bool:
-        """Whether a training step has been recorded."""
-        return "train" in self._traces
+        Args:
+            is_last: Whether it is the last one of its step.
+            gathered: What is gathered before it; None for what is now.
+            owed: What earlier ones have left to it; None for what they have now.
+        """
+        trace = self._stepper.last_training
+        if trace is None:
+            return None
+        return self._stepper.schedule(trace, is_last=is_last, gathered=gathered, owed=owed)
+
+    def unused(self) -> list[str]:
+        """Units that took part in no micro-batch of late. Local."""
+        seen = self._stepper.seen
+        return [name for name, unit in self.units.items() if unit.groups and name not in seen]
 
     def invalidate(self) -> None:
         """The shards have changed: gather before the next use."""
-        self._gathered = frozenset()
+        self._stepper.invalidate()
 
-    def _buffers(self, is_last: bool) -> list[Buffer]:
-        buffers = []
-        for group in self._groups.values():
-            plan = group.plan
-            reduces = plan.is_trainable and (is_last or plan.shard.reduce == "micro_batch")
-            buffers.append(
-                Buffer(
-                    plan.name,
-                    plan.unit,
-                    plan.gathered_bytes,
-                    plan.shard.keep,
-                    reduces,
-                    reduces and is_last and plan.num_replicas > 1,
-                )
-            )
-        return buffers
+    def forget_gradients(self) -> None:
+        """The gradients of earlier micro-batches were dropped."""
+        self._stepper.forget_gradients()
 
     # -- execution -------------------------------------------------------------------------
+
+    def _begin(self, phase: Phase, context: str) -> None:
+        self.phase = phase
+        for unit in self.units.values():
+            unit.begin()
+        self._stepper.begin(context, is_last=self.is_last)
 
     def _mark(self, mark: Mark) -> None:
         if self.stretches is not None:
             self.stretches.pause(mark)
         try:
-            if self._recording is not None:
-                steps = self._record(self._recording, mark)
-            else:
-                steps = self._advance(mark)
-            for step in steps:
+            for step in self._stepper.steps_for(mark):
                 self._do(step)
             if self.stretches is not None:
                 self.stretches.resume()
         except PcommError as error:
-            # Out of forward the entry point says so; backward has nobody else who would.
+            # Out of forward the entry point says so; backward has no one else who would.
             if self.phase == "backward":
                 self.fail(error)
             raise
-
-    def _record(self, recording: OnDemand, mark: Mark) -> Sequence[Step]:
-        if mark.kind == "use" and self._policy.checks_first_step:
-            self._agree([" ".join(mark)])
-        return recording.steps_for(mark)
-
-    def _advance(self, mark: Mark) -> Sequence[Step]:
-        """The steps up to and after `mark` that can be done now."""
-        assert self._schedule is not None
-        steps = self._schedule.steps
-        place = self._next
-        while place < len(steps) and not steps[place].is_anchor:
-            place += 1
-        expected = steps[place] if place < len(steps) else None
-        if expected != (mark.kind, mark.unit, mark.phase):
-            raise _departed(mark, expected)
-        place += 1
-        # What blocks is left to the moment where its result is needed.
-        while place < len(steps) and not steps[place].is_anchor:
-            if steps[place].is_blocking and mark.kind != "end":
-                break
-            place += 1
-        taken, self._next = steps[self._next : place], place
-        return taken
 
     def _do(self, step: Step) -> None:
         kind = step.kind
@@ -311,35 +296,26 @@ class Engine:
 
     def _end(self, phase: Phase) -> None:
         self._mark(Mark("end", ROOT, phase))
-        if self._recording is not None:
-            self._gathered = self._recording.gathered
-            self._compare(tuple(self._recording.marks))
-        else:
-            assert self._schedule is not None
-            self._gathered = self._schedule.gathered_at_end
+        self._stepper.end()
         for group in self._groups.values():
             group.end()
         self._reuse.clear()
+        for forward in self._entered:
+            forward.is_over = True
+        self._entered.clear()
         self.phase = None
-        self._is_waiting_for_backward = False
-
-    def _compare(self, marks: tuple[Mark, ...]) -> None:
-        """The ranks compare what they recorded. Collective."""
-        used = {mark.unit for mark in marks}
-        unused = [name for name, unit in self.units.items() if unit.groups and name not in used]
-        error = _unused(unused) if unused else None
-        self._agree([" ".join(mark) for mark in marks], error)
-        self._recording = None
-        self._traces[self._mode] = marks
-        _log.debug("recorded %d marks of %s", len(marks), self._mode)
 
     # -- errors ----------------------------------------------------------------------------
 
-    def _agree(self, lines: Sequence[str], error: PcommError | None = None) -> None:
-        """Compare notes while recording; an error ends the recording. Collective."""
-        recording, self._recording = self._recording, None
-        self._peers.agree(_RECORDING, lines, error=error)
-        self._recording = recording
+    def _raise_if_heard(self) -> None:
+        message = self._peers.heard(round_number=self._num_recoveries)
+        if message is not None:
+            raise PeerError(
+                "fsdp: what units do",
+                found=f"an error on {message}",
+                why="What was not foreseen in the schedule is done by all ranks or none.",
+                fix="Repair what that rank reports.",
+            )
 
     def _stop(self, reason: str) -> None:
         """Give this micro-batch up, and say so to ranks that wait in it."""
@@ -347,15 +323,15 @@ class Engine:
         try:
             for group in self._groups.values():
                 group.drain()
-        except PeerError:
+        except PcommError:
             # What is still on its way may write into its buffers at any time.
             self._is_broken = True
         self._peers.sound(reason, round_number=self._num_recoveries)
         self.phase, self.depth = None, 0
-        self._recording, self._schedule = None, None
-        self._is_waiting_for_backward = False
+        self._last_given_up = self.current.token
+        self._stepper.give_up()
         self._in_backward.clear()
-        self._gathered = frozenset()
+        self._entered.clear()
         self._reuse.clear()
         for group in self._groups.values():
             group.detach()
@@ -369,24 +345,33 @@ class Engine:
         self._peers.agree("fsdp: step after an error", counts, error=error)
         self._failure = ""
         self._num_recoveries += 1
+        self._stepper.begin_again(self._num_recoveries)
 
 
-def _departed(mark: Mark, expected: Step | None) -> DivergenceError:
-    found = "the end of the schedule" if expected is None else " ".join(expected)
-    return DivergenceError(
-        f"fsdp: {mark.phase} {mark.kind} of unit {mark.unit!r}",
-        found=f"the schedule recorded in the first step has {found} here",
-        why="Gathers are issued ahead in the recorded order, which is the same on all ranks.",
-        fix="Use all units in the same order in every step, or make one unit of what varies.",
+def _over() -> ConfigError:
+    return ConfigError(
+        "backward of a sharded model",
+        found="the graph of a forward that has had its backward, or was given up after an error",
+        why="A unit's gradients are reduced, and its parameters released, once for each forward.",
+        fix="Call backward once for each forward, for all its losses together.",
     )
 
 
-def _unused(names: Sequence[str]) -> ConfigError:
+def _within_forward() -> ConfigError:
     return ConfigError(
-        f"fully_shard: units {', '.join(names[:8])}",
-        found="they took no part in the first forward",
-        why="A unit that is not used would never get gradients, nor be gathered.",
-        fix="Call the unit's module in forward, or leave it out of units and freeze or remove it.",
+        "backward of a sharded model",
+        found="its forward, which is still running",
+        why="A unit is in its forward or in its backward; its parameters are released after each.",
+        fix="Compute gradients within the forward of one unit, or after that of the model.",
+    )
+
+
+def _changed_weights() -> ConfigError:
+    return ConfigError(
+        "backward of a sharded model",
+        found="parameters that were written after the forward that it belongs to",
+        why="They are gathered again for backward, which would compute with other weights.",
+        fix="Call backward before the optimizer steps and before parameters are loaded.",
     )
 
 

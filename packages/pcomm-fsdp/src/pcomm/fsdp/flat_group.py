@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives.protocol import Pending
-from pcomm.core.errors import ConfigError
+from pcomm.fsdp import refusals
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.intact import Intact
 from pcomm.fsdp.pooled_memory import Fill
 from pcomm.fsdp.reuse import Reuse
+from pcomm.fsdp.shard_gradient import GradientOrigin
 from pcomm.fsdp.units import Owner, install
 from pcomm.fsdp.waiting import Waiter
 
@@ -56,10 +58,8 @@ class FlatGroup:
         layout = plan.layout
         self.is_on_meta = [original.is_meta for original in originals]
         self.shard = torch.zeros(layout.share, dtype=plan.main_dtype, device=device)
-        self.parts = [
-            nn.Parameter(self.local(self.shard, i), requires_grad=plan.is_trainable)
-            for i in range(len(plan.names))
-        ]
+        local = [self.local(self.shard, i) for i in range(len(plan.names))]
+        self.parts = [nn.Parameter(part, requires_grad=plan.is_trainable) for part in local]
         for part in self.parts:
             # For whoever shards the same model again.
             part.is_pcomm_shard = True  # type: ignore[attr-defined]
@@ -74,13 +74,12 @@ class FlatGroup:
         # `.data` has a version counter of its own: filling the buffer again is no change of what
         # autograd has saved, but the return of the same values.
         views = self._full.data
-        self.wholes = [
-            nn.Parameter(self.place(views, i), requires_grad=plan.is_trainable)
-            for i in range(len(plan.names))
-        ]
+        places = [self.place(views, i) for i in range(len(plan.names))]
+        self.wholes = [nn.Parameter(whole, requires_grad=plan.is_trainable) for whole in places]
         if plan.is_trainable:
             for index, whole in enumerate(self.wholes):
-                whole.register_post_accumulate_grad_hook(self._taker(index))
+                whole.register_post_accumulate_grad_hook(_taker(weakref.ref(self), index))
+        self.origin: GradientOrigin | None = None
         self._gathering: Pending | None = None
         self.has_memory = True
         self._gradient: Tensor | None = None
@@ -88,21 +87,30 @@ class FlatGroup:
         self._took_over = False
         self._is_reduced = False
         self._expects_gradients = self._carries_gradients = self._has_lost_gradients = False
-        self._reducing: tuple[Pending, Tensor] | None = None
+        # Also whether the gradient is autograd's own tensor.
+        self._reducing: tuple[Pending, Tensor, bool] | None = None
         self._partial: Tensor | None = None
         self._replicating: Pending | None = None
         self._deposit: Tensor | None = None
-        self._intact = Intact(plan, self.owners, self.parts, views)
+        self._intact = Intact(plan, self.owners, self.parts, local, self.wholes, places)
+        # That of the shard when it was gathered.
+        self._gathered_version = self.version
         self._is_attached = True
         self.release()
         self.detach()
 
     # -- parameters ----------------------------------------------------------------------
 
+    @property
+    def version(self) -> int:
+        """Changes whenever this rank's part of the parameters is written."""
+        return 0 if self.shard.is_inference() else self.shard._version
+
     def gather(self) -> None:
         """Start to collect the parameters of all ranks. Collective over the gather group."""
         if self.plan.is_one_buffer:
             return
+        self._gathered_version = self.version
         if not self.has_memory:
             self._fill(self._full.untyped_storage(), self._full.numel() * self._full.itemsize)
             self.has_memory = True
@@ -129,6 +137,8 @@ class FlatGroup:
         """Put the gathered parameters into their modules."""
         if not self._is_attached:
             self._intact.check_owners()
+            if self._gathered_version != self.version and not self.plan.is_one_buffer:
+                raise refusals.stale(self.plan)
             self._is_attached = True
             install(self.owners, self.wholes)
 
@@ -143,7 +153,7 @@ class FlatGroup:
         was_attached = self._is_attached
         self.detach()
         if was_attached:
-            self._intact.check_views()
+            self._intact.check_wholes()
 
     def local(self, flat: Tensor, index: int) -> Tensor:
         """This rank's part of parameter `index` in a flat share: a view."""
@@ -198,23 +208,25 @@ class FlatGroup:
         self._gradient, self._is_reduced = None, True
         self._has_gradient = [False] * len(self.parts)
         reduce = self.plan.reduce
+        if self.plan.predivisor != 1:
+            gradient.mul_(1 / self.plan.predivisor)
         # In place, so that nothing is allocated as long as it is on its way.
         own = gradient.chunk(reduce.size)[reduce.rank] if reduce.size > 1 else None
         pending = reduce.collectives.reduce_scatter_async(gradient, out=own)
-        self._reducing = pending, gradient
+        self._reducing = pending, gradient, self._took_over
 
     def finish(self) -> None:
         """Wait for the sum and add it to the gradient of the shard."""
         assert self._reducing is not None
-        (pending, gradient), self._reducing = self._reducing, None
+        (pending, gradient, took_over), self._reducing = self._reducing, None
         total = self._wait(pending, f"reduce of {self.plan.name}")
         mine = total.to(self.plan.main_dtype)
         if self.plan.reduce.size > 1 and mine is total:
             mine = total.clone()
-        if mine is not gradient and not self._took_over:
+        if mine is not gradient and not took_over:
             self._reuse.give(gradient)
-        if self.plan.divisor != 1:
-            mine.mul_(1 / self.plan.divisor)
+        if self.plan.divisor != self.plan.predivisor:
+            mine.mul_(self.plan.predivisor / self.plan.divisor)
         if self.plan.num_replicas == 1:
             self._add_to_parts(mine)
         elif self._partial is None:
@@ -244,15 +256,21 @@ class FlatGroup:
             # The optimizer's `zero_grad` has let go of it.
             self._deposit = None
 
-    def check(self) -> None:
-        """A step can go on: nothing that it needs was lost, or changed by somebody."""
-        self._intact.check_parts()
-        if self._has_lost_gradients:
-            raise _lost(self.plan)
+    def check(self, *, trains: bool) -> None:
+        """A forward can begin: nothing that it needs was lost or changed from outside.
+
+        Args:
+            trains: Whether a backward may follow.
+        """
+        self._intact.check_values()
+        if trains:
+            self._intact.check_training()
+            if self._has_lost_gradients:
+                raise refusals.lost(self.plan)
 
     def expect_gradients(self) -> None:
-        """The unit is in backward."""
-        self._expects_gradients = True
+        """The unit is in backward, perhaps once more."""
+        self._expects_gradients, self._is_reduced = True, False
 
     def end(self) -> None:
         """The micro-batch is over."""
@@ -269,11 +287,25 @@ class FlatGroup:
         """Wait for everything that is on its way, and forget it."""
         self.wait()
         if self._reducing is not None:
-            (pending, _), self._reducing = self._reducing, None
+            (pending, *_), self._reducing = self._reducing, None
             self._wait(pending, f"reduce of {self.plan.name}")
         if self._replicating is not None:
             pending, self._replicating = self._replicating, None
             self._wait(pending, f"replicas' sum of {self.plan.name}")
+
+    def close(self) -> None:
+        """Let go of everything but the shard: modules hold the parts, autograd nothing of ours.
+
+        What is on its way keeps its own memory until it has ended.
+        """
+        self.detach()
+        for whole in self.wholes:
+            whole.grad = None
+            (whole._post_accumulate_grad_hooks or {}).clear()
+        self.forget_gradients()
+        self._gathering = self._reducing = self._replicating = self._deposit = None
+        self._reuse.clear()
+        self.owners = []
 
     def reset(self) -> None:
         """Go back to the state between steps, after an error; gradients of the step are lost.
@@ -288,30 +320,27 @@ class FlatGroup:
         for whole in self.wholes:
             whole.grad = None
 
-    def _taker(self, index: int) -> Callable[[Tensor], None]:
-        """What autograd calls with a gradient: moves it into the flat buffer."""
-
-        def take(whole: Tensor) -> None:
-            gradient, whole.grad = whole.grad, None
-            assert gradient is not None
-            if self._is_reduced:
-                raise _late(self.plan, index)
-            if not self._expects_gradients:
-                raise _unexpected(self.plan, index)
-            if self._gradient is None and self._can_take_over(gradient):
-                self._gradient, self._has_gradient[index] = gradient.view(-1), True
-                self._took_over = True
-                return
-            target = self.place(self._gradient_buffer(), index)
-            # Autograd hands its own tensor over. One copy, which also converts, is less traffic
-            # than zeroing a buffer before and adding into it.
-            if self._has_gradient[index]:
-                target.add_(gradient)
-            else:
-                target.copy_(gradient)
-                self._has_gradient[index] = True
-
-        return take
+    def take(self, index: int) -> None:
+        """Move the gradient that autograd has left on a gathered parameter into the flat buffer."""
+        whole = self.wholes[index]
+        gradient, whole.grad = whole.grad, None
+        assert gradient is not None
+        if self._is_reduced:
+            raise refusals.late(self.plan, index)
+        if not self._expects_gradients:
+            raise refusals.unexpected(self.plan, index)
+        if self._gradient is None and self._can_take_over(gradient):
+            self._gradient, self._has_gradient[index] = gradient.view(-1), True
+            self._took_over = True
+            return
+        target = self.place(self._gradient_buffer(), index)
+        # Autograd hands its own tensor over. One copy, which also converts, is less traffic
+        # than zeroing a buffer before and adding into it.
+        if self._has_gradient[index]:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+            self._has_gradient[index] = True
 
     def _can_take_over(self, gradient: Tensor) -> bool:
         """Whether a gradient is, as it is, all that has to be reduced: then nothing is copied."""
@@ -344,6 +373,8 @@ class FlatGroup:
 
     def _add_to_parts(self, mine: Tensor) -> None:
         views = [self.local(mine, index) for index in range(len(self.parts))]
+        if self.origin is not None:
+            views = [self.origin.mark(view, index) for index, view in enumerate(views)]
         if all(part.grad is None for part in self.parts):
             for part, view in zip(self.parts, views, strict=True):
                 part.grad = view
@@ -372,28 +403,17 @@ class FlatGroup:
         return flat[start : start + math.prod(shape)].view(shape)
 
 
-def _late(plan: GroupPlan, index: int) -> ConfigError:
-    return ConfigError(
-        f"backward: a gradient of {plan.names[index]}",
-        found=f"the gradients of unit {plan.unit!r} are being reduced already",
-        why="A unit's gradients are reduced once the gradient of its inputs is known.",
-        fix="Run all of a unit's computation inside its forward, and call backward once for it.",
-    )
+def _taker(group: weakref.ref[FlatGroup], index: int) -> Callable[[Tensor], None]:
+    """What autograd calls with a gathered parameter that has a gradient.
 
+    Autograd's own C++ holds it, where the garbage collector sees nothing, so it holds nothing.
+    """
 
-def _lost(plan: GroupPlan) -> ConfigError:
-    return ConfigError(
-        "forward after a micro-batch that was given up",
-        found=f"the gradients that earlier ones had added up for {plan.name!r} went with it",
-        why="The step would go on without them.",
-        fix="Call zero_grad() of what fully_shard returned, and begin the step again.",
-    )
+    def take(whole: Tensor) -> None:
+        found = group()
+        if found is None:
+            whole.grad = None
+            raise refusals.gone()
+        found.take(index)
 
-
-def _unexpected(plan: GroupPlan, index: int) -> ConfigError:
-    return ConfigError(
-        f"backward: a gradient of {plan.names[index]}",
-        found=f"backward has not come to unit {plan.unit!r} by a tensor that its forward returned",
-        why="A unit's backward begins at the tensors that it returns, and gathers for it there.",
-        fix="Return every tensor that the loss needs, in tuples, lists, dicts or dataclasses.",
-    )
+    return take

@@ -83,6 +83,10 @@ class FlatLayout:
             return Piece(0, 0, 0)
         return Piece(first - begin, last - first, first - rank * self.share)
 
+    def is_entire(self, index: int) -> bool:
+        """Whether one rank holds all of parameter `index`."""
+        return sum(self.piece(index, rank).length > 0 for rank in range(self.size)) <= 1
+
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Shape of what `rank` holds: whole rows; flat where shares are cut inside rows."""
         shape, piece = self.shapes[index], self.piece(index, rank)

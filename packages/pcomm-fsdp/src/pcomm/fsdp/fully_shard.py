@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,7 +22,7 @@ from pcomm.fsdp.checks import (
     check_roles,
     device_of,
 )
-from pcomm.fsdp.engine import Engine, Unit
+from pcomm.fsdp.engine import Engine
 from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.hooks import install_hooks
@@ -35,6 +37,7 @@ from pcomm.fsdp.reuse import Reuse
 from pcomm.fsdp.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp.unit import Unit
 from pcomm.fsdp.units import ROOT, UnitModules, find_units
 from pcomm.fsdp.waiting import Waiter
 
@@ -116,11 +119,33 @@ def fully_shard(
     flat = [_build(one, target, reuse, waiter, memory) for one in planned]
     materialise(model, flat, [one.members for one in planned], target, initialise)
     running = _running(found, flat, precision)
-    engine = Engine(running, comm, peers, reuse)
+    engine = Engine(running, flat, comm, peers, reuse)
     waiter.heard = engine.heard
     if any(unit.groups for unit in running):
         install_hooks(engine, running[0], running[1:], entry_points)
+    _close_with(groups, engine)
     return Sharded(model, flat, engine, _first_names(model, planned), separations, memory)
+
+
+def _close_with(roles: Sequence[Roles], engine: Engine) -> None:
+    """Close the engine with the first of its groups that closes."""
+    close = functools.partial(_close, weakref.ref(engine))
+    distinct = {
+        id(group): group for r in roles for group in (r.gather, r.reduce, r.replicate) if group
+    }
+    for group in distinct.values():
+        before_close = getattr(group, "before_close", None)
+        if before_close is not None:
+            take_back = before_close(close)
+            if take_back is not None:
+                engine.at_end(take_back)
+
+
+def _close(engine: weakref.ref[Engine]) -> None:
+    # Weakly, so that a model that is dropped before goes at once.
+    found = engine()
+    if found is not None:
+        found.close()
 
 
 def _check(

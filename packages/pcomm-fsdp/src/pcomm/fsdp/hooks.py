@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,10 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pcomm.core.errors import ConfigError
-from pcomm.fsdp.engine import Engine, Unit
+from pcomm.fsdp import refusals
+from pcomm.fsdp.engine import Engine
+from pcomm.fsdp.forward_pass import ForwardPass
+from pcomm.fsdp.unit import Unit
 
 __all__ = ["install_hooks"]
 
@@ -22,34 +26,59 @@ __all__ = ["install_hooks"]
 def install_hooks(
     engine: Engine, root: Unit, units: Sequence[Unit], entry_points: Sequence[str]
 ) -> None:
-    """Let `engine` hear of every forward and backward of the units. Local.
+    """Let `engine` hear of every forward and backward of the units, until it closes. Local.
 
     Args:
-        engine: Who is told.
+        engine: Who is told. The modules own it, autograd refers to it weakly.
         root: The whole model.
         units: All others.
         entry_points: Methods of the model that compute a forward.
     """
     vars(root.module)["__deepcopy__"] = _no_copy
     for name in entry_points:
-        setattr(root.module, name, _entry(engine, root, getattr(root.module, name)))
+        setattr(root.module, name, _entry(engine, root, name, getattr(root.module, name)))
+    handles = []
     for unit in units:
         hooks = _UnitHooks(engine, unit)
-        unit.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(hooks.after)
+        handles.append(
+            unit.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+        )
+        handles.append(unit.module.register_forward_hook(hooks.after))
+    engine.at_end(functools.partial(_take_off, weakref.ref(root.module), entry_points, handles))
 
 
-def _entry(engine: Engine, root: Unit, method: Callable[..., Any]) -> Callable[..., Any]:
+def _take_off(
+    root: weakref.ref[nn.Module],
+    entry_points: Sequence[str],
+    handles: Sequence[torch.utils.hooks.RemovableHandle],
+) -> None:
+    for handle in handles:
+        handle.remove()
+    module = root()
+    if module is not None:
+        for name in entry_points:
+            setattr(module, name, functools.partial(_refuse, f"{type(module).__name__}.{name}"))
+
+
+def _refuse(name: str, *_args: object, **_options: object) -> NoReturn:
+    raise refusals.closed(name)
+
+
+def _entry(engine: Engine, root: Unit, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """`method` as the beginning and the end of a micro-batch's forward."""
     hooks = _UnitHooks(engine, root)
+    device_type = next((group.shard.device.type for group in root.groups), "cpu")
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         if engine.depth or (engine.phase == "backward" and _is_in_autograd()):
             # Called by another entry point, or computed again for backward.
             return method(*args, **kwargs)
+        if torch.is_autocast_enabled(device_type):
+            # What it keeps of weights belongs to the graph, and to the values, of one forward.
+            torch.clear_autocast_cache()
         try:
-            engine.begin()
+            engine.begin(name)
             engine.depth = 1
             args, kwargs = hooks.before(root.module, args, kwargs)
             output = hooks.after(root.module, args, method(*args, **kwargs))
@@ -64,17 +93,18 @@ def _entry(engine: Engine, root: Unit, method: Callable[..., Any]) -> Callable[.
 
 
 class _UnitHooks:
-    """The hooks of one unit."""
+    """The hooks of one unit. What autograd holds refers to it weakly."""
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
         self._engine, self._unit = engine, unit
+        self._self = weakref.ref(self)
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Have the parameters gathered, and learn when backward has left the unit."""
         engine, unit = self._engine, self._unit
-        if engine.phase is None:
+        if not engine.depth and engine.phase != "backward":
             raise ConfigError(
                 f"fsdp: unit {unit.name!r} called by itself",
                 found="the model's forward is not running",
@@ -89,10 +119,10 @@ class _UnitHooks:
             args, kwargs = tree_map_only(
                 Tensor, functools.partial(_cast, dtype=unit.input_dtype), (args, kwargs)
             )
-        # What is computed again inside backward, for a graph that is there already, needs no
-        # second look; under a reentrant checkpoint this is the first look.
-        if torch.is_grad_enabled() and (engine.phase == "forward" or not unit.has_graph):
-            args, kwargs = self._watch_inputs(args, kwargs)
+        if torch.is_grad_enabled():
+            forward = engine.watched_by(unit)
+            if forward is not None:
+                args, kwargs = self._watch_inputs(forward, args, kwargs)
         return args, kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -100,45 +130,64 @@ class _UnitHooks:
         engine, unit = self._engine, self._unit
         if engine.phase == "forward":
             engine.done(unit, "forward")
-        if torch.is_grad_enabled() and not unit.is_in_backward and engine.phase == "forward":
-            begun = engine.token, threading.get_ident()
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._on_output_gradient, *begun))
+            if torch.is_grad_enabled():
+                tell = functools.partial(_come_to_output, self._self, engine.current)
+                for tensor in _tensors(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(tell)
         return output
 
+    def come_to_output(self, forward: ForwardPass) -> None:
+        """Backward has come to the unit."""
+        engine, unit = self._engine, self._unit
+        if engine.begin_backward(forward):
+            Variable._execution_engine.queue_callback(_BackwardEnd(engine, forward.thread))
+        if not unit.is_in_backward:
+            engine.use(unit, "backward")
+        unit.passes.add(forward)
+
+    def pass_input(self, forward: ForwardPass) -> None:
+        """Backward has passed one use of the unit."""
+        engine, unit = self._engine, self._unit
+        forward.open_inputs[unit.name] -= 1
+        if unit.is_in_backward and forward.has_passed(unit.name) and unit.has_passed():
+            engine.done(unit, "backward")
+
     def _watch_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, forward: ForwardPass, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        unit = self._unit
-        unit.has_graph = True
+        name = self._unit.name
+        forward.watched.add(name)
         flat, spec = tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
         if not places:
             # Nothing tells when backward has passed this use of the unit, but its very end does.
-            unit.is_bounded = False
+            forward.unbounded.add(name)
             return args, kwargs
-        unit.num_open_inputs += 1
+        forward.open_inputs[name] += 1
+        tell = functools.partial(_pass_input, self._self, forward)
         watched = _Watch.apply(  # type: ignore[no-untyped-call]
-            self._on_input_gradient, *(flat[i] for i in places)
+            tell, *(flat[i] for i in places)
         )
         for place, tensor in zip(places, watched, strict=True):
             flat[place] = tensor
         args, kwargs = tree_unflatten(flat, spec)
         return args, kwargs
 
-    def _on_output_gradient(self, token: int, thread: int, gradient: Tensor) -> None:
-        engine, unit = self._engine, self._unit
-        if engine.begin_backward(token):
-            Variable._execution_engine.queue_callback(_BackwardEnd(engine, thread))
-        if not unit.is_in_backward and not unit.has_left_backward:
-            engine.use(unit, "backward")
 
-    def _on_input_gradient(self) -> None:
-        unit = self._unit
-        unit.num_open_inputs -= 1
-        if unit.num_open_inputs == 0 and unit.is_bounded and unit.is_in_backward:
-            self._engine.done(unit, "backward")
+def _come_to_output(
+    hooks: weakref.ref[_UnitHooks], forward: ForwardPass, _gradient: Tensor
+) -> None:
+    found = hooks()
+    if found is None:
+        raise refusals.gone()
+    found.come_to_output(forward)
+
+
+def _pass_input(hooks: weakref.ref[_UnitHooks], forward: ForwardPass) -> None:
+    found = hooks()
+    if found is not None:
+        found.pass_input(forward)
 
 
 class _BackwardEnd:
@@ -153,14 +202,14 @@ class _BackwardEnd:
     """
 
     def __init__(self, engine: Engine, thread: int) -> None:
-        self._engine, self._token, self._thread = engine, engine.token, thread
+        self._engine, self._number, self._thread = engine, engine.num_backwards, thread
 
     def __call__(self) -> None:
         self._engine.end_backward()
 
     def __del__(self) -> None:
         engine = self._engine
-        is_open = engine.phase == "backward" and engine.token == self._token
+        is_open = engine.phase == "backward" and engine.num_backwards == self._number
         # On a GPU a thread of autograd's may be the last to drop it, while the caller's goes on
         # with the error. Two threads must not change the engine: there the next forward finds out.
         if is_open and threading.get_ident() == self._thread:

@@ -14,13 +14,16 @@ __all__ = ["Intact"]
 
 
 class Intact:
-    """What a group's parts were when they were made, to be compared later. Local.
+    """What a group's parameters were when they were made, to be compared later. Local.
 
     Args:
-        plan: Of the group.
+        plan: The plan of the group.
         owners: For each parameter, the modules that hold it.
-        parts: This rank's parts, views of its shard.
-        views: The gathered parameters, with a version counter that gathers do not change.
+        parts: This rank's parts, as the optimizer has them.
+        local: Where each part lies: views of the shard.
+        wholes: The gathered parameters, as modules have them while they compute.
+        places: Where each of those lies: views of the gathered buffer. They share a version
+            counter that gathers do not change.
     """
 
     def __init__(
@@ -28,34 +31,45 @@ class Intact:
         plan: GroupPlan,
         owners: Sequence[Sequence[Owner]],
         parts: Sequence[nn.Parameter],
-        views: Tensor,
+        local: Sequence[Tensor],
+        wholes: Sequence[nn.Parameter],
+        places: Sequence[Tensor],
     ) -> None:
-        self._plan, self._owners, self._parts, self._views = plan, owners, parts, views
+        self._plan, self._owners = plan, owners
+        self._parts, self._local = parts, local
+        self._wholes, self._places = wholes, places
         self._version = 0
-        self._addresses = [part.data_ptr() for part in parts]
         if plan.is_trainable:
             for index, part in enumerate(parts):
-                part.register_hook(self._refuser(index))
+                part.register_hook(_refuser(plan.names[index], plan.unit))
 
-    def check_parts(self) -> None:
-        """Parts are as they were made; before a forward that a backward follows.
+    def check_values(self) -> None:
+        """Parts lie in the shard that is gathered; before every forward.
 
         Raises:
-            ConfigError: One trains and did not, or the reverse, or lies elsewhere, or has a hook.
+            ConfigError: One lies elsewhere, or has another dtype or shape.
+        """
+        for index, (part, place) in enumerate(zip(self._parts, self._local, strict=True)):
+            if not part.is_set_to(place):
+                raise _changed(
+                    self._plan.names[index],
+                    found="its data is another tensor than when it was sharded",
+                    fix="Write into it under torch.no_grad(), by copy_; convert before sharding.",
+                )
+
+    def check_training(self) -> None:
+        """Gradients reach the parts as they did; before a forward that a backward may follow.
+
+        Raises:
+            ConfigError: A part trains and did not, or the reverse, or has a hook of autograd's.
         """
         num_own = int(self._plan.is_trainable)
-        for index, (part, address) in enumerate(zip(self._parts, self._addresses, strict=True)):
+        for index, part in enumerate(self._parts):
             if part.requires_grad is not self._plan.is_trainable:
                 raise _changed(
                     self._plan.names[index],
                     found=f"requires_grad is {part.requires_grad} since it was sharded",
                     fix="Set requires_grad before fully_shard, or drop the gradient afterwards.",
-                )
-            if part.data_ptr() != address and part.numel():
-                raise _changed(
-                    self._plan.names[index],
-                    found="its data is another tensor than when it was sharded",
-                    fix="Write into it under torch.no_grad(), by copy_; convert before sharding.",
                 )
             if len(part._backward_hooks or ()) > num_own or part._post_accumulate_grad_hooks:
                 raise _changed(
@@ -68,7 +82,7 @@ class Intact:
         """Modules hold the parts; just before whole parameters take their place.
 
         Raises:
-            ConfigError: Somebody has put another parameter there.
+            ConfigError: A module holds another parameter under that name, or none.
         """
         for index, (own, part) in enumerate(zip(self._owners, self._parts, strict=True)):
             for module, name in own:
@@ -76,17 +90,26 @@ class Intact:
                     raise _changed(
                         self._plan.names[index],
                         found=f"{type(module).__name__}.{name} is another object",
-                        fix="Write into it under torch.no_grad(), or replace it before sharding.",
+                        fix="Write into it under torch.no_grad(), or replace it before sharding: "
+                        "parametrizations, weight norms and adapters come first.",
                     )
-
         self._version = self._count()
 
-    def check_views(self) -> None:
-        """Nobody has written into gathered parameters; when they have left the modules.
+    def check_wholes(self) -> None:
+        """Gathered parameters are as they were gathered; when they have left the modules.
 
         Raises:
-            ConfigError: Somebody has, as `nn.Embedding(max_norm=...)` does.
+            ConfigError: The unit's forward has written into one, as `nn.Embedding(max_norm=...)`
+                does, or has given it other data, as `nn.LSTM.flatten_parameters` does.
         """
+        for index, (whole, place) in enumerate(zip(self._wholes, self._places, strict=True)):
+            if not whole.is_set_to(place):
+                raise _changed(
+                    self._plan.names[index],
+                    found=f"unit {self._plan.unit!r} replaces its data in forward",
+                    fix="Compute another tensor from it and leave it as it is. An nn.LSTM or "
+                    "nn.GRU does this on a GPU; set module.flatten_parameters = lambda: None.",
+                )
         if self._version != self._count():
             raise _changed(
                 ", ".join(self._plan.names[:4]),
@@ -96,19 +119,22 @@ class Intact:
 
     def _count(self) -> int:
         """How often gathered parameters were written; where they are the shard, that is no loss."""
-        is_counted = not self._plan.is_one_buffer and not self._views.is_inference()
-        return self._views._version if is_counted else 0
+        place = self._places[0]
+        is_counted = not self._plan.is_one_buffer and not place.is_inference()
+        return place._version if is_counted else 0
 
-    def _refuser(self, index: int) -> Callable[[Tensor], None]:
-        def refuse(_gradient: Tensor) -> None:
-            raise ConfigError(
-                f"backward: a gradient of this rank's part of {self._plan.names[index]!r}",
-                found=f"the parameter was used while unit {self._plan.unit!r} had not gathered it",
-                why="Only a part of it was there, and its gradient would not be reduced.",
-                fix="Use a parameter inside the forward of its unit, or leave it to the root.",
-            )
 
-        return refuse
+def _refuser(name: str, unit: str) -> Callable[[Tensor], None]:
+    # Autograd may keep it longer than the model lives, so it holds words alone.
+    def refuse(_gradient: Tensor) -> None:
+        raise ConfigError(
+            f"backward: a gradient of this rank's part of {name!r}",
+            found=f"the parameter was used while unit {unit!r} had not gathered it",
+            why="Only a part of it was there, and its gradient would not be reduced.",
+            fix="Use a parameter inside the forward of its unit, or leave it to the root.",
+        )
+
+    return refuse
 
 
 def _changed(name: str, *, found: str, fix: str) -> ConfigError:

@@ -41,9 +41,17 @@ class LocalGroup:
             nn.Parameter(torch.empty_like(p, device=device), p.requires_grad) if p.is_meta else p
             for p in originals
         ]
+        self._hooks = []
         if plan.is_trainable and plan.divisor != 1:
-            for part in self.parts:
-                part.register_hook(partial(torch.mul, other=1 / plan.divisor))
+            divide = partial(torch.mul, other=1 / plan.divisor)
+            self._hooks = [part.register_hook(divide) for part in self.parts]
+
+    def close(self) -> None:
+        """Leave gradients as they are from now on. Local."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.owners = []
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind of buffer."""

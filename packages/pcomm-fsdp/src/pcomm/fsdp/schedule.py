@@ -1,21 +1,31 @@
-"""The schedule as data: what modules did in the first step, and when to communicate around that.
+"""The schedule as data: what modules do in a micro-batch, and when to communicate around that.
 
 A *trace* is the order in which units begin and end, forward and backward; the ranks compare
-traces. `compile_schedule` turns one into a list of steps by integers and names alone, so that the
-same list is executed, printed, hashed and simulated.
+traces. `pcomm.fsdp.compiler` turns one into a list of steps by integers and names alone, so that
+the same list is executed, printed, hashed and simulated.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from pcomm.fsdp.strategy import Keep
 
-__all__ = ["Buffer", "Kind", "Mark", "OnDemand", "Phase", "Schedule", "Step", "compile_schedule"]
+__all__ = [
+    "NOTHING_OWED",
+    "Buffer",
+    "Kind",
+    "Mark",
+    "Owed",
+    "Phase",
+    "Schedule",
+    "Step",
+    "marks_of",
+]
 
 Phase = Literal["forward", "backward"]
 Kind = Literal[
@@ -74,6 +84,8 @@ class Buffer:
         keep: See `Shard`.
         reduces: Whether gradients are reduced in this micro-batch.
         replicates: Whether they are then summed over replicas.
+        trains: Whether there are gradients at all.
+        has_replicas: Whether there are replicas at all.
     """
 
     name: str
@@ -82,6 +94,23 @@ class Buffer:
     keep: Keep
     reduces: bool
     replicates: bool
+    trains: bool = True
+    has_replicas: bool = False
+
+
+class Owed(NamedTuple):
+    """What earlier micro-batches have left to the last one of the step, by names of buffers.
+
+    Attributes:
+        reduces: Whole gradients that were added up and are not reduced yet.
+        sums: Gradients of shards that are not summed over replicas yet.
+    """
+
+    reduces: frozenset[str] = frozenset()
+    sums: frozenset[str] = frozenset()
+
+
+NOTHING_OWED = Owed()
 
 
 @dataclass(frozen=True)
@@ -91,10 +120,12 @@ class Schedule:
     Args:
         steps: All of them.
         gathered_at_end: Buffers that stay gathered for the next micro-batch.
+        owed_at_end: What is left to a later micro-batch of the step.
     """
 
     steps: tuple[Step, ...]
     gathered_at_end: frozenset[str]
+    owed_at_end: Owed = NOTHING_OWED
 
     @cached_property
     def fingerprint(self) -> str:
@@ -122,197 +153,10 @@ class Schedule:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def compile_schedule(
-    marks: Sequence[Mark],
-    buffers: Iterable[Buffer],
-    *,
-    prefetch: int,
-    prefetch_bytes: int | None,
-    inflight_reduce: int,
-    gathered: frozenset[str],
-    is_last: bool,
-) -> Schedule:
-    """The schedule of one micro-batch around what its units do.
-
-    Before a unit is used, its own buffers and those of the next `prefetch` units are on their way.
-    After the forward of a unit its buffers are released, unless they would be gathered again at
-    once. In backward the next gather is issued before the reduce of the unit that has just ended,
-    so that it does not queue behind it even on one communicator.
-
-    Args:
-        marks: What units do, in order; the last one is `end`.
-        buffers: Of all units.
-        prefetch: Units gathered ahead.
-        prefetch_bytes: Limit of what is gathered ahead beyond the first unit; None for none.
-        inflight_reduce: Units whose reduces may be on their way while the next one computes.
-        gathered: Names of buffers that are gathered already.
-        is_last: Whether this is the last micro-batch of its step.
-    """
-    compiler = _Compiler(marks, buffers, prefetch, prefetch_bytes, inflight_reduce, gathered)
-    for place, mark in enumerate(marks):
-        compiler.add(place, mark, is_last)
-    return Schedule(tuple(compiler.steps), frozenset(compiler.gathered))
-
-
-class OnDemand:
-    """Steps for marks that come one by one, while nothing is known of those that follow.
-
-    Nothing is gathered ahead. Used for the first step, in which the marks are recorded.
-
-    Args:
-        buffers: Of all units.
-        inflight_reduce: As in `compile_schedule`.
-        gathered: Names of buffers that are gathered already.
-        is_last: Whether this is the last micro-batch of its step.
-    """
-
-    def __init__(
-        self,
-        buffers: Iterable[Buffer],
-        *,
-        inflight_reduce: int,
-        gathered: frozenset[str],
-        is_last: bool,
-    ) -> None:
-        self.marks: list[Mark] = []
-        self._is_last = is_last
-        self._compiler = _Compiler((), buffers, 0, None, inflight_reduce, gathered)
-
-    @property
-    def gathered(self) -> frozenset[str]:
-        """Names of buffers that are gathered now."""
-        return frozenset(self._compiler.gathered)
-
-    def steps_for(self, mark: Mark) -> list[Step]:
-        """What to do before and after `mark`, which is one of the steps."""
-        start = len(self._compiler.steps)
-        self._compiler.add(len(self.marks), mark, self._is_last)
-        self.marks.append(mark)
-        return self._compiler.steps[start:]
-
-
-class _Compiler:
-    """Goes over marks once and keeps what is gathered and what is on its way."""
-
-    def __init__(
-        self,
-        marks: Sequence[Mark],
-        buffers: Iterable[Buffer],
-        prefetch: int,
-        prefetch_bytes: int | None,
-        inflight_reduce: int,
-        gathered: frozenset[str],
-    ) -> None:
-        self.steps: list[Step] = []
-        self.gathered = set(gathered)
-        self._marks = marks
-        self._prefetch, self._limit = prefetch, prefetch_bytes
-        self._inflight = inflight_reduce
-        self._of_unit: dict[str, list[Buffer]] = {}
-        for buffer in buffers:
-            self._of_unit.setdefault(buffer.unit, []).append(buffer)
-        self._waiting: set[str] = set()
-        self._open: list[str] = []
-        self._reducing: list[Buffer] = []
-        self._replicating: list[Buffer] = []
-
-    def add(self, place: int, mark: Mark, is_last: bool) -> None:
-        if mark.kind == "use":
-            self._use(place, mark)
-        elif mark.kind == "done":
-            self._done(place, mark, is_last)
-        else:
-            self._end(mark, is_last)
-
-    def _use(self, place: int, mark: Mark) -> None:
-        self._gather(mark.unit, mark.phase)
-        self._open.append(mark.unit)
-        for unit in self._ahead(place, self._prefetch):
-            self._gather(unit, mark.phase)
-        for buffer in self._of_unit.get(mark.unit, ()):
-            if buffer.name in self._waiting:
-                self._waiting.remove(buffer.name)
-                self.steps.append(Step("wait", buffer.name, mark.phase))
-        self.steps.append(Step("use", mark.unit, mark.phase))
-
-    def _done(self, place: int, mark: Mark, is_last: bool) -> None:
-        self.steps.append(Step("done", mark.unit, mark.phase))
-        self._open.remove(mark.unit)
-        ahead = self._ahead(place, 1 + self._prefetch)
-        if mark.unit not in ahead and mark.unit not in self._open:
-            for buffer in self._of_unit.get(mark.unit, ()):
-                if _is_over(buffer.keep, mark.phase, is_last):
-                    self._release(buffer, mark.phase)
-        if mark.phase == "backward":
-            reduced = [buffer for buffer in self._of_unit.get(mark.unit, ()) if buffer.reduces]
-            # Where an older reduce has to end before the next unit computes, what is needed after
-            # that unit is gathered behind it: as early as it can be of use, and in memory that the
-            # older one has given back.
-            units = {buffer.unit for buffer in [*self._reducing, *reduced]}
-            has_to_wait = len(units) > self._inflight
-            for unit in ahead[:1] if has_to_wait else ahead:
-                self._gather(unit, mark.phase)
-            self._reduce(reduced)
-
-    def _end(self, mark: Mark, is_last: bool) -> None:
-        self.steps.append(Step("end", mark.unit, mark.phase))
-        while self._reducing:
-            self._finish(self._reducing.pop(0))
-        for buffer in self._replicating:
-            self.steps.append(Step("settle", buffer.name, "backward"))
-        for own in self._of_unit.values():
-            for buffer in own:
-                # A forward without backward keeps what the next step would gather again.
-                if buffer.keep in ("use", "backward") or _is_over(buffer.keep, mark.phase, is_last):
-                    self._release(buffer, mark.phase)
-                if is_last:
-                    # The optimizer makes it stale; its memory stays where it is.
-                    self.gathered.discard(buffer.name)
-
-    def _ahead(self, place: int, count: int) -> list[str]:
-        """The next units that are used after a mark and are not in use there, nearest first."""
-        units: list[str] = []
-        total = 0
-        for mark in self._marks[place + 1 :]:
-            if len(units) == count:
-                break
-            if mark.kind != "use" or mark.unit in units or mark.unit in self._open:
-                continue
-            total += sum(buffer.num_bytes for buffer in self._of_unit.get(mark.unit, ()))
-            if units and self._limit is not None and total > self._limit:
-                break
-            units.append(mark.unit)
-        return units
-
-    def _gather(self, unit: str, phase: Phase) -> None:
-        for buffer in self._of_unit.get(unit, ()):
-            if buffer.name not in self.gathered:
-                self.gathered.add(buffer.name)
-                self._waiting.add(buffer.name)
-                self.steps.append(Step("gather", buffer.name, phase))
-
-    def _release(self, buffer: Buffer, phase: Phase) -> None:
-        if buffer.name in self.gathered:
-            self.gathered.remove(buffer.name)
-            self.steps.append(Step("release", buffer.name, phase))
-
-    def _reduce(self, buffers: Sequence[Buffer]) -> None:
-        # Issued before older ones are waited for, so that the queue never runs dry.
-        for buffer in buffers:
-            self._reducing.append(buffer)
-            self.steps.append(Step("reduce", buffer.name, "backward"))
-        while len({reducing.unit for reducing in self._reducing}) > self._inflight:
-            self._finish(self._reducing.pop(0))
-
-    def _finish(self, buffer: Buffer) -> None:
-        self.steps.append(Step("finish", buffer.name, "backward"))
-        if buffer.replicates:
-            self._replicating.append(buffer)
-            self.steps.append(Step("replicate", buffer.name, "backward"))
-
-
-def _is_over(keep: Keep, phase: Phase, is_last: bool) -> bool:
-    """Whether a buffer may go when its unit has ended."""
-    if phase == "forward":
-        return keep == "use"
-    return keep in ("use", "backward") or (keep == "step" and is_last)
+def marks_of(steps: Iterable[Step]) -> tuple[Mark, ...]:
+    """What the model did, of all the steps."""
+    return tuple(
+        Mark(step.kind, step.name, step.phase)
+        for step in steps
+        if step.kind == "use" or step.kind == "done" or step.kind == "end"
+    )

@@ -15,11 +15,13 @@ from pcomm.fsdp.clip import scale_gradients, sum_of_squares
 from pcomm.fsdp.engine import Engine
 from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.group_plan import GroupPlan
+from pcomm.fsdp.guards import Guards
 from pcomm.fsdp.local_group import LocalGroup
 from pcomm.fsdp.measure import Separation
+from pcomm.fsdp.names import NameTable, read_names
 from pcomm.fsdp.pooled_memory import PooledMemory
 from pcomm.fsdp.report import Report, report_of
-from pcomm.fsdp.schedule import Schedule
+from pcomm.fsdp.schedule import NOTHING_OWED, Schedule
 from pcomm.fsdp.simulated import Costs
 from pcomm.fsdp.stretch_recorder import StretchRecorder
 from pcomm.fsdp.whole_state import load_whole, whole_state
@@ -62,8 +64,23 @@ class Sharded:
         self.model = model
         self.plans: tuple[GroupPlan, ...] = tuple(group.plan for group in groups)
         self.separations = tuple(separations)
-        self._groups, self._engine, self._names = tuple(groups), engine, dict(names)
+        self._engine, self._names = engine, dict(names)
         self._memory = memory
+        self._guards = Guards(model, groups)
+
+    @property
+    def _groups(self) -> tuple[FlatGroup | LocalGroup, ...]:
+        """All parameter groups; an error once this is closed."""
+        return self._engine.all_groups
+
+    def close(self) -> None:
+        """Take the model off its groups: hooks are removed, buffers and groups let go. Local.
+
+        Closing the groups does it too. The model and the optimizer keep this rank's shards; both
+        the model and this object raise `ClosedError` where they would need the other ranks. Save
+        what is to be kept before. Calling it again does nothing.
+        """
+        self._engine.close()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's part of every parameter, by its name in the model, in the model's order.
@@ -84,11 +101,28 @@ class Sharded:
         for _, parameter in self.named_parameters():
             yield parameter
 
+    def names(self) -> NameTable:
+        """Names of parameters, buffers and extra state in the model's state dict, as of now. Local.
+
+        Wrappers that rename parameters there, such as `checkpoint_wrapper`, may come and go.
+        """
+        return read_names(self.model, self._groups, self._guards.allowed)
+
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """What the model's state dict holds beside parameters, which is never sharded. Local."""
-        for name, value in self.model.state_dict().items():
-            if name not in self._names:
-                yield name, value
+        """Buffers in the model's state dict, which are never sharded, by name there. Local."""
+        for name, buffer in self.names().buffers.items():
+            yield name, buffer.holder()[buffer.name].detach()
+
+    @contextmanager
+    def as_parts(self) -> Iterator[None]:
+        """Within it, torch's own state dicts are those of this rank's parts. Local.
+
+        `state_dict` and `load_state_dict` of the model and of its optimizers, which are refused
+        otherwise. What they give fits the same rank of the same model, sharded in the same way.
+        """
+        with self._guards.allowed():
+            yield
+        self.parameters_changed()
 
     @contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[None]:
@@ -125,6 +159,7 @@ class Sharded:
         for group in self._groups:
             if isinstance(group, FlatGroup):
                 group.forget_gradients()
+        self._engine.forget_gradients()
 
     def sum_of_squares(self, selects: Callable[[str], bool] = _every) -> Tensor:
         """Of all gradients, or of those of the parameters selected by name, in fp64.
@@ -173,12 +208,13 @@ class Sharded:
     def full_state_dict(self, *, device: torch.device | None = None) -> dict[str, Tensor]:
         """All parameters and buffers, whole, as an unsharded model has them. Collective.
 
-        One unit after another is gathered, in the dtype of the main weights.
+        One unit after another is gathered, in the dtype of the main weights. The model's own
+        `state_dict` then runs with whole parameters, so that hooks and wrappers see those.
 
         Args:
             device: Where the copies go; None for where the shards are.
         """
-        return whole_state(self.model, self._groups, self._names, device)
+        return whole_state(self.model, self._groups, self._guards.allowed, device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients, whole, by the names of the parameters. Collective; for inspection.
@@ -194,10 +230,13 @@ class Sharded:
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's part of an unsharded state dict, which every rank passes. Local.
 
+        The model's own `load_state_dict` takes it, so wrappers and hooks that read other names do.
+        A parameter with several names may come by one of them.
+
         Raises:
-            ConfigError: Names or shapes that do not fit.
+            ConfigError: Names or shapes that do not fit; then nothing is changed.
         """
-        load_whole(self.model, self._groups, self._names, state)
+        load_whole(self.model, self._groups, self.names(), self._guards.allowed, state)
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
@@ -210,20 +249,20 @@ class Sharded:
     @property
     def schedule(self) -> Schedule | None:
         """The schedule of the last micro-batch of a training step; None until it is recorded."""
-        if not self._engine.has_recorded:
-            return None
-        return self._engine.schedule("train", is_last=True)
+        return self._engine.schedule(is_last=True)
 
     def schedules(self, micro_batches: int = 1) -> tuple[Schedule, ...]:
         """The schedules of a step of so many micro-batches; empty until one is recorded. Local."""
-        if not self._engine.has_recorded:
-            return ()
         found: list[Schedule] = []
         gathered: frozenset[str] = frozenset()
+        owed = NOTHING_OWED
         for number in range(micro_batches):
             is_last = number == micro_batches - 1
-            found.append(self._engine.schedule("train", is_last=is_last, gathered=gathered))
-            gathered = found[-1].gathered_at_end
+            schedule = self._engine.schedule(is_last=is_last, gathered=gathered, owed=owed)
+            if schedule is None:
+                return ()
+            found.append(schedule)
+            gathered, owed = schedule.gathered_at_end, schedule.owed_at_end
         return tuple(found)
 
     def report(
@@ -251,6 +290,9 @@ class Sharded:
         if self._memory is not None:
             lines.append(self._memory.describe())
         schedules = self.schedules(micro_batches)
+        unused = self._engine.unused() if schedules else []
+        if unused:
+            lines.append(f"units not used so far: {', '.join(unused)}")
         lines.append(schedules[-1].describe() if schedules else "no schedule yet")
         return report_of(
             "\n".join(lines),

@@ -38,7 +38,8 @@ class Waiter:
         if pending.on_done(is_done.set):
             while not is_done.wait(_LOOK_EVERY_S):
                 message = self.heard()
-                if message is not None:
+                # The rank that failed may have joined this one before.
+                if message is not None and not is_done.wait(_LOOK_EVERY_S):
                     raise _peer_error(what, f"an error on {message}")
         try:
             return pending.wait()

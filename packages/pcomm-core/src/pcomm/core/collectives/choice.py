@@ -7,11 +7,14 @@ import torch.distributed as dist
 from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.collectives.gloo import GlooCollectives
 
-__all__ = ["collectives_of"]
+__all__ = ["new_collectives"]
 
 
-def collectives_of(process_group: dist.ProcessGroup) -> DistributedCollectives:
-    """The collectives that are best on the group's backend. Local.
+def new_collectives(process_group: dist.ProcessGroup) -> DistributedCollectives:
+    """New collectives, those that are best on the group's backend. Local.
+
+    Once for each process group, since two would number its messages independently:
+    `pcomm.core.communicators.communicator_of` has those that all share.
 
     Args:
         process_group: A group that this rank belongs to. One that has gloo for tensors on the CPU

@@ -105,7 +105,23 @@ class InOrder:
         self._to_finish: SimpleQueue[tuple[Callable[[Transfer], None], Transfer] | None] = (
             SimpleQueue()
         )
-        self._has_thread = False
+        self._thread: threading.Thread | None = None
+
+    def close(self) -> None:
+        """End the thread once all that was started has ended. Local.
+
+        It returns without waiting for operations that are still under way, since a peer that never
+        answers must not keep this rank from closing.
+        """
+        thread = self._end_thread()
+        is_idle = self._last is None or self._last.is_over
+        if thread is not None and is_idle:
+            thread.join()
+
+    def forget(self) -> None:
+        """Drop the memory of operations that failed; no peer can reach it any more. Local."""
+        self._end_thread()
+        self._abandoned.clear()
 
     def start(self, operation: Operation, *, is_async: bool) -> Transfer:
         """Have `operation` done after all that were started before. Called by one thread.
@@ -172,13 +188,20 @@ class InOrder:
             elif transfer.operation is not None:
                 self._abandoned.append(transfer.operation)
 
+    def _end_thread(self) -> threading.Thread | None:
+        """Tell the thread to end, and return it if it was there and is another one."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._to_finish.put(None)
+        return None if thread is threading.current_thread() else thread
+
     def _finish_later(self, transfer: Transfer) -> None:
-        if not self._has_thread:
-            self._has_thread = True
+        if self._thread is None:
             # A daemon: a peer that never answers must not keep the process from ending.
-            threading.Thread(
+            self._thread = threading.Thread(
                 target=_finish_all, args=(self._to_finish,), name="pcomm in order", daemon=True
-            ).start()
+            )
+            self._thread.start()
             weakref.finalize(self, self._to_finish.put, None)
         self._to_finish.put((self._finish, transfer))
 

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pcomm.core.collectives.open_group import OpenGroup
+
 __all__ = ["AddUp", "Gather", "Pairs"]
 
 # Beyond the tags that people use, and within the 31 bits that torch allows.
@@ -33,16 +35,21 @@ class Pairs:
     """The connections between all pairs of ranks of one gloo group.
 
     Args:
-        process_group: A group with a gloo backend that this rank belongs to.
+        group: A process group with a gloo backend that this rank belongs to.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self._backend: Any = process_group._get_backend(torch.device("cpu"))
+    def __init__(self, group: OpenGroup) -> None:
+        self._group = group
         self._count = 0
-        rank, size = process_group.rank(), process_group.size()
+        rank, size = group.get().rank(), group.get().size()
         self.sources = [(rank - step) % size for step in range(1, size)]
         # Each rank begins with another one, so that no link has to take in everything at once.
         self.targets = [(rank + step) % size for step in range(1, size)]
+
+    @property
+    def _backend(self) -> Any:
+        # Asked for again each time: whoever keeps a backend keeps its connections and threads.
+        return self._group.get()._get_backend(torch.device("cpu"))
 
     def tag(self, kind: int) -> int:
         """A tag for one operation; called in the same order on all ranks.

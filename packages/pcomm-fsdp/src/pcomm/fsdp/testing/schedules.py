@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from pcomm.core.group import Group
+from pcomm.fsdp.compiler import compile_schedule
 from pcomm.fsdp.flat_layout import FlatLayout
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.schedule import Buffer, Mark, Schedule, compile_schedule
+from pcomm.fsdp.schedule import Buffer, Mark, Owed, Schedule
 from pcomm.fsdp.simulated import Costs
 from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.units import ROOT
 
-__all__ = ["chain", "chain_costs", "plan_of", "step_of"]
+__all__ = ["PlannedGroup", "chain", "chain_costs", "plan_of", "step_of"]
+
+
+class PlannedGroup(Group):
+    """A group whose communicator is any object, for plans, which only ask which one it is.
+
+    Args:
+        name: Axes along which the group runs.
+        ranks: Global ranks, ascending; this process is the first one.
+        communicator: What stands for it.
+        role: What it is for.
+    """
+
+    def __init__(
+        self, name: str, ranks: tuple[int, ...], communicator: object, *, role: str = ""
+    ) -> None:
+        super().__init__(name, ranks, None, role=role)
+        self._stand_in: Any = communicator
+
+    @property
+    def process_group(self) -> Any:
+        """What stands for it."""
+        return self._stand_in
 
 
 def chain(num_units: int) -> list[Mark]:
@@ -96,6 +121,7 @@ def step_of(
     """
     schedules: list[Schedule] = []
     gathered: frozenset[str] = frozenset()
+    owed = Owed()
     for number in range(micro_batches):
         is_last = number == micro_batches - 1
         buffers = []
@@ -112,8 +138,9 @@ def step_of(
                 prefetch_bytes=None,
                 inflight_reduce=inflight,
                 gathered=gathered,
+                owed=owed,
                 is_last=is_last,
             )
         )
-        gathered = schedules[-1].gathered_at_end
+        gathered, owed = schedules[-1].gathered_at_end, schedules[-1].owed_at_end
     return schedules

@@ -1,0 +1,207 @@
+"""Forwards and backwards in any order train as with FSDP2 and in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+from pcomm.core.groups import Groups, open_groups
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.policy import CommPolicy
+from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.strategy import Shard
+
+# B batch, D model dim
+
+STRATEGIES = {
+    "zero3": Shard.zero3(),
+    "zero3, reduced once": Shard.zero3(reduce="step"),
+    "kept for backward": Shard(keep="backward"),
+    "zero2": Shard.zero2(),
+    "zero1": Shard.zero1(),
+}
+STEPS = 6
+
+
+class Net(nn.Module):
+    """Four layers, of which some may be left out, and two heads, of which one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(5, 5))
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(5, 3 + i) for i in range(2))
+
+    def forward(
+        self, x_BD: Tensor, *, head: int = 0, dropped: Sequence[int] = (), predicts: bool = False
+    ) -> Tensor:
+        x_BD = x_BD @ self.table
+        for number, layer in enumerate(self.layers):
+            if number not in dropped:
+                x_BD = x_BD + torch.tanh(layer(x_BD))
+        y_BD: Tensor = self.heads[head](x_BD)
+        return y_BD.argmax(-1) if predicts else y_BD
+
+
+def batch(step: int, number: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
+    return torch.randn(3, 5, generator=generator, dtype=torch.float64)
+
+
+def loss(net: Net, step: int, number: int, rank: int, **options: object) -> Tensor:
+    y_BD: Tensor = net(batch(step, number, rank), **options)
+    return y_BD.square().mean()
+
+
+# -- what one step does, with a rank's batches; `share` is that of the rank in the loss -----------
+
+
+def one_loss_of_two(net: Net, step: int, rank: int, share: float) -> None:
+    both = loss(net, step, 0, rank) + 2 * loss(net, step, 1, rank)
+    (both * share).backward()
+
+
+def forwards_of_any_number(net: Net, step: int, rank: int, share: float) -> None:
+    each = [loss(net, step, i, rank) for i in range(1 + step % 3)]
+    (torch.stack(each).sum() * share).backward()
+
+
+def two_losses(net: Net, step: int, rank: int, share: float) -> None:
+    first, second = (loss(net, step, i, rank) * share for i in range(2))
+    if step % 3 == 2:
+        first, second = second, first
+    first.backward()
+    second.backward()
+
+
+def look_between(net: Net, step: int, rank: int, share: float) -> None:
+    found = loss(net, step, 0, rank) * share
+    with torch.no_grad():
+        loss(net, step, 1, rank, head=step % 2)
+    found.backward()
+
+
+def predict_first(net: Net, step: int, rank: int, share: float) -> None:
+    net(batch(step, 1, rank), predicts=True)
+    (loss(net, step, 0, rank) * share).backward()
+    net(batch(step, 1, rank), predicts=True)
+
+
+def loss_that_is_only_read(net: Net, step: int, rank: int, share: float) -> None:
+    for number in range(step % 3):
+        loss(net, step, number, rank).item()
+    (loss(net, step, 0, rank) * share).backward()
+    # Old when the optimizer has stepped.
+    loss(net, step, 1, rank).item()
+
+
+def dropped_layers(net: Net, step: int, rank: int, share: float) -> None:
+    dropped = [(), (1,), (2, 3), (0,), (0, 1, 2, 3), (1,)][step % 6]
+    (loss(net, step, 0, rank, dropped=dropped) * share).backward()
+
+
+def alternating_heads(net: Net, step: int, rank: int, share: float) -> None:
+    (loss(net, step, 0, rank, head=step % 2) * share).backward()
+
+
+def a_head_now_and_then(net: Net, step: int, rank: int, share: float) -> None:
+    (loss(net, step, 0, rank, head=int(step in (1, 4, 5))) * share).backward()
+
+
+def both_heads(net: Net, step: int, rank: int, share: float) -> None:
+    total = loss(net, step, 0, rank, head=0) + loss(net, step, 1, rank, head=1, dropped=(2,))
+    (total * share).backward()
+
+
+def input_of_itself(net: Net, step: int, rank: int, share: float) -> None:
+    y_BD = net(batch(step, 0, rank))
+    again = torch.cat([y_BD, y_BD[:, :2]], dim=1)
+    (net(again).square().mean() * share).backward()
+
+
+PROGRAMS: dict[str, Callable[[Net, int, int, float], None]] = {
+    one.__name__: one
+    for one in (
+        one_loss_of_two,
+        forwards_of_any_number,
+        two_losses,
+        look_between,
+        predict_first,
+        loss_that_is_only_read,
+        dropped_layers,
+        alternating_heads,
+        a_head_now_and_then,
+        both_heads,
+        input_of_itself,
+    )
+}
+
+
+@contextmanager
+def opened() -> Iterator[Groups]:
+    with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
+        yield groups
+
+
+def shard(net: Net, groups: Groups, **options: object) -> Sharded:
+    roles = Roles(groups["dp"], groups["dp", "reduce"])
+    return fully_shard(net, roles, units=[nn.Linear], **options)  # type: ignore[arg-type]
+
+
+def with_fsdp2(program: Callable[[Net, int, int, float], None], rank: int) -> dict[str, Tensor]:
+    net = Net().double()
+    mesh = init_device_mesh("cpu", (2,))
+    units = [fsdp2(unit, mesh=mesh) for unit in (*net.layers, *net.heads, net)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    for step in range(STEPS):
+        program(net, step, rank, 1.0)
+        for unit in units:
+            # What a forward without backward has left gathered would be used again, old.
+            unit.reshard()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.full_tensor() for name, p in net.named_parameters()}  # type: ignore[attr-defined]
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    for name, value in expected.items():
+        message = f"{what}: {name}"
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=message)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_parameters_are_those_of_fsdp2_and_of_one_process(rank: int, strategy: str) -> None:
+    with opened() as groups:
+        for number, (name, program) in enumerate(PROGRAMS.items()):
+            net, reference = Net().double(), Net().double()
+            comm = CommPolicy(prefetch=number % 3, inflight_reduce=1 + number % 2)
+            sharded = shard(net, groups, shard=STRATEGIES[strategy], comm=comm)
+            ours = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.5)
+            theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5)
+            for step in range(STEPS):
+                program(net, step, rank, 1.0)
+                for r in (0, 1):
+                    program(reference, step, r, 0.5)
+                gradients = sharded.full_gradients()
+                for key, parameter in reference.named_parameters():
+                    # A unit that took no part has none, as in plain torch.
+                    assert (key in gradients) == (parameter.grad is not None), (name, step, key)
+                for optimizer in (ours, theirs):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            state = sharded.full_state_dict()
+            check(state, {k: p.detach() for k, p in reference.named_parameters()}, name)
+            if strategy == "zero3":
+                check(state, with_fsdp2(program, rank), f"{name}, FSDP2")
+            assert sharded.memory()["gradients"] == 0
