@@ -94,6 +94,18 @@ def test_the_device_is_one_for_which_the_default_group_has_a_backend(
         assert str(world.device) == "cpu"
 
 
+def test_a_default_group_may_be_bound_to_a_device() -> None:
+    machine = Machine("one", 4, current=2)
+    with machine.as_this_one(LOCAL_RANK="3"), default_group("fake"):
+        group = dist.group.WORLD
+        assert group is not None
+        # As `init_process_group(device_id=...)` does, which a build without CUDA refuses.
+        group.bound_device_id = torch.device("cuda:1")
+        with connect() as world:
+            assert str(world.device) == "cuda:1"
+        assert machine.current == 1
+
+
 def test_alone_it_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
