@@ -134,11 +134,7 @@ def _close_with(roles: Sequence[Roles], engine: Engine) -> None:
         id(group): group for r in roles for group in (r.gather, r.reduce, r.replicate) if group
     }
     for group in distinct.values():
-        before_close = getattr(group, "before_close", None)
-        if before_close is not None:
-            take_back = before_close(close)
-            if take_back is not None:
-                engine.at_end(take_back)
+        engine.at_end(group.before_close(close))
 
 
 def _close(engine: weakref.ref[Engine]) -> None:
