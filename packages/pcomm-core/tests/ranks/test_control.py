@@ -137,6 +137,21 @@ def test_a_missing_rank_is_named_on_every_rank_and_missed_by_none_the_next_time(
         meet(controls_of(store, range(3)))
 
 
+def test_one_rank_gives_up_for_all_that_wait(store: dist.Store) -> None:
+    """Rank 1 would wait for the lines of rank 0, and rank 2 for the end, for an hour."""
+    limits = {1: 3600.0, 2: 3600.0, 3: SHORT_S}
+    four = controls_of(store, range(4))
+
+    def call(rank: int) -> object:
+        lines = ["same"] if rank != 2 else None
+        return four[rank].agree("plan", lines, timeout_s=limits[rank])
+
+    found = together(call, limits)
+    assert {type(problem) for problem in found.values()} == {PeerTimeoutError}
+    assert len({str(problem) for problem in found.values()}) == 1
+    assert "ranks [0] of 4 did not arrive within 0.2 s" in str(found[1])
+
+
 def test_a_rank_that_comes_while_the_others_call_again_meets_them(store: dist.Store) -> None:
     """It was missing in one call; what it then calls is the others' next one."""
     with pytest.raises(PeerTimeoutError):
@@ -158,7 +173,7 @@ def together_in_order(
 
     def call(rank: int) -> object:
         if rank == second:
-            until(lambda: store.check([place]) and int(store.get(place).split()[0]) >= int(before))
+            until(lambda: store.check([place]) and int(store.get(place).split()[0]) > int(before))
         return pair[rank].agree("plan", ["a"])
 
     return together(call, order)
