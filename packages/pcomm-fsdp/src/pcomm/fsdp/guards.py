@@ -111,10 +111,16 @@ class Guards:
         if shards and optimizer not in self._seen:
             optimizer.register_state_dict_pre_hook(partial(_before_optimizer_state, self))
             optimizer.register_load_state_dict_pre_hook(partial(_before_optimizer_load, self))
+        self._seen.setdefault(optimizer, 0)
         cut = [shard.name for shard in shards if not shard.is_entire]
-        kinds = [
-            kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _WHOLE_MATRIX
-        ]
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__} & _WHOLE_MATRIX
+        if kinds and not cut and any(_shard_of(p, self) and not p.numel() for p in parameters):
+            raise UnsupportedError(
+                f"step of {type(optimizer).__name__}",
+                found="parameters that are entire on another rank, and have no elements here",
+                why=f"{min(kinds)} takes means of all elements of a matrix.",
+                fix="Give it [p for p in sharded.parameters() if p.numel()].",
+            )
         if cut and kinds:
             raise UnsupportedError(
                 f"step of {type(optimizer).__name__}",
