@@ -168,3 +168,13 @@ def test_mixers_share_the_documents_unless_one_is_cut() -> None:
     assert (one.num_straddlers, other.num_straddlers) == (1, 0)
     assert one.carry.needs_summary
     assert (one.cu_seqlens, other.cu_seqlens) == ((0, 16), (0, 24))
+
+
+@pytest.mark.parametrize(("longest", "is_refused"), [(63, False), (64, False), (65, True)])
+def test_whole_documents_are_refused_above_twice_a_share(longest: int, is_refused: bool) -> None:
+    tokens = Tokens((0, longest, 96, 112, 128), 4, "contiguous")
+    if is_refused:
+        with pytest.raises(LayoutError, match=r"65 of 128 tokens on one rank, 103% above"):
+            DocumentsRoute(ATTENTION, tokens, 0)
+    else:
+        assert DocumentsRoute(ATTENTION, tokens, 0).imbalance == pytest.approx(longest / 32 - 1)
