@@ -350,10 +350,10 @@ def test_sides_of_records_do_not_depend_on_their_lines(tmp_path):
 def test_tokens_do_not_depend_on_how_much_is_tokenised_at_once(data, tmp_path, monkeypatch):
     """At once means up to 1 Mi characters: here all texts, one, or some."""
     sizes = sorted(len(text) for text in TEXTS.values())
-    assert sum(sizes) < preparation._CHUNK_CHARACTERS == 1 << 20
+    assert sum(sizes) < building._CHUNK_CHARACTERS == 1 << 20
     whole = prepare(data, tmp_path / "whole")
     for most in (1, sizes[10], sizes[10] + 1, sum(sizes), sum(sizes) + 1):
-        monkeypatch.setattr(preparation, "_CHUNK_CHARACTERS", most)
+        monkeypatch.setattr(building, "_CHUNK_CHARACTERS", most)
         parts = prepare(data, tmp_path / str(most))
         for mine, theirs in ((parts.train, whole.train), (parts.held_out, whole.held_out)):
             assert mine.tokens.tolist() == theirs.tokens.tolist()
