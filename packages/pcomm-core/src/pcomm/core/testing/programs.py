@@ -85,7 +85,8 @@ class Programs:
         except BaseException:
             self.stop()
             raise
-        return subprocess.CompletedProcess([str(word) for word in words], process.returncode, printed, logged)
+        called = [str(word) for word in words]
+        return subprocess.CompletedProcess(called, process.returncode, printed, logged)
 
     def running(self) -> list[int]:
         """The ids of the processes that were started, and of their descendants. Local."""
