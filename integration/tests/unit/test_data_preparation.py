@@ -323,6 +323,19 @@ def test_an_atomic_file_appears_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_tokens_do_not_depend_on_how_much_is_tokenised_at_once(data, tmp_path, monkeypatch):
+    """At once means up to 1 Mi characters: here all texts, one, or some."""
+    sizes = sorted(len(text) for text in TEXTS.values())
+    assert sum(sizes) < building._CHUNK_CHARACTERS == 1 << 20
+    whole = prepare(data, tmp_path / "whole")
+    for most in (1, sizes[10], sizes[10] + 1, sum(sizes), sum(sizes) + 1):
+        monkeypatch.setattr(building, "_CHUNK_CHARACTERS", most)
+        parts = prepare(data, tmp_path / str(most))
+        for mine, theirs in ((parts.train, whole.train), (parts.held_out, whole.held_out)):
+            assert mine.tokens.tolist() == theirs.tokens.tolist()
+            assert list(mine.offsets) == list(theirs.offsets)
+
+
 def test_a_single_text_is_cut_into_what_is_learnt_and_its_end(tmp_path):
     lines = [f"line {n} of the only text\n" for n in range(400)]
     (tmp_path / "input.txt").write_text("".join(lines))
@@ -345,16 +358,3 @@ def test_sides_of_records_do_not_depend_on_their_lines(tmp_path):
     assert 20 < before.held_out.num_documents < 60
     moved = set(_texts(before, before.held_out)) ^ set(_texts(after, after.held_out))
     assert moved <= {"first of all"}
-
-
-def test_tokens_do_not_depend_on_how_much_is_tokenised_at_once(data, tmp_path, monkeypatch):
-    """At once means up to 1 Mi characters: here all texts, one, or some."""
-    sizes = sorted(len(text) for text in TEXTS.values())
-    assert sum(sizes) < building._CHUNK_CHARACTERS == 1 << 20
-    whole = prepare(data, tmp_path / "whole")
-    for most in (1, sizes[10], sizes[10] + 1, sum(sizes), sum(sizes) + 1):
-        monkeypatch.setattr(building, "_CHUNK_CHARACTERS", most)
-        parts = prepare(data, tmp_path / str(most))
-        for mine, theirs in ((parts.train, whole.train), (parts.held_out, whole.held_out)):
-            assert mine.tokens.tolist() == theirs.tokens.tolist()
-            assert list(mine.offsets) == list(theirs.offsets)
