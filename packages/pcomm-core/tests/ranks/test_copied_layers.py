@@ -32,11 +32,16 @@ class Model(nn.Module):
         super().__init__()
         self.words, hidden = Layout.even(width, 2), Layout.even(2 * width, 2)
         self.collectives = collectives
-        options = {"sequence_parallel": sequence}
-        self.embedding = VocabularyParallelEmbedding(self.words, width, collectives, **options)
-        self.column = ColumnParallelLinear(width, hidden, collectives, bias=True, **options)
-        self.row = RowParallelLinear(hidden, width, collectives, bias=True, **options)
-        self.head = ColumnParallelLinear(width, self.words, collectives, **options)
+        self.embedding = VocabularyParallelEmbedding(
+            self.words, width, collectives, sequence_parallel=sequence
+        )
+        self.column = ColumnParallelLinear(
+            width, hidden, collectives, bias=True, sequence_parallel=sequence
+        )
+        self.row = RowParallelLinear(
+            hidden, width, collectives, bias=True, sequence_parallel=sequence
+        )
+        self.head = ColumnParallelLinear(width, self.words, collectives, sequence_parallel=sequence)
 
     def forward(self, ids: Tensor) -> Tensor:
         logits = self.head(self.row(self.column(self.embedding(ids)).tanh()))
