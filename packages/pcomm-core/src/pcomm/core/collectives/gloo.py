@@ -82,7 +82,9 @@ class GlooCollectives(DistributedCollectives):
         lengths = scatter_sizes(x, dim, sizes, self.size)
         if lengths is None:
             lengths = [x.shape[dim] // self.size] * self.size
-        if not self._is_large(x, dim, lengths):
+        # Torch adds no numbers of 8 bits, and says so at once there.
+        is_added = not x.is_floating_point() or x.itemsize > 1
+        if not is_added or not self._is_large(x, dim, lengths):
             return self._exchange_and_add(x, dim, sizes, out, is_async)
         check_out("reduce_scatter", x, with_length(x, dim, lengths[self.rank]), out)
         front = in_front(x, dim)
