@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pcomm.core.collectives.choice import collectives_of
 from pcomm.core.collectives.differentiable import DifferentiableCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.communicators import communicator_of
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
@@ -85,7 +85,7 @@ def check_copy(collectives: Collectives, *, width: int, sequence: bool) -> None:
 def test_a_copied_model_trains_like_the_original(rank: int, sequence: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
-    ours = collectives_of(group)
+    ours = communicator_of(group).collectives
     with_gradients = DifferentiableCollectives(ours)
     assert copy.deepcopy([with_gradients])[0] is with_gradients
     for collectives in (ours, SpyCollectives(ours)):
@@ -108,7 +108,7 @@ def test_a_copy_on_virtual_ranks() -> None:
 def test_a_split_layer_is_not_pickled_and_says_what_to_save(rank: int) -> None:
     group = dist.group.WORLD
     assert group is not None
-    ours = collectives_of(group)
+    ours = communicator_of(group).collectives
     for collectives in (ours, SpyCollectives(ours), DifferentiableCollectives(ours)):
         layer = ColumnParallelLinear(4, Layout.even(4, 2), collectives)
         with pytest.raises(UnsupportedError, match=f"rank {rank} of 2") as caught:

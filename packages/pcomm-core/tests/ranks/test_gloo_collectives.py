@@ -355,6 +355,6 @@ def test_numbers_of_8_bits_are_refused_at_every_size_and_break_nothing(rank: int
         collectives = opened["dp"].collectives
         for length in (64, 1 << 20):
             x = torch.ones(2 * length).to(torch.float8_e4m3fn)
-            with pytest.raises(RuntimeError, match="scalar type|Float8"):
+            with pytest.raises(RuntimeError, match=r"scalar type|Float8"):
                 collectives.reduce_scatter(x)
             assert collectives.reduce_scatter(x.float()).tolist() == [2.0] * length

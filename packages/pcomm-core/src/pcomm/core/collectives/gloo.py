@@ -49,10 +49,14 @@ class GlooCollectives(DistributedCollectives):
         # Not every owner tells that it closes the process group.
         weakref.finalize(process_group, self._queue.forget).atexit = False
 
+    def rest(self) -> None:
+        """End the thread of the queue; the next operation begins one again. Local."""
+        self._queue.rest()
+
     def close(self) -> None:
         """Refuse all further operations and end the queue. Local."""
         super().close()
-        self._queue.close()
+        self._queue.rest()
 
     def _all_gather(
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
