@@ -233,6 +233,17 @@ def test_one_rank_needs_no_store() -> None:
     assert alone.next([5]).generation == 1
 
 
+def test_one_rank_of_several_agrees_with_itself() -> None:
+    store = dist.HashStore()
+    alone = Control(store, range(2), 1).among([1])
+    assert alone.agree("plan", ["a"]) != alone.agree("plan", ["a"])
+    with pytest.raises(ConfigError, match="steps: 0"):
+        alone.fail_together("check", mistake())
+    Control(store, range(2), 0).next([0])
+    with pytest.raises(FencedError):
+        alone.agree("plan", ["a"])
+
+
 # -- sets of ranks -----------------------------------------------------------------------------
 
 
