@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.core.group import Group
 from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.local_group import LocalGroup
 from pcomm.fsdp.shard_gradient import GradientOrigin
@@ -144,7 +145,7 @@ class Guards:
 
 def _mark_gradients(groups: Sequence[FlatGroup | LocalGroup]) -> None:
     """Tell gradients where their other parts are."""
-    distinct = {}
+    distinct: dict[tuple[int, ...], Group] = {}
     for group in groups:
         plan = group.plan
         for one in (plan.gather, plan.replicate, plan.spread):
