@@ -33,7 +33,8 @@ class Experts(nn.Module):
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.expert(self.dense(x))
+        y: Tensor = self.expert(self.dense(x))
+        return y
 
 
 def batch(rank: int) -> Tensor:
@@ -43,8 +44,8 @@ def batch(rank: int) -> Tensor:
 @ranks(2)
 def test_experts_count_in_norms_and_overflow(rank: int) -> None:
     """The expert of each rank is entire there, and one of all the model's parameters."""
-    names = [("dp", "gather"), ("dp", "reduce"), "one"]
-    with open_groups(Topology({"dp": 2, "one": 1}), names) as groups:
+    topology = Topology({"dp": 2, "one": 1})
+    with open_groups(topology, [("dp", "gather"), ("dp", "reduce"), "one"]) as groups:
         alone = Roles(groups["one"], groups["one"])
         expert = Scope(
             lambda name, _: name.startswith("expert"),

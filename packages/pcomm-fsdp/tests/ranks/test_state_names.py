@@ -43,6 +43,7 @@ class Renamed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 5))
+        self.seen: Tensor
         self.register_buffer("seen", torch.zeros(3))
         self.calls = 0
 
@@ -156,7 +157,7 @@ def test_wrappers_do_not_show_in_a_checkpoint(rank: int, tmp_path: Path) -> None
     """Saved with checkpoint_wrapper, trained on without it, and named as FSDP2 names it."""
     with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
         roles = Roles(groups["dp"], groups["dp", "reduce"])
-        states = []
+        states: list[dict[str, Any]] = []
         for change in (wrap_blocks, lambda _: None):
             model = model_of(change, seed=len(states))
             sharded = fully_shard(model, roles, units=[Block])

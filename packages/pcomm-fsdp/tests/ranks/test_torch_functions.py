@@ -76,7 +76,7 @@ class Case:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def stepped(self, kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    def stepped(self, kind: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
         optimizer = kind([p for p in self.model.parameters() if p.dim() == 2])
         optimizer.step()
         return optimizer
@@ -127,7 +127,9 @@ def clips_its_own(case: Case) -> None:
 
 
 def takes_norms(case: Case) -> None:
-    expected = nn.utils.get_total_norm([p.grad for p in case.whole.parameters()])
+    expected = nn.utils.get_total_norm(
+        [g for p in case.whole.parameters() if (g := p.grad) is not None]
+    )
     for gradients in (case.gradients, [g.detach().float().double() for g in case.gradients]):
         found = nn.utils.get_total_norm(gradients)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
@@ -206,7 +208,7 @@ def averages(case: Case) -> None:
         optimizer.step()
     with torch.no_grad():
         for kept, now in ((parts, case.sharded.parameters()), (wholes, case.whole.parameters())):
-            live = list(now)
+            live: list[Tensor] = list(now)
             average(kept, [one.detach() for one in live], 1)
             torch._foreach_copy_(live, kept)
     case.sharded.parameters_changed()
@@ -435,7 +437,7 @@ def test_what_raises(rank: int, tmp_path: Path) -> None:
 @ranks(2)
 def test_matrices_that_one_rank_holds(rank: int) -> None:
     """Optimizers for whole matrices are right where no rank has only some rows."""
-    kinds = torch.optim.Muon, torch.optim.Adafactor
+    kinds: list[Callable[..., torch.optim.Optimizer]] = [torch.optim.Muon, torch.optim.Adafactor]
     with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
         roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
         for kind in kinds:
@@ -443,7 +445,8 @@ def test_matrices_that_one_rank_holds(rank: int) -> None:
             whole = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
             model = copy.deepcopy(whole)
             # Two matrices a unit, and one of them on each rank.
-            units = [nn.Sequential(*model[:2]), nn.Sequential(*model[2:])]
+            layers = list(model)
+            units = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
             model = nn.Sequential(*units)
             sharded = fully_shard(model, roles, units=units)
             x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
