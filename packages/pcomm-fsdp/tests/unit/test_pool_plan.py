@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ SHARDS = [Shard(), Shard(reduce="step"), Shard("backward"), Shard.zero2(), Shard
 def group(role: str, communicator: object, name: str = "dp") -> Group:
     made = Group(name, (0, 1), None, role=role)
     # Plans ask only which one it is.
-    made.process_group = communicator  # type: ignore[assignment]
+    made._communicator = SimpleNamespace(process_group=communicator)  # type: ignore[assignment]
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,7 +285,8 @@ def test_replicas_sum_after_their_reduce() -> None:
 def test_groups_with_one_communicator_have_one_queue() -> None:
     plan = plan_of("b0", 4)
     assert queues_of([plan]) == {"dp[gather]": "dp:gather", "dp[reduce]": "dp:reduce"}
-    plan.gather.process_group = plan.reduce.process_group = object()  # type: ignore[assignment]
+    shared = SimpleNamespace(process_group=object())
+    plan.gather._communicator = plan.reduce._communicator = shared  # type: ignore[assignment]
     assert set(queues_of([plan]).values()) == {"dp:gather"}
 
 
