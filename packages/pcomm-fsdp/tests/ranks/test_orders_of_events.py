@@ -234,6 +234,24 @@ def test_units_that_the_last_micro_batch_leaves_out(rank: int, strategy: str) ->
                 reference.zero_grad()
 
 
+@ranks(2)
+def test_replicas_sum_once_what_is_reduced_twice(rank: int) -> None:
+    """A backward of two forwards that was never seen before, and one that was."""
+    topology = Topology({"rep": 2, "shard": 1}, order=("shard", "rep"))
+    with open_groups(topology, ["shard", "rep"]) as groups:
+        for program in (one_loss_of_two, both_heads, two_losses):
+            net, reference = Net().double(), Net().double()
+            roles = Roles(groups["shard"], groups["shard"], groups["rep"])
+            sharded = fully_shard(net, roles, units=[nn.Linear])
+            for step in range(3):
+                program(net, step, rank, 1.0)
+                for r in (0, 1):
+                    program(reference, step, r, 0.5)
+                expected = {k: p.grad for k, p in reference.named_parameters()}
+                found = sharded.full_gradients()
+                check(found, {k: g for k, g in expected.items() if g is not None}, str(step))
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "zero1"])
 @ranks(2)
 def test_zero_grad_forgets_what_was_left_over(rank: int, strategy: str) -> None:
@@ -320,5 +338,8 @@ def test_ranks_agree_only_about_what_is_new(rank: int) -> None:
                 assert agreements(net) in (0, 1)
                 heads = [agreements(net, head=step % 2) for step in range(8)]
                 assert heads[-4:] == [0, 0, 0, 0], heads
+                # A forward without its backward is new; ranks agree about it when the next begins.
+                loss(net, 0, 0, rank)
+                assert agreements(net) >= 1
     finally:
         Departures.agree = agree  # type: ignore[method-assign]

@@ -33,6 +33,8 @@ def test_every_element_has_one_place_and_shares_end_at_rows(
     buffer = owners(layout)
     assert sum(place is not None for place in buffer) == layout.num_elements
     assert layout.padding == buffer.count(None)
+    gaps = [place for start, end in layout.gaps for place in range(start, end)]
+    assert gaps == [place for place, owner in enumerate(buffer) if owner is None]
     assert layout.share % alignment == 0
     assert all(offset % alignment == 0 for offset in layout.offsets)
     for rank in range(size):

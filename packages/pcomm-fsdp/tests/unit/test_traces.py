@@ -207,3 +207,23 @@ def test_a_unit_that_backward_comes_to_again_is_reduced_once() -> None:
         on_demand.steps_for(mark)
     run(on_demand.steps)
     assert [step.kind for step in on_demand.steps].count("reduce") == 13
+
+
+def test_a_sum_over_replicas_has_ended_before_more_is_added() -> None:
+    marks = chain(2)
+    again = [m for m in marks if m.phase == "backward" and m.unit != ROOT]
+    units = [ROOT, "b0", "b1"]
+    with_replicas = [Buffer(f"{u}.w", u, 10, "use", True, True, has_replicas=True) for u in units]
+    on_demand = OnDemand(with_replicas, inflight_reduce=1, gathered=frozenset(), is_last=True)
+    for mark in [*marks[:-2], *again, *marks[-2:]]:
+        on_demand.steps_for(mark)
+    summing: set[str] = set()
+    for step in on_demand.steps:
+        assert not (step.kind == "finish" and step.name in summing)
+        if step.kind == "replicate":
+            assert step.name not in summing
+            summing.add(step.name)
+        elif step.kind == "settle":
+            summing.remove(step.name)
+    assert not summing
+    assert on_demand.owed == NOTHING_OWED

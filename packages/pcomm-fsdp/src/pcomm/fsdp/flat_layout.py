@@ -69,6 +69,18 @@ class FlatLayout:
         """Elements that belong to no parameter."""
         return self.length - self.num_elements
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Where the padding is: begins and ends, ascending."""
+        ends = [0]
+        begins = []
+        for begin, shape in sorted(zip(self.offsets, self.shapes, strict=True)):
+            begins.append(begin)
+            ends.append(begin + math.prod(shape))
+        begins.append(self.length)
+        pairs = zip(ends, begins, strict=True)
+        return tuple((begin, end) for begin, end in pairs if begin < end)
+
     @property
     def is_one_parameter(self) -> bool:
         """Whether the buffer is a single parameter and nothing else."""
