@@ -54,7 +54,7 @@ def together(call: Callable[[int], object], callers: Iterable[int]) -> dict[int,
         except Exception as problem:
             found[rank] = problem
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in callers]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in callers]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -300,7 +300,8 @@ def test_survivors_begin_a_generation_and_a_zombie_is_fenced(store: dist.Store) 
     first = controls_of(store, range(3))
     meet(first)
     second = {rank: first[rank].next([0, 1]) for rank in (0, 1)}
-    assert {(c.generation, c.ranks) for c in second.values()} == {(1, (0, 1))}
+    told = {(c.generation, c.ranks, c.timeout_s) for c in second.values()}
+    assert told == {(1, (0, 1), WAIT_S)}
     meet(second)
     before = store.num_keys()
     for call in (
