@@ -27,7 +27,7 @@ PROBLEMS = {"linear": Widths(512, DEPTH, 8), "transformer": Widths(32, DEPTH, 32
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-@ranks(2)
+@ranks(2, leaves="torch keeps the mesh of FSDP2's parameters in a cache")
 def test_every_form_has_the_gradients_of_one_process(rank: int, name: str) -> None:
     """In the second step, which replays what the first one recorded."""
     problem = Problem(name, PROBLEMS[name])
@@ -96,7 +96,7 @@ GATHER, REDUCE = "all_gather on gather", "reduce_scatter on gather"
 GATHERED, REDUCED = "all_gather ends", "reduce_scatter ends"
 
 
-@ranks(2)
+@ranks(2, leaves="torch keeps the mesh of FSDP2's parameters in a cache")
 def test_forms_send_what_and_where_they_say(rank: int) -> None:
     with open_groups(Topology({"dp": 2}), [("dp", role) for role in ROLES]) as opened:
         groups = {role: opened["dp", role] for role in ROLES}

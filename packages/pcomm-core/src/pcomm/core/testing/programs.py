@@ -85,8 +85,8 @@ class Programs:
         except BaseException:
             self.stop()
             raise
-        called = [str(word) for word in words]
-        return subprocess.CompletedProcess(called, process.returncode, printed, logged)
+        command = [str(word) for word in words]
+        return subprocess.CompletedProcess(command, process.returncode, printed, logged)
 
     def running(self) -> list[int]:
         """The ids of the processes that were started, and of their descendants. Local."""
