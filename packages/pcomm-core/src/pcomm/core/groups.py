@@ -233,7 +233,6 @@ def open_groups(
         FencedError: A newer generation than that of `control` has begun.
     """
     callers = _participants(topology) if control is None else control
-    rank = callers.rank
     error: PcommError | None = None
     wanted: list[GroupSpec] = []
     granted: list[Granted] = []
