@@ -30,6 +30,13 @@ SETTINGS = nox.project.load_toml("pyproject.toml")
 CORE = ROOT / "packages" / "pcomm-core"
 FEATURES = sorted(path for path in (ROOT / "packages").glob("pcomm-*") if path != CORE)
 PACKAGES = [CORE, *FEATURES, ROOT / "integration"]
+# What `isolated` runs of a package beside its unit tests: ranks are started from the wheel, too.
+WITH_WHEELS = {
+    "pcomm-core": ["ranks/test_collectives.py", "ranks/test_doctor_command.py"],
+    "pcomm-fsdp": ["ranks/test_equal_to_one_process.py"],
+    "pcomm-gdn-cp": ["ranks/test_plan_on_ranks.py"],
+    "pcomm-integration": ["e2e/test_command_line.py"],
+}
 SOURCE_PATH = os.pathsep.join(str(package / "src") for package in PACKAGES)
 
 
@@ -57,8 +64,10 @@ def train(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
-    """Run every test; words after `--` go to pytest."""
-    run_in_environment(session, "python", "-m", "pytest", *session.posargs)
+    """Run every test, in two processes; words after `--` go to pytest, such as `-n 0 --pdb`."""
+    # Files of tests that start ranks stay together: their ranks are shared (see conftest.py).
+    at_once = ["-n", "2", "--dist", "loadgroup"]
+    run_in_environment(session, "python", "-m", "pytest", *at_once, *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["environment"])
@@ -126,7 +135,11 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def isolated(session: nox.Session) -> None:
-    """Install each wheel alone, away from the sources, and run its own tests there."""
+    """Install each wheel alone, away from the sources, and run its unit tests and some on ranks.
+
+    What a wheel lacks, or asks for and does not declare, shows when a test imports it; so all are
+    collected. What they find in numbers does not depend on where the package was installed.
+    """
     install_once(session, lambda: pip_install(session, *group("build"), "torch"))
     build_into_dist(session)
     for package in PACKAGES:
@@ -146,11 +159,15 @@ def run_tests_alone(session: nox.Session, package: Path) -> None:
     shutil.copytree(package / "tests", away / "tests")
     absent = [path for path in PACKAGES if path not in wanted]
     check = ROOT / "tools" / "check_installed_alone.py"
+    limit = SETTINGS["tool"]["pytest"]["ini_options"]["timeout"]
+    chosen = ["tests/unit", *(f"tests/{words}" for words in WITH_WHEELS.get(name_of(package), ()))]
     with session.chdir(away):
         names = [*map(module_of, wanted), "--absent", *map(module_of, absent)]
         session.run("python", "-P", str(check), *names)
         pytest = ["-m", "pytest", "-c", os.devnull, "--rootdir", ".", "--import-mode=importlib"]
-        session.run("python", "-P", *pytest, "--timeout=90", "-q", "tests")
+        # Imports every test, also those that only the session `tests` runs.
+        session.run("python", "-P", *pytest, "-qq", "--collect-only", "tests", silent=True)
+        session.run("python", "-P", *pytest, f"--timeout={limit}", "-q", *chosen)
 
 
 def build_into_dist(session: nox.Session) -> None:

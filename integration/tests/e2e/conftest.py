@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pcomm.core.cli import main
+from pcomm.core.testing.programs import Programs
 
 CONFIG = """
 [model]
@@ -71,12 +70,26 @@ def train(config_file: Path) -> Callable[..., int]:
 
 
 @pytest.fixture(scope="module")
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`start(*words)`: a command in a process group of its own, stopped when the tests are over.
+def started() -> Iterator[Programs]:
+    """The programs that the tests of a file have started."""
+    with Programs() as programs:
+        yield programs
+
+
+@pytest.fixture(autouse=True)
+def _nothing_trains_on(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails, or is interrupted, ends what it has started, with all of its ranks."""
+    yield
+    if "started" in request.fixturenames:
+        request.getfixturevalue("started").stop()
+
+
+@pytest.fixture(scope="module")
+def start(started: Programs) -> Callable[..., subprocess.Popen[str]]:
+    """`start(*words)`: a command in a session of its own, ended with the test that started it.
 
     The first word `pcomm` stands for the installed script, and `python` for this interpreter.
     """
-    started: list[subprocess.Popen[str]] = []
     programs = {
         "pcomm": Path(sysconfig.get_path("scripts"), "pcomm"),
         "python": sys.executable,
@@ -85,20 +98,6 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def run(program: str, *words: object, **options: Any) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [str(programs[program]), *map(str, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-            **options,
-        )
-        started.append(process)
-        return process
+        return started.start(programs[program], *words, env=environment, **options)
 
-    yield run
-    for process in started:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    return run

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pcomm.core.cli import main
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
 DYING = Path(__file__).with_name("dying_train.py")
 
@@ -43,6 +44,7 @@ def refused(capsys: Capture, code: int) -> str:
         ("parallel.dp=5", "dp 5, tp 1, cp 1 for "),
         ("parallel.cp=3", "cp 3 for "),
         ("model.pattern=X", "'G' for Gated DeltaNet"),
+        ("data.vocabulary=2147483647", "at least 257 (256 bytes, one end) and at most 1048576"),
     ],
 )
 def test_configurations_that_cannot_run(
@@ -99,7 +101,7 @@ def sources(tmp_path: Path) -> Path:
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "blank.txt").write_text(" \n")
-    (folder / "one.txt").write_text("the only document")
+    (folder / "one.txt").write_text("1")
     (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (folder / "no-text.txt").write_bytes(b"\xff\xfe\x00\x01")
     return folder
@@ -109,7 +111,7 @@ DATA = {
     "absent.txt": "no such file",
     "absent-*.txt": "absent-*.txt",
     "blank.txt": "no text in any of them",
-    "one.txt": "one document",
+    "one.txt": "one document, '1'",
     "broken.jsonl": "broken.jsonl",
     "no-text.txt": "no-text.txt",
 }
@@ -161,7 +163,7 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
     """At start-up, before it has joined the others; or while they wait for it in a collective."""
     options = ["--config", config_file, "--out", tmp_path / "run", "--ranks", 2]
     process = start("python", DYING, moment, "train", *options)
-    printed, logged = process.communicate(timeout=60)
+    printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
     assert process.returncode == 1
     assert printed == ""
     assert "rank 1 of 2 died: killed by SIGKILL" in logged

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import pytest
 
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 from pcomm.integration.checkpoint.folders import checkpoints
 from pcomm.integration.config_file import load_config
 from pcomm.integration.data.tokenizer import load_tokenizer
 
-PATIENCE_S = 80.0
 KEYS = {"step", "loss", "tokens_per_s", "step_ms"}
 
 Train = Callable[..., int]
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 def finish(process: subprocess.Popen[str], out: Path) -> Run:
-    printed, logged = process.communicate(timeout=PATIENCE_S)
+    printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
     assert process.returncode == 0, logged
     return Run(out, printed, logged)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.cli import main
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 from pcomm.integration.generate.writer import Writer
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
@@ -32,7 +33,7 @@ def test_the_installed_command_prints_one_json_object(
 ) -> None:
     words = ["--prompt", "word1", "--max-tokens", 5, "--temperature", 0.5, "--seed", 3, "--json"]
     process = start("pcomm", "generate", run, *words)
-    printed, logged = process.communicate(timeout=60)
+    printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
     assert (process.returncode, logged) == (0, "")
     text = json.loads(printed)
     assert text.keys() == {"prompt", "text", "num_tokens", "finish_reason"}

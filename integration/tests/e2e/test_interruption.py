@@ -6,15 +6,17 @@ import json
 import os
 import signal
 import subprocess
-import time
+import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s, wait_until
+from pcomm.core.testing.programs import Programs
 from pcomm.integration.checkpoint.folders import checkpoints
 
-PATIENCE_S = 60.0
 # Far more steps than are done before the signal, and no checkpoint before it.
 ENDLESS = ["train.steps=1000000", "checkpoint.every=0", "train.eval_every=0"]
 
@@ -58,7 +60,7 @@ def test_it_saves_and_goes_on(
     )
     wait_for_steps(out, process)
     send(process)
-    printed, logged = process.communicate(timeout=PATIENCE_S)
+    printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
     assert process.returncode == 130, logged
     assert "Traceback" not in logged
 
@@ -75,14 +77,50 @@ def test_it_saves_and_goes_on(
     assert steps(out) == list(range(1, saved.step + 3))
 
 
+def test_a_killed_launcher_leaves_no_rank(
+    start: Callable[..., subprocess.Popen[str]],
+    started: Programs,
+    config_file: Path,
+    tmp_path: Path,
+) -> None:
+    """`kill -9`, of which no process can tell its children."""
+    out = tmp_path / "run"
+    overrides = [word for item in ENDLESS for word in ("--set", item)]
+    words = ["--config", config_file, "--out", out, "--ranks", 2, *overrides]
+    process = start("pcomm", "train", *words)
+    wait_for_steps(out, process)
+    # The command, what its multiprocessing starts, and two ranks.
+    assert len(started.running()) >= 4
+    process.kill()
+    wait_until(lambda: not started.running(), "the end of what was started")
+
+
+def test_what_a_test_leaves_running_ends_with_it(config_file: Path, tmp_path: Path) -> None:
+    """Workers of torchrun are in sessions of their own, and hold the pipes of the launcher."""
+    out = tmp_path / "run"
+    overrides = [word for item in ENDLESS for word in ("--set", item)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    script = Path(sysconfig.get_path("scripts"), "pcomm")
+    command = [*launcher, script, "train", "--config", config_file, "--out", out, *overrides]
+    with Programs() as programs:
+        process = programs.start(sys.executable, *command)
+        wait_for_steps(out, process)
+        assert len(programs.running()) >= 3
+        # As a time limit of the test does; the workers do not hear of it.
+        process.kill()
+        programs.stop()
+        assert programs.running() == []
+
+
 def wait_for_steps(out: Path, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + PATIENCE_S
     metrics = out / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+
+    def has_done_some() -> bool:
         if process.poll() is not None:
             pytest.fail(f"ended with {process.returncode}:\n{process.communicate()}")
-        assert time.monotonic() < end, "no steps were done"
-        time.sleep(0.02)
+        return metrics.exists() and metrics.read_bytes().count(b"\n") >= 3
+
+    wait_until(has_done_some, "three steps")
 
 
 def steps(out: Path) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +13,12 @@ import torch
 
 from pcomm.core.checkpoint.region import Region
 from pcomm.core.placement import placements_of
+from pcomm.core.testing.patience import wait_until
 from pcomm.integration.checkpoint.folders import checkpoints
 from pcomm.integration.checkpoint.reader import read
 from pcomm.integration.generate.writer import Writer
 
 BLOCKED = Path(__file__).with_name("blocked_train.py")
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +59,7 @@ def test_killed_during_a_save(
     assert len(pids) == (1 if ranks == "1" else 3)
     process.kill()
     process.wait()
-    for pid in pids:
-        wait_until_gone(pid)
+    wait_until(lambda: not any(map(is_running, pids)), "the end of all processes")
 
     folders = [path.name for path in sorted((out / "checkpoints").iterdir())]
     assert folders == ["step-00000002", "step-00000004.partial"]
@@ -81,19 +79,12 @@ def test_killed_during_a_save(
 
 
 def wait_for(folder: Path, pattern: str, count: int, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while len(list(folder.glob(pattern))) < count:
+    def are_there() -> bool:
         if process.poll() is not None:
             pytest.fail(f"ended with {process.returncode}:\n{process.communicate()}")
-        assert time.monotonic() < end, f"{list(folder.iterdir())}, not {count} of {pattern}"
-        time.sleep(0.02)
+        return len(list(folder.glob(pattern))) >= count
 
-
-def wait_until_gone(pid: int) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while is_running(pid):
-        assert time.monotonic() < end, f"process {pid} outlived the one that was killed"
-        time.sleep(0.02)
+    wait_until(are_there, f"{count} of {pattern}")
 
 
 def is_running(pid: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pcomm.core.checkpoint.region import Region
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, PcommError, PeerError
 from pcomm.core.group import Group
+from pcomm.core.layout import Layout
 from pcomm.core.placement import Placement
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.world import connect
@@ -53,6 +55,29 @@ def test_a_tensor_that_one_rank_misses_stops_both(rank: int, tmp_path: Path) -> 
         longer = Region(torch.ones(4 + rank), Placement(), 0)
         with pytest.raises(ConfigError, match=r"there of shape \(5,\): shape \(4,\) under"):
             read(saved, {"there": longer}, group)
+
+
+@ranks(2)
+def test_a_disk_that_is_full(rank: int, tmp_path: Path) -> None:
+    """The operating system's own error, in the middle of a large tensor on one rank."""
+    generator = torch.Generator().manual_seed(rank)
+    layout = Layout.even(2 << 18, 2)
+    tensor = torch.rand(1 << 18, generator=generator)
+    regions = {"x": Region(tensor, Placement(layout, 0), rank)}
+    with checkpoint_group() as group:
+        saver = Saver(tmp_path, group, keep=1, is_asynchronous=True)
+        saver.save(1, regions, {})
+        saver.wait()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))
+        try:
+            saver.save(2, regions, {})
+            with pytest.raises(ConfigError, match=r"step 2 in .*: rank 1: OSError: .*too large"):
+                saver.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [1]
 
 
 def no_room(*_: object, **__: object) -> None:
@@ -155,10 +180,12 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 def test_another_corpus_is_refused_and_the_run_goes_on_with_its_own(
     rank: int, copied: Path, finished: Path
 ) -> None:
-    before = (copied / "config.toml").read_bytes()
-    with pytest.raises(ConfigError, match=r"data.fingerprint was '\w+' and is '\w+'"):
+    before = contents(copied)
+    # The first rank reads the text, and so finds it.
+    kind = PeerError if rank else ConfigError
+    with pytest.raises(kind, match=r"data.fingerprint was '\w+' and is '\w+'"):
         train(copied, f"data.path=['{finished}/text/other.jsonl']")
-    assert (copied / "config.toml").read_bytes() == before
+    assert contents(copied) == before
     train(copied, "train.steps=5")
     assert newest(copied).step == 5
 
@@ -169,8 +196,15 @@ DAMAGES = {
     "state.json without an identity": ("state.json", lambda content: b"{}", "layers was None"),
     "index torn": (".metadata", lambda content: content[:100], "cannot be read: .*Error"),
     "index gone": (".metadata", None, "cannot be read: FileNotFoundError"),
-    "tensors torn": ("__0_0.distcp", lambda content: content[:9000], "cannot be read: "),
-    "tensors gone": ("__0_0.distcp", None, "cannot be read: FileNotFoundError"),
+    "tensors torn": ("__0_0.distcp", lambda content: content[:9000], "file __0_0.distcp does not"),
+    "tensors gone": ("__0_0.distcp", None, "__0_0.distcp cannot be read: FileNotFoundError"),
+    "zeros": ("__0_0.distcp", lambda c: c[:9000] + bytes(4000) + c[13000:], "file __0_0.distcp"),
+    "one bit": (
+        "__0_0.distcp",
+        lambda c: c[:20000] + bytes([c[20000] ^ 1]) + c[20001:],
+        "checksum",
+    ),
+    "checksums torn": ("checksums.json", lambda content: content[:40], "checksums.json cannot be"),
 }
 
 
@@ -187,9 +221,11 @@ def test_a_damaged_checkpoint_is_named_on_every_rank(rank: int, name: str, copie
             path.write_bytes(change(path.read_bytes()))
         # A first meeting of the ranks, so that the second finds the file changed.
         group.collectives.all_reduce(torch.zeros(1))
-    with pytest.raises(ConfigError, match=message) as caught:
+    # A rank that has read another share of the files hears of it from the one that found it.
+    with pytest.raises(PcommError, match=message) as caught:
         train(copied)
     assert str(checkpoint.folder) in str(caught.value)
+    assert "Error: checkpoint" in str(caught.value) or isinstance(caught.value, ConfigError)
 
 
 @ranks(2)
@@ -209,3 +245,29 @@ def test_the_configuration_may_change_in_what_decides_no_weights(copied: Path) -
     train(copied, *overrides)
     assert [checkpoint.step for checkpoint in checkpoints(copied)] == [6]
     assert load_config(copied / "config.toml").train.dtype == "bf16"
+
+
+@ranks(2)
+def test_damage_offers_the_checkpoint_before_that_is_whole(rank: int, copied: Path) -> None:
+    with checkpoint_group() as group:
+        if rank == 0:
+            zero(newest(copied).folder / "__0_0.distcp", 4000)
+        group.collectives.all_reduce(torch.zeros(1))
+    good = copied / "checkpoints" / "step-00000002"
+    with pytest.raises(PcommError, match=f"step-00000004 to go on from {good}, whose files are"):
+        train(copied)
+    with checkpoint_group() as group:
+        if rank == 0:
+            zero(good / "__0_0.distcp", 1)
+        group.collectives.all_reduce(torch.zeros(1))
+    with pytest.raises(PcommError, match="no earlier checkpoint that is whole"):
+        train(copied)
+
+
+def zero(file: Path, count: int) -> None:
+    """Overwrite bytes in the middle of a file, which keeps its length."""
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    assert any(content[middle : middle + count])
+    content[middle : middle + count] = bytes(count)
+    file.write_bytes(content)

@@ -15,6 +15,7 @@ from pcomm.core.checkpoint.region import Region
 from pcomm.core.errors import ConfigError
 from pcomm.core.group import Group
 from pcomm.core.placement import Placement
+from pcomm.core.testing.patience import PATIENCE_S
 from pcomm.core.world import connect
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint import folders
@@ -47,7 +48,7 @@ class Delay:
         monkeypatch.setattr(dcp, "save", self)
 
     def __call__(self, *arguments: object, **options: object) -> None:
-        assert self.is_over.wait(30)
+        assert self.is_over.wait(PATIENCE_S)
         self._save(*arguments, **options)
 
 

@@ -144,6 +144,7 @@ def test_the_pattern_repeats():
         ),
         (["train.betas=[0.9, 1.0]"], 1, ConfigError, ["train.betas", "1.0", "less than 1"]),
         (["data.vocabulary=256"], 1, ConfigError, ["data.vocabulary", "256", "at least 257"]),
+        (["data.vocabulary=1048577"], 1, ConfigError, ["data.vocabulary", "at most 1048576"]),
         (["data.held_out=1"], 1, ConfigError, ["data.held_out", "1.0"]),
         (["train.seed=-1"], 1, ConfigError, ["train.seed", "-1"]),
     ],
@@ -169,3 +170,8 @@ def test_configuration_needs_neither_torch_nor_numpy():
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("vocabulary", [257, 1 << 20])
+def test_the_smallest_and_the_largest_vocabulary(vocabulary):
+    assert validate(_tiny(f"data.vocabulary={vocabulary}"), 1).data.vocabulary == vocabulary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from pcomm.core.errors import ConfigError
 from pcomm.integration.atomic_file import atomic_write
 from pcomm.integration.config import DataConfig
-from pcomm.integration.data import preparation
-from pcomm.integration.data.preparation import open_prepared, prepare
+from pcomm.integration.data import building
+from pcomm.integration.data.preparation import build_beside, open_prepared, prepare
 from pcomm.integration.data.token_cache import write_tokens
 
 TEXTS = {f"{i}.txt": f"Text number {i} of all.\n" * (i + 1) for i in range(30)}
@@ -165,22 +166,67 @@ def test_splits_that_were_exchanged_are_noticed(data, tmp_path):
         open_prepared(tmp_path / "run")
 
 
-def test_a_crash_while_building_leaves_nothing_that_looks_whole(data, tmp_path, monkeypatch):
+def test_a_crash_while_building_leaves_what_was_there(data, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     prepare(data, run_dir)
+    before = _snapshot(run_dir)
     (tmp_path / "corpus" / "3.txt").write_text("New words.", encoding="utf-8")
 
     def crash(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preparation, "_chunks", crash)
+    monkeypatch.setattr(building, "_chunks", crash)
     with pytest.raises(KeyboardInterrupt):
         prepare(data, run_dir)
-    with pytest.raises(ConfigError, match=r"manifest\.json: No such file"):
-        open_prepared(run_dir)
-    assert not list(run_dir.rglob("*.tmp"))
+    assert _snapshot(run_dir) == before
+    assert sorted(path.name for path in run_dir.iterdir()) == ["data", "tokenizer.json"]
     monkeypatch.undo()
     assert prepare(data, run_dir).fingerprint == prepare(data, tmp_path / "new").fingerprint
+
+
+@pytest.mark.parametrize("renames", [0, 1], ids=["before the old go", "between old and new"])
+def test_a_crash_while_tokens_are_exchanged_leaves_no_mixture(data, tmp_path, monkeypatch, renames):
+    run_dir = tmp_path / "run"
+    prepare(data, run_dir)
+    (tmp_path / "corpus" / "3.txt").write_text("New words. " * 300, encoding="utf-8")
+    rename, done = Path.rename, []
+
+    def die(path, target):
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(path)
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", die)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(data, run_dir)
+    with pytest.raises(ConfigError, match="Start the run again"):
+        open_prepared(run_dir)
+    assert prepare(data, run_dir).fingerprint == prepare(data, tmp_path / "new").fingerprint
+    assert sorted(path.name for path in run_dir.iterdir()) == ["data", "tokenizer.json"]
+
+
+def test_what_is_built_beside_can_be_refused_before_and_after(data, tmp_path):
+    run_dir = tmp_path / "run"
+    first = prepare(data, run_dir)
+    before = _snapshot(run_dir)
+    (tmp_path / "corpus" / "3.txt").write_text("New words.", encoding="utf-8")
+    fingerprints = []
+
+    def refuse(fingerprint):
+        fingerprints.append(fingerprint)
+        raise ConfigError("asked", found="found", why="why", fix="fix")
+
+    with pytest.raises(ConfigError, match="found"):
+        build_beside(data, run_dir, keep_tokenizer=True, check=refuse)
+    assert _snapshot(run_dir) == before
+    build_beside(data, run_dir).discard()
+    assert _snapshot(run_dir) == before
+    build_beside(data, run_dir, keep_tokenizer=True, check=fingerprints.append).take_place()
+    assert fingerprints == [open_prepared(run_dir).fingerprint] * 2
+    assert fingerprints[0] != first.fingerprint
+    assert build_beside(data, run_dir) is None
 
 
 def test_nothing_was_prepared(tmp_path):
@@ -232,7 +278,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch, 
         path.write_text('{"text": "a"}\n' * lines)
         return np.zeros(len(names), dtype=np.bool_)
 
-    monkeypatch.setattr(preparation, "held_out_mask", held_out_mask)
+    monkeypatch.setattr(building, "held_out_mask", held_out_mask)
     with pytest.raises(ConfigError, match="than the 2 counted just before"):
         prepare(DataConfig(path=(str(path),)), tmp_path / "run")
     assert not list(tmp_path.rglob("*.npy"))
@@ -275,3 +321,40 @@ def test_an_atomic_file_appears_whole_or_not_at_all(tmp_path):
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_tokens_do_not_depend_on_how_much_is_tokenised_at_once(data, tmp_path, monkeypatch):
+    """At once means up to 1 Mi characters: here all texts, one, or some."""
+    sizes = sorted(len(text) for text in TEXTS.values())
+    assert sum(sizes) < building._CHUNK_CHARACTERS == 1 << 20
+    whole = prepare(data, tmp_path / "whole")
+    for most in (1, sizes[10], sizes[10] + 1, sum(sizes), sum(sizes) + 1):
+        monkeypatch.setattr(building, "_CHUNK_CHARACTERS", most)
+        parts = prepare(data, tmp_path / str(most))
+        for mine, theirs in ((parts.train, whole.train), (parts.held_out, whole.held_out)):
+            assert mine.tokens.tolist() == theirs.tokens.tolist()
+            assert list(mine.offsets) == list(theirs.offsets)
+
+
+def test_a_single_text_is_cut_into_what_is_learnt_and_its_end(tmp_path):
+    lines = [f"line {n} of the only text\n" for n in range(400)]
+    (tmp_path / "input.txt").write_text("".join(lines))
+    data = DataConfig(path=(str(tmp_path / "input.txt"),), vocabulary=300)
+    prepared = prepare(data, tmp_path / "run")
+    [train], [held_out] = (_texts(prepared, c) for c in (prepared.train, prepared.held_out))
+    assert train + held_out == "".join(lines)
+    assert held_out.splitlines(keepends=True) == lines[380:]
+
+
+def test_sides_of_records_do_not_depend_on_their_lines(tmp_path):
+    records = [f'{{"text": "record number {n}"}}\n' for n in range(200)]
+    path = tmp_path / "a.jsonl"
+    data = DataConfig(path=(str(path),), vocabulary=300, held_out=0.2)
+    path.write_text("".join(records))
+    before = prepare(data, tmp_path / "one")
+    # A new first line, and another order.
+    path.write_text('{"text": "first of all"}\n' + "".join(reversed(records)))
+    after = prepare(data, tmp_path / "two")
+    assert 20 < before.held_out.num_documents < 60
+    moved = set(_texts(before, before.held_out)) ^ set(_texts(after, after.held_out))
+    assert moved <= {"first of all"}

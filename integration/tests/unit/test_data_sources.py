@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,9 +38,9 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     text = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     _write(tmp_path / "a.jsonl", text)
     assert _documents(tmp_path / "a.jsonl") == [
-        Document("a.jsonl:1", "one\u2028still one"),
-        Document("a.jsonl:3", ""),
-        Document("a.jsonl:5", "three"),
+        Document("a.jsonl:1", "one\u2028still one", is_record=True),
+        Document("a.jsonl:3", "", is_record=True),
+        Document("a.jsonl:5", "three", is_record=True),
     ]
 
 
@@ -88,6 +90,13 @@ def test_paths_that_do_not_serve(tmp_path, pattern, parts):
         _documents(tmp_path / pattern)
     for part in ["data.path", *parts]:
         assert part in str(raised.value)
+
+
+def test_what_is_no_regular_file_is_called_what_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    for path, kind in (("/dev/null", "a device"), (tmp_path / "pipe.txt", "a pipe")):
+        with pytest.raises(ConfigError, match=rf"data\.path: {path}: {kind}, and no regular file"):
+            _documents(Path(path))
 
 
 def test_an_unreadable_file_is_named(tmp_path):

@@ -1,13 +1,11 @@
-"""The held-out split: by name, stable, and never empty on one side."""
+"""The held-out split: by name or content, stable, and never empty on one side."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcomm.core.errors import ConfigError
-from pcomm.integration.data.split import held_out_mask
+from pcomm.integration.data.split import cut_text, held_out_mask
 
 NAMES = st.lists(st.text(), min_size=2, max_size=60, unique=True)
 
@@ -50,7 +48,40 @@ def test_nothing_is_held_out_where_nothing_is_asked_for():
     assert not held_out_mask([f"{i}" for i in range(1000)], 0).any()
 
 
-def test_one_document_cannot_be_on_both_sides():
-    with pytest.raises(ConfigError, match=r"one document, 'a\.txt'") as raised:
-        held_out_mask(["a.txt"], 0.05)
-    assert "data.held_out = 0" in raised.value.fix
+def test_equal_documents_are_on_one_side_unless_there_are_no_others():
+    assert held_out_mask(["a", "b", "a", "b"], 1e-9).tolist() in (
+        [True, False, True, False],
+        [False, True, False, True],
+    )
+    assert held_out_mask(["a"] * 3, 0.1).tolist() == [True, False, False]
+    assert held_out_mask(["a"] * 3, 0.99).sum() in (1, 2)
+
+
+WORDS = st.text(st.sampled_from("ab \n\t\u2003"), min_size=2, max_size=200)
+
+
+@settings(deadline=None)
+@given(text=WORDS, share=st.floats(1e-9, 1 - 1e-9))
+def test_both_parts_of_a_text_hold_something_and_are_the_text(text, share):
+    parts = cut_text(text, share)
+    if parts is None:
+        assert len(text.strip()) < 2
+        return
+    assert "".join(parts) == text
+    assert all(part.strip() for part in parts)
+
+
+def test_a_text_is_cut_where_a_line_ends_or_a_word_or_anywhere():
+    lines = "".join(f"{n:03} words of a line\n" for n in range(100))
+    train, held_out = cut_text(lines, 0.1)
+    assert train.endswith("\n")
+    assert len(held_out) == len(lines) // 10
+    # One line alone: at a word.
+    train, held_out = cut_text("word " * 100, 0.1)
+    assert (len(held_out), train[-5:]) == (50, "word ")
+    # No word ends near enough.
+    train, held_out = cut_text("a " + "x" * 998, 0.1)
+    assert (len(train), len(held_out)) == (900, 100)
+    # Megabytes.
+    train, held_out = cut_text("x" * (4 << 20), 0.25)
+    assert len(held_out) == 1 << 20

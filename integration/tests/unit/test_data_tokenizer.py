@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+import threading
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers, trainers
 
 from pcomm.core.errors import ConfigError
+from pcomm.integration.data.standard_library import standard_library_files
 from pcomm.integration.data.tokenizer import END, load_tokenizer, train_tokenizer
+from pcomm.integration.data.waiting import Beside, every
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}  # é\n" for i in range(200)]
 TOKENIZER = train_tokenizer(TEXTS, 400)
@@ -89,3 +95,88 @@ def test_a_file_that_is_no_tokenizer_of_a_run(tmp_path, content, part):
         load_tokenizer(path)
     assert part in str(raised.value)
     assert str(path) in str(raised.value)
+
+
+def plain(texts: list[str], vocabulary: int) -> tokenizers.Tokenizer:
+    """Byte-level BPE as `tokenizers` has it, without a bound for words."""
+    found = tokenizers.Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    found.train_from_iterator(texts, trainer)
+    return found
+
+
+def test_a_bound_for_words_changes_no_text_that_has_words():
+    texts = [file.path.read_text() for file in standard_library_files() if file.name[0] in "ab"]
+    assert sum(map(len, texts)) > 1 << 19
+    oracle, mine = plain(texts, 600), train_tokenizer(texts, 600)
+    for text in texts:
+        assert mine.encode(text) == oracle.encode(text).ids
+
+
+@pytest.mark.parametrize("kind", ["x", "7", "=", " ", "\u65e5", "\n"])
+@pytest.mark.parametrize("length", [255, 256, 257, 512, 100_000])
+def test_no_word_is_longer_than_its_bound(kind, length):
+    """The time that a word takes grows with the square of its length."""
+    text = f"def{kind * length}\u00e9nd"
+    pre_tokenizer = TOKENIZER._tokenizer.pre_tokenizer
+    pieces = [span for _, span in pre_tokenizer.pre_tokenize_str(text)]
+    assert max(stop - start for start, stop in pieces) <= 256 + len("def\u00e9nd")
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_half_a_megabyte_without_a_blank():
+    text = "".join(chr(97 + n * n % 26) for n in range(1 << 19))
+    tokenizer = train_tokenizer([text], 320)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+# -- interruptible ---------------------------------------------------------------------------
+
+
+def test_a_call_beside_returns_or_raises_what_it_does():
+    assert Beside().run(lambda: 7, lambda: None) == 7
+    with pytest.raises(ZeroDivisionError):
+        Beside().run(lambda: 1 // 0, lambda: None)
+    with pytest.raises(ConfigError, match="found"):
+        train_tokenizer(failing(), 300)
+
+
+def failing():
+    yield "text"
+    raise ConfigError("asked", found="found", why="why", fix="fix")
+
+
+def test_who_waits_can_leave_and_the_call_gets_no_more():
+    is_over, fed, beside = threading.Event(), [], Beside()
+    ended = threading.Event()
+
+    def call():
+        items = beside.fed(itertools.count())
+        fed.append(next(items))
+        assert is_over.wait(60)
+        with pytest.raises(InterruptedError):
+            fed.append(next(items))
+        ended.set()
+
+    def leave():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        beside.run(call, leave)
+    is_over.set()
+    assert ended.wait(60)
+    assert fed == [0]
+
+
+def test_a_tick_speaks_once_in_a_while():
+    times, said = iter([0.0, 1.0, 5.0, 6.0, 9.9, 12.0]), []
+    tick = every(5.0, lambda: next(times), said.append)
+    for _ in range(5):
+        tick()
+    assert said == [5.0, 12.0]

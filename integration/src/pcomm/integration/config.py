@@ -105,13 +105,29 @@ class TrainConfig:
         0, "Tokens one rank computes at once; 0: its whole share of the batch."
     )
     learning_rate: float = _key(1e-3, "Learning rate at the end of the warm-up.")
+    schedule: Literal["cosine", "constant"] = _key(
+        "cosine",
+        "What follows the warm-up: half a cosine that ends with the last step, or the same rate "
+        "throughout, which lets a run be made longer at any time.",
+    )
     min_learning_rate_ratio: float = _key(0.1, "What the cosine leaves of it at the last step.")
     warmup_steps: int = _key(
         20, "Steps over which the learning rate rises from 0; a shorter run ends on the way."
     )
+    rewarm_steps: int = _key(
+        0,
+        "When a run goes on with another schedule, as after more `steps`: so many steps lead from "
+        "the old learning rate to the new one. 0: it jumps, which is said.",
+    )
     weight_decay: float = _key(0.1, "AdamW's decay, for matrices only.")
     betas: tuple[float, float] = _key((0.9, 0.95), "AdamW's two decay rates of the averages.")
     clip_norm: float = _key(1.0, "Largest global norm of the gradient. 0: no clipping.")
+    on_nan: Literal["stop", "skip"] = _key(
+        "stop",
+        "What to do when the loss or the gradient is not a finite number: stop and keep the last "
+        "good checkpoint, or leave out that step's update on all ranks and go on.",
+    )
+    skip_limit: int = _key(10, "With `on_nan = skip`: so many steps skipped in a row end the run.")
     eval_every: int = _key(100, "Steps between evaluations. 0: only after the last step.")
     eval_tokens: int = _key(65_536, "Held-out tokens of an evaluation. 0: all there are.")
 

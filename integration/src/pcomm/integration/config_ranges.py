@@ -21,8 +21,12 @@ _SHARE: _Rule = (lambda value: 0 <= value < 1, "at least 0 and less than 1")
 _RATIO: _Rule = (lambda value: 0 <= value <= 1, "between 0 and 1")
 _STAGE: _Rule = (lambda value: value in (1, 2, 3), "1, 2 or 3")
 _SEED: _Rule = (lambda value: 0 <= value < 2**63, "between 0 and 2**63 - 1")
-# 256 bytes and the end of a document; above 2**31 a token id would not fit the cache.
-_VOCABULARY: _Rule = (lambda value: 257 <= value < 2**31, "at least 257 (256 bytes, one end)")
+# 256 bytes and the end of a document. The trainer of the tokenizer reserves memory for every id at
+# once, and the process dies where there is none; the largest vocabularies in use have 2**20.
+_VOCABULARY: _Rule = (
+    lambda value: 257 <= value <= 2**20,
+    f"at least 257 (256 bytes, one end) and at most {2**20}",
+)
 
 _RULES: dict[str, _Rule] = {
     "model.layers": _AT_LEAST_1,
@@ -63,8 +67,10 @@ _RULES: dict[str, _Rule] = {
     "train.learning_rate": _AT_LEAST_0,
     "train.min_learning_rate_ratio": _RATIO,
     "train.warmup_steps": _AT_LEAST_0,
+    "train.rewarm_steps": _AT_LEAST_0,
     "train.weight_decay": _AT_LEAST_0,
     "train.clip_norm": _AT_LEAST_0,
+    "train.skip_limit": _AT_LEAST_1,
     "train.eval_every": _AT_LEAST_0,
     "train.eval_tokens": _AT_LEAST_0,
     "data.vocabulary": _VOCABULARY,

@@ -43,7 +43,7 @@ def test_the_dimensions_stand_in_the_order_asked_for(rank: int) -> None:
         assert list(mesh.get_coordinate()) == [rank % 2, rank // 2]
 
 
-@ranks(4)
+@ranks(4, leaves="torch keeps the meshes of DTensors in a cache")
 def test_torch_computes_on_the_mesh(rank: int) -> None:
     """A DTensor on a mesh that is neither in rank order nor without a dimension of size 1."""
     topology = Topology({"pp": 1, "dp": 2, "tp": 2}, order=("dp", "pp", "tp"))
@@ -142,7 +142,7 @@ def test_one_process_needs_torch_distributed_for_a_mesh() -> None:
         device_mesh(groups, ["dp"])
 
 
-@ranks(1)
+@ranks(1, leaves="torch keeps the meshes of DTensors in a cache")
 def test_one_process_makes_a_mesh_of_size_one(rank: int) -> None:
     with open_groups(Topology({"dp": 1, "tp": 1}), ["dp", "tp"]) as groups:
         mesh = device_mesh(groups, ["dp", "tp"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -20,7 +19,7 @@ from pcomm.core.errors import (
 )
 from pcomm.core.testing.ranks import ranks
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 SHORT_S = 0.3
 
 
@@ -125,14 +124,16 @@ def test_who_has_an_error_keeps_it_when_another_rank_never_comes() -> None:
 
 
 def test_a_late_rank_does_not_go_on_alone() -> None:
-    """Once a rank has given up, the one that completes the meeting stops as well."""
+    """Once a rank has given up, the one that comes later meets it in its next call or in none."""
     store = dist.HashStore()
     with pytest.raises(PeerTimeoutError):
         fail_together(store, "check", None, 0, range(2), timeout_s=SHORT_S)
-    begin = time.monotonic()
-    with pytest.raises(PeerTimeoutError, match=r"ranks \[1\] of 2 did not arrive"):
-        fail_together(store, "check", None, 1, range(2), timeout_s=WAIT_S)
-    assert time.monotonic() - begin < WAIT_S / 2
+    words = (
+        r"ranks \[0\] of 2 did not arrive within 0\.2 s; of the call before, "
+        r"ranks \[1\] of 2 did not arrive within 0\.3 s"
+    )
+    with pytest.raises(PeerTimeoutError, match=words):
+        fail_together(store, "check", None, 1, range(2), timeout_s=0.2)
 
 
 @ranks(3)

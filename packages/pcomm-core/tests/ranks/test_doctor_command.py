@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
+
 PROGRAM = "import sys; from pcomm.core.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -17,7 +19,7 @@ def doctor(**variables: str) -> tuple[int, dict[str, dict[str, str]]]:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=scaled_s(PATIENCE_S),
         check=False,
     )
     findings = json.loads(finished.stdout)["findings"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.errors import UnsupportedError
+from pcomm.core.errors import DivergenceError, UnsupportedError
 from pcomm.core.groups import GroupSpec, open_groups
 from pcomm.core.options import CommOptions, grant
+from pcomm.core.testing.patience import PATIENCE_S
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 
@@ -82,6 +85,43 @@ def test_each_backend_grants_what_it_has(
     assert all(granted.refused.values())
 
 
+class NcclOptions:
+    """The options of a torch build with NCCL, as far as this one has no field `collnet_enable`."""
+
+    def __init__(self) -> None:
+        self.is_high_priority_stream = False
+        self.config = SimpleNamespace(min_ctas=-1, max_ctas=-1, cga_cluster_size=-1)
+        self.config.traffic_class = -1
+
+
+@pytest.mark.parametrize("high_priority", [None, False, True])
+def test_nccl_gets_each_option_that_it_has(
+    high_priority: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl = SimpleNamespace(Options=NcclOptions)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    options = CommOptions(
+        high_priority=high_priority,
+        min_ctas=1,
+        max_ctas=2,
+        cga_cluster_size=4,
+        traffic_class=3,
+        collnet=True,
+        threads=1,
+    )
+    granted = grant(options, "nccl", group="dp")
+    assert granted.pg_options.is_high_priority_stream is bool(high_priority)
+    assert vars(granted.pg_options.config) == {
+        "min_ctas": 1,
+        "max_ctas": 2,
+        "cga_cluster_size": 4,
+        "traffic_class": 3,
+    }
+    assert set(granted.refused) == {"collnet", "threads"}
+    assert granted.fields.get("high_priority") is high_priority
+    assert set(granted.fields) == set(options.asked) - {"collnet", "threads"}
+
+
 @ranks(2)
 def test_the_timeout_is_that_of_the_group(rank: int) -> None:
     specs = ["dp", GroupSpec("dp", "short", CommOptions(timeout_s=0.3))]
@@ -124,7 +164,7 @@ def test_one_thread_runs_collectives_in_order_and_two_run_them_at_once(
         first, second = enter(group, (2, 0))
         if rank == 1:
             # In order it never ends, so a longer wait cannot change the result of that case.
-            end = time.monotonic() + (0.3 if threads == 1 else 20.0)
+            end = time.monotonic() + (0.3 if threads == 1 else PATIENCE_S)
             while not second.is_completed() and time.monotonic() < end:
                 time.sleep(0.002)
             assert second.is_completed() == (threads != 1)
@@ -141,3 +181,34 @@ def test_a_group_may_have_a_backend_of_its_own(rank: int) -> None:
         assert dist.get_backend(opened["dp", "control"].process_group) == "gloo"
         total = opened["dp", "control"].collectives.all_reduce(torch.ones(1))
         assert float(total) == 2.0
+
+
+@ranks(2)
+def test_each_node_may_name_its_interface_otherwise(rank: int) -> None:
+    """Only which groups share one is agreed on, as that decides who shares a communicator."""
+    mine, other = ("lo", None) if rank == 0 else (None, "lo")
+
+    def spec(axes: str, role: str, interface: str | None, **options: Any) -> GroupSpec:
+        return GroupSpec(axes, role, CommOptions(interface=interface, **options))
+
+    for specs in (
+        [spec("dp", "", mine)],
+        # Two rails, named the other way round.
+        [spec("dp", "gather", mine), spec("dp", "reduce", other), spec("dp_tp", "gather", mine)],
+    ):
+        with open_groups(PAIR, specs) as opened:
+            for key in opened:
+                assert float(opened[key].collectives.all_reduce(torch.ones(1))) == 2.0
+            asked = opened[specs[0].axes, specs[0].role].asked
+            assert asked == ({} if mine is None else {"interface": mine})
+    # One of them has one communicator for both groups, and the other two.
+    shared = [spec("dp", "gather", "lo"), spec("dp_tp", "gather", "lo" if rank == 0 else None)]
+    with pytest.raises(DivergenceError, match="rail 1"):
+        open_groups(PAIR, shared)
+    # All other options are agreed on as before.
+    with pytest.raises(DivergenceError, match="'threads': 2"):
+        open_groups(PAIR, [spec("dp", "", mine, threads=1 + rank)])
+    with pytest.raises(DivergenceError, match="strict"):
+        open_groups(PAIR, [spec("dp", "", mine, strict=rank == 0)])
+    with pytest.raises(DivergenceError, match="nccl"):
+        open_groups(PAIR, [GroupSpec("dp", backend=["gloo", "nccl"][rank])])

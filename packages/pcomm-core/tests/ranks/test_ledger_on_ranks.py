@@ -15,6 +15,7 @@ from torch import Tensor
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, DivergenceError, PeerTimeoutError
 from pcomm.core.group import Group
+from pcomm.core.group_agreement import agree_in_group
 from pcomm.core.groups import GroupSpec, open_groups
 from pcomm.core.options import CommOptions
 from pcomm.core.testing.close import assert_equal
@@ -59,6 +60,23 @@ def test_what_agrees_is_left_alone(rank: int, every: int) -> None:
         groups["dp"].collectives.all_reduce(torch.zeros(1))
         # A long run does not fill the store.
         assert store.num_keys() <= before + 6
+
+
+@ranks(2)
+def test_a_ledger_that_has_closed_leaves_nothing_in_the_store(rank: int) -> None:
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        store, group = dist.distributed_c10d._get_default_store(), groups["dp"]
+        counts = []
+        for _ in range(3):
+            watched = ledgered(group.collectives, group, every=2)
+            for _ in range(3):
+                watched.all_reduce(X)
+            watched.close()  # type: ignore[attr-defined]
+            # Both have left, and what is counted is counted by both before the next one begins.
+            agree_in_group(group, "test: closed", [])
+            counts.append(store.num_keys())
+            agree_in_group(group, "test: counted", [])
+        assert counts[1] == counts[2]
 
 
 def odd_one(c: Collectives, kind: str, is_odd: bool) -> None:
@@ -144,7 +162,7 @@ def test_a_slow_rank_is_not_a_wrong_one(rank: int) -> None:
         store = dist.distributed_c10d._get_default_store()
         if rank == 1:
             # It comes when the other has begun to look around.
-            store.wait(["pcomm/ledger/at/0"])
+            store.wait(["pcomm/0/ledger at/0"])
         assert_equal(watched.all_reduce(X), 2 * X)
         watched.close()  # type: ignore[attr-defined]
 

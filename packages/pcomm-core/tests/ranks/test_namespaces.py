@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from pcomm.core.groups import GroupSpec, open_groups
 from pcomm.core.options import CommOptions, grant
 from pcomm.core.testing import namespaces
 from pcomm.core.testing.namespaces import RatedNetwork, obstacle, rated_network, traffic
+from pcomm.core.testing.patience import wait_until
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 
@@ -100,10 +100,7 @@ def test_a_process_that_is_killed_leaves_nothing_behind(number: signal.Signals) 
         child.send_signal(number)
         child.wait()
     # Another process deletes them, and nobody can be asked to wait for it.
-    deadline = time.monotonic() + 20.0
-    while present(prefix) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not present(prefix)
+    wait_until(lambda: not present(prefix), "the end of its links")
 
 
 @pytest.fixture

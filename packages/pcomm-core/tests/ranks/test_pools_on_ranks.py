@@ -15,6 +15,7 @@ from pcomm.core.pools.fake import FakePools
 from pcomm.core.pools.nccl import NcclPools
 from pcomm.core.pools.registry import PoolRegistry
 from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.patience import PATIENCE_S
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 
@@ -32,7 +33,7 @@ def filled(registry: PoolRegistry, *sizes: int) -> Arena:
 
 def opened(groups: Groups) -> tuple[FakePools, PoolRegistry]:
     backend = FakePools()
-    return backend, PoolRegistry(groups, groups["dp", "control"], backend, timeout_s=20.0)
+    return backend, PoolRegistry(groups, groups["dp", "control"], backend, timeout_s=PATIENCE_S)
 
 
 @ranks(3)
@@ -111,7 +112,7 @@ def test_memory_goes_while_the_communicators_still_work(rank: int) -> None:
 def test_a_rank_that_does_not_close_keeps_nobodys_memory(rank: int) -> None:
     with open_groups(Topology({"dp": 2}), SPECS) as groups:
         backend = FakePools()
-        registry = PoolRegistry(groups, groups["dp", "control"], backend, timeout_s=0.2)
+        registry = PoolRegistry(groups, groups["dp", "control"], backend, timeout_s=1.0)
         registry.bind(filled(registry, 64), [groups["dp", "gather"]])
         groups["dp", "control"].collectives.all_reduce(torch.zeros(1))
         if rank == 0:

@@ -15,10 +15,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pcomm.core.testing.programs import Programs
 from pcomm.core.testing.ranks import RankPool, ranks
 
 TESTS = """
 import os
+import threading
 
 import neighbour
 import pytest
@@ -97,6 +99,34 @@ def test_passes_after_failures(rank):
     assert x.item() == neighbour.NUMBER
 
 
+KEPT = []
+
+
+@ranks(2)
+def test_leaves_a_communicator(rank):
+    # Nothing ends it while somebody holds it: this stands for a hook, of which no collector knows.
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1), group=group)
+    KEPT.append(group)
+
+
+@ranks(2)
+def test_leaves_a_thread(rank):
+    assert not KEPT, "the ranks are those of the test before"
+    if rank == 1:
+        threading.Thread(target=threading.Event().wait, name="for ever", daemon=True).start()
+
+
+@ranks(2)
+def test_leaves_what_goes_by_itself(rank):
+    assert not KEPT
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1), group=group)
+    cycle = [group]
+    cycle.append(cycle)
+    threading.Timer(0.2, lambda: None).start()
+
+
 @ranks(2)
 def test_takes_what_pickles_only(rank, unpicklable):
     pass
@@ -116,12 +146,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     (folder / "neighbour.py").write_text("NUMBER = 2\n")
     options = ["--import-mode=importlib", "-p", "no:cacheprovider", "--rootdir", "."]
     report = folder / "report.xml"
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-c", os.devnull, *options, f"--junitxml={report}", "."],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
-        timeout=55,
-    )
+    with Programs() as programs:
+        programs.run(
+            *[sys.executable, "-m", "pytest", "-c", os.devnull, *options],
+            *[f"--junitxml={report}", "."],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+        )
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         failure = case.find("failure")
@@ -138,6 +169,7 @@ def test_fixtures_and_parameters_arrive_on_every_rank(outcomes: Mapping[str, str
         "test_passes[b-3]",
         "test_fresh_memory_is_poisoned",
         "test_passes_after_failures",
+        "test_leaves_what_goes_by_itself",
     }
 
 
@@ -170,6 +202,14 @@ def test_a_hang_is_shown_with_the_stack_of_every_rank(outcomes: Mapping[str, str
     text = outcomes["test_hangs"]
     assert text.startswith("ranks [0, 1] of 2 did not finish in time")
     assert text.count("in wait_here") == 2
+
+
+def test_what_a_test_leaves_behind_fails_it(outcomes: Mapping[str, str]) -> None:
+    words = "test_leaves_a_communicator leaves behind 3 threads of gloo communicators"
+    assert words in outcomes["test_leaves_a_communicator"]
+    text = outcomes["test_leaves_a_thread"]
+    assert "test_leaves_a_thread leaves behind the thread 'for ever'" in text
+    assert text.startswith("rank 1 of 2 failed")
 
 
 def test_an_argument_that_does_not_pickle_is_an_error(outcomes: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.groups import open_groups
 from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.patience import PATIENCE_S
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.core.trace import gathering
@@ -36,7 +37,7 @@ def test_the_end_of_every_operation_is_seen_without_a_wait(rank: int) -> None:
         for name, pending in starts(groups["dp"].collectives, torch.arange(4.0)).items():
             ended = threading.Event()
             assert pending.on_done(ended.set), name
-            assert ended.wait(30.0), name
+            assert ended.wait(PATIENCE_S), name
             pending.wait()
             late = threading.Event()
             assert pending.on_done(late.set)

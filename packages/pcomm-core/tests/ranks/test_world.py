@@ -7,16 +7,22 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import pcomm.core.world
 from pcomm.core.errors import ConfigError, PcommError, PeerError
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
+from pcomm.core.testing.programs import Programs
 from pcomm.core.testing.ranks import ranks
-from pcomm.core.world import connect
+from pcomm.core.world import World, _wait_for_all_to_leave, connect
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -146,6 +152,10 @@ def test_the_world_fails_together(rank: int) -> None:
         ({"WORLD_SIZE": "2"}, "RANK not set: WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not set"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT not set"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+            "MASTER_PORT='x'",
+        ),
     ],
     ids=str,
 )
@@ -157,6 +167,62 @@ def test_variables_that_make_no_sense_are_refused(
     with pytest.raises(ConfigError, match=words) as caught, connect():
         pass
     assert "torchrun" in caught.value.fix
+    assert not dist.is_initialized()
+
+
+class StoreThatTells:
+    """A store that tells when a wait begins."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.waits = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def wait(self, *arguments: Any) -> None:
+        self.waits.set()
+        self._store.wait(*arguments)
+
+
+def test_rank_0_leaves_last_because_the_store_may_live_in_it(
+    launcher: pytest.MonkeyPatch,
+) -> None:
+    store = StoreThatTells(dist.HashStore())
+    cpu = torch.device("cpu")
+    worlds = [World(rank, 3, cpu, cast(dist.Store, store)) for rank in range(3)]
+    place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        launcher.setenv(name, value)
+    launcher.setattr(dist, "init_process_group", lambda *_, **__: None)
+    launcher.setattr(pcomm.core.world, "_joined", lambda: worlds[0])
+
+    def join_and_leave() -> None:
+        with connect():
+            pass
+
+    with ThreadPoolExecutor() as pool:
+        left = pool.submit(join_and_leave)
+        # Either it begins to wait, or it has left: no clock decides.
+        left.add_done_callback(lambda _: store.waits.set())
+        store.waits.wait()
+        assert not left.done()
+        _wait_for_all_to_leave(worlds[1])
+        assert not store.check(["pcomm/all left"])
+        _wait_for_all_to_leave(worlds[2])
+        left.result()
+
+
+def test_a_port_that_another_job_has_is_named(launcher: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": port}.items():
+            launcher.setenv(name, str(value))
+        launcher.setenv("MASTER_ADDR", "127.0.0.1")
+        message = f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: the port is in use"
+        with pytest.raises(ConfigError, match=message) as caught, connect():
+            pass
+    assert "--standalone" in caught.value.fix
     assert not dist.is_initialized()
 
 
@@ -177,27 +243,23 @@ def test_a_launchers_variables_join_two_processes(tmp_path: Path, program: Path)
         for rank in range(2)
     ]
     try:
-        assert [process.wait(timeout=50) for process in processes] == [0, 0]
+        assert [process.wait(timeout=scaled_s(PATIENCE_S)) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
     assert [seen_by(tmp_path, rank) for rank in range(2)] == [expected(0), expected(1)]
 
 
-def test_torchrun_joins_two_processes(tmp_path: Path, program: Path) -> None:
+def test_torchrun_joins_two_processes(tmp_path: Path, program: Path, programs: Programs) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(program)]
-    done = subprocess.run(
-        command, env=environment(tmp_path), capture_output=True, text=True, timeout=55
-    )
+    done = programs.run(*command, env=environment(tmp_path))
     assert done.returncode == 0, done.stderr
     assert [seen_by(tmp_path, rank) for rank in range(2)] == [expected(0), expected(1)]
 
 
 def test_one_process_of_a_program_for_many_runs_alone(tmp_path: Path, program: Path) -> None:
-    subprocess.run(
-        [sys.executable, str(program)], env=environment(tmp_path), check=True, timeout=50
-    )
+    subprocess.run([sys.executable, str(program)], env=environment(tmp_path), check=True)
     assert seen_by(tmp_path, 0) == {
         "rank": 0,
         "size": 1,

@@ -112,6 +112,6 @@ assert [cli.main(["bench"]), cli.main(["bench", "nothing-like-it"])] == [0, 2]
 assert "torch" not in sys.modules
 """
     finished = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr

@@ -189,6 +189,6 @@ assert codes == [0, 0, 2], codes
 assert "torch" not in sys.modules
 """
     finished = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr

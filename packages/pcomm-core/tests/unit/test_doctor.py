@@ -188,6 +188,12 @@ def test_few_open_files_come_with_the_command_to_raise_them() -> None:
     assert "ulimit -n 4096" in finding.fix
 
 
+@pytest.mark.parametrize(("limit", "status"), [(4095, "info"), (4096, "ok")])
+def test_how_many_open_files_are_few(limit: int, status: str) -> None:
+    machine = FakeMachine(facts=replace(HOST, open_files=limit))
+    assert found(host.check_open_files, "open_files", machine).status == status
+
+
 def test_what_a_system_does_not_tell_is_not_guessed() -> None:
     unknown = HostFacts("3.12.1 CPython", "Darwin", 8, None, None, None, None)
     report = examine(FakeMachine(facts=unknown))

@@ -162,6 +162,8 @@ def test_tied(rank: int, strategy: str) -> None:
         CommPolicy(prefetch=0),
         CommPolicy(prefetch=3, inflight_reduce=1),
         CommPolicy(prefetch=4, prefetch_bytes=1),
+        CommPolicy(prefetch_backward=0),
+        CommPolicy(prefetch=0, prefetch_backward=2),
         CommPolicy(separate="never"),
         CommPolicy(max_padding=0.0, checks_first_step=False),
     ],

@@ -390,16 +390,16 @@ def in_use(group: FlatGroup | LocalGroup) -> list[Tensor]:
     return [one for one in (group._gradient, sent) if one is not None]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(("prefetch", "backward"), [(0, None), (1, None), (2, None), (2, 0)])
 @ranks(2)
-def test_memory_is_given_back(rank: int, prefetch: int) -> None:
+def test_memory_is_given_back(rank: int, prefetch: int, backward: int | None) -> None:
     with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
         model = SmallModel(num_blocks=7).double()
-        comm = CommPolicy(prefetch=prefetch, inflight_reduce=2)
+        comm = CommPolicy(prefetch=prefetch, inflight_reduce=2, prefetch_backward=backward)
         roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
         sharded = fully_shard(model, roles, units=[Block], comm=comm)
         root, block = (plan.gathered_bytes for plan in sharded.plans[:2])
-        gathered, gradients = [], []
+        gathered, gradients, in_backward = [], [], []
 
         def look(*_: object) -> None:
             memory = sharded.memory()
@@ -408,14 +408,22 @@ def test_memory_is_given_back(rank: int, prefetch: int) -> None:
             taken = [one for group in sharded._groups for one in in_use(group)]
             assert len({one.data_ptr() for one in taken}) == len(taken), "a buffer is used twice"
 
+        def look_in_backward(*_: object) -> None:
+            look()
+            in_backward.append(gathered[-1])
+
         for one in model.blocks:
             one.down.register_forward_hook(look)
-            one.norm.register_full_backward_hook(look)
+            one.norm.register_full_backward_hook(look_in_backward)
         for _ in range(2):
+            in_backward.clear()
             assert sharded.memory()["gathered"] == sharded.memory()["gradients"] == 0
             model.loss(tokens(0, 0, rank)).backward()
             sharded.zero_grad()
         assert max(gathered) == root + (1 + prefetch) * block
+        # The last ones of forward are still there; those after them come as backward says.
+        depth = prefetch if backward is None else backward
+        assert max(in_backward[1 + prefetch :]) == root + (1 + depth) * block
         # One that is filled, two on their way, and the root's, which fills up all along.
         assert max(gradients) <= root + 3 * block
         shares = sum(plan.layout.share * plan.main_dtype.itemsize for plan in sharded.plans)

@@ -16,6 +16,7 @@ from pcomm.core.groups import Groups, open_groups
 from pcomm.core.pools.fake import FakeCommunicator, FakePools
 from pcomm.core.pools.registry import PoolRegistry
 from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.patience import PATIENCE_S
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp import pooled_memory
@@ -40,7 +41,7 @@ STEPS, MICRO = 2, 2
 
 def opened(groups: Groups) -> tuple[FakePools, PoolRegistry]:
     backend = FakePools()
-    return backend, PoolRegistry(groups, groups["dp", "control"], backend, timeout_s=20.0)
+    return backend, PoolRegistry(groups, groups["dp", "control"], backend, timeout_s=PATIENCE_S)
 
 
 def roles_of(groups: Groups) -> Roles:

@@ -17,6 +17,7 @@ from pcomm.core.pools.fake import FakePools
 from pcomm.core.pools.registry import PoolRegistry
 from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
 from pcomm.core.simulate.engine import simulate
+from pcomm.core.testing.patience import PATIENCE_S
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.core.trace.event import COMPUTE
@@ -275,7 +276,9 @@ def test_the_most_memory_is_what_pools_reserve(rank: int, strategy: str) -> None
     with open_groups(Topology({"dp": 2}), specs) as groups:
         roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
         for comm in (CommPolicy(), CommPolicy("never", prefetch=2, inflight_reduce=2)):
-            registry = PoolRegistry(groups, groups["dp", "control"], FakePools(), timeout_s=20.0)
+            registry = PoolRegistry(
+                groups, groups["dp", "control"], FakePools(), timeout_s=PATIENCE_S
+            )
             model = SmallModel()
             sharded = fully_shard(
                 model,

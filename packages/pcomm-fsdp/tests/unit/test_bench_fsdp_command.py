@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import threading
 
@@ -12,10 +13,12 @@ from pcomm.core.bench import options
 from pcomm.core.cli import main
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.testing import namespaces
+from pcomm.core.testing.patience import PATIENCE_S, wait_until
 from pcomm.core.testing.virtual import run_virtual
+from pcomm.fsdp.bench import command, memory
 from pcomm.fsdp.bench.memory import can_count, in_use_bytes, peak_bytes
 from pcomm.fsdp.bench.models import Problem, Reference, squared_norm
-from pcomm.fsdp.bench.settings import MODELS, Settings, Widths
+from pcomm.fsdp.bench.settings import MODELS, Link, Settings, Widths, place_of
 
 MEBI = 1 << 20
 
@@ -27,7 +30,11 @@ MEBI = 1 << 20
         (["--ranks", "2;4"], "words that are no numbers"),
         (["--models", "linear,conv"], "unknown: conv"),
         (["--rounds", "2"], "fewer than 3 rounds"),
-        (["--mbit", "0.5"], "a rate out of range"),
+        (["--links", "0.5"], "a rate or a batch out of range"),
+        (["--links", "400x100"], "a rate or a batch out of range"),
+        (["--links", "400,fast"], "'fast', which is no rate with a batch"),
+        (["--links", "400,400x1"], "one of them twice"),
+        (["--forms", "fsdp2,FSDP2"], "unknown: FSDP2"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(
@@ -56,6 +63,30 @@ def test_a_picture_without_matplotlib_is_refused_before_minutes_of_measuring(
     monkeypatch.setattr(options, "find_spec", lambda name: None)
     assert main(["bench", "fsdp", "--plot", "x.png"]) == 2
     assert "python3 -m pip install matplotlib" in capsys.readouterr().err
+
+
+def test_what_is_measured_is_what_was_asked_for() -> None:
+    parser = argparse.ArgumentParser()
+    command.command.add_arguments(parser)
+
+    def settings(line: str) -> Settings:
+        return command.settings_of(parser.parse_args(line.split()))
+
+    assert settings("") == Settings()
+    found = settings("--ranks 3 --links 1000,50.5x2 --forms ours-2-groups,fsdp2 --rounds 4")
+    assert (found.ranks, found.rounds) == ((3,), 4)
+    assert found.links == (Link(1000.0, 1), Link(50.5, 2))
+    # In the order of tables, whatever the order on the command line.
+    assert [form.key for form in found.chosen_forms()] == ["fsdp2", "ours-2-groups"]
+    assert found.widths("linear", Link(1.0, 4)).rows == 4 * found.widths("linear").rows
+    assert settings("--quick").is_small
+
+
+def test_places_name_everything_but_the_first_link() -> None:
+    assert place_of(2, "linear", Link()) == "2 ranks, linear"
+    assert place_of(4, "linear", Link(2000.0, 4)) == "4 ranks, linear, 2 Gbit/s, batch x4"
+    assert place_of(4, "linear", Link(400.0, 2)) == "4 ranks, linear, 400 Mbit/s, batch x2"
+    assert place_of(1, "linear", Link()) == "1 rank, linear"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -89,22 +120,31 @@ def test_parameters_are_those_of_the_reference_notes() -> None:
 
 
 @pytest.mark.skipif(not can_count(), reason="the C library does not tell what is in use")
-def test_peak_memory_is_that_of_all_threads_and_of_the_fullest_moment() -> None:
+def test_peak_memory_is_that_of_all_threads_and_of_the_fullest_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = [0]
+
+    def look() -> int:
+        looks[0] += 1
+        return in_use_bytes()
+
+    monkeypatch.setattr(memory, "in_use_bytes", look)
+
     def run() -> None:
         def fill() -> None:
             both = [torch.zeros(6 * MEBI), torch.zeros(2 * MEBI)]
-            seen.wait(5.0)
+            seen.wait(PATIENCE_S)
             del both
 
         seen = threading.Event()
         other = threading.Thread(target=fill)
         other.start()
-        # As long as the watcher takes to see it, at most a second.
-        for _ in range(10_000):
-            if in_use_bytes() - base > 31 * MEBI:
-                break
+        wait_until(lambda: in_use_bytes() - base > 31 * MEBI, "the memory of the other thread")
         torch.zeros(MEBI)
-        threading.Event().wait(0.05)
+        # One look may have begun before.
+        enough = looks[0] + 2
+        wait_until(lambda: looks[0] >= enough, "a look at what is in use")
         seen.set()
         other.join()
 

@@ -10,6 +10,8 @@ from pcomm.core.group import Group
 from pcomm.core.simulate.cluster import Cluster
 from pcomm.core.testing.timing import Timing
 from pcomm.core.testing.virtual import run_virtual
+from pcomm.fsdp.bench.bounds import Step
+from pcomm.fsdp.bench.forms import CHANGES, FSDP2, ONE, OURS, THEIRS, TWO, TWO_RAILS
 from pcomm.fsdp.bench.measure import Found
 from pcomm.fsdp.bench.prediction import (
     Prediction,
@@ -21,17 +23,7 @@ from pcomm.fsdp.bench.prediction import (
     step_s,
 )
 from pcomm.fsdp.bench.report import rows_of, tables_of
-from pcomm.fsdp.bench.settings import (
-    FSDP2,
-    FSDP2_TUNED,
-    FSDP2_TWO_RAILS,
-    ONE,
-    OURS,
-    THEIRS,
-    TWO,
-    TWO_RAILS,
-    Settings,
-)
+from pcomm.fsdp.bench.settings import Link, Settings
 from pcomm.fsdp.fully_shard import fully_shard
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.policy import Precision
@@ -190,11 +182,14 @@ def test_recorded_costs_are_those_of_every_unit_that_computes() -> None:
     assert all(s > 0 for each in (costs.forward_s, costs.backward_s) for s in each.values())
 
 
+def timed(case: str, *rounds_us: float) -> Timing:
+    return Timing(case, rounds_us)
+
+
 def test_predictions_are_rows_and_a_table_of_their_own() -> None:
-    timings = {case: Timing(case, (90.0, 100.0, 120.0)) for case in (*THEIRS, *OURS)}
-    bounds = dict.fromkeys((FSDP2, FSDP2_TUNED, FSDP2_TWO_RAILS, *OURS), (1e-6, 1e-6))
+    timings = {case: timed(case, 90.0, 100.0, 120.0) for case in (*THEIRS, *OURS)}
     prediction = Prediction(3e-6, 40e-6, {ONE: 80e-6, TWO: 60e-6, TWO_RAILS: 110e-6})
-    found = Found("linear", 2, timings, {}, {}, {}, bounds, prediction)
+    found = Found("linear", 2, timings, prediction=prediction)
     values = {(row.case, row.unit): row.value for row in rows_of([found])}
     at = "@ 2 ranks, linear"
     assert values[f"{ONE} {at}", "ms, predicted"] == 0.08
@@ -207,3 +202,48 @@ def test_predictions_are_rows_and_a_table_of_their_own() -> None:
     assert "predicted" not in measured
     assert "not measured" in told
     assert "predicted / measured:" in told
+
+
+def test_a_row_says_what_each_change_is_worth_in_the_same_round() -> None:
+    """Rounds differ twofold, and the later form takes a tenth less in each."""
+    timings = {change.after: timed(change.after, *(90.0, 180.0, 45.0)) for change in CHANGES} | {
+        FSDP2: timed(FSDP2, 100.0, 200.0, 50.0)
+    }
+    link = Link(2000.0, 4)
+    values = {(r.case, r.unit): r.value for r in rows_of([Found("linear", 4, timings, link=link)])}
+    at = "@ 4 ranks, linear, 2 Gbit/s, batch x4"
+    gains = {
+        change.name: values[f"{change.name} {at}", "x as fast, by one change"]
+        for change in CHANGES
+        if {change.after, change.before} <= timings.keys()
+    }
+    first, *others = gains.values()
+    assert first == pytest.approx(1.111)
+    assert set(others) == {1.0}
+    assert values[f"{ONE} over {FSDP2} {at}", "x as fast"] == pytest.approx(1.111)
+
+
+def test_forms_that_were_left_out_have_no_rows() -> None:
+    timings = {case: timed(case, 1.0, 2.0, 3.0) for case in (FSDP2, TWO)}
+    found = Found("linear", 2, timings)
+    cases = {row.case.split(" @ ")[0] for row in rows_of([found])}
+    assert cases == {FSDP2, TWO, f"{TWO} over {FSDP2}"}
+
+
+def test_computing_is_compared_with_what_is_sent_at_the_rate_of_the_link() -> None:
+    """4 units of 1 MB, all gathered twice and reduced once, half of it sent: 6 MB at 1 MB/s."""
+    step = Step([1_000_000] * 4, 2, 4, 1.0, 2.0)
+    kept = Step([1_000_000] * 4, 2, 2, 1.0, 2.0)
+    timings = {case: timed(case, 1e6) for case in (FSDP2, TWO)}
+    found = Found(
+        "linear",
+        2,
+        timings,
+        sent_bytes={FSDP2: 6e6, TWO: 5e6},
+        steps={FSDP2: step, TWO: kept},
+        link=Link(8.0),
+    )
+    values = {(row.case, row.unit): row.value for row in rows_of([found])}
+    at = "@ 2 ranks, linear, 8 Mbit/s, batch x1"
+    assert values[f"computing / sending {at}", "where 1 hides all"] == 0.5
+    assert values[f"{TWO} {at}", "of its ideal bytes"] == 1.0

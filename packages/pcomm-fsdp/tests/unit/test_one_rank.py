@@ -114,7 +114,15 @@ def test_the_report_names_groups_and_schedule() -> None:
     assert "left as they are, one rank" in str(alone.report())
 
 
-@pytest.mark.parametrize("options", [{"prefetch": -1}, {"inflight_reduce": 0}, {"separate": "no"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch": -1},
+        {"prefetch_backward": -1},
+        {"inflight_reduce": 0},
+        {"separate": "no"},
+    ],
+)
 def test_settings_that_cannot_be(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         CommPolicy(**options)  # type: ignore[arg-type]

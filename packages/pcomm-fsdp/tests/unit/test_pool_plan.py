@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from pcomm.fsdp.pool_plan import ArenaPlan, plan_arenas
 from pcomm.fsdp.roles import Roles
 from pcomm.fsdp.schedule import Buffer, Mark, Phase, Step
 from pcomm.fsdp.strategy import Shard
-from pcomm.fsdp.testing.schedules import plan_of
+from pcomm.fsdp.testing.schedules import PlannedGroup, plan_of
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 from pcomm.fsdp.units import ROOT
 
@@ -32,10 +31,7 @@ SHARDS = [Shard(), Shard(reduce="step"), Shard("backward"), Shard.zero2(), Shard
 
 
 def group(role: str, communicator: object, name: str = "dp") -> Group:
-    made = Group(name, (0, 1), None, role=role)
-    # Plans ask only which one it is.
-    made._communicator = SimpleNamespace(process_group=communicator)  # type: ignore[assignment]
-    return made
+    return PlannedGroup(name, (0, 1), communicator, role=role)
 
 
 ROLES = Roles(group("gather", object()), group("reduce", object()))
@@ -124,6 +120,7 @@ def run(
                 inflight_reduce=comm.inflight_reduce,
                 gathered=gathered,
                 is_last=is_last,
+                prefetch_backward=comm.prefetch_backward,
             )
             steps, gathered = list(schedule.steps), schedule.gathered_at_end
         yield most_live(steps, arena, plans, live)
@@ -157,12 +154,22 @@ def models(draw: st.DrawFn) -> tuple[Tree, list[GroupPlan]]:
     st.integers(0, 3),
     st.integers(1, 3),
     st.sampled_from([None, 0, 200]),
+    st.sampled_from([None, 0, 2]),
 )
 def test_no_schedule_holds_more_than_is_reserved(
-    model: tuple[Tree, list[GroupPlan]], prefetch: int, inflight: int, limit: int | None
+    model: tuple[Tree, list[GroupPlan]],
+    prefetch: int,
+    inflight: int,
+    limit: int | None,
+    backward: int | None,
 ) -> None:
     tree, plans = model
-    comm = CommPolicy(prefetch=prefetch, inflight_reduce=inflight, prefetch_bytes=limit)
+    comm = CommPolicy(
+        prefetch=prefetch,
+        inflight_reduce=inflight,
+        prefetch_bytes=limit,
+        prefetch_backward=backward,
+    )
     arenas = plan_arenas(plans, comm)
     for use in ("gather", "reduce"):
         names = [name for arena in arenas if arena.use == use for name in arena.plans]
@@ -171,18 +178,20 @@ def test_no_schedule_holds_more_than_is_reserved(
         assert max(run(tree, plans, comm, arena)) <= arena.num_slots <= len(arena.plans)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize(("forward", "backward"), [(0, None), (1, None), (3, None), (0, 2), (2, 0)])
 @pytest.mark.parametrize("inflight", [1, 2])
-def test_units_in_a_row_need_all_that_is_reserved(prefetch: int, inflight: int) -> None:
+def test_units_in_a_row_need_all_that_is_reserved(
+    forward: int, backward: int | None, inflight: int
+) -> None:
     """One place less would not do: the unit in use and those ahead; one is filled, others go."""
     tree: Tree = {f"block{i}": {} for i in range(8)}
     plans = [plan_of(ROOT, ROLES, elements=999)]
     plans += [plan_of(unit, ROLES) for unit in tree]
-    comm = CommPolicy(prefetch=prefetch, inflight_reduce=inflight)
+    comm = CommPolicy(prefetch=forward, inflight_reduce=inflight, prefetch_backward=backward)
     found = {(arena.use, len(arena.plans)): arena for arena in plan_arenas(plans, comm)}
     assert {key: arena.num_slots for key, arena in found.items()} == {
         ("gather", 1): 1,
-        ("gather", 8): 1 + prefetch,
+        ("gather", 8): 1 + max(forward, backward or 0),
         ("reduce", 1): 1,
         ("reduce", 8): 1 + inflight,
     }

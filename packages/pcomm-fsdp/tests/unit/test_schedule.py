@@ -101,6 +101,7 @@ def compiled(marks: list[Mark], buffers: list[Buffer], **options: object) -> Sch
     st.booleans(),
     st.booleans(),
     st.sampled_from([None, 0, 25]),
+    st.sampled_from([None, 0, 1, 3]),
 )
 def test_any_model_runs(
     marks: list[Mark],
@@ -110,6 +111,7 @@ def test_any_model_runs(
     is_last: bool,
     replicates: bool,
     limit: int | None,
+    prefetch_backward: int | None,
 ) -> None:
     buffers = buffers_of(marks, keep, replicates=replicates and is_last)
     machine = Machine({buffer.name: buffer for buffer in buffers})
@@ -122,6 +124,7 @@ def test_any_model_runs(
             inflight_reduce=inflight,
             gathered=frozenset(machine.gathered),
             is_last=is_last,
+            prefetch_backward=prefetch_backward,
         )
         machine.reduced.clear()
         machine.run(schedule.steps)
@@ -151,6 +154,35 @@ def test_units_that_are_gathered_at_once_are_bounded(prefetch: int) -> None:
     assert machine.most_gathered == 1 + prefetch
     # All but the last of forward twice, and the root once.
     assert schedule.count("gather") == 1 + 2 * 8 - (1 + prefetch)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_without_prefetch_in_backward_a_unit_computes_beside_no_other(prefetch: int) -> None:
+    """Forward, and what stays for backward, are those of `prefetch`; so are the bytes."""
+    marks = chain(8)
+    buffers = buffers_of(marks)
+    schedule = compiled(marks, buffers, prefetch=prefetch, prefetch_backward=0, inflight_reduce=1)
+    usual = compiled(marks, buffers, prefetch=prefetch, inflight_reduce=1)
+    turn = next(i for i, step in enumerate(schedule.steps) if step.phase == "backward")
+    assert schedule.steps[:turn] == usual.steps[:turn]
+    assert schedule.count("gather") == usual.count("gather")
+    steps = schedule.steps
+    place = {step: i for i, step in enumerate(steps)}
+    for i in range(8 - (1 + prefetch)):
+        gather, done = (
+            place[Step("gather", f"b{i}.w", "backward")],
+            Step("done", f"b{i + 1}", "backward"),
+        )
+        # After the unit before has ended, and before anything else goes on the wire.
+        assert place[done] < gather < place[Step("reduce", f"b{i + 1}.w", "backward")]
+
+
+def test_backward_may_look_further_ahead_than_forward() -> None:
+    marks = chain(8)
+    buffers = buffers_of(marks)
+    machine = Machine({buffer.name: buffer for buffer in buffers})
+    machine.run(compiled(marks, buffers, prefetch=0, prefetch_backward=3).steps)
+    assert machine.most_gathered == 1 + 3
 
 
 def test_a_budget_of_bytes_limits_the_depth_but_not_below_one() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.stretch_recorder import StretchRecorder
 from pcomm.fsdp.testing import schedules as without_model
 from pcomm.fsdp.testing.random_marks import random_marks
-from pcomm.fsdp.testing.schedules import chain, chain_costs, step_of
+from pcomm.fsdp.testing.schedules import PlannedGroup, chain, chain_costs, step_of
 from pcomm.fsdp.units import ROOT
 
 SHARDS = {
@@ -285,9 +284,12 @@ def test_replicas_sum_after_their_reduce() -> None:
 def test_groups_with_one_communicator_have_one_queue() -> None:
     plan = plan_of("b0", 4)
     assert queues_of([plan]) == {"dp[gather]": "dp:gather", "dp[reduce]": "dp:reduce"}
-    shared = SimpleNamespace(process_group=object())
-    plan.gather._communicator = plan.reduce._communicator = shared  # type: ignore[assignment]
-    assert set(queues_of([plan]).values()) == {"dp:gather"}
+    ranks, communicator = plan.gather.ranks, object()
+    gather, reduce = (
+        PlannedGroup("dp", ranks, communicator, role=role) for role in ("gather", "reduce")
+    )
+    shared = without_model.plan_of("b0", Roles(gather, reduce))
+    assert set(queues_of([shared]).values()) == {"dp:gather"}
 
 
 def test_costs_are_recorded_without_the_time_of_the_engine() -> None:

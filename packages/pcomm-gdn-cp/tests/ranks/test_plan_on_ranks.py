@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from pcomm.core.group import Group
 from pcomm.core.testing.ranks import ranks
 from pcomm.gdn_cp.plan import Plan, make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp.testing import planned_mixers
 from pcomm.gdn_cp.testing.planned_mixers import Carried, continued, mixer, weights_of
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 
@@ -184,3 +187,29 @@ def test_an_error_on_one_rank_is_one_on_all(rank: int) -> None:
     kind, words = (LayoutError, "13 tokens") if rank == 1 else (PeerError, "rank 1: LayoutError")
     with pytest.raises(kind, match=words):
         make_plan(pack, world(), SPECS[0], mode="state", verify=True)
+
+
+@ranks(2)
+def test_messages_of_megabytes(rank: int) -> None:
+    """4,096 tokens and a quarter of Qwen3-Next's heads, with single tokens and empty documents.
+
+    Transports send large messages in pieces and several at once, which small tensors never show.
+    """
+    spec = GdnSpec(4, 8, 32, 32)
+    any_lengths = (1, 1, 1, 0, 517, 37, 2501, 1, 1037)
+    # A zigzag layout wants lengths that 4 divides.
+    by_four = (4, 4, 4, 0, 516, 36, 2500, 4, 1028)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned_mixers, "CHUNK", 64)
+        for mode, layout, lengths in (
+            ("heads", "zigzag", by_four),
+            ("docs", "contiguous", any_lengths),
+            ("state", "contiguous", any_lengths),
+            ("gather", "zigzag", by_four),
+        ):
+            pack = tuple(accumulate(lengths, initial=0))
+            assert pack[-1] == 4096
+            plan = make_plan(pack, world(), spec, layout=layout, mode=mode, element_bytes=4)  # type: ignore[arg-type]
+            if mode in ("heads", "gather"):
+                assert plan.traffic(spec).forward_bytes > 1 << 21
+            check_layers(plan, [spec], torch.float32)

@@ -286,3 +286,14 @@ def test_bad_tensors_are_refused_before_its_kernels_run(
     with pytest.raises(error, match=words):
         run(**changed)
     assert not fla
+
+
+@pytest.mark.parametrize(("key_dim", "is_refused"), [(256, False), (257, True)])
+def test_how_long_a_key_may_be(fla: list[str], key_dim: int, is_refused: bool) -> None:
+    keys = torch.zeros(8, 2, key_dim)
+    if is_refused:
+        with pytest.raises(UnsupportedError, match="at most 256 rows"):
+            gated_delta_rule(q_TGK=keys, k_TGK=keys)
+    else:
+        gated_delta_rule(q_TGK=keys, k_TGK=keys)
+    assert fla == ([] if is_refused else ["gated_delta_rule"])

@@ -77,13 +77,13 @@ def test_no_fewer_cuts_inside_documents_would_do(
 def test_long_packs_stay_within_the_limit(lengths: list[int], size: int) -> None:
     lengths.append(-sum(lengths) % size)
     offsets = tuple(accumulate(lengths, initial=0))
-    documents = Documents(Tokens(offsets, size, "contiguous"), are_whole=False)
+    documents = Documents.of(Tokens(offsets, size, "contiguous"), are_whole=False)
     assert documents.imbalance <= 0.1
     assert sum(documents.layout.sizes) == offsets[-1]
     num_cuts = inside(list(offsets), documents.cuts)
     assert documents.num_straddlers <= num_cuts <= size - 1
     # A cut of a document pays only where whole documents would be too uneven.
-    whole = Documents(Tokens(offsets, size, "contiguous"), are_whole=True)
+    whole = Documents.of(Tokens(offsets, size, "contiguous"), are_whole=True)
     assert (num_cuts == 0) == (whole.imbalance <= 0.1)
 
 
@@ -99,7 +99,7 @@ def test_moved_rows_are_those_of_a_walk_through_the_pack(
 ) -> None:
     offsets = tuple(accumulate((c * 2 * size for c in chunks), initial=0))
     tokens = Tokens(offsets, size, layout)
-    documents = Documents(tokens, are_whole)
+    documents = Documents.of(tokens, are_whole)
     source, target = (
         [set(one.positions(rank)) for rank in range(size)]
         for one in (tokens.layout, documents.layout)
@@ -128,7 +128,7 @@ def test_cuts_of_a_few_packs(
 ) -> None:
     offsets = tuple(accumulate(lengths, initial=0))
     assert document_cuts(offsets, size) == expected
-    documents = Documents(Tokens(offsets, size, "contiguous"), are_whole=False)
+    documents = Documents.of(Tokens(offsets, size, "contiguous"), are_whole=False)
     assert documents.num_straddlers == num_straddlers
 
 
@@ -168,3 +168,13 @@ def test_mixers_share_the_documents_unless_one_is_cut() -> None:
     assert (one.num_straddlers, other.num_straddlers) == (1, 0)
     assert one.carry.needs_summary
     assert (one.cu_seqlens, other.cu_seqlens) == ((0, 16), (0, 24))
+
+
+@pytest.mark.parametrize(("longest", "is_refused"), [(63, False), (64, False), (65, True)])
+def test_whole_documents_are_refused_above_twice_a_share(longest: int, is_refused: bool) -> None:
+    tokens = Tokens((0, longest, 96, 112, 128), 4, "contiguous")
+    if is_refused:
+        with pytest.raises(LayoutError, match=r"65 of 128 tokens on one rank, 103% above"):
+            DocumentsRoute(ATTENTION, tokens, 0)
+    else:
+        assert DocumentsRoute(ATTENTION, tokens, 0).imbalance == pytest.approx(longest / 32 - 1)

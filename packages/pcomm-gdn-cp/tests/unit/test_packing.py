@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.close import assert_equal
+from pcomm.gdn_cp.cores.offsets import PackOffsets
 from pcomm.gdn_cp.cores.packing import ChunkLayout, from_chunks, to_chunks
 from pcomm.gdn_cp.testing.slow_decay import offsets
 
@@ -86,10 +87,17 @@ def test_tensors_of_any_strides_are_taken() -> None:
 
 def test_layouts_and_indices_are_made_once_and_also_serve_training_after_inference() -> None:
     with torch.inference_mode():
-        first = ChunkLayout.of([0, 3, 11], 5)
+        pack = PackOffsets.of([0, 3, 11])
+        first = ChunkLayout.of(pack, 5)
         indices = first.indices(torch.device("cpu"))
-    assert ChunkLayout.of((0, 3, 11), 5) is first
+    assert ChunkLayout.of(pack, 5) is first
     assert first.indices(torch.device("cpu")) is indices
+    # Each device has its own, and each size of chunks.
+    assert all(x.device.type == "meta" for x in first.indices(torch.device("meta")))
+    assert all(x.device.type == "cpu" for x in first.indices(torch.device("cpu")))
+    assert ChunkLayout.of(pack, 4) == ChunkLayout((0, 3, 11), 4)
+    # Plain integers have no memory, and nothing at module level has one for them.
+    assert ChunkLayout.of((0, 3, 11), 5) is not first
     assert not any(x.is_inference() for x in indices)
 
 

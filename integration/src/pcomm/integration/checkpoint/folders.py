@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pcomm.core.errors import ConfigError
+from pcomm.integration.checkpoint.hashing import new_hash
 
 __all__ = [
+    "CHECKSUMS",
     "Checkpoint",
     "checkpoints",
     "commit",
@@ -29,6 +32,9 @@ __all__ = [
 _PARTIAL = ".partial"
 _DISCARDED = ".discarded"
 _STATE = "state.json"
+
+CHECKSUMS = "checksums.json"
+"""The file of a checkpoint that holds the digests of the others."""
 
 
 @dataclass(frozen=True)
@@ -83,18 +89,22 @@ def partial_folder(run_dir: Path, step: int) -> Path:
     return _parent(run_dir) / f"step-{step:08d}{_PARTIAL}"
 
 
-def commit(partial: Path, state: dict[str, Any], *, keep: int) -> Checkpoint:
+def commit(
+    partial: Path, state: dict[str, Any], digests: Mapping[str, str], *, keep: int
+) -> Checkpoint:
     """Give a written checkpoint its final name, then remove the oldest ones. On one rank.
 
     Args:
         partial: The folder, in which every rank has written and synced its part.
         state: What to save beside the tensors.
+        digests: Of every file in the folder, by name; see `checksums`.
         keep: How many of the newest stay; 0 keeps all.
     """
-    with (partial / _STATE).open("w") as file:
-        json.dump(state, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    described = json.dumps(state, indent=1).encode()
+    _write_synced(partial / _STATE, described)
+    files = {**digests, _STATE: new_hash(described).hexdigest()}
+    checksums = {"algorithm": "blake2b of 16 bytes", "files": dict(sorted(files.items()))}
+    _write_synced(partial / CHECKSUMS, json.dumps(checksums, indent=1).encode())
     _sync_folder(partial)
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
     if final.exists():
@@ -130,6 +140,13 @@ def remove_partial(run_dir: Path) -> list[Path]:
 
 def _parent(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

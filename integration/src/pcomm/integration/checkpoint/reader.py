@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pcomm.core.checkpoint.planners import RegionLoadPlanner
 from pcomm.core.checkpoint.region import Region
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.group import Group
 from pcomm.integration.checkpoint.folders import Checkpoint
+from pcomm.integration.checkpoint.index import SafeReader
 
 __all__ = ["check_index", "read"]
 
@@ -28,13 +28,16 @@ def check_index(checkpoint: Checkpoint) -> None:
         ConfigError: It cannot.
     """
     try:
-        FileSystemReader(checkpoint.folder).read_metadata()
+        SafeReader(checkpoint.folder).read_metadata()
     except Exception as error:  # whatever unpickling a damaged file may raise
         raise _damaged(checkpoint, error) from error
 
 
 def read(checkpoint: Checkpoint, regions: Mapping[str, Region], group: Group | None = None) -> None:
     """Fill `regions` in place from a checkpoint written by any number of ranks.
+
+    Runs nothing that the files name: see `SafeReader`. Whether they are as they were written is
+    checked by `check_files`.
 
     Args:
         checkpoint: A whole one.
@@ -52,7 +55,7 @@ def read(checkpoint: Checkpoint, regions: Mapping[str, Region], group: Group | N
             warnings.simplefilter("ignore", UserWarning)
             dcp.load(
                 dict(regions),
-                storage_reader=FileSystemReader(checkpoint.folder),
+                storage_reader=SafeReader(checkpoint.folder),
                 planner=RegionLoadPlanner(),
                 process_group=None if group is None else group.process_group,
                 no_dist=alone,

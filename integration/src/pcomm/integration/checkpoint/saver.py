@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future as ThreadFuture
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from pcomm.core.checkpoint.planners import RegionSavePlanner
 from pcomm.core.checkpoint.region import Region
 from pcomm.core.errors import ConfigError
 from pcomm.core.group import Group
-from pcomm.integration.checkpoint.folders import commit, partial_folder
+from pcomm.integration.checkpoint.folders import commit, newest, partial_folder
+from pcomm.integration.checkpoint.hashing import HashingFileSystem
+from pcomm.integration.finite import NotFiniteError, is_finite
 
 __all__ = ["Saver"]
 
@@ -37,7 +43,7 @@ class Saver:
         self._run_dir, self._group, self._keep = run_dir, group, keep
         self._is_asynchronous = is_asynchronous
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._running: Future[None] | None = None
+        self._running: ThreadFuture[None] | None = None
 
     def save(self, step: int, regions: Mapping[str, Region], state: dict[str, Any]) -> None:
         """Write a checkpoint. Collective: every rank calls it with the same step and names.
@@ -46,7 +52,8 @@ class Saver:
 
         Args:
             step: Optimizer steps that have been done.
-            regions: This rank's tensors.
+            regions: This rank's tensors. With a number among them that is not finite the
+                checkpoint is not made, and those before it stay.
             state: What to keep beside them, as JSON; that of the first rank counts.
 
         Raises:
@@ -64,6 +71,7 @@ class Saver:
         Raises:
             ConfigError: On every rank, if one of them could not write its files; the checkpoint
                 is then not there.
+            NotFiniteError: On every rank, if a tensor of one of them holds NaN or infinity.
         """
         running, self._running = self._running, None
         if running is not None:
@@ -87,6 +95,7 @@ class Saver:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, step: int, regions: dict[str, Region], state: dict[str, Any]) -> None:
+        planner = _FinitePlanner(partial_folder(self._run_dir, step))
         writer = _Writer(
             partial_folder(self._run_dir, step), {"step": step, **state}, keep=self._keep
         )
@@ -97,13 +106,15 @@ class Saver:
                 dcp.save(
                     dict(regions),
                     storage_writer=writer,
-                    planner=RegionSavePlanner(),
+                    planner=planner,
                     process_group=self._group.process_group,
                     no_dist=self._group.is_identity,
                 )
         except CheckpointException as failed:
             rank = min(failed.failures)
             error = failed.failures[rank][0]
+            if isinstance(error, NotFiniteError):
+                raise error from failed
             # A full disk is told in our words; anything else is our mistake, with its traceback.
             if not isinstance(error, OSError):
                 raise
@@ -116,6 +127,34 @@ class Saver:
             ) from failed
 
 
+class _FinitePlanner(RegionSavePlanner):
+    """Refuses to save what is not finite; torch tells all ranks before any of them writes."""
+
+    def __init__(self, partial: Path) -> None:
+        super().__init__()
+        self._partial = partial
+
+    def create_local_plan(self) -> SavePlan:
+        for name, region in self.state_dict.items():
+            if not is_finite(region.tensor):
+                good = newest(self._partial.parent.parent)
+                raise NotFiniteError(
+                    f"checkpoint {self._partial.stem}",
+                    found=f"NaN or infinity in {name}",
+                    why="A checkpoint with it would in time take the place of the good ones.",
+                    fix="Lower train.learning_rate; the same command goes on "
+                    + (f"from {good.folder}, which is good." if good else "from the beginning."),
+                )
+        return super().create_local_plan()
+
+
+@dataclass(frozen=True)
+class _FileResult(WriteResult):
+    """What was written where, with the digest of the file; the first rank gets those of all."""
+
+    digest: str
+
+
 class _Writer(FileSystemWriter):
     """Writes into a partial folder, and names it when all ranks have written.
 
@@ -125,8 +164,31 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, partial: Path, state: dict[str, Any], *, keep: int) -> None:
         super().__init__(partial, sync_files=True)
+        self.fs = self._hashing = HashingFileSystem()
         self._partial, self._state, self._keep = partial, state, keep
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            written = super().write_data(plan, planner).wait()
+        except Exception as error:
+            # A full disk, by its name.
+            raise self._hashing.error or error from error
+        results: list[WriteResult] = []
+        for result in written:
+            name = result.storage_data.relative_path
+            digest = self._hashing.digests[name]
+            results.append(
+                _FileResult(result.index, result.size_in_bytes, result.storage_data, digest)
+            )
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        commit(self._partial, self._state, keep=self._keep)
+        digests = {".metadata": self._hashing.digests[".metadata.tmp"]}
+        for of_rank in results:
+            for result in of_rank:
+                assert isinstance(result, _FileResult)
+                digests[result.storage_data.relative_path] = result.digest
+        commit(self._partial, self._state, digests, keep=self._keep)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,13 @@ from torch.optim import Optimizer
 from pcomm.core.checkpoint.region import Region
 from pcomm.core.placement import Placement, placements_of
 
-__all__ = ["MOMENTS", "model_regions", "optimizer_regions", "set_optimizer_step"]
+__all__ = [
+    "MOMENTS",
+    "make_moments",
+    "model_regions",
+    "optimizer_regions",
+    "set_optimizer_step",
+]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -45,16 +51,25 @@ def optimizer_regions(
     """
     placements = placements_of(model)
     regions: dict[str, Region] = {}
+    make_moments(optimizer, model.parameters())
     for name, parameter in model.named_parameters():
+        for moment in MOMENTS:
+            region = _region(optimizer.state[parameter][moment], placements[name], ranks)
+            regions[f"optimizer.{moment}.{name}"] = region
+    return regions
+
+
+def make_moments(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Make AdamW's averages where there are none yet: zeros, and a step count of zero. Local.
+
+    That is what its first step begins with, so nothing changes.
+    """
+    for parameter in parameters:
         state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for moment in MOMENTS:
                 state[moment] = torch.zeros_like(parameter)
-        for moment in MOMENTS:
-            region = _region(state[moment], placements[name], ranks)
-            regions[f"optimizer.{moment}.{name}"] = region
-    return regions
 
 
 def set_optimizer_step(optimizer: Optimizer, step: int) -> None:

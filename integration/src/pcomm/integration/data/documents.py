@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,17 @@ class Document(NamedTuple):
     """Where it stands, relative to the corpus: the same on every machine with these files."""
 
     text: str
+
+    is_record: bool = False
+    """Whether it is one of many in a file, where its place says nothing about it."""
+
+    @property
+    def key(self) -> str:
+        """What decides its side of the held-out split: its file's name, or a record's content."""
+        if not self.is_record:
+            return self.name
+        # Not the text itself, since the keys of all documents are kept at once.
+        return hashlib.blake2b(self.text.encode("utf-8"), digest_size=16).hexdigest()
 
 
 class SourceFile(Protocol):

@@ -45,7 +45,7 @@ class ParquetFile:
                 for value in batch.column(0).to_pylist():
                     place = f"{self.path}, row {row}"
                     text = checked_text(value, place=place, key=self.text_key)
-                    yield Document(f"{self.name}:{row}", text)
+                    yield Document(f"{self.name}:{row}", text, is_record=True)
                     row += 1
 
     def _open(self, parquet: Any) -> Any:

@@ -1,41 +1,28 @@
 """From files to mapped tokens: prepared once by one rank, opened by all of them.
 
 Beside the run lie `tokenizer.json` and `data/`: the tokens of both splits, and `manifest.json`,
-which says what they were made from. The manifest is removed before anything else is replaced and
-written last, so what stands under a manifest is complete.
+which says what they were made from. New tokens are built beside these and exchanged for them, so a
+call that fails or is interrupted changes nothing.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pcomm.core.errors import ConfigError
-from pcomm.integration.atomic_file import atomic_write
 from pcomm.integration.config import DataConfig
-from pcomm.integration.data.documents import SourceFile
+from pcomm.integration.data.building import Built, build
+from pcomm.integration.data.manifest import hash_of, read_manifest, unusable
 from pcomm.integration.data.sources import content_hash, find_files
-from pcomm.integration.data.split import held_out_mask
-from pcomm.integration.data.token_cache import TokenCorpus, open_tokens, write_tokens
-from pcomm.integration.data.tokenizer import (
-    BytePairTokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
+from pcomm.integration.data.token_cache import TokenCorpus, open_tokens
+from pcomm.integration.data.tokenizer import BytePairTokenizer, load_tokenizer
 
-__all__ = ["Prepared", "open_prepared", "prepare"]
+__all__ = ["Prepared", "build_beside", "open_prepared", "prepare"]
 
 # Part of the fingerprint: raise it when the same files would give other tokens.
-_FORMAT = 1
-# Characters that are encoded at once: enough for all cores, little enough for any memory.
-_CHUNK_CHARACTERS = 1 << 20
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -54,50 +41,59 @@ class Prepared:
     """Documents that were skipped because they hold no text, or white space only."""
 
 
-@dataclass(frozen=True)
-class _Manifest:
-    sources: str
-    tokenizer: str
-    vocabulary: int
-    num_empty: int
-    train_documents: int
-    train_tokens: int
-    held_out_documents: int
-    held_out_tokens: int
-
-
 def prepare(data: DataConfig, run_dir: Path, *, keep_tokenizer: bool = False) -> Prepared:
     """Tokenise the corpus into `run_dir`, or open what is there if it is still the same.
 
     One rank calls it, then all others call `open_prepared`. What depends on a changed file, key
-    or tokenizer is built again; an interrupted call leaves nothing that would be taken for whole.
+    or tokenizer is built again. Arguments and errors are those of `build_beside`.
+    """
+    built = build_beside(data, run_dir, keep_tokenizer=keep_tokenizer)
+    if built is not None:
+        built.take_place()
+    return open_prepared(run_dir)
+
+
+def build_beside(
+    data: DataConfig,
+    run_dir: Path,
+    *,
+    keep_tokenizer: bool = False,
+    check: Callable[[str], None] | None = None,
+) -> Built | None:
+    """The first half of `prepare`, after which `run_dir` still has the tokens that it had. Local.
 
     Args:
         data: Where the text is and how it is split. `data.vocabulary` bounds the token ids.
         run_dir: The run's folder; made if absent.
         keep_tokenizer: Use the `tokenizer.json` that is there, whatever it was trained on. For
             a resumed run, whose weights mean nothing under another one.
+        check: With a kept tokenizer: is given the fingerprint before any text is encoded, and
+            raises if that is of no use.
+
+    Returns:
+        What was built; None if the tokens that are there are the same.
 
     Raises:
         ConfigError: The files, the split or the kept tokenizer cannot be used; see `find_files`,
-            `held_out_mask` and `load_tokenizer`.
+            `build` and `load_tokenizer`.
         UnsupportedError: A parquet file is asked for, and pyarrow is not installed.
     """
     files = find_files(data)
     # How text is read, split and tokenised is as much a source of the tokens as the text.
     settings = f"{_FORMAT} {data.text_key} {data.held_out!r} {data.vocabulary}"
-    sources = _hash(f"{settings} {content_hash(files)}".encode())
+    sources = hash_of(f"{settings} {content_hash(files)}".encode())
     kept = load_tokenizer(run_dir / "tokenizer.json") if keep_tokenizer else None
     if kept is not None:
         _check_fits(kept, data.vocabulary, run_dir)
+        if check is not None:
+            check(_fingerprint(sources, hash_of((run_dir / "tokenizer.json").read_bytes())))
     try:
-        manifest = _read_manifest(run_dir)
-        if manifest.sources == sources:
-            return open_prepared(run_dir)
+        if read_manifest(run_dir).sources == sources:
+            open_prepared(run_dir)
+            return None
     except ConfigError:
         pass  # Not there, damaged or interrupted: whichever it was, it is built again.
-    _build(files, data, sources, run_dir, kept)
-    return open_prepared(run_dir)
+    return build(files, data, sources, run_dir, kept)
 
 
 def open_prepared(run_dir: Path) -> Prepared:
@@ -106,11 +102,11 @@ def open_prepared(run_dir: Path) -> Prepared:
     Raises:
         ConfigError: Nothing was prepared there, or it is damaged.
     """
-    manifest = _read_manifest(run_dir)
+    manifest = read_manifest(run_dir)
     tokenizer_file = run_dir / "tokenizer.json"
     tokenizer = load_tokenizer(tokenizer_file)
-    if _hash(tokenizer_file.read_bytes()) != manifest.tokenizer:
-        raise _unusable(run_dir, "tokenizer.json is not the one that made the tokens")
+    if hash_of(tokenizer_file.read_bytes()) != manifest.tokenizer:
+        raise unusable(run_dir, "tokenizer.json is not the one that made the tokens")
     bytes_per_id = tokenizer.bytes_per_id(manifest.vocabulary)
     folder = run_dir / "data"
     try:
@@ -119,7 +115,7 @@ def open_prepared(run_dir: Path) -> Prepared:
             for split in ("train", "held_out")
         )
     except (OSError, ValueError, EOFError) as error:
-        raise _unusable(run_dir, str(error)) from error
+        raise unusable(run_dir, str(error)) from error
     counts = train.num_documents, train.num_tokens, held_out.num_documents, held_out.num_tokens
     promised = (
         manifest.train_documents,
@@ -128,96 +124,9 @@ def open_prepared(run_dir: Path) -> Prepared:
         manifest.held_out_tokens,
     )
     if counts != promised:
-        raise _unusable(run_dir, f"documents and tokens number {counts}, not {promised}")
-    fingerprint = _hash(f"{manifest.sources} {manifest.tokenizer}".encode())
+        raise unusable(run_dir, f"documents and tokens number {counts}, not {promised}")
+    fingerprint = _fingerprint(manifest.sources, manifest.tokenizer)
     return Prepared(tokenizer, train, held_out, fingerprint, manifest.num_empty)
-
-
-def _build(
-    files: Sequence[SourceFile],
-    data: DataConfig,
-    sources: str,
-    run_dir: Path,
-    kept: BytePairTokenizer | None,
-) -> None:
-    names, num_empty = _survey(files)
-    held_out = held_out_mask(names, data.held_out)
-    tokenizer = kept
-    if tokenizer is None:
-        train_texts = (text for text, is_held_out in _texts(files, held_out) if not is_held_out)
-        tokenizer = train_tokenizer(train_texts, data.vocabulary)
-    folder = run_dir / "data"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.json").unlink(missing_ok=True)
-    if kept is None:
-        tokenizer.save(run_dir / "tokenizer.json")
-    with (
-        write_tokens(folder, "train", data.vocabulary) as train,
-        write_tokens(folder, "held_out", data.vocabulary) as evaluation,
-    ):
-        for chunk in _chunks(_texts(files, held_out)):
-            encoded = tokenizer.encode_all([text for text, _ in chunk])
-            for (_, is_held_out), ids in zip(chunk, encoded, strict=True):
-                (evaluation if is_held_out else train).append([*ids, tokenizer.end_id])
-    manifest = _Manifest(
-        sources=sources,
-        tokenizer=_hash((run_dir / "tokenizer.json").read_bytes()),
-        vocabulary=data.vocabulary,
-        num_empty=num_empty,
-        train_documents=len(train.offsets) - 1,
-        train_tokens=train.offsets[-1],
-        held_out_documents=len(evaluation.offsets) - 1,
-        held_out_tokens=evaluation.offsets[-1],
-    )
-    with atomic_write(folder / "manifest.json") as file:
-        file.write(json.dumps(asdict(manifest), indent=2).encode() + b"\n")
-
-
-def _survey(files: Sequence[SourceFile]) -> tuple[list[str], int]:
-    """The names of the documents with text, and the number of those without."""
-    names: list[str] = []
-    num_empty = 0
-    for file in files:
-        for document in file.documents():
-            if document.text.strip():
-                names.append(document.name)
-            else:
-                num_empty += 1
-    if not names:
-        raise ConfigError(
-            "data.path",
-            found=f"{num_empty} documents in {len(files)} files, and no text in any of them",
-            why="There is nothing to learn from.",
-            fix="Name files with text in them.",
-        )
-    return names, num_empty
-
-
-def _texts(files: Sequence[SourceFile], held_out: NDArray[np.bool_]) -> Iterator[tuple[str, bool]]:
-    """The documents with text, and whether each is held out."""
-    texts = (doc.text for file in files for doc in file.documents() if doc.text.strip())
-    for text, is_held_out in zip_longest(texts, held_out.tolist()):
-        if text is None or is_held_out is None:
-            raise ConfigError(
-                "data.path",
-                found=f"another number of documents than the {len(held_out)} counted just before",
-                why="A file changed while it was read, so some documents may be torn.",
-                fix="Start the run again when nothing writes to the files any more.",
-            )
-        yield text, is_held_out
-
-
-def _chunks(texts: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    chunk: list[tuple[str, bool]] = []
-    size = 0
-    for text, is_held_out in texts:
-        chunk.append((text, is_held_out))
-        size += len(text)
-        if size >= _CHUNK_CHARACTERS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def _check_fits(tokenizer: BytePairTokenizer, vocabulary: int, run_dir: Path) -> None:
@@ -231,24 +140,5 @@ def _check_fits(tokenizer: BytePairTokenizer, vocabulary: int, run_dir: Path) ->
         )
 
 
-def _read_manifest(run_dir: Path) -> _Manifest:
-    path = run_dir / "data" / "manifest.json"
-    try:
-        return _Manifest(**json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise _unusable(run_dir, f"{path.name}: {error.strerror or error}") from error
-    except (ValueError, TypeError) as error:
-        raise _unusable(run_dir, f"{path.name}: {error}") from error
-
-
-def _unusable(run_dir: Path, found: str) -> ConfigError:
-    return ConfigError(
-        f"prepared data in {run_dir}",
-        found=found,
-        why="The tokens there are missing, damaged, or not finished.",
-        fix="Start the run again: its first rank prepares the data anew.",
-    )
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+def _fingerprint(sources: str, tokenizer: str) -> str:
+    return hash_of(f"{sources} {tokenizer}".encode())

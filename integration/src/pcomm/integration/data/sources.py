@@ -63,6 +63,8 @@ def _expand(pattern: str) -> list[Path]:
             why="data.path lists files, and a folder may hold more than the corpus.",
             fix=f'Say which files: `data.path = ["{path.as_posix()}/**/*.txt"]`.',
         )
+    if path.exists():
+        raise _no_file(pattern, path)
     is_glob = glob.has_magic(str(path))
     # Folders that match are skipped; a broken link stays, and is an error when it is read.
     matches = [
@@ -81,6 +83,22 @@ def _expand(pattern: str) -> list[Path]:
         found=f"{found}, seen from {Path.cwd()}",
         why=why,
         fix=f"Check the path. {_neighbours(path)}",
+    )
+
+
+def _no_file(pattern: str, path: Path) -> ConfigError:
+    kinds = (
+        (path.is_char_device(), "a device"),
+        (path.is_block_device(), "a device"),
+        (path.is_fifo(), "a pipe"),
+        (path.is_socket(), "a socket"),
+    )
+    kind = next((name for is_kind, name in kinds if is_kind), "something")
+    return ConfigError(
+        f"data.path: {pattern}",
+        found=f"{kind}, and no regular file",
+        why="A corpus is read several times, from its beginning to its end.",
+        fix="Write the text to a file, such as text.txt, and name that.",
     )
 
 

@@ -41,7 +41,8 @@ class JsonLinesFile:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     place = f"{self.path}, line {number}"
-                    yield Document(f"{self.name}:{number}", self._text(line, place))
+                    text = self._text(line, place)
+                    yield Document(f"{self.name}:{number}", text, is_record=True)
 
     def _text(self, line: bytes, place: str) -> str:
         try:

@@ -5,21 +5,31 @@ Every byte is a token, so any text can be encoded and comes back as it was; merg
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.atomic_file import atomic_write
+from pcomm.integration.data.waiting import Beside, every
 
 __all__ = ["END", "BytePairTokenizer", "load_tokenizer", "train_tokenizer"]
 
 END = "<|end|>"
 """The special token that ends every document."""
+
+_log = logging.getLogger("pcomm.train")
+
+_SAY_S = 5.0
+# Merges are found within words, and the time for a word grows with the square of its length. What
+# is longer than this many letters, digits, signs or blanks in a row is cut, which words are not.
+_LONGEST_WORD = 256
 
 
 class BytePairTokenizer:
@@ -48,8 +58,16 @@ class BytePairTokenizer:
         return list(self._tokenizer.encode(text).ids)
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """The token ids of each text; several texts at once are encoded on all cores."""
-        for encoding in self._tokenizer.encode_batch_fast(list(texts)):
+        """The token ids of each text; several texts at once are encoded on all cores.
+
+        Can be interrupted, and says every few seconds how long it has taken.
+        """
+        batch = list(texts)
+        encodings = Beside[list[tokenizers.Encoding]]().run(
+            lambda: self._tokenizer.encode_batch_fast(batch),
+            every(_SAY_S, time.monotonic, lambda s: _log.info("encoding a text for %.0f s", s)),
+        )
+        for encoding in encodings:
             yield encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -75,9 +93,28 @@ class BytePairTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> BytePairTokenizer:
-    """A tokenizer with at most `vocabulary` ids; the same texts give the same tokenizer."""
+    """A tokenizer with at most `vocabulary` ids; the same texts give the same tokenizer.
+
+    Can be interrupted, and says every few seconds how long it has taken.
+    """
+    beside = Beside[tokenizers.Tokenizer]()
+    tokenizer = beside.run(
+        lambda: _trained(beside.fed(texts), vocabulary),
+        every(_SAY_S, time.monotonic, lambda s: _log.info("training the tokenizer for %.0f s", s)),
+    )
+    return BytePairTokenizer(tokenizer)
+
+
+def _trained(texts: Iterator[str], vocabulary: int) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    kinds = (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
+    longest = "|".join(f"{kind}{{{_LONGEST_WORD}}}" for kind in kinds)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(longest), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
@@ -86,7 +123,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> BytePairTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return BytePairTokenizer(tokenizer)
+    return tokenizer
 
 
 def load_tokenizer(path: Path) -> BytePairTokenizer:

@@ -20,5 +20,8 @@ def sample(logits_V: Tensor, temperature: float, generator: torch.Generator) -> 
     """
     if temperature == 0:
         return int(logits_V.argmax())
-    probabilities_V = torch.softmax(logits_V.float() / temperature, -1)
+    # The largest becomes 0, which stays 0 however small the temperature is; the others become at
+    # worst minus infinity. In fp64, which holds every temperature that Python can name.
+    below_V = logits_V.double() - logits_V.max()
+    probabilities_V = torch.softmax(below_V / temperature, -1)
     return int(torch.multinomial(probabilities_V, 1, generator=generator))

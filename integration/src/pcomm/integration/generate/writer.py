@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from pcomm.core.errors import ConfigError
+from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import check_index, read
 from pcomm.integration.checkpoint.state import model_regions
@@ -70,6 +71,7 @@ class Writer:
         config = _on_one_rank(load_config(run_dir / "config.toml"))
         model = LanguageModel(config.model, config.data.vocabulary, device=device)
         check_index(checkpoint)
+        check_files(checkpoint)
         read(checkpoint, model_regions(model))
         return cls(model.eval(), load_tokenizer(run_dir / "tokenizer.json"), checkpoint.step)
 
@@ -98,8 +100,8 @@ class Writer:
         cache = self.model.new_cache(len(fed) + limit)
         for _ in range(limit):
             tokens_T = torch.tensor(fed, device=device)
-            logits_TV = self.model.extend(tokens_T, cache)
-            token = sample(logits_TV[-1], temperature, generator)
+            logits_1V = self.model.extend(tokens_T, cache, num_logits=1)
+            token = sample(logits_1V[0], temperature, generator)
             yield token
             if token == self.tokenizer.end_id:
                 return

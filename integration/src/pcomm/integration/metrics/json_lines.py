@@ -33,14 +33,30 @@ class JsonLinesSink:
             kept = [row for row in read_rows(path) if (row["step"] or 0) <= keep_through]
         with atomic_write(path) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
-        self._file = path.open("ab")
+        self._path = path
+        # One write call a line: a crash tears at most the last line.
+        self._file = path.open("ab", buffering=0)
 
     def write(self, row: Row) -> None:
-        """Append one row."""
+        """Append one row.
+
+        Raises:
+            ConfigError: It cannot be written whole, as on a full disk.
+        """
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        # One write call a line: a crash tears at most the last line.
-        self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        line = json.dumps(finite, allow_nan=False).encode() + b"\n"
+        try:
+            written = self._file.write(line)
+            problem = "" if written == len(line) else f"{written} of {len(line)} bytes written"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if problem:
+            raise ConfigError(
+                f"metrics file {self._path}",
+                found=problem,
+                why="Each step adds a row, and a run without them could not be looked at.",
+                fix="Make room there; the same command goes on from the newest checkpoint.",
+            )
 
     def close(self) -> None:
         """Close the file."""

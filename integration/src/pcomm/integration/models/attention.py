@@ -135,11 +135,9 @@ def _cached_attention(q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache) -> 
     # One new token sees everything; several are a prompt, which comes first.
     assert is_start or q.shape[0] == 1, "a prompt is read at once, then token by token"
     all_k, all_v = cache.append(k, v)
-    mixed_HLK = F.scaled_dot_product_attention(
-        q.transpose(0, 1),
-        all_k.transpose(0, 1),
-        all_v.transpose(0, 1),
-        is_causal=is_start,
-        enable_gqa=q.shape[1] != k.shape[1],
+    # In four dimensions: for three torch has no kernel that does without the matrix of all scores.
+    q_1HLK, k_1GLK, v_1GLK = (x.transpose(0, 1).unsqueeze(0) for x in (q, all_k, all_v))
+    mixed_1HLK = F.scaled_dot_product_attention(
+        q_1HLK, k_1GLK, v_1GLK, is_causal=is_start, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return mixed_HLK.transpose(0, 1)
+    return mixed_1HLK.squeeze(0).transpose(0, 1)

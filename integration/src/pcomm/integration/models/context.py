@@ -14,8 +14,14 @@ from pcomm.integration.models.rotary import Rotation
 __all__ = ["Cache", "Context", "KeyValueCache", "LayerCache", "RecurrentCache"]
 
 
+# Room for a short text, which then never grows.
+_FIRST_TOKENS = 256
+
+
 class KeyValueCache:
     """Keys and values of the tokens that one attention layer has seen of one sequence.
+
+    Its memory grows with the tokens that it holds, by half each time it is full.
 
     Args:
         max_tokens: How many tokens it can hold.
@@ -34,15 +40,24 @@ class KeyValueCache:
 
     def append(self, k_THK: Tensor, v_THK: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens so far, the given ones last."""
-        if self._keys is None or self._values is None:
-            shape = (self._max_tokens, *k_THK.shape[1:])
-            self._keys, self._values = k_THK.new_empty(shape), v_THK.new_empty(shape)
         stop = self._length + k_THK.shape[0]
         assert stop <= self._max_tokens, f"{stop} tokens in a cache of {self._max_tokens}"
+        self._keys = self._with_room(self._keys, k_THK, stop)
+        self._values = self._with_room(self._values, v_THK, stop)
         self._keys[self._length : stop] = k_THK
         self._values[self._length : stop] = v_THK
         self._length = stop
         return self._keys[:stop], self._values[:stop]
+
+    def _with_room(self, held: Tensor | None, new: Tensor, stop: int) -> Tensor:
+        """A buffer of at least `stop` tokens, which begins with what is held."""
+        if held is not None and stop <= held.shape[0]:
+            return held
+        room = min(self._max_tokens, max(stop + stop // 2, _FIRST_TOKENS))
+        grown = new.new_empty((room, *new.shape[1:]))
+        if held is not None:
+            grown[: self._length] = held[: self._length]
+        return grown
 
 
 @dataclass

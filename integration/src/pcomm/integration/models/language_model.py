@@ -160,7 +160,7 @@ class LanguageModel(nn.Module):
             self(tokens_T, plan, balance), targets_T, self.vocabulary, self.collectives
         )
 
-    def extend(self, tokens_T: Tensor, cache: Cache) -> Tensor:
+    def extend(self, tokens_T: Tensor, cache: Cache, *, num_logits: int | None = None) -> Tensor:
         """Logits `[T, v]` of the next tokens of one sequence, which `cache` then holds as well.
 
         On one context-parallel rank; collective over the tensor-parallel group.
@@ -168,6 +168,8 @@ class LanguageModel(nn.Module):
         Args:
             tokens_T: int64; a prompt first, then one token at a time.
             cache: From `new_cache`.
+            num_logits: Of how many of the last tokens logits are computed; None for all. Those of a
+                long prompt are many times as large as all else, and to go on takes the last only.
         """
         first, config = cache.num_tokens, self.config
         positions_T = torch.arange(first, first + len(tokens_T), device=tokens_T.device)
@@ -176,7 +178,8 @@ class LanguageModel(nn.Module):
         for block, layer in zip(self._blocks, cache.layers, strict=True):
             x = block.extend(x, turn, layer)
         cache.num_tokens += len(tokens_T)
-        logits_Tv: Tensor = self.head(self.norm(x))
+        wanted = x if num_logits is None else x[len(x) - num_logits :]
+        logits_Tv: Tensor = self.head(self.norm(wanted))
         return logits_Tv
 
     def new_cache(self, max_tokens: int) -> Cache:

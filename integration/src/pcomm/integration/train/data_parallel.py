@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pcomm.core.collectives.protocol import Collectives, Pending
 
@@ -37,6 +39,9 @@ class ReplicaGradients:
     Each step: `begin_step`, backward of every micro-batch with `is_last` set for the last,
     `finish_step`.
 
+    The caller owns this object and the parameters; a parameter's hook only looks back at it. So
+    model and communicators are free as soon as the caller drops them, or calls `close`.
+
     Args:
         scopes: Parameters that are trained, each once, with the collectives of the group over
             which their gradients are summed; these carry no gradients.
@@ -46,7 +51,7 @@ class ReplicaGradients:
         self.is_last = False
         self._alone: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._hooks: list[RemovableHandle] = []
         for parameters, collectives in scopes:
             if collectives.size == 1:
                 self._alone += parameters
@@ -75,6 +80,17 @@ class ReplicaGradients:
             bucket.pending.wait()
         self.is_last = False
 
+    def close(self) -> None:
+        """Take the hooks off the parameters and let go of groups and buffers. Local.
+
+        The gradients stay as they are. Nothing else can be called afterwards; calling it again
+        does nothing.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        for kept in (self._hooks, self._buckets, self._alone):
+            kept.clear()
+
     def _add_buckets(self, parameters: list[nn.Parameter], collectives: Collectives) -> None:
         # Backward reaches the last layers first, so their bucket is full first.
         waiting: list[nn.Parameter] = []
@@ -95,21 +111,36 @@ class ReplicaGradients:
             stop = start + parameter.numel()
             # Autograd adds into an existing gradient in place, so it writes into the bucket.
             parameter.grad = bucket.buffer[start:stop].view_as(parameter)
-            self._bucket_of[parameter] = bucket
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            hook = _looking_back_at(self, len(self._buckets) - 1)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
             start = stop
 
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def _on_gradient(self, index: int) -> None:
         if not self.is_last:
             return
-        assert isinstance(parameter, nn.Parameter)
-        bucket = self._bucket_of[parameter]
+        bucket = self._buckets[index]
         bucket.missing -= 1
         if bucket.missing == 0:
             self._reduce(bucket)
 
     def _reduce(self, bucket: _Bucket) -> None:
         bucket.pending = bucket.collectives.all_reduce_async(bucket.buffer, out=bucket.buffer)
+
+
+def _looking_back_at(gradients: ReplicaGradients, index: int) -> Callable[[Tensor], None]:
+    """A hook for the parameters of a bucket.
+
+    Autograd holds hooks where Python's collector of cycles does not see them: one that held
+    `gradients`, and with them all parameters and communicators, would keep them for ever.
+    """
+    owner = weakref.ref(gradients)
+
+    def on_gradient(_: Tensor) -> None:
+        found = owner()
+        if found is not None:
+            found._on_gradient(index)
+
+    return on_gradient
 
 
 def _bytes(parameters: Sequence[nn.Parameter]) -> int:

@@ -22,8 +22,9 @@ def sum_partial_gradients(model: nn.Module, collectives: Collectives) -> None:
     if collectives.size == 1:
         return
     placements = placements_of(model)
+    # Each rank's part of a gradient is added to the same part on others.
     partial = [
-        parameter.grad
+        parameter.grad.as_subclass(Tensor)
         for name, parameter in model.named_parameters()
         if placements[name].has_partial_gradient and parameter.grad is not None
     ]
@@ -48,7 +49,7 @@ def clip_by_global_norm(
     Collective over the groups that split parameters or hold their shards: one all-reduce of one or
     two numbers in each. A parameter that every rank holds counts once, one that is split counts
     with all its parts, so every expert counts once. Without a limit (`max_norm` 0) the norm is only
-    measured.
+    measured; where it is not finite, the gradients stay as they are, to be looked at.
 
     Args:
         model: Its gradients are summed over replicas already.
@@ -60,7 +61,12 @@ def clip_by_global_norm(
         The norm before, a number in fp64, the same on all ranks.
     """
     placements = placements_of(model)
-    named = [(placements[n], p.grad) for n, p in model.named_parameters() if p.grad is not None]
+    # The ranks that hold the other parts of a gradient add up below.
+    named = [
+        (placements[name], parameter.grad.as_subclass(Tensor))
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    ]
     squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for scope, splitting in collectives.items():
         mine = [(place.is_split, grad) for place, grad in named if place.scope == scope]
@@ -75,7 +81,7 @@ def clip_by_global_norm(
         squares = squares + whole + (splitting.all_reduce(split) if splitting.size > 1 else split)
     norm = squares.sqrt()
     if max_norm > 0:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).where(norm.isfinite(), 1.0)
         gradients = [gradient for _, gradient in named]
         torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
     return norm

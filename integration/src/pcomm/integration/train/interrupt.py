@@ -16,11 +16,23 @@ _SAME_REQUEST_S = 2.0
 
 
 class Interrupt:
-    """Whether somebody asked for the run to stop."""
+    """Whether the run was asked to stop."""
 
     def __init__(self) -> None:
         self.is_requested = False
         self._requested_at = 0.0
+        self._ends_at_once = False
+
+    @contextmanager
+    def ends_at_once(self) -> Iterator[None]:
+        """While there is nothing to save: a request raises KeyboardInterrupt. Local."""
+        self._ends_at_once = True
+        try:
+            if self.is_requested:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._ends_at_once = False
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -28,6 +40,8 @@ class Interrupt:
             raise KeyboardInterrupt
         if not self.is_requested:
             self.is_requested, self._requested_at = True, now
+            if self._ends_at_once:
+                raise KeyboardInterrupt
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -20,6 +21,8 @@ __all__ = ["Replicas"]
 class Replicas:
     """The same as `Shards`, for a model of which every replica holds all.
 
+    Closing the groups of `parallel` ends it: no hook stays on the parameters.
+
     Args:
         parallel: This rank's part of the model.
     """
@@ -29,6 +32,15 @@ class Replicas:
         self._gradients = ReplicaGradients(
             [(s.parameters.values(), s.replicas.collectives) for s in parallel.scopes]
         )
+        # Weakly: groups that outlive this model must not keep it.
+        gradients = weakref.ref(self._gradients)
+
+        def close() -> None:
+            found = gradients()
+            if found is not None:
+                found.close()
+
+        parallel.groups.before_close(close)
         self.holders: dict[str, Collectives] = {}
         """By scope, the ranks that hold the shards of a parameter: none are sharded."""
 

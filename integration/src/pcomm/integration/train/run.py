@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, TypeVar, cast
 
-from pcomm.core.errors import PcommError
+from pcomm.core.errors import PcommError, PeerError
 from pcomm.core.world import World, connect
+from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.identity import identity_of
 from pcomm.integration.checkpoint.reader import read
@@ -22,13 +23,20 @@ from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.preparation import Prepared, open_prepared
 from pcomm.integration.metrics.plot import plot_loss
 from pcomm.integration.metrics.run_sinks import open_sinks
-from pcomm.integration.metrics.sink import Sink
+from pcomm.integration.metrics.sink import Row, Sink
 from pcomm.integration.parallelize import EVERYONE, build_model, open_run_groups
 from pcomm.integration.train.evaluate import evaluate
 from pcomm.integration.train.interrupt import Interrupt, listen_for_interrupt
-from pcomm.integration.train.run_folder import check_resumable, prepare_folder, write_config
+from pcomm.integration.train.not_finite import NotFiniteSteps
+from pcomm.integration.train.progress import Progress
+from pcomm.integration.train.run_folder import (
+    check_resumable,
+    hold_folder,
+    prepare_folder,
+    write_config,
+)
 from pcomm.integration.train.step_trace import StepTrace
-from pcomm.integration.train.trainer import Trainer
+from pcomm.integration.train.trainer import StepResult, Trainer
 
 __all__ = ["Outcome", "run_training"]
 
@@ -37,6 +45,7 @@ T = TypeVar("T")
 _log = logging.getLogger("pcomm.train")
 
 _TOKENISING_S = 24 * 3600.0
+_READING_S = 4 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -77,22 +86,28 @@ def run_training(
 
     Raises:
         PcommError: On every rank, before a collective is entered: sizes that do not fit, data
-            that cannot be read, a checkpoint of another model.
+            that cannot be read, a checkpoint of another model, another run in the folder.
+        NotFiniteError: On every rank: see `train.on_nan`.
+        KeyboardInterrupt: On a rank that is interrupted before the first step.
     """
-    with connect() as world, listen_for_interrupt() as interrupt:
+    with connect() as world, listen_for_interrupt() as interrupt, ExitStack() as held:
         resolved = validate(config, world.size)
         if not must_restart:
             # Before anything in the folder changes, so that a refused run leaves it as it was.
             _together(world, "train: checkpoint", lambda: check_resumable(resolved, run_dir))
-        # The others wait while the first rank tokenises, which takes as long as the text is.
         _together(
             world,
-            "train: data",
-            lambda: (
-                None if world.rank else prepare_folder(config, run_dir, must_restart=must_restart)
-            ),
-            timeout_s=_TOKENISING_S,
+            "train: folder",
+            lambda: None if world.rank else held.enter_context(hold_folder(run_dir)),
         )
+
+        def prepare() -> None:
+            if world.rank == 0:
+                with interrupt.ends_at_once():
+                    prepare_folder(resolved, run_dir, must_restart=must_restart)
+
+        # The others wait while the first rank tokenises, which takes as long as the text is.
+        _together(world, "train: data", prepare, timeout_s=_TOKENISING_S)
         # A folder that is not shared fails here, on all ranks.
         prepared = _together(world, "train: tokens", lambda: open_prepared(run_dir))
         with open_run_groups(resolved, world) as groups:
@@ -108,14 +123,14 @@ def run_training(
             )
             trainer = Trainer(parallel, resolved, batches, recorder=steps.recorder)
             run = _Run(trainer, prepared, run_dir, world, steps)
-            first = run.resume()
+            progress = run.resume()
             # Written late: a run that is refused must not change what `pcomm generate` reads.
             _together(
                 world,
                 "train: configuration",
                 lambda: None if world.rank else write_config(config, run_dir),
             )
-            return run.go(first, interrupt, stream or sys.stderr)
+            return run.go(progress, interrupt, stream or sys.stderr)
 
 
 def _together(
@@ -127,6 +142,17 @@ def _together(
         result = attempt()
     except PcommError as problem:
         error = problem
+    except KeyboardInterrupt:
+        # Whoever waits for this rank hears of it.
+        stopped = PeerError(
+            topic,
+            found="a request to stop",
+            why="The run ends before its first step, so there is nothing to save.",
+            fix="Start the same command again.",
+        )
+        with suppress(PeerError):
+            world.fail_together(topic, stopped, timeout_s=timeout_s)
+        raise
     world.fail_together(topic, error, timeout_s=timeout_s)
     return cast(T, result)
 
@@ -142,8 +168,8 @@ class _Run:
         self.config = trainer.config
         self.identity = identity_of(self.config, prepared.fingerprint)
 
-    def resume(self) -> int:
-        """Read the newest checkpoint, if there is one; returns the steps that are done."""
+    def resume(self) -> Progress:
+        """Read the newest checkpoint, if there is one; returns how far the run is."""
         corpus = self.prepared.fingerprint
         _together(
             self.world,
@@ -152,15 +178,29 @@ class _Run:
         )
         checkpoint = newest(self.run_dir)
         if checkpoint is None:
-            return 0
+            return Progress()
+        progress = _together(
+            self.world,
+            "train: progress",
+            lambda: Progress.resumed(checkpoint, self.config.train),
+        )
+        # Each rank reads a share of the files.
+        rank, size = self.world.rank, self.world.size
+        _together(
+            self.world,
+            "train: checksums",
+            lambda: check_files(checkpoint, rank=rank, size=size),
+            timeout_s=_READING_S,
+        )
         group = self.trainer.parallel.groups[EVERYONE, "checkpoint"]
         read(checkpoint, self.trainer.regions(), group)
-        self.trainer.resume_at(checkpoint.step)
+        self.trainer.resume_at(progress.step, skipped=progress.skipped, rewarm=progress.rewarm)
         _log.info("resuming %s after step %d", self.run_dir, checkpoint.step)
-        return checkpoint.step
+        return progress
 
-    def go(self, first: int, interrupt: Interrupt, stream: TextIO) -> Outcome:
-        """Train from step `first` on."""
+    def go(self, progress: Progress, interrupt: Interrupt, stream: TextIO) -> Outcome:
+        """Train on from where the run is."""
+        first = progress.step
         sinks = _together(
             self.world,
             "train: metrics",
@@ -172,20 +212,30 @@ class _Run:
                 keep_through=first or None,
             ),
         )
+        recorded = _Recorded(sinks)
         with closing(sinks), self._saver() as saver:
-            outcome = self._loop(first, interrupt, sinks, saver)
+            outcome = self._loop(progress, interrupt, recorded, saver)
         self.trace.finish()
+        _together(self.world, "train: metrics", recorded.check)
         if self.world.rank == 0:
-            plot_loss(self.run_dir / "metrics.jsonl", self.run_dir / "loss.png")
+            try:
+                plot_loss(self.run_dir / "metrics.jsonl", self.run_dir / "loss.png")
+            except OSError as error:
+                _log.warning("no picture of the loss: %s", error)
         return outcome
 
-    def _loop(self, first: int, interrupt: Interrupt, sinks: Sink, saver: Saver) -> Outcome:
+    def _loop(
+        self, progress: Progress, interrupt: Interrupt, sinks: _Recorded, saver: Saver
+    ) -> Outcome:
         train = self.config.train
-        done = first
+        done = first = progress.step
+        self.not_finite = NotFiniteSteps(train, self.run_dir, skipped=progress.skipped)
         while done < train.steps:
             with self.trace.step():
-                result = self.trainer.step(done, is_asked_to_stop=interrupt.is_requested)
+                is_asked_to_stop = interrupt.is_requested or sinks.has_failed
+                result = self.trainer.step(done, is_asked_to_stop=is_asked_to_stop)
             done += 1
+            self._check_finite(result, saver)
             sinks.write(result.row)
             if done == train.steps:
                 break
@@ -209,8 +259,21 @@ class _Run:
             sinks.write({"step": step, "bits_per_byte": bits})
         return bits
 
+    def _check_finite(self, result: StepResult, saver: Saver) -> None:
+        if result.is_finite:
+            self.not_finite.note_good()
+            return
+        culprit = self.trainer.first_not_finite()
+        # The checkpoint that is being written may be the last good one.
+        saver.wait()
+        row = result.row
+        self.not_finite.note_bad(int(row["step"]), row["loss"], row["grad_norm"], culprit)
+        row["skipped"] = self.not_finite.skipped
+
     def _save(self, saver: Saver, step: int) -> None:
-        saver.save(step, self.trainer.regions(), {"identity": self.identity})
+        progress = Progress(step, self.not_finite.skipped, self.trainer.rewarm)
+        state = {"identity": self.identity, **progress.state(self.config.train)}
+        saver.save(step, self.trainer.regions(), state)
 
     def _saver(self) -> Saver:
         options = self.config.checkpoint
@@ -220,3 +283,29 @@ class _Run:
             keep=options.keep,
             is_asynchronous=options.asynchronous,
         )
+
+
+class _Recorded:
+    """Sinks of which the first failure is kept: all ranks then stop together, and save."""
+
+    def __init__(self, sinks: Sink) -> None:
+        self._sinks = sinks
+        self._error: PcommError | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def write(self, row: Row) -> None:
+        if self._error is None:
+            try:
+                self._sinks.write(row)
+            except PcommError as error:
+                self._error = error
+
+    def close(self) -> None:
+        self._sinks.close()
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pcomm.core.errors import ConfigError
@@ -13,9 +15,10 @@ from pcomm.integration.checkpoint.identity import check_same_run, identity_of
 from pcomm.integration.checkpoint.reader import check_index
 from pcomm.integration.config import Config
 from pcomm.integration.config_file import to_toml
-from pcomm.integration.data.preparation import prepare
+from pcomm.integration.data.preparation import build_beside
+from pcomm.integration.train.run_lock import lock_run
 
-__all__ = ["check_resumable", "prepare_folder", "write_config"]
+__all__ = ["check_resumable", "hold_folder", "prepare_folder", "write_config"]
 
 _log = logging.getLogger("pcomm.train")
 
@@ -46,25 +49,52 @@ def check_resumable(config: Config, run_dir: Path, corpus: str | None = None) ->
         )
 
 
+@contextmanager
+def hold_folder(run_dir: Path) -> Iterator[None]:
+    """Make the folder and keep other runs out of it; see `lock_run`. On one rank.
+
+    Raises:
+        ConfigError: Another run is under way there, or the folder cannot be written.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock_run(run_dir))
+        except OSError as error:
+            raise _unwritable(run_dir, error) from error
+        yield
+
+
 def prepare_folder(config: Config, run_dir: Path, *, must_restart: bool) -> None:
     """Make an orderly folder with tokenised text in it. On one rank.
 
+    A run that is refused changes nothing there: what a checkpoint demands is compared first, new
+    tokens are built beside the old, and only then anything is replaced or removed.
+
     Args:
-        config: Its `data` says which text.
+        config: Validated; its `data` says which text.
         run_dir: Made if absent.
         must_restart: Remove the checkpoints and metrics that are there.
 
     Raises:
-        PcommError: The folder cannot be written, or the text not be used; see `prepare`.
+        PcommError: The folder cannot be written, the text not be used, or the text is not the one
+            that the newest checkpoint has learnt; see `build_beside`.
     """
+    # The weights of a run that goes on mean nothing under another tokenizer.
+    kept = None if must_restart else newest(run_dir)
+
+    def check(fingerprint: str) -> None:
+        assert kept is not None, "only a kept tokenizer tells the fingerprint before"
+        check_same_run(kept, identity_of(config, fingerprint))
+
     try:
+        built = build_beside(config.data, run_dir, keep_tokenizer=kept is not None, check=check)
         run_dir.mkdir(parents=True, exist_ok=True)
         for folder in remove_partial(run_dir):
             _log.warning("removed %s, which a run that died left half done", folder)
         if must_restart:
             _remove_results(run_dir)
-        # The weights of a run that goes on mean nothing under another tokenizer.
-        prepare(config.data, run_dir, keep_tokenizer=newest(run_dir) is not None)
+        if built is not None:
+            built.take_place()
     except OSError as error:
         raise _unwritable(run_dir, error) from error
 

@@ -17,7 +17,7 @@ from pcomm.fsdp.fully_shard import fully_shard
 from pcomm.fsdp.policy import Precision
 from pcomm.fsdp.roles import Scope
 from pcomm.fsdp.strategy import Shard
-from pcomm.integration.checkpoint.state import MOMENTS
+from pcomm.integration.checkpoint.state import MOMENTS, make_moments
 from pcomm.integration.models.block import Block
 from pcomm.integration.parallelize import Parallel
 from pcomm.integration.train.precision import names_used_in_bf16
@@ -91,6 +91,7 @@ class Shards:
     def regions(self, optimizer: Optimizer) -> dict[str, Region]:
         """This rank's part of everything that a checkpoint holds. Local."""
         sharded, placements, ranks = self.sharded, self._placements, self._ranks
+        make_moments(optimizer, (p for p in sharded.parameters() if p.requires_grad))
         return {
             **model_regions(sharded, placements=placements, ranks=ranks),
             **optimizer_regions(

@@ -63,10 +63,15 @@ class StepTrace:
             return
         events = gather_events(self.recorder, self._control.collectives)
         if self._control.rank == 0:
-            write_chrome_trace(self._path, events)
             exposed_ms = exposed_communication_s(events) / self._recorded * 1e3
-            _log.info(
-                "trace in %s: %.1f ms a step of communication exposed", self._path, exposed_ms
-            )
+            try:
+                write_chrome_trace(self._path, events)
+            except OSError as error:
+                # The run is worth more than its trace.
+                _log.warning("no trace in %s: %s", self._path, error)
+            else:
+                _log.info(
+                    "trace in %s: %.1f ms a step of communication exposed", self._path, exposed_ms
+                )
         self.recorder.clear()
         self._recorded = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import NamedTuple
 
@@ -21,9 +22,10 @@ from pcomm.integration.models.moe.balance import Balance
 from pcomm.integration.parallelize import EVERYONE, Parallel, names_that_decay
 from pcomm.integration.train.gradient_norm import clip_by_global_norm, sum_partial_gradients
 from pcomm.integration.train.memory import memory_mib
+from pcomm.integration.train.not_finite import first_not_finite
 from pcomm.integration.train.precision import autocast
 from pcomm.integration.train.replicas import Replicas
-from pcomm.integration.train.schedule import learning_rate
+from pcomm.integration.train.schedule import Rewarm, learning_rate
 from pcomm.integration.train.shards import Shards
 from pcomm.integration.train.tensors import BatchTensors
 
@@ -40,6 +42,9 @@ class StepResult(NamedTuple):
 
     wants_to_stop: bool
     """Whether any rank was asked to stop."""
+
+    is_finite: bool = True
+    """Whether loss and gradient were finite numbers; otherwise no parameter has changed."""
 
 
 class Trainer:
@@ -82,6 +87,8 @@ class Trainer:
             betas=train.betas,
             fused=True,
         )
+        self.rewarm: Rewarm | None = None
+        """Where the learning rate leaves its schedule for some steps."""
         self._tp = parallel.groups["tp"].collectives
         self._splitting = {s.name: s.split.collectives for s in parallel.scopes}
         self._has_compared = parallel.groups["cp"].is_identity
@@ -93,7 +100,8 @@ class Trainer:
 
         The loss of every token is divided by the number of targets in the *global* batch before
         backward, so the sum over micro-batches, replicas and context-parallel ranks is the mean
-        over tokens, whatever their share.
+        over tokens, whatever their share. Where the loss or the norm of the gradient is not a
+        finite number on any rank, no rank changes its parameters.
         """
         start = time.perf_counter()
         nats, balance = self._accumulate(index)
@@ -102,12 +110,16 @@ class Trainer:
         norm = clip_by_global_norm(
             model, self._splitting, self.config.train.clip_norm, holders=self.data.holders
         )
-        rate = learning_rate(self.config.train, index)
+        # Before the update, so that all ranks make it or none does.
+        loss, balance_loss, is_finite, wants_to_stop = self._agree(
+            nats, balance, norm, is_asked_to_stop
+        )
+        rate = learning_rate(self.config.train, index, self.rewarm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with self._recorder.span("optimizer"):
-            self.optimizer.step()
-        loss, balance_loss, wants_to_stop = self._agree(nats, balance, is_asked_to_stop)
+        if is_finite:
+            with self._recorder.span("optimizer"):
+                self.optimizer.step()
         elapsed = time.perf_counter() - start
         row = {
             "step": index + 1,
@@ -121,15 +133,26 @@ class Trainer:
         if num_layers := self._balanced_layers:
             # 1 where the experts of a layer get as many tokens each, more where tokens crowd.
             row["balance_loss"] = balance_loss / num_layers
-        return StepResult(row, wants_to_stop)
+        return StepResult(row, wants_to_stop, is_finite)
+
+    def first_not_finite(self) -> str | None:
+        """Which tensor is to blame after a step; see `not_finite.first_not_finite`. Collective."""
+        return first_not_finite(self.parallel.model, self.parallel.groups[EVERYONE].collectives)
 
     def regions(self) -> dict[str, Region]:
         """Everything that a checkpoint holds of this rank. Local."""
         return self.data.regions(self.optimizer)
 
-    def resume_at(self, step: int) -> None:
-        """Tell the optimizer how far the run is, after `regions` were read. Local."""
-        set_optimizer_step(self.optimizer, step)
+    def resume_at(self, step: int, *, skipped: int = 0, rewarm: Rewarm | None = None) -> None:
+        """Tell the optimizer how far the run is, after `regions` were read. Local.
+
+        Args:
+            step: Steps that are done.
+            skipped: How many of them made no update.
+            rewarm: Where the learning rate leaves its schedule for some steps.
+        """
+        set_optimizer_step(self.optimizer, step - skipped)
+        self.rewarm = rewarm
         self.data.parameters_changed()
 
     def _accumulate(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,12 +207,21 @@ class Trainer:
         return plan
 
     def _agree(
-        self, nats: torch.Tensor, balance: torch.Tensor, is_asked_to_stop: bool
-    ) -> tuple[float, float, bool]:
-        """Of the global batch, and whether any rank was asked to stop: one small sum."""
+        self, nats: torch.Tensor, balance: torch.Tensor, norm: torch.Tensor, is_asked_to_stop: bool
+    ) -> tuple[float, float, bool, bool]:
+        """Losses of the global batch, whether all is finite, whether to stop: one small sum.
+
+        The norm is that of the whole model on every rank, but for a rank that computes wrongly;
+        what each rank finds goes into the sum, so that all decide alike even then.
+        """
         # Ranks of tp have the nats of the same tokens, but each routes tokens of its own.
         counts = self.parallel.tp_rank == 0
-        mine = torch.stack([nats * counts, balance, nats.new_tensor(float(is_asked_to_stop))])
+        is_bad = ~(norm.isfinite() & nats.isfinite() & balance.isfinite())
+        nats = nats if counts else torch.zeros_like(nats)
+        asked = nats.new_tensor(float(is_asked_to_stop))
+        mine = torch.stack([nats, balance, is_bad.to(nats), asked])
         everyone = self.parallel.groups[EVERYONE].collectives
-        total, balance_loss, asked = everyone.all_reduce(mine, out=mine).tolist()
-        return total, balance_loss, asked > 0
+        total, balance_loss, num_bad, num_asked = everyone.all_reduce(mine, out=mine).tolist()
+        # Finite terms may still have a sum that is not.
+        is_finite = num_bad == 0 and math.isfinite(total) and math.isfinite(balance_loss)
+        return total, balance_loss, is_finite, num_asked > 0

@@ -9,6 +9,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "DivergenceError",
+    "FencedError",
     "LayoutError",
     "PcommError",
     "PeerError",
@@ -68,6 +69,10 @@ class DivergenceError(PcommError):
 
 class PeerError(PcommError):
     """Another rank failed before a collective was entered, and this rank stops with it."""
+
+
+class FencedError(PcommError):
+    """A newer generation of ranks has begun; this process's one is over. See `core.control`."""
 
 
 class PeerTimeoutError(PcommError, TimeoutError):

@@ -59,6 +59,9 @@ class Exchange:
     target: Mapping[int, Layout]
 
     def __post_init__(self) -> None:
+        # Copies: a plan does not change with the mappings that it was made from.
+        for side in ("source", "target"):
+            object.__setattr__(self, side, dict(getattr(self, side)))
         source = {dim: (layout.length, layout.size) for dim, layout in self.source.items()}
         target = {dim: (layout.length, layout.size) for dim, layout in self.target.items()}
         sizes = {size for _, size in source.values()}
@@ -73,7 +76,8 @@ class Exchange:
             _check_covers_once(side, layouts)
 
     def __hash__(self) -> int:
-        return hash((tuple(self.source.items()), tuple(self.target.items())))
+        # Mappings are equal in whatever order they were filled.
+        return hash((frozenset(self.source.items()), frozenset(self.target.items())))
 
     @property
     def size(self) -> int:
@@ -185,7 +189,7 @@ class Exchange:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Steps:
     """What one rank packs for each peer, and where what it gets from each belongs."""
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed import distributed_c10d
-
-from pcomm.core import env
-from pcomm.core.agreement import agree_on_lines, fail_together
+from pcomm.core.control.control import Control
+from pcomm.core.control.default import control_of_group
 from pcomm.core.group import Group
 
 __all__ = ["agree_in_group"]
@@ -20,10 +18,11 @@ def agree_in_group(
     *,
     error: Exception | None = None,
     timeout_s: float | None = None,
+    control: Control | None = None,
 ) -> None:
     """Make sure that no rank of the group has an error, and that all hold the same lines.
 
-    Collective over the group, through torch's store and so without a communicator. Alone it only
+    Collective over the group, through a store and so without a communicator. Alone it only
     raises the error.
 
     Args:
@@ -31,21 +30,21 @@ def agree_in_group(
         topic: What the lines are about; part of the keys and of errors.
         lines: What this rank holds, one fact a line; any if it has an error.
         error: What this rank found wrong before.
-        timeout_s: Seconds to wait for the others; by default `PCOMM_TIMEOUT_S`.
+        timeout_s: Seconds to wait for the others; by default that of `control`, or
+            `PCOMM_TIMEOUT_S`.
+        control: By which the ranks agree, such as `groups.control`; by default in torch's store.
 
     Raises:
         Exception: This rank's own `error`.
         PeerError: Another rank's.
         DivergenceError: The lines differ; on every rank, naming the first difference.
         PeerTimeoutError: A rank did not arrive.
+        FencedError: A newer generation than that of `control` has begun.
     """
     if group.size == 1:
         if error is not None:
             raise error
         return
-    store, rank = distributed_c10d._get_default_store(), group.ranks[group.rank]
-    wait_s = env.timeout_s() if timeout_s is None else timeout_s
-    # Groups that share a rank may meet about the same topic one after another.
+    # Groups of the same ranks may meet about the same topic one after another.
     topic = f"{topic}: group {group.key}"
-    fail_together(store, topic, error, rank, group.ranks, timeout_s=wait_s)
-    agree_on_lines(store, topic, lines, rank, group.ranks, timeout_s=wait_s)
+    control_of_group(group, control).agree(topic, lines, error=error, timeout_s=timeout_s)

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from pcomm.core import env
-from pcomm.core.agreement import agree_on_lines, fail_together
 from pcomm.core.closing import Closing
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.communicators import close_communicator, new_communicator
+from pcomm.core.control.control import Control
+from pcomm.core.control.default import default_control
+from pcomm.core.control.rank_sets import spelled
 from pcomm.core.errors import PcommError, TopologyError, near_misses
 from pcomm.core.group import Group
 from pcomm.core.group_table import table_of_groups
-from pcomm.core.options import CommOptions, Granted, grant
+from pcomm.core.options import CommOptions, Granted, Rails, grant
 from pcomm.core.topology import Topology
 
 __all__ = ["GroupSpec", "Groups", "open_groups"]
@@ -46,6 +47,13 @@ class GroupSpec:
     options: CommOptions = CommOptions()
     backend: str = ""
 
+    def describe(self, rails: Rails) -> str:
+        """One line that is the same on all ranks that can open this group together. Local."""
+        parts = [f"group {self.axes}", f"role {self.role!r}", self.options.describe(rails)]
+        if self.backend:
+            parts.append(f"backend {self.backend}")
+        return ", ".join(parts)
+
 
 class Groups(Mapping[str | tuple[str, str], Group]):
     """Groups by axes, or by axes and role: `groups["tp"]`, `groups["dp_cp", "gather"]`.
@@ -58,6 +66,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         owned: Communicators to close, in the order in which they were made.
         topology: What the groups run along, where it is known.
         closing: What ends before the communicators; that of `groups`.
+        control: By which the ranks that opened them together agree, where it is known.
     """
 
     def __init__(
@@ -67,8 +76,9 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         owned: Sequence[dist.ProcessGroup] = (),
         topology: Topology | None = None,
         closing: Closing | None = None,
+        control: Control | None = None,
     ) -> None:
-        self.topology = topology
+        self.topology, self.control = topology, control
         self._groups: dict[str | tuple[str, str], Group] = {}
         for group in groups:
             self._groups[group.name, group.role] = group
@@ -134,7 +144,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         Both use the same communicators; closing one closes those of the other too.
         """
         others = [group.with_collectives(make(group)) for group in self._distinct()]
-        groups = Groups(others, topology=self.topology, closing=self._closing)
+        groups = Groups(others, topology=self.topology, control=self.control, closing=self._closing)
         groups._owned = self._owned
         return groups
 
@@ -192,50 +202,55 @@ def open_groups(
     *,
     backend: str = "gloo",
     timeout_s: float | None = None,
+    control: Control | None = None,
 ) -> Groups:
     """Open the groups that this rank belongs to. Collective: every rank of the topology calls it.
 
     With one rank nothing is initialised and nothing needs to be. With more, torch.distributed
-    must be (see `pcomm.core.world.connect`). A topology with an offset covers a part of its
-    ranks, and only these call it; failed ranks do not. Each call makes communicators of its own;
-    if one cannot be made, those made before it are closed.
+    must be (see `pcomm.core.world.connect`). Failed ranks do not call it. Each call makes
+    communicators of its own; if one cannot be made, those made before it are closed.
+
+    Who calls it is what `control` says: its ranks, and the topology must be of exactly these.
+    Without one, all processes of torch.distributed call it, or, for a topology with an offset
+    above 0, its ranks alone. So the first ranks of a job open groups of their own with
+    `control=default_control(topology.ranks)`.
 
     Args:
-        topology: Axes, sizes and order; without an offset, its world size must be that of
-            torch.distributed.
+        topology: Axes, sizes and order; its ranks that have not failed are those that call it.
         specs: Groups by axes, `(axes, role)`, or `GroupSpec`. The order is the creation order.
         backend: `"gloo"` or `"nccl"`.
-        timeout_s: Seconds to wait for other ranks; by default `PCOMM_TIMEOUT_S`.
+        timeout_s: Seconds to wait for other ranks; by default that of `control`, or
+            `PCOMM_TIMEOUT_S`.
+        control: By which the ranks that call it agree.
 
     Raises:
         ConfigError: A `PCOMM_*` variable cannot be used.
-        TopologyError: Unknown axes, a group named twice, or another world size.
+        TopologyError: Unknown axes, a group named twice, or other ranks than those that call.
         UnsupportedError: An option of a strict `CommOptions` is not granted.
         PeerError: Another rank has one of these errors, or could not make a communicator.
         DivergenceError: Ranks ask for different groups; names the first difference, on every rank.
         PeerTimeoutError: A rank did not arrive.
+        FencedError: A newer generation than that of `control` has begun.
     """
-    rank, ranks = _participants(topology)
-    store = distributed_c10d._get_default_store() if len(ranks) > 1 else None
+    callers = _participants(topology) if control is None else control
+    rank = callers.rank
     error: PcommError | None = None
     wanted: list[GroupSpec] = []
     granted: list[Granted] = []
     wait_s = env.TIMEOUT_S.default if timeout_s is None else timeout_s
     try:
         env.check()
-        wait_s = env.timeout_s() if timeout_s is None else timeout_s
-        _check_world(topology, rank)
+        wait_s = callers.wait_s(timeout_s)
+        _check_world(topology, callers, is_given=control is not None)
         wanted = [_normalised(topology, spec) for spec in specs]
         _check_distinct(wanted)
         granted = [grant(spec.options, spec.backend or backend, group=spec.axes) for spec in wanted]
     except PcommError as problem:
         error = problem
-    fail_together(store, "open_groups", error, rank, ranks, timeout_s=wait_s)
-    agreement = ""
-    if store is not None:
-        lines = [f"topology {topology.describe()}", f"backend {backend}"]
-        lines += [f"group {spec}" for spec in wanted]
-        agreement = agree_on_lines(store, "open_groups", lines, rank, ranks, timeout_s=wait_s)
+    lines = [f"topology {topology.describe()}", f"backend {backend}"]
+    rails = Rails()
+    lines += [spec.describe(rails) for spec in wanted]
+    agreement = callers.agree("open_groups", lines, error=error, timeout_s=wait_s)
     opened: list[Group] = []
     closing = Closing()
     made: dict[tuple[object, ...], dist.ProcessGroup] = {}
@@ -250,9 +265,15 @@ def open_groups(
             failure = problem
         # A communicator that is closed while a peer still connects to it is an error there, so
         # nobody goes on before all are done.
-        fail_together(store, "open_groups: connecting", failure, rank, ranks, timeout_s=wait_s)
+        callers.fail_together("open_groups: connecting", failure, timeout_s=wait_s)
         undo.pop_all()
-    return Groups(opened, owned=list(made.values()), topology=topology, closing=closing)
+    return Groups(
+        opened,
+        owned=list(made.values()),
+        topology=topology,
+        control=callers,
+        closing=closing,
+    )
 
 
 def _open(
@@ -317,28 +338,42 @@ def _check_distinct(specs: Sequence[GroupSpec]) -> None:
             )
 
 
-def _participants(topology: Topology) -> tuple[int, Sequence[int]]:
-    """This process's rank, and the ranks that open groups together with it."""
+def _participants(topology: Topology) -> Control:
+    """By what the ranks agree that open groups together, where the caller does not say."""
     if not (dist.is_available() and dist.is_initialized()):
-        return topology.offset, (topology.offset,)
+        return Control(None, (topology.offset,), topology.offset)
     rank = dist.get_rank()
     # Without an offset every process of the job is meant, also where the sizes do not multiply to
-    # their number: that is a mistake, and everybody has to hear of it.
+    # their number: that is a mistake, and all of them have to hear of it.
     called: Sequence[int] = topology.ranks if topology.offset else range(dist.get_world_size())
     if topology.failed:
         called = [r for r in called if r not in topology.failed]
-    return rank, called if rank in called else (rank,)
+    if len(called) == 1 or rank not in called:
+        return Control(None, (rank,), rank)
+    return default_control(called)
 
 
-def _check_world(topology: Topology, rank: int) -> None:
-    """Make sure that the world is the one of the topology, and that this rank has a place there."""
+def _check_world(topology: Topology, callers: Control, *, is_given: bool) -> None:
+    """Make sure that the callers are the ranks of the topology, and that this is one of them."""
     connected = dist.is_available() and dist.is_initialized()
-    size = dist.get_world_size() if connected else 1
-    if connected and size != topology.world_size and topology.offset == 0:
+    size, rank = dist.get_world_size() if connected else 1, callers.rank
+    alive = tuple(r for r in topology.ranks if r not in topology.failed)
+    fix = (
+        "Start as many processes as the sizes multiply to (torchrun, or --ranks), "
+        "or change the sizes."
+    )
+    if is_given and alive != callers.ranks:
+        found = f"a control of ranks {spelled(callers.ranks)}"
+        fix = "Give control.among(...) of the ranks of this topology, or change its sizes."
+    elif connected and rank != dist.get_rank():
+        found = f"this is rank {dist.get_rank()} of torch.distributed, and {rank} of the control"
+        fix = "Make the control with the rank of torch.distributed."
+    elif not is_given and connected and size != topology.world_size and topology.offset == 0:
         found = f"torch.distributed has {size} ranks"
+        fix += " If only some of the processes open it: control=default_control(topology.ranks)."
     elif not connected and topology.world_size > 1:
         found = "torch.distributed is not initialised, so there is one process"
-    elif rank not in topology.ranks or rank in topology.failed:
+    elif rank not in alive:
         found = f"this is rank {rank} of {size}"
     else:
         return
@@ -346,6 +381,5 @@ def _check_world(topology: Topology, rank: int) -> None:
         f"open_groups: {topology.describe()}, ranks {topology.ranks[0]} to {topology.ranks[-1]}",
         found=found,
         why="Every rank of the topology is one process, and every process has a place in it.",
-        fix="Start as many processes as the sizes multiply to (torchrun, or --ranks), "
-        "or change the sizes.",
+        fix=fix,
     )

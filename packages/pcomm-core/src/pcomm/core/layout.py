@@ -87,13 +87,14 @@ class Layout:
 
     @classmethod
     def of_edges(cls, length: int, edges: Iterable[array[int]]) -> Layout:
-        """From the starts and stops of each rank, 64-bit, as the attribute `edges` has them.
+        """From the starts and stops of each rank, as the attribute `edges` has them.
 
         Raises:
             LayoutError: See the class.
         """
         layout = cls.__new__(cls)
-        layout._set(length, tuple(edges))
+        # Those of another width would be equal, and have other bytes: the hash is taken from these.
+        layout._set(length, tuple(o if o.typecode == "q" else array("q", o) for o in edges))
         return layout
 
     @classmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import multiprocessing as mp
 import os
 import pickle
@@ -74,15 +75,17 @@ class LocalRanks:
     Args:
         size: Number of ranks.
         threads: Threads that torch uses in each rank.
+        preload: Modules that the server imports before it forks, so that ranks need not. They count
+            for the first ranks of a process, which start its server.
     """
 
-    def __init__(self, size: int, *, threads: int = 1) -> None:
+    def __init__(self, size: int, *, threads: int = 1, preload: Sequence[str] = ()) -> None:
         self.size = size
         self.is_usable = True
         self._folder = tempfile.TemporaryDirectory(prefix="pcomm-ranks-")
         self._tasks = 0
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+        context.set_forkserver_preload(["torch", "torch.distributed", __name__, *preload])
         self._connections: list[Connection] = []
         self._processes: list[mp.process.BaseProcess] = []
         try:
@@ -369,13 +372,28 @@ def _blocked_interrupt() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Leave when the process that started this rank is gone, even in the middle of a task."""
+    """End when the process that started this rank is gone, even in the middle of a task.
+
+    That process may end in a way that tells nobody, but it holds the other end of a pipe. On Linux
+    the kernel itself kills this rank when that end closes: a thread would not get its turn while
+    something in C holds the interpreter's lock. The fork server goes with the last of its ranks.
+    """
     parent = mp.parent_process()
     if parent is None:
         return
+    sentinel = parent.sentinel
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+        flags = fcntl.fcntl(sentinel, fcntl.F_GETFL)
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+        if connection.wait([sentinel], 0):
+            # It had closed before the kernel knew.
+            os._exit(1)
+        return
 
     def watch() -> None:
-        connection.wait([parent.sentinel])
+        connection.wait([sentinel])
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="end with parent").start()

@@ -12,7 +12,22 @@ import torch.distributed as dist
 
 from pcomm.core.errors import UnsupportedError
 
-__all__ = ["CommOptions", "Granted", "grant"]
+__all__ = ["CommOptions", "Granted", "Rails", "grant"]
+
+
+class Rails:
+    """Numbers for the interfaces of one rank's groups, in the order in which they are named.
+
+    Nodes name their interfaces each in its own way. What their ranks must have in common is which
+    groups have the same one, since those can share a communicator.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str | None, int] = {}
+
+    def number(self, interface: str | None) -> int:
+        """The number of `interface`, the next one if it was not named before; None counts too."""
+        return self._numbers.setdefault(interface, len(self._numbers))
 
 
 @dataclass(frozen=True)
@@ -28,7 +43,8 @@ class CommOptions:
             Torch's default is 2, so that one group runs two collectives at once; 1 gives the
             in-order queue that NCCL has. Large gathers and reduce-scatters go between pairs of
             ranks without these threads, and begin in order whatever their number.
-        interface: Network interface of a gloo communicator, such as `"eth1"`: its rail.
+        interface: Network interface of a gloo communicator, such as `"eth1"`: its rail. Each node
+            may name its own; groups that have the same one on a node have it on all.
         high_priority: NCCL: launch on a high-priority stream.
         min_ctas: NCCL: fewest thread blocks a collective uses.
         max_ctas: NCCL: most thread blocks a collective uses.
@@ -55,6 +71,16 @@ class CommOptions:
         fields = dataclasses.asdict(self)
         del fields["strict"]
         return {name: value for name, value in fields.items() if value is not None}
+
+    def describe(self, rails: Rails) -> str:
+        """What must be the same on all ranks of a group, as one line. Local.
+
+        Args:
+            rails: Of the groups that are opened together.
+        """
+        asked = {name: value for name, value in self.asked.items() if name != "interface"}
+        strictly = ", strict" if self.strict else ""
+        return f"options {asked}{strictly}, rail {rails.number(self.interface)}"
 
 
 @dataclass(frozen=True)

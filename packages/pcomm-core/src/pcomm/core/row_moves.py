@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["RowMoves"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowMoves:
     """What one rank sends and receives when rows go from one partition to another.
 

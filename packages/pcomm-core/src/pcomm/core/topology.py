@@ -85,7 +85,9 @@ class Topology:
         return _rebuild, (dict(self.axes), self.order, keywords)
 
     def __hash__(self) -> int:
-        return hash((tuple(self.axes.items()), self.order, self.offset, self.failed))
+        # Mappings are equal in whatever order they were filled.
+        axes = frozenset(self.axes.items())
+        return hash((axes, self.order, self.offset, self.failed, frozenset(self.views)))
 
     # -- the ranks -----------------------------------------------------------------------
 
@@ -234,7 +236,7 @@ class Topology:
         parts = ["x".join(f"{a}{self.axes[a]}" for a in self.order)]
         if self.offset:
             parts.append(f"offset {self.offset}")
-        parts += [f"{name}: {view.describe()}" for name, view in self.views.items()]
+        parts += [f"{name}: {view.describe()}" for name, view in sorted(self.views.items())]
         if self.failed:
             parts.append(f"failed {sorted(self.failed)}")
         return ", ".join(parts)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,12 +16,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.optim import Optimizer
 
-from pcomm.core.checkpoint.planners import RegionLoadPlanner, RegionSavePlanner
 from pcomm.core.checkpoint.region import FlatPart, Region
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.group import Group
 from pcomm.core.placement import Placement
+from pcomm.fsdp.checkpoint_planners import StateLoadPlanner, StateSavePlanner
+from pcomm.fsdp.names import ExtraState, unwrapped
+from pcomm.fsdp.optimizer_state import StateOf, state_of
 from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.state_region import StateRegion
 
 __all__ = ["load_checkpoint", "model_regions", "optimizer_regions", "save_checkpoint"]
 
@@ -32,18 +37,33 @@ def model_regions(
 ) -> dict[str, Region]:
     """This rank's part of every parameter and buffer, as `model.NAME`. Local.
 
+    Names are those of the model's state dict, without what `checkpoint_wrapper` and
+    `torch.compile` add to them.
+
     Args:
         sharded: A sharded model.
-        placements: Of the parameters before they were sharded, by name, where tensor or expert
-            parallelism split them already; see `pcomm.core.placement.placements_of`.
+        placements: Of the parameters before they were sharded, by name in the model, where tensor
+            or expert parallelism split them already; see `pcomm.core.placement.placements_of`.
         ranks: This rank's place by the scope of `Placement`, where they are split.
+
+    Raises:
+        ConfigError: A hook makes other tensors of the state dict than parameters and buffers.
     """
+    names = sharded.names()
+    names.check_saved_as_it_is("model_regions")
     regions = {
-        f"model.{name}": region(part.detach())
-        for name, part, region in _parts(sharded, placements, ranks)
+        f"model.{names.saved_name(one.name)}": one.region(one.part.detach())
+        for one in _parts(sharded, placements, ranks)
     }
-    for name, value in sharded.buffers():
-        regions[f"model.{name}"] = Region(value, Placement(), 0)
+    for name, buffer in names.buffers.items():
+        value = buffer.holder()[buffer.name]
+        regions[f"model.{unwrapped(name)}"] = StateRegion(
+            value, Placement(), 0, holder=buffer.holder, key=buffer.name, device=value.device
+        )
+    for name, module in names.extras.items():
+        regions[f"model.{unwrapped(name)}"] = StateRegion(
+            torch.empty((), device="meta"), Placement(), 0, holder=ExtraState(module), key="state"
+        )
     return regions
 
 
@@ -57,29 +77,52 @@ def optimizer_regions(
 ) -> dict[str, Region]:
     """This rank's part of an optimizer's state, as `optimizer.KEY.NAME`. Local.
 
-    State that does not exist yet is made by a step with a learning rate of zero, so the same call
-    serves to save and to load. Tensors shaped like the parameter are spread like it; others, such
-    as a count of steps, are the same on all ranks.
+    The same call serves to save and to load, before the first step and after it: state is looked
+    up when a checkpoint is written, and made when one is read that has it. Tensors shaped like the
+    parameter are spread like it; others, such as a count of steps, are the same on all ranks, and
+    need not be tensors.
 
     Args:
         sharded: A sharded model.
         optimizer: Of its parameters.
-        keys: Which state; None for every tensor there is.
+        keys: Which state; None for everything there is.
         placements: See `model_regions`.
         ranks: See `model_regions`.
+
+    Raises:
+        ConfigError: State of a cut parameter that is neither shaped like it nor a single number.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    _make_state(optimizer)
+    names = sharded.names()
+    states = {id(parameter): state for parameter, state in state_of(optimizer)}
+    parts = [one for one in _parts(sharded, placements, ranks) if id(one.part) in states]
+    alike = _shaped_alike([(one.part, states[id(one.part)]) for one in parts])
     regions: dict[str, Region] = {}
-    for name, part, region in _parts(sharded, placements, ranks):
-        if id(part) not in held:
-            continue
-        for key, value in optimizer.state[part].items():
-            if not isinstance(value, Tensor) or (keys is not None and key not in keys):
+    for one in parts:
+        for key, value in states[id(one.part)].items():
+            if keys is not None and key not in keys:
                 continue
-            is_spread = value.shape == part.shape and value.dim() > 0
-            whole = Region(value, Placement(), 0)
-            regions[f"optimizer.{key}.{name}"] = region(value) if is_spread else whole
+            name = f"optimizer.{key}.{names.saved_name(one.name)}"
+            is_tensor = isinstance(value, Tensor) and value.dim() > 0
+            if is_tensor and key not in alike and not one.is_local:
+                if not one.is_entire:
+                    raise _unlike(name, value, one.part)
+                if not one.part.numel():
+                    # Another rank has the parameter, and its state.
+                    continue
+            exists = bool(optimizer.state.get(one.part))
+            like = value if isinstance(value, Tensor) else torch.empty(())
+            region = one.region(like if exists and like is value else like.to("meta"))
+            regions[name] = StateRegion(
+                region.tensor.detach().as_subclass(Tensor),
+                region.placement,
+                region.rank,
+                region.part,
+                holder=StateOf(optimizer, one.part),
+                key=key,
+                is_spread=is_tensor and key in alike,
+                device=like.device,
+                must_agree=True,
+            )
     return regions
 
 
@@ -92,14 +135,18 @@ def save_checkpoint(
         folder: Where to; on storage that all ranks share.
         regions: This rank's tensors; what several ranks hold is written once.
         group: All ranks that hold any part.
+
+    Raises:
+        ConfigError: On every rank, if a value is of a kind that cannot be saved.
+        DivergenceError: On every rank, if a value that should be the same on all ranks is not.
     """
-    with warnings.catch_warnings():
+    with _told(folder), warnings.catch_warnings():
         # One process saves without torch.distributed, which torch warns about each time.
         warnings.simplefilter("ignore", UserWarning)
         dcp.save(
             dict(regions),
             storage_writer=FileSystemWriter(Path(folder)),
-            planner=RegionSavePlanner(),
+            planner=StateSavePlanner(),
             process_group=group.process_group,
             no_dist=group.is_identity,
         )
@@ -123,16 +170,26 @@ def load_checkpoint(
     Raises:
         ConfigError: On every rank, if a tensor is missing, or has another logical shape.
     """
+    planner = StateLoadPlanner()
+    with _told(folder), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(
+            dict(regions),
+            storage_reader=FileSystemReader(Path(folder)),
+            planner=planner,
+            process_group=group.process_group,
+            no_dist=group.is_identity,
+        )
+    planner.put()
+    if sharded is not None:
+        sharded.parameters_changed()
+
+
+@contextmanager
+def _told(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Within it, what torch says of an error on some rank is our error, or names the folder."""
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            dcp.load(
-                dict(regions),
-                storage_reader=FileSystemReader(Path(folder)),
-                planner=RegionLoadPlanner(),
-                process_group=group.process_group,
-                no_dist=group.is_identity,
-            )
+        yield
     except CheckpointException as failed:
         error = failed.failures[min(failed.failures)][0]
         if isinstance(error, PcommError):
@@ -143,8 +200,6 @@ def load_checkpoint(
             why="The weights cannot be put together without all of its files.",
             fix="Check that the folder is whole and that every rank can read it.",
         ) from failed
-    if sharded is not None:
-        sharded.parameters_changed()
 
 
 class _RegionOf:
@@ -157,41 +212,63 @@ class _RegionOf:
         return Region(value, self._placement, self._rank, self._part)
 
 
+class _Part(NamedTuple):
+    """One parameter as this rank has it.
+
+    Attributes:
+        name: In the model.
+        part: This rank's part.
+        region: Describes what is spread like it.
+        is_local: Whether the parameter is not sharded.
+        is_entire: Whether no rank has only some of it.
+    """
+
+    name: str
+    part: Tensor
+    region: _RegionOf
+    is_local: bool
+    is_entire: bool
+
+
 def _parts(
     sharded: Sharded,
     placements: Mapping[str, Placement] | None,
     ranks: Mapping[str, int] | None,
-) -> list[tuple[str, Tensor, _RegionOf]]:
-    """Each parameter's name, this rank's part of it, and how to describe what is spread alike."""
+) -> list[_Part]:
     parts = dict(sharded.named_parameters())
-    described: list[tuple[str, Tensor, _RegionOf]] = []
+    described: list[_Part] = []
     for plan in sharded.plans:
         for index, name in enumerate(plan.names):
             placement = (placements or {}).get(name, Placement())
             piece = plan.layout.piece(index, plan.rank)
             part = None if plan.is_local else FlatPart(piece.start, plan.layout.shapes[index])
             rank = (ranks or {}).get(placement.scope, 0)
-            described.append((name, parts[name], _RegionOf(placement, rank, part)))
+            region = _RegionOf(placement, rank, part)
+            is_entire = plan.layout.is_entire(index)
+            described.append(_Part(name, parts[name], region, plan.is_local, is_entire))
     return described
 
 
-def _make_state(optimizer: Optimizer) -> None:
-    """Have the optimizer make the state that its first step makes, and change nothing."""
-    if any(optimizer.state.values()):
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    for state in optimizer.state.values():
-        step = state.get("step")
-        if isinstance(step, Tensor):
-            step.zero_()
+def _shaped_alike(states: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> set[str]:
+    """Keys of state that has the shape of the parameter, for all of them.
+
+    For one alone the shape may be the same by chance: a vector with one element, of a part of one.
+    """
+    keys = {key for _, state in states for key in state}
+    return {
+        key
+        for key in keys
+        if all(
+            not isinstance(state.get(key), Tensor) or state[key].shape == part.shape
+            for part, state in states
+        )
+    }
+
+
+def _unlike(name: str, value: Tensor, part: Tensor) -> ConfigError:
+    return ConfigError(
+        f"checkpoint: {name} of shape {tuple(value.shape)}",
+        found=f"a parameter of which this rank holds a part of shape {tuple(part.shape)}",
+        why="State that is not shaped like its parameter cannot be cut for other numbers of ranks.",
+        fix="Use an elementwise optimizer, or leave that key out by keys=.",
+    )

@@ -33,7 +33,7 @@ def sum_of_squares(
         over[key] = summed
         mine = terms.setdefault(key, [])
         gradients = [
-            part.grad
+            part.grad.as_subclass(Tensor)
             for name, part in zip(plan.names, group.parts, strict=True)
             if part.grad is not None and selects(name)
         ]
@@ -51,6 +51,6 @@ def sum_of_squares(
 def scale_gradients(groups: Sequence[FlatGroup | LocalGroup], scale: Tensor) -> None:
     """Multiply all gradients by a number on their device. Local."""
     for group in groups:
-        gradients = [part.grad for part in group.parts if part.grad is not None]
+        gradients = [p.grad.as_subclass(Tensor) for p in group.parts if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))

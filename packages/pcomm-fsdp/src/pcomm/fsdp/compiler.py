@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pcomm.fsdp.schedule import NOTHING_OWED, Buffer, Mark, Owed, Phase, Schedule, Step, marks_of
 from pcomm.fsdp.strategy import Keep
@@ -21,6 +21,7 @@ def compile_schedule(
     is_last: bool,
     owed: Owed = NOTHING_OWED,
     taken: Sequence[Step] = (),
+    prefetch_backward: int | None = None,
 ) -> Schedule:
     """The schedule of one micro-batch around what its units do.
 
@@ -29,6 +30,9 @@ def compile_schedule(
     once. In backward the next gather is issued before the reduce of the unit that has just ended,
     so that it does not queue behind it even on one communicator. A unit that backward comes to
     several times, as after two forwards, is reduced the last time.
+
+    Without prefetch in backward, a gather is issued when the unit before it has ended, before the
+    reduce of that one: what is on its way while a unit computes is then a reduce alone.
 
     Args:
         marks: What units do, in order; the last one is `end`.
@@ -41,11 +45,16 @@ def compile_schedule(
         owed: What earlier micro-batches of the step have left.
         taken: Steps of this micro-batch that were taken already, around its first marks; the
             schedule goes on behind them, and gives back what was gathered ahead for nothing.
+        prefetch_backward: The same as `prefetch` in backward, where it differs. As many units stay
+            from forward to backward as `prefetch` says.
     """
-    compiler = _Compiler(marks, buffers, prefetch, prefetch_bytes, inflight_reduce, gathered, owed)
+    backward = prefetch if prefetch_backward is None else prefetch_backward
+    depths: dict[Phase, int] = {"forward": prefetch, "backward": backward}
+    compiler = _Compiler(marks, buffers, depths, prefetch_bytes, inflight_reduce, gathered, owed)
     start = compiler.resume(taken)
     if taken:
-        compiler.give_back(compiler.ahead(start - 1, 1 + prefetch), marks[start].phase)
+        phase = marks[start].phase
+        compiler.give_back(compiler.ahead(start - 1, 1 + depths[phase]), phase)
     for place in range(start, len(marks)):
         compiler.add(place, marks[place], is_last)
     steps = tuple(compiler.steps[len(taken) :])
@@ -77,7 +86,8 @@ class OnDemand:
         taken: Sequence[Step] = (),
     ) -> None:
         self._is_last = is_last
-        self._compiler = _Compiler((), buffers, 0, None, inflight_reduce, gathered, owed)
+        depths: dict[Phase, int] = {"forward": 0, "backward": 0}
+        self._compiler = _Compiler((), buffers, depths, None, inflight_reduce, gathered, owed)
         self._compiler.resume(taken)
         self._gives_back = bool(taken)
 
@@ -118,7 +128,7 @@ class _Compiler:
         self,
         marks: Sequence[Mark],
         buffers: Iterable[Buffer],
-        prefetch: int,
+        depths: Mapping[Phase, int],
         prefetch_bytes: int | None,
         inflight_reduce: int,
         gathered: frozenset[str],
@@ -133,7 +143,7 @@ class _Compiler:
             for place, mark in enumerate(marks)
             if (mark.kind, mark.phase) == ("use", "backward")
         }
-        self._prefetch, self._limit = prefetch, prefetch_bytes
+        self._depths, self._limit = depths, prefetch_bytes
         self._inflight = inflight_reduce
         self._buffers = {buffer.name: buffer for buffer in buffers}
         self._of_unit: dict[str, list[Buffer]] = {}
@@ -196,7 +206,7 @@ class _Compiler:
     def _use(self, place: int, mark: Mark) -> None:
         self._gather(mark.unit, mark.phase)
         self._open.append(mark.unit)
-        for unit in self.ahead(place, self._prefetch):
+        for unit in self.ahead(place, self._depths[mark.phase]):
             self._gather(unit, mark.phase)
         for buffer in self._of_unit.get(mark.unit, ()):
             if buffer.name in self._waiting:
@@ -207,7 +217,7 @@ class _Compiler:
     def _done(self, place: int, mark: Mark, is_last: bool) -> None:
         self.steps.append(Step("done", mark.unit, mark.phase))
         self._close(mark.unit)
-        ahead = self.ahead(place, 1 + self._prefetch)
+        ahead = self.ahead(place, 1 + self._depths[mark.phase])
         if mark.unit not in ahead and mark.unit not in self._open:
             for buffer in self._of_unit.get(mark.unit, ()):
                 if _is_over(buffer.keep, mark.phase, is_last):

@@ -15,6 +15,7 @@ from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.intact import Intact
 from pcomm.fsdp.pooled_memory import Fill
 from pcomm.fsdp.reuse import Reuse
+from pcomm.fsdp.shard_gradient import GradientOrigin
 from pcomm.fsdp.units import Owner, install
 from pcomm.fsdp.waiting import Waiter
 
@@ -78,6 +79,7 @@ class FlatGroup:
         if plan.is_trainable:
             for index, whole in enumerate(self.wholes):
                 whole.register_post_accumulate_grad_hook(gradient_hook(self, index))
+        self.origin: GradientOrigin | None = None
         self._gathering: Pending | None = None
         self.has_memory = True
         self._gradient: Tensor | None = None
@@ -206,6 +208,8 @@ class FlatGroup:
         self._gradient, self._is_reduced = None, True
         self._has_gradient = [False] * len(self.parts)
         reduce = self.plan.reduce
+        if self.plan.predivisor != 1:
+            gradient.mul_(1 / self.plan.predivisor)
         # In place, so that nothing is allocated as long as it is on its way.
         own = gradient.chunk(reduce.size)[reduce.rank] if reduce.size > 1 else None
         pending = reduce.collectives.reduce_scatter_async(gradient, out=own)
@@ -221,8 +225,8 @@ class FlatGroup:
             mine = total.clone()
         if mine is not gradient and not took_over:
             self._reuse.give(gradient)
-        if self.plan.divisor != 1:
-            mine.mul_(1 / self.plan.divisor)
+        if self.plan.divisor != self.plan.predivisor:
+            mine.mul_(self.plan.predivisor / self.plan.divisor)
         if self.plan.num_replicas == 1:
             self._add_to_parts(mine)
         elif self._partial is None:
@@ -361,6 +365,8 @@ class FlatGroup:
 
     def _add_to_parts(self, mine: Tensor) -> None:
         views = [self.local(mine, index) for index in range(len(self.parts))]
+        if self.origin is not None:
+            views = [self.origin.mark(view, index) for index, view in enumerate(views)]
         if all(part.grad is None for part in self.parts):
             for part, view in zip(self.parts, views, strict=True):
                 part.grad = view

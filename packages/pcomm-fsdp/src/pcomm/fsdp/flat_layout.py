@@ -96,6 +96,10 @@ class FlatLayout:
             return Piece(0, 0, 0)
         return Piece(first - begin, last - first, first - rank * self.share)
 
+    def is_entire(self, index: int) -> bool:
+        """Whether one rank holds all of parameter `index`."""
+        return sum(self.piece(index, rank).length > 0 for rank in range(self.size)) <= 1
+
     def is_cut_inside_rows(self, index: int) -> bool:
         """Whether any rank holds a part of a row of parameter `index`."""
         return not self.is_row_aligned and self._cut_inside_rows[index]

@@ -92,6 +92,19 @@ class GroupPlan:
         return is_same and not self.reduce_pool
 
     @property
+    def predivisor(self) -> float:
+        """By which gradients are divided before they are summed, a power of two.
+
+        A sum of fp16 numbers over ranks may be too large where their mean is not. The smallest
+        that is not below the root of the number of ranks, as in FSDP2: what is divided by more
+        becomes too small instead. Other formats have room for the sum.
+        """
+        factor = 1
+        while self.reduce_dtype == torch.float16 and factor * factor < self.reduce.size:
+            factor *= 2
+        return float(factor)
+
+    @property
     def gathered_bytes(self) -> int:
         """Size of the gathered buffer."""
         return self.layout.length * self.param_dtype.itemsize

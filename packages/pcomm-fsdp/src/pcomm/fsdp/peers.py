@@ -28,8 +28,7 @@ class Peers:
             (group for group in distinct.values() if group.size > 1),
             key=lambda group: (-group.size, group.name),
         )
-
-        self._alarms = [Alarm(group, "fsdp") for group in self.groups]
+        self._alarms: list[Alarm] = []
 
     def sound(self, message: str, *, round_number: int) -> None:
         """Tell every rank that waits in this round that this one has failed. Local."""
@@ -73,3 +72,6 @@ class Peers:
                     error = error or problem
         if error is not None:
             raise error
+        if not self._alarms:
+            # Ranks that agree hold the same groups, so they can make the alarms together.
+            self._alarms = [Alarm(group, "fsdp") for group in self.groups]

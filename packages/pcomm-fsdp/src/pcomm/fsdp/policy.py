@@ -20,7 +20,8 @@ class CommPolicy:
         separate: `"always"` takes the gather and the reduce group as given; `"never"` sends both
             through the gather group; `"auto"` measures both ways when the model is sharded, and
             shares the gather group where separation gains less than 3 %.
-        prefetch: Units that are gathered ahead of the one in use, forward and backward.
+        prefetch: Units that are gathered ahead of the one in use, forward and backward. The last
+            `1 + prefetch` units of forward stay gathered for backward.
         prefetch_bytes: Most bytes of units gathered ahead, this rank's; None for no limit. One
             unit may always be gathered ahead.
         inflight_reduce: Units whose reduces may be on their way while the next one computes. One
@@ -31,6 +32,11 @@ class CommPolicy:
             foresaw, such as the first step, through the store. Without it, ranks whose units run
             in different orders find out where they depart from a schedule, at the end of that
             micro-batch, or by a time limit.
+        prefetch_backward: Units that are gathered ahead in backward, if not `prefetch`. With 0 a
+            gather is issued when the unit before it has ended, so that a unit's computation has
+            one gathered unit less beside it. Where communication takes longer than computation, a
+            link that is busy with a reduce meanwhile loses nothing; where it does not, each gather
+            of backward is waited for.
     """
 
     separate: Literal["auto", "always", "never"] = "always"
@@ -39,14 +45,21 @@ class CommPolicy:
     inflight_reduce: int = 1
     max_padding: float = 0.1
     checks_first_step: bool = True
+    prefetch_backward: int | None = None
+
+    @property
+    def most_prefetch(self) -> int:
+        """The larger depth of forward and backward."""
+        return max(self.prefetch, self.prefetch_backward or 0)
 
     def __post_init__(self) -> None:
-        if self.prefetch < 0 or self.inflight_reduce < 1:
+        if min(self.prefetch, self.prefetch_backward or 0) < 0 or self.inflight_reduce < 1:
             raise ConfigError(
-                f"CommPolicy(prefetch={self.prefetch}, inflight_reduce={self.inflight_reduce})",
+                f"CommPolicy(prefetch={self.prefetch}, inflight_reduce={self.inflight_reduce}, "
+                f"prefetch_backward={self.prefetch_backward})",
                 found="a depth that cannot be",
                 why="Nothing can be gathered before step 0, and a reduce needs a buffer to be in.",
-                fix="Use prefetch >= 0 and inflight_reduce >= 1.",
+                fix="Use prefetch >= 0, prefetch_backward >= 0 and inflight_reduce >= 1.",
             )
         if self.separate not in ("auto", "always", "never"):
             raise ConfigError(

@@ -59,7 +59,7 @@ def plan_arenas(plans: Sequence[GroupPlan], comm: CommPolicy) -> list[ArenaPlan]
 
     def num_gathered(own: Sequence[GroupPlan]) -> int:
         passing = [plan for plan in own if plan.shard.keep == "use"]
-        return most_at_once(own, passing, nested, comm.prefetch)
+        return most_at_once(own, passing, nested, comm.most_prefetch)
 
     def num_gradients(own: Sequence[GroupPlan]) -> int:
         passing = [plan for plan in own if plan.shard.reduce == "micro_batch"]

@@ -15,8 +15,10 @@ from pcomm.fsdp.clip import scale_gradients, sum_of_squares
 from pcomm.fsdp.engine import Engine
 from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.group_plan import GroupPlan
+from pcomm.fsdp.guards import Guards
 from pcomm.fsdp.local_group import LocalGroup
 from pcomm.fsdp.measure import Separation
+from pcomm.fsdp.names import NameTable, read_names
 from pcomm.fsdp.pooled_memory import PooledMemory
 from pcomm.fsdp.report import Report, report_of
 from pcomm.fsdp.schedule import NOTHING_OWED, Schedule
@@ -64,6 +66,7 @@ class Sharded:
         self.separations = tuple(separations)
         self._engine, self._names = engine, dict(names)
         self._memory = memory
+        self._guards = Guards(model, groups)
 
     @property
     def _groups(self) -> tuple[FlatGroup | LocalGroup, ...]:
@@ -98,11 +101,28 @@ class Sharded:
         for _, parameter in self.named_parameters():
             yield parameter
 
+    def names(self) -> NameTable:
+        """Names of parameters, buffers and extra state in the model's state dict, as of now. Local.
+
+        Wrappers that rename parameters there, such as `checkpoint_wrapper`, may come and go.
+        """
+        return read_names(self.model, self._groups, self._guards.allowed)
+
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """What the model's state dict holds beside parameters, which is never sharded. Local."""
-        for name, value in self.model.state_dict().items():
-            if name not in self._names:
-                yield name, value
+        """Buffers in the model's state dict, which are never sharded, by name there. Local."""
+        for name, buffer in self.names().buffers.items():
+            yield name, buffer.holder()[buffer.name].detach()
+
+    @contextmanager
+    def as_parts(self) -> Iterator[None]:
+        """Within it, torch's own state dicts are those of this rank's parts. Local.
+
+        `state_dict` and `load_state_dict` of the model and of its optimizers, which are refused
+        otherwise. What they give fits the same rank of the same model, sharded in the same way.
+        """
+        with self._guards.allowed():
+            yield
+        self.parameters_changed()
 
     @contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[None]:
@@ -188,12 +208,13 @@ class Sharded:
     def full_state_dict(self, *, device: torch.device | None = None) -> dict[str, Tensor]:
         """All parameters and buffers, whole, as an unsharded model has them. Collective.
 
-        One unit after another is gathered, in the dtype of the main weights.
+        One unit after another is gathered, in the dtype of the main weights. The model's own
+        `state_dict` then runs with whole parameters, so that hooks and wrappers see those.
 
         Args:
             device: Where the copies go; None for where the shards are.
         """
-        return whole_state(self.model, self._groups, self._names, device)
+        return whole_state(self.model, self._groups, self._guards.allowed, device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients, whole, by the names of the parameters. Collective; for inspection.
@@ -209,10 +230,13 @@ class Sharded:
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's part of an unsharded state dict, which every rank passes. Local.
 
+        The model's own `load_state_dict` takes it, so wrappers and hooks that read other names do.
+        A parameter with several names may come by one of them.
+
         Raises:
-            ConfigError: Names or shapes that do not fit.
+            ConfigError: Names or shapes that do not fit; then nothing is changed.
         """
-        load_whole(self.model, self._groups, self._names, state)
+        load_whole(self.model, self._groups, self.names(), self._guards.allowed, state)
         self.parameters_changed()
 
     def parameters_changed(self) -> None:

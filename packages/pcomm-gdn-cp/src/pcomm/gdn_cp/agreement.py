@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pcomm.core.errors import PcommError, UnsupportedError
+from pcomm.core.errors import UnsupportedError
 from pcomm.core.group import Group
 from pcomm.core.group_agreement import agree_in_group
 
@@ -15,26 +15,31 @@ if TYPE_CHECKING:
 __all__ = ["agree_on_plan"]
 
 
-def agree_on_plan(group: object, build: Callable[[], Plan]) -> Plan:
+def agree_on_plan(group: Group | None, asked: object, build: Callable[[], Plan]) -> Plan:
     """The plan that `build` makes, once every rank of `group` has made the same. Collective.
 
+    Args:
+        group: The ranks; None if what was passed as a group has none.
+        asked: What was passed.
+        build: Makes this rank's plan. Local.
+
     Raises:
-        UnsupportedError: `group` is no `Group`, so there is no store to meet in.
-        PcommError: What `build` raised here.
+        UnsupportedError: There is no group, and so no store to meet in.
+        Exception: What `build` raised here.
         PeerError: What it raised on another rank.
         DivergenceError: The plans differ; names the first difference.
     """
-    if not isinstance(group, Group):
+    if group is None:
         raise UnsupportedError(
             "make_plan: verify=True",
-            found=f"a group of type {type(group).__name__}",
-            why="The ranks compare their plans through the store that a Group's ranks share.",
-            fix="Pass a Group of pcomm.core, or leave verify away.",
+            found=f"a group of type {type(asked).__name__}",
+            why="The ranks compare their plans through the store that a group's ranks share.",
+            fix="Pass a Group, a ProcessGroup or a DeviceMesh, or leave verify away.",
         )
     plan, error = None, None
     try:
         plan = build()
-    except PcommError as problem:
+    except Exception as problem:  # raised below, once the other ranks know of it
         error = problem
     agree_in_group(group, "make_plan", _facts(plan), error=error)
     assert plan is not None

@@ -3,56 +3,134 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.group import Group
-from pcomm.gdn_cp.specs import Spec
+from pcomm.gdn_cp.cost import Link
+from pcomm.gdn_cp.specs import Spec, is_integer
 from pcomm.gdn_cp.tokens import LayoutName, Tokens
 
-__all__ = ["GroupLike", "all_specs", "members", "pack_of"]
+__all__ = ["GroupLike", "Place", "all_specs", "link_of", "pack_of", "place_in"]
 
-GroupLike = Group | Collectives | tuple[int, int]
+GroupLike = Group | Collectives | dist.ProcessGroup | DeviceMesh | tuple[int, int]
 
 
-def members(group: GroupLike) -> tuple[int, int, Collectives | None]:
-    """Rank, size, and what carries a plan out; nothing for a pair of numbers.
+@dataclass(frozen=True)
+class Place:
+    """This rank's place among those that share a plan.
+
+    Args:
+        rank: Counted from 0.
+        size: Number of ranks.
+        group: What the ranks can agree through; None where there is only `collectives` or nothing.
+        collectives: What carries a plan out; None for a pair of numbers.
+    """
+
+    rank: int
+    size: int
+    group: Group | None = None
+    collectives: Collectives | None = None
+
+
+def place_in(group: GroupLike) -> Place:
+    """This rank's place in whatever `make_plan` takes as a group. Local.
 
     Raises:
-        ConfigError: A rank outside its group.
+        ConfigError: Not a group, a rank outside its group, or a mesh of several dimensions.
     """
     if isinstance(group, tuple):
-        rank, size = group
-        if not 0 <= rank < size:
-            raise ConfigError(
-                f"make_plan: group={group}",
-                found=f"rank {rank} of {size}",
-                why="A rank is a place in its group, counted from 0.",
-                fix="Pass (rank, size), or the group itself.",
-            )
-        return rank, size, None
-    collectives = group.collectives if isinstance(group, Group) else group
-    return collectives.rank, collectives.size, collectives
+        return _numbers(group)
+    if isinstance(group, DeviceMesh):
+        group = _only_dimension(group)
+    if isinstance(group, dist.ProcessGroup):
+        group = Group.from_process_group("cp", group)
+    if isinstance(group, Group):
+        return Place(group.rank, group.size, group, group.collectives)
+    if all(hasattr(group, name) for name in ("rank", "size", "all_to_all", "reduce_scatter")):
+        return Place(group.rank, group.size, None, group)
+    why = "A plan is made for one place in a group of ranks."
+    if group is None:
+        why = "For torch None is the default group, for others it is a process alone."
+    raise ConfigError(
+        "make_plan: group",
+        found=f"{group!r:.80}, of type {type(group).__name__}",
+        why=why,
+        fix="Pass a Group, a ProcessGroup such as dist.group.WORLD, a DeviceMesh of one dimension, "
+        "or (0, 1) for a process alone. torch.distributed.new_group returns no group on ranks that "
+        "do not belong to it: these make no plan.",
+    )
+
+
+def _numbers(pair: tuple[int, ...]) -> Place:
+    if len(pair) == 2 and all(is_integer(number) for number in pair):
+        rank, size = pair
+        if 0 <= rank < size:
+            return Place(rank, size)
+        found = f"rank {rank} of {size}"
+    else:
+        found = f"a tuple of {', '.join(type(number).__name__ for number in pair) or 'nothing'}"
+    raise ConfigError(
+        f"make_plan: group={pair}",
+        found=found,
+        why="A rank is a place in its group, counted from 0.",
+        fix="Pass (rank, size), or the group itself.",
+    )
+
+
+def _only_dimension(mesh: DeviceMesh) -> dist.ProcessGroup:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim != 1 or mesh.get_coordinate() is None:
+        several = mesh.ndim != 1
+        raise ConfigError(
+            "make_plan: group is a DeviceMesh",
+            found=f"dimensions {names or mesh.ndim}" if several else "this rank is not in it",
+            why="The ranks that share a sequence are those along one dimension, this one included.",
+            fix=f"Pass mesh[{(names or ('cp',))[-1]!r}]." if several else "Leave this rank out.",
+        )
+    return mesh.get_group()
 
 
 def all_specs(specs: Spec | Sequence[Spec]) -> tuple[Spec, ...]:
     """The mixers, at least one.
 
     Raises:
-        ConfigError: None.
+        ConfigError: None, or something that is no specification.
     """
-    found = (specs,) if isinstance(specs, Spec) else tuple(specs)
-    if not found:
+    found = (specs,) if isinstance(specs, Spec) or not isinstance(specs, Iterable) else tuple(specs)
+    strange = [spec for spec in found if not isinstance(spec, Spec)]
+    if strange or not found:
         raise ConfigError(
             "make_plan: specs",
-            found="no mixer",
+            found=f"{strange[0]!r:.80}, of type {type(strange[0]).__name__}"
+            if strange
+            else "no mixer",
             why="What travels depends on the projections of a mixer.",
             fix="Pass a GdnSpec, Mamba2Spec or AttentionSpec, or several.",
         )
     return found
+
+
+def link_of(link: Link | None) -> Link:
+    """The link that modes are weighed with; by default a guess.
+
+    Raises:
+        ConfigError: Not a link.
+    """
+    if link is not None and not isinstance(link, Link):
+        raise ConfigError(
+            "make_plan: link",
+            found=f"{link!r:.80}, of type {type(link).__name__}",
+            why="The model of costs has a time for each collective and one for each byte.",
+            fix="Pass Link(latency_us=..., gb_per_s=...).",
+        )
+    return link or Link()
 
 
 def pack_of(

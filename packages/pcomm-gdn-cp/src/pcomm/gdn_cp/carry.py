@@ -30,7 +30,7 @@ class Carry:
 
     Args:
         share: The mixer, and its heads on this rank.
-        view: The tokens of the core, which keeps the index tensors.
+        view: The pack and this rank's place; keeps the index tensors.
     """
 
     def __init__(self, share: HeadShare, view: TokenView) -> None:

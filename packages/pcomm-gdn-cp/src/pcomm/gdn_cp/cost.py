@@ -17,7 +17,7 @@ from pcomm.gdn_cp.documents import DocumentsRoute
 from pcomm.gdn_cp.gather import GatherRoute
 from pcomm.gdn_cp.heads import HeadsRoute
 from pcomm.gdn_cp.route import Mode, Route, Traffic
-from pcomm.gdn_cp.specs import Spec
+from pcomm.gdn_cp.specs import Spec, is_integer
 from pcomm.gdn_cp.state import StateRoute
 from pcomm.gdn_cp.tokens import Tokens
 
@@ -47,7 +47,8 @@ class Link:
     gb_per_s: float = 50.0
 
     def __post_init__(self) -> None:
-        if not (self.latency_us > 0 and self.gb_per_s > 0):
+        numbers = (self.latency_us, self.gb_per_s)
+        if not all(isinstance(number, float | int) and number > 0 for number in numbers):
             raise ConfigError(
                 "Link",
                 found=f"latency_us={self.latency_us}, gb_per_s={self.gb_per_s}",
@@ -66,11 +67,31 @@ class Sizes:
 
     Args:
         hidden_dim: Width of hidden states; None if unknown, and then `docs` cannot be weighed.
-        element_bytes: Bytes of an element of activations.
+        element_bytes: Bytes of an element of activations: 1, 2, 4, 8 or 16.
+
+    Raises:
+        ConfigError: A width that is no integer >= 1, or bytes that no dtype has.
     """
 
     hidden_dim: int | None
     element_bytes: int
+
+    def __post_init__(self) -> None:
+        width = self.hidden_dim
+        if width is not None and not (is_integer(width) and width >= 1):
+            raise ConfigError(
+                f"make_plan: hidden_dim={width!r}",
+                found="no integer >= 1",
+                why="It is the number of columns of hidden states, which mode 'docs' sends.",
+                fix="Pass the width of the model, or leave it away if it is unknown.",
+            )
+        if not (is_integer(self.element_bytes) and self.element_bytes in (1, 2, 4, 8, 16)):
+            raise ConfigError(
+                f"make_plan: element_bytes={self.element_bytes!r}",
+                found="a size that no dtype has",
+                why="It is the number of bytes of one number of the activations.",
+                fix="Pass dtype.itemsize: 2 for bf16, 4 for fp32.",
+            )
 
 
 @dataclass(frozen=True)
@@ -113,12 +134,12 @@ def decide(
     Raises:
         ConfigError: No such mode.
     """
-    if mode != "auto" and mode not in ROUTES:
+    if mode not in ("auto", *ROUTES):
         raise ConfigError(
             f"make_plan: mode={mode!r}",
             found="no such mode",
             why="Tensors travel by one of the modes, or by the one that costs least.",
-            fix=near_misses(mode, ("auto", *ROUTES)),
+            fix=near_misses(str(mode), ("auto", *ROUTES)),
         )
     if tokens.size == 1:
         return Choice("heads" if mode == "auto" else mode, "one rank, so nothing moves")

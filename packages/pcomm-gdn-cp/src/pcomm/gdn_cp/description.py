@@ -13,12 +13,12 @@ from pcomm.gdn_cp.messages.choice import choose_packing
 from pcomm.gdn_cp.route import Traffic
 
 if TYPE_CHECKING:
-    from pcomm.gdn_cp.plan import Plan
+    from pcomm.gdn_cp.planned_pack import PlannedPack
 
 __all__ = ["describe_plan"]
 
 
-def describe_plan(plan: Plan) -> str:
+def describe_plan(plan: PlannedPack) -> str:
     """Several lines; figures are those of the plan's rank, of one layer of each mixer."""
     tokens = plan.tokens
     lines = [

@@ -14,23 +14,26 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import LayoutError
 from pcomm.core.exchange import Exchange
 from pcomm.core.layout import Layout
 from pcomm.core.positions import layout_edges, run_ranks
 from pcomm.gdn_cp.carry import Carry
+from pcomm.gdn_cp.cores.offsets import PackOffsets
 from pcomm.gdn_cp.document_cuts import TOLERATED_IMBALANCE, document_cuts
 from pcomm.gdn_cp.handover import Handover
 from pcomm.gdn_cp.pieces import Pieces
 from pcomm.gdn_cp.route import Route, Traffic
 from pcomm.gdn_cp.specs import AttentionSpec, Spec
 from pcomm.gdn_cp.tokens import Tokens
+from pcomm.gdn_cp.views import TokenView
 
 __all__ = ["Documents", "DocumentsRoute"]
 
@@ -44,23 +47,30 @@ class Documents:
     """How the documents of a pack are dealt out; the same for every mixer that allows as much.
 
     Args:
-        tokens: The pack and its layout between layers.
+        cu_seqlens: Offsets of the documents.
+        source: The tokens of each rank between layers.
         are_whole: Whether no document may be cut.
     """
 
-    tokens: Tokens
+    cu_seqlens: tuple[int, ...]
+    source: Layout
     are_whole: bool
+
+    @classmethod
+    def of(cls, tokens: Tokens, are_whole: bool) -> Documents:
+        """Those of a pack, which keeps them by `Tokens.derived`."""
+        return cls(tokens.cu_seqlens, tokens.layout, are_whole)
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
         """The tokens where the stretches of the ranks begin, and where the last one ends."""
         limit = None if self.are_whole else TOLERATED_IMBALANCE
-        return document_cuts(self.tokens.cu_seqlens, self.tokens.size, limit=limit)
+        return document_cuts(self.cu_seqlens, self.source.size, limit=limit)
 
     @cached_property
     def num_straddlers(self) -> int:
         """Documents that are cut."""
-        offsets = self.tokens.cu_seqlens
+        offsets = self.cu_seqlens
         inside = set(self.cuts).difference(offsets)
         return len({bisect_right(offsets, cut) for cut in inside})
 
@@ -72,17 +82,17 @@ class Documents:
     @cached_property
     def are_in_place(self) -> bool:
         """Whether every rank has its documents already, in their order: nothing has to move."""
-        return self.tokens.layout == self.layout
+        return self.source == self.layout
 
     @cached_property
     def exchange(self) -> Exchange:
         """From the tokens between layers to documents."""
-        return Exchange({0: self.tokens.layout}, {0: self.layout})
+        return Exchange({0: self.source}, {0: self.layout})
 
     @cached_property
     def imbalance(self) -> float:
         """By how much the busiest rank has more tokens than the average."""
-        total, size = self.tokens.num_tokens, self.tokens.size
+        total, size = self.source.length, self.source.size
         # One rounding, so that what is just within a limit stays within it.
         return (max(self.layout.sizes) * size - total) / total if total else 0.0
 
@@ -90,7 +100,7 @@ class Documents:
     def moved_rows(self) -> Tensor:
         """`[ranks, ranks]`: how many tokens go from one to the other."""
         # From runs, which are far fewer than tokens: of each rank, how many lie before each cut.
-        layout, beyond = self.tokens.layout, self.tokens.num_tokens + 1
+        layout, beyond = self.source, self.source.length + 1
         begin_R, end_R = layout_edges(layout).T.contiguous()
         rank_R = run_ranks(layout)
         key_R, order_R = (rank_R * beyond + begin_R).sort()
@@ -132,10 +142,10 @@ class DocumentsRoute(Route):
     @cached_property
     def documents(self) -> Documents:
         """How the documents are dealt out; in the same way for all mixers unless one is cut."""
-        documents = self.tokens.derived(Documents, False)
+        documents = self.tokens.derived(Documents.of, False)
         if self.spec.has_state or not documents.num_straddlers:
             return documents
-        return self.tokens.derived(Documents, True)
+        return self.tokens.derived(Documents.of, True)
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -146,20 +156,20 @@ class DocumentsRoute(Route):
     @cached_property
     def carry(self) -> Carry:
         """What the pieces of straddlers take from those before them."""
+        view = TokenView(self.tokens, self.rank)
         if self.spec.has_state:
-            return Handover(self.share, self, self.pieces)
-        return Carry(self.share, self)
+            return Handover(self.share, view, self.pieces)
+        return Carry(self.share, view)
 
     @property
     def num_straddlers(self) -> int:
         """Documents that are cut."""
         return self.documents.num_straddlers
 
-    @cached_property
-    def cu_seqlens(self) -> tuple[int, ...]:
+    @property
+    def cu_seqlens(self) -> PackOffsets:
         """Offsets of this rank's documents and pieces, without empty ones."""
-        own = self.pieces.of_rank(self.rank)
-        return tuple(accumulate((own.stop - own.start).tolist(), initial=0))
+        return self.pieces.offsets_of(self.rank)
 
     @property
     def imbalance(self) -> float:
@@ -203,14 +213,16 @@ class DocumentsRoute(Route):
         self.check_rows("Plan.enter", hidden_tD, self.tokens.local_tokens)
         if self.documents.are_in_place:
             return hidden_tD
-        return self.documents.exchange.apply(hidden_tD, collectives)
+        exchange = self.documents.exchange
+        return _moved(hidden_tD, exchange, exchange.inverse, collectives)
 
     def leave(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
         """Hidden states of this rank's tokens, what `enter` undoes."""
         self.check_rows("Plan.leave", hidden_tD, self.layer_rows)
         if self.documents.are_in_place:
             return hidden_tD
-        return self.documents.exchange.inverse.apply(hidden_tD, collectives)
+        exchange = self.documents.exchange
+        return _moved(hidden_tD, exchange.inverse, exchange, collectives)
 
     def prepare(self, device: torch.device) -> None:
         """The rows of the exchange, both ways."""
@@ -218,5 +230,14 @@ class DocumentsRoute(Route):
             self.documents.exchange.prepare(self.rank, device)
 
 
+def _moved(x: Tensor, there: Exchange, back: Exchange, collectives: Collectives) -> Tensor:
+    """One way of an exchange, whose gradient takes the other one: both have index tensors."""
+    return with_adjoint(
+        x,
+        lambda x: there.apply(x, collectives),
+        lambda gradient: _moved(gradient, back, there, collectives),
+    )
+
+
 def _pieces(tokens: Tokens, are_whole: bool, reach: int) -> Pieces:
-    return Pieces(tokens.cu_seqlens, tokens.derived(Documents, are_whole).layout, reach)
+    return Pieces(tokens.cu_seqlens, tokens.derived(Documents.of, are_whole).layout, reach)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
+from pcomm.core.collectives.differentiable import differentiable
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.positions import inverse_order
 from pcomm.gdn_cp.route import Route, Traffic
@@ -38,10 +39,13 @@ class GatherRoute(Route):
         self.check_sections(sections, fused)
         device = sections[0].device
         arrival, order = self.on(device, self._arrival), self.on(device, self._order)
+        # Differentiable ones, so that backward is recorded too where its gradient is asked for.
+        gathered_TW = differentiable(collectives).all_gather(torch.cat(list(sections), -1))
+        # A permutation, whose own backward would add rows up one by one.
         buffer_TW = with_adjoint(
-            torch.cat(list(sections), -1),
-            lambda x: collectives.all_gather(x).index_select(0, arrival),
-            lambda grad: collectives.reduce_scatter(grad.index_select(0, order)),
+            gathered_TW,
+            lambda x: x.index_select(0, arrival),
+            lambda grad: grad.index_select(0, order),
         )
         widths = [section.width for section in self.spec.sections]
         return list(buffer_TW.split([sum(widths[:fused]), *widths[fused:]], -1))

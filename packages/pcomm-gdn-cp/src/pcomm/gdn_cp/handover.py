@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.gdn_cp.carry import Carry
 from pcomm.gdn_cp.cores.gated_delta_summary import apply_summary
+from pcomm.gdn_cp.cores.offsets import PackOffsets
 from pcomm.gdn_cp.cores.state_space_summary import apply_decay_summary
 from pcomm.gdn_cp.head_share import HeadShare
 from pcomm.gdn_cp.pieces import Pieces
@@ -38,7 +38,7 @@ class Handover(Carry):
 
     Args:
         share: The mixer, of which every rank has all heads.
-        view: The tokens of the core, which keeps the index tensors.
+        view: The pack and this rank's place; keeps the index tensors.
         pieces: All pieces of all ranks, and how they follow each other.
     """
 
@@ -46,11 +46,10 @@ class Handover(Carry):
         super().__init__(share, view)
         self.pieces, self.rank = pieces, view.rank
 
-    @cached_property
-    def cu_seqlens(self) -> tuple[int, ...]:
+    @property
+    def cu_seqlens(self) -> PackOffsets:
         """Offsets of this rank's pieces."""
-        own = self.pieces.of_rank(self.rank)
-        return tuple(accumulate((own.stop - own.start).tolist(), initial=0))
+        return self.pieces.offsets_of(self.rank)
 
     @property
     def num_pieces(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from pcomm.core.layout import Layout
 from pcomm.core.positions import expand_ranges, layout_edges, run_ranks
+from pcomm.gdn_cp.cores.offsets import PackOffsets
 
 __all__ = ["Pieces", "Table"]
 
@@ -120,6 +122,15 @@ class Pieces:
         """The pieces of `rank`, as they lie there."""
         first = self._first_piece[rank]
         return Table(*(column[first : self._first_piece[rank + 1]] for column in self.table))
+
+    def offsets_of(self, rank: int) -> PackOffsets:
+        """Offsets of the pieces of `rank` in its tensor; the same object each time."""
+        known: dict[int, PackOffsets] = self.__dict__.setdefault("_offsets", {})
+        if rank not in known:
+            own = self.of_rank(rank)
+            lengths = (own.stop - own.start).tolist()
+            known[rank] = PackOffsets.of([*accumulate(lengths, initial=0)])
+        return known[rank]
 
     def own_slots(self, rank: int) -> Tensor:
         """Which pieces of `rank` go on elsewhere, by their places there."""

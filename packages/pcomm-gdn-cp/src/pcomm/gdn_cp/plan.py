@@ -22,52 +22,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.gdn_cp.agreement import agree_on_plan
-from pcomm.gdn_cp.arguments import GroupLike, all_specs, members, pack_of
-from pcomm.gdn_cp.cost import ROUTES, Choice, Link, Sizes, decide
-from pcomm.gdn_cp.description import describe_plan
-from pcomm.gdn_cp.head_share import HeadShare
-from pcomm.gdn_cp.route import Mode, Route, Traffic
+from pcomm.gdn_cp.arguments import GroupLike, all_specs, link_of, pack_of, place_in
+from pcomm.gdn_cp.cost import Link, Sizes, decide
+from pcomm.gdn_cp.graph_breaks import outside_graphs
+from pcomm.gdn_cp.planned_pack import PlannedPack
+from pcomm.gdn_cp.route import Mode
 from pcomm.gdn_cp.specs import Spec
-from pcomm.gdn_cp.tokens import LayoutName, Tokens
-from pcomm.gdn_cp.views import LocalTokens
+from pcomm.gdn_cp.tokens import LayoutName
 
 __all__ = ["Plan", "make_plan"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PlannedPack):
     """How the tokens of one pack move, for each mixer of a model. Made by `make_plan`.
 
     Immutable. Two plans are equal if they move the same tokens of the same mixers in the same way
-    on the same rank; the group that carries it out is not compared.
+    on the same rank; the group that carries it out is not compared. Index tensors are made on
+    first use or by `prepare`, and live as long as the plan. A copy is the plan itself. A pickle
+    has neither tensors nor the group, so what is read from it can be looked at only.
 
     Attributes:
-        tokens: The pack and its layout between layers.
-        rank: This rank's place in the group.
-        specs: The mixers.
-        modes: The mode of each.
+        collectives: What carries the plan out; None for a plan that is looked at only.
     """
 
-    tokens: Tokens
-    rank: int
-    specs: tuple[Spec, ...]
-    modes: tuple[Mode, ...]
-    choices: tuple[Choice, ...] = field(compare=False, repr=False)
-    sizes: Sizes = field(compare=False, repr=False)
     collectives: Collectives | None = field(compare=False, repr=False)
 
     # -- moving --------------------------------------------------------------------------
 
+    @outside_graphs
     def enter(self, spec: Spec, hidden_tD: Tensor) -> Tensor:
         """Hidden states as the projections of this mixer want them.
 
@@ -81,10 +72,13 @@ class Plan:
 
         Raises:
             ConfigError: The plan does not have this mixer, or was made without a group.
-            LayoutError: Another number of tokens; raised before anything is sent.
+            LayoutError: Another number of tokens, or of columns than `hidden_dim`; raised before
+                anything is sent.
         """
+        self._check_width("Plan.enter", hidden_tD)
         return self._route(spec).enter(hidden_tD, self._group)
 
+    @outside_graphs
     def leave(self, spec: Spec, hidden: Tensor) -> Tensor:
         """What `enter` undoes: `[t, ...]` of this rank's tokens between layers.
 
@@ -92,8 +86,10 @@ class Plan:
             ConfigError: See `enter`.
             LayoutError: See `enter`.
         """
+        self._check_width("Plan.leave", hidden)
         return self._route(spec).leave(hidden, self._group)
 
+    @outside_graphs
     def to_heads(self, spec: Spec, sections: Sequence[Tensor], *, fused: int = 1) -> list[Tensor]:
         """The projections of the tokens and heads that the core of this rank works on.
 
@@ -114,6 +110,7 @@ class Plan:
         """
         return self._route(spec).to_heads(sections, self._group, fused)
 
+    @outside_graphs
     def from_heads(self, spec: Spec, output_TW: Tensor) -> Tensor:
         """The output of the core with all heads, at the tokens that `to_heads` was given.
 
@@ -127,6 +124,7 @@ class Plan:
         """
         return self._route(spec).from_heads(output_TW, self._group)
 
+    @outside_graphs
     def conv_halo(
         self, spec: Spec, x_TW: Tensor, *, initial: Tensor | None = None
     ) -> Tensor | None:
@@ -149,6 +147,7 @@ class Plan:
         """
         return self._route(spec).carry.conv_halo(x_TW, self._group, initial)
 
+    @outside_graphs
     def entry_states(
         self,
         spec: Spec,
@@ -176,10 +175,7 @@ class Plan:
         """
         return self._route(spec).carry.entry_states(summary, self._group, initial)
 
-    def needs_summary(self, spec: Spec) -> bool:
-        """Whether pieces of sequences cross ranks, so that `entry_states` wants a summary."""
-        return self._route(spec).carry.needs_summary
-
+    @outside_graphs
     def final_states(
         self, spec: Spec, final_FHKV: Tensor, *, initial: Tensor | None = None
     ) -> Tensor:
@@ -204,6 +200,7 @@ class Plan:
         """
         return self._route(spec).carry.final_states(final_FHKV, self._group, initial)
 
+    @outside_graphs
     def final_halo(self, spec: Spec, halo_FPW: Tensor, *, initial: Tensor | None = None) -> Tensor:
         """The last inputs of the convolution, as `final_states` returns the states.
 
@@ -221,102 +218,7 @@ class Plan:
         """
         return self._route(spec).carry.final_halo(halo_FPW, self._group, initial)
 
-    # -- what the core sees --------------------------------------------------------------
-
-    def mode_of(self, spec: Spec) -> Mode:
-        """The mode of this mixer."""
-        return self.modes[self._place(spec)]
-
-    def head_share(self, spec: Spec) -> HeadShare:
-        """The heads of this rank, and its slices of parameters."""
-        return self._route(spec).share
-
-    def cu_seqlens_of(self, spec: Spec) -> tuple[int, ...]:
-        """Offsets of the sequences, or pieces of them, that the core of this rank sees."""
-        return self._route(spec).cu_seqlens
-
-    def positions_of(self, spec: Spec, device: torch.device | str = "cpu") -> Tensor:
-        """`[T]`, int64: the place in its sequence of each token that the core of this rank sees.
-
-        For rotary embeddings after `to_heads`, whatever the mode.
-        """
-        route = self._route(spec)
-        return route.on(torch.device(device), route.core_positions)
-
-    # -- what lies between layers --------------------------------------------------------
-
-    @property
-    def local_cu_seqlens(self) -> tuple[int, ...]:
-        """Offsets, between layers, of this rank's tokens of each sequence."""
-        return self.tokens.local_cu_seqlens(self.rank)
-
-    def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """`[t]`, int64: the place in its sequence of each token that this rank holds."""
-        return self._local.on(torch.device(device), self._local.core_positions)
-
-    def shard(self, whole: Tensor, *, dim: int = 0) -> Tensor:
-        """This rank's tokens of a tensor that has those of all ranks along `dim`.
-
-        Raises:
-            LayoutError: `whole` has another number of tokens.
-        """
-        if whole.shape[dim] != self.tokens.num_tokens:
-            raise LayoutError(
-                f"Plan.shard: shape {tuple(whole.shape)}",
-                found=f"{whole.shape[dim]} tokens along dim {dim}",
-                why=f"The plan is for {self.tokens.num_tokens} tokens of all ranks.",
-                fix="End cu_seqlens at the length of the buffer, padding included.",
-            )
-        if self.tokens.size == 1:
-            return whole
-        return whole.index_select(dim, self._local.on(whole.device, self._local.core_tokens))
-
-    def traffic(self, spec: Spec) -> Traffic:
-        """Collectives and bytes of this rank for this mixer in one layer.
-
-        For `docs` hidden states count with `hidden_dim`, and not at all if that is unknown.
-        """
-        sizes = self.sizes
-        return self._route(spec).traffic(self.rank, sizes.element_bytes, sizes.hidden_dim)
-
-    def imbalance(self, spec: Spec) -> float:
-        """By how much the busiest rank has more tokens than the average: 0.1 is 10 % more."""
-        return self._route(spec).imbalance
-
-    def num_straddlers(self, spec: Spec) -> int:
-        """Documents that mode `docs` cuts for this mixer, because no cuts between them would do."""
-        return self._route(spec).num_straddlers
-
-    def describe(self) -> str:
-        """The mode of each mixer, why, what it costs, and what was rejected."""
-        return describe_plan(self)
-
-    def prepare(self, device: torch.device | str, *, is_continued: bool = False) -> Plan:
-        """Make all index tensors on `device` now, so that no layer copies them there; itself.
-
-        Args:
-            device: Where the layers compute.
-            is_continued: Whether initial states are passed or final ones asked for.
-        """
-        for spec, route in zip(self.specs, self._routes, strict=True):
-            route.prepare(torch.device(device))
-            route.carry.prepare(torch.device(device), is_continued)
-            self.positions_of(spec, device)
-        self.positions(device)
-        return self
-
     # -- inside --------------------------------------------------------------------------
-
-    @cached_property
-    def _routes(self) -> tuple[Route, ...]:
-        if self.tokens.size == 1:
-            return tuple(Route(spec, self.tokens, 0) for spec in self.specs)
-        pairs = zip(self.specs, self.modes, strict=True)
-        return tuple(ROUTES[mode](spec, self.tokens, self.rank) for spec, mode in pairs)
-
-    @cached_property
-    def _local(self) -> LocalTokens:
-        return LocalTokens(self.tokens, self.rank)
 
     @property
     def _group(self) -> Collectives:
@@ -325,24 +227,32 @@ class Plan:
         if self.collectives is None:
             raise ConfigError(
                 f"Plan of rank {self.rank} of {self.tokens.size}",
-                found="made with a pair of numbers instead of a group",
+                found="made with a pair of numbers instead of a group, or read from a pickle",
                 why="Such a plan can be looked at, and cannot move tensors.",
-                fix="Pass the context-parallel group to make_plan.",
+                fix="Pass the context-parallel group to make_plan, in the process of the layers.",
             )
         return self.collectives
 
-    def _route(self, spec: Spec) -> Route:
-        return self._routes[self._place(spec)]
-
-    def _place(self, spec: Spec) -> int:
-        if spec not in self.specs:
-            raise ConfigError(
-                f"Plan: {spec}",
-                found=f"a plan for {', '.join(map(str, self.specs))}",
-                why="A plan knows the mixers that it was made for.",
-                fix="Name the specifications of all mixers of the model in make_plan.",
+    def _check_width(self, asked: str, hidden: Tensor) -> None:
+        """Refuse hidden states of another width than the plan was weighed for."""
+        said, found = self.sizes.hidden_dim, hidden.shape[1:].numel()
+        if said is not None and found != said:
+            raise LayoutError(
+                f"{asked}: hidden_dim={said} in make_plan",
+                found=f"shape {tuple(hidden.shape)}, so {found} columns",
+                why="The modes were chosen, and traffic is counted, for another width.",
+                fix="Pass the width of hidden states to make_plan, or leave hidden_dim away.",
             )
-        return self.specs.index(spec)
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+    def __reduce__(self) -> tuple[type[Plan], tuple[Any, ...]]:
+        kept = (self.tokens, self.rank, self.specs, self.modes, self.choices, self.sizes)
+        return Plan, (*kept, None)
 
 
 def make_plan(
@@ -366,8 +276,9 @@ def make_plan(
     Args:
         cu_seqlens: Offsets of the sequences in the buffer of all ranks, on the host, from 0 to
             its length. Sequences may be empty. Padding belongs to a sequence.
-        group: The context-parallel group; or collectives; or `(rank, size)` for a plan that is
-            looked at and not carried out.
+        group: The context-parallel group: a `Group`, torch's `ProcessGroup` or a `DeviceMesh` of
+            one dimension; or collectives; or `(rank, size)` for a plan that is looked at and not
+            carried out, where `(0, 1)` is a process alone.
         specs: The mixers of the model, with the counts of this tensor-parallel rank.
         layout: How tokens lie on the ranks between layers.
         mode: For all mixers, or `auto` for the one that costs least by the model of `cost`. With
@@ -379,22 +290,24 @@ def make_plan(
         verify: Compare what all ranks passed.
 
     Raises:
-        ConfigError: No such mode or layout; no mixer; offsets that are not integers on the host.
+        ConfigError: No such mode or layout; no mixer; offsets that are not integers on the host;
+            sizes that cannot be; `group` is no group, or a mesh of several dimensions.
         LayoutError: Offsets, lengths or heads that do not fit; a buffer of another length.
-        UnsupportedError: `verify` with something that is not a `Group`.
+        UnsupportedError: `verify` with collectives or a pair of numbers.
         DivergenceError: With `verify`: the ranks did not pass the same, on all of them.
         PeerError: With `verify`: another rank's error.
     """
-    rank, size, collectives = members(group)
+    place = place_in(group)
 
     def build() -> Plan:
-        tokens = pack_of(cu_seqlens, size, layout, num_tokens)
+        tokens = pack_of(cu_seqlens, place.size, layout, num_tokens)
         sizes, wanted = Sizes(hidden_dim, element_bytes), all_specs(specs)
-        choices = tuple(decide(s, tokens, mode, sizes, link or Link()) for s in wanted)
+        weighed = link_of(link)
+        choices = tuple(decide(s, tokens, mode, sizes, weighed) for s in wanted)
         modes = tuple(choice.mode for choice in choices)
-        plan = Plan(tokens, rank, wanted, modes, choices, sizes, collectives)
+        plan = Plan(tokens, place.rank, wanted, modes, choices, sizes, place.collectives)
         # A mode that does not work is refused now, not in the first layer.
         _ = plan._routes
         return plan
 
-    return agree_on_plan(group, build) if verify else build()
+    return agree_on_plan(place.group, group, build) if verify else build()

@@ -19,6 +19,7 @@ from torch import Tensor
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.gdn_cp.carry import Carry
+from pcomm.gdn_cp.cores.offsets import PackOffsets
 from pcomm.gdn_cp.head_share import HeadShare
 from pcomm.gdn_cp.specs import Spec
 from pcomm.gdn_cp.tokens import Tokens
@@ -77,9 +78,9 @@ class Route(TokenView):
         return HeadShare(self.spec, 1, 0)
 
     @property
-    def cu_seqlens(self) -> tuple[int, ...]:
+    def cu_seqlens(self) -> PackOffsets:
         """Offsets of the sequences that the core sees."""
-        return self.tokens.cu_seqlens
+        return self.tokens.offsets
 
     @property
     def imbalance(self) -> float:
@@ -99,7 +100,7 @@ class Route(TokenView):
     @cached_property
     def carry(self) -> Carry:
         """What the sequences bring along and leave."""
-        return Carry(self.share, self)
+        return Carry(self.share, TokenView(self.tokens, self.rank))
 
     @property
     def num_straddlers(self) -> int:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["AttentionSpec", "GdnSpec", "Mamba2Spec", "Section", "Spec"]
+__all__ = ["AttentionSpec", "GdnSpec", "Mamba2Spec", "Section", "Spec", "is_integer"]
 
 Transition = Literal["matrix", "number"]
 
@@ -49,7 +49,8 @@ class GdnSpec:
         conv_width: Taps of the short convolution.
 
     Raises:
-        ConfigError: A count below 1, or value heads that are no multiple of the key heads.
+        ConfigError: A count that is no integer >= 1, or value heads that are no multiple of the
+            key heads.
     """
 
     num_key_heads: int
@@ -111,7 +112,7 @@ class Mamba2Spec:
         conv_width: Taps of the short convolution.
 
     Raises:
-        ConfigError: A count below 1, or heads that are no multiple of the groups.
+        ConfigError: A count that is no integer >= 1, or heads that are no multiple of the groups.
     """
 
     num_heads: int
@@ -169,7 +170,8 @@ class AttentionSpec:
         head_dim: Width of a head.
 
     Raises:
-        ConfigError: A count below 1, or heads that are no multiple of the key and value heads.
+        ConfigError: A count that is no integer >= 1, or heads that are no multiple of the key and
+            value heads.
     """
 
     num_heads: int
@@ -202,15 +204,20 @@ class AttentionSpec:
 Spec = GdnSpec | Mamba2Spec | AttentionSpec
 
 
+def is_integer(value: object) -> bool:
+    """Whether `value` is an integer that counts something: a truth value does not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _check(spec: Spec, num_heads: int, num_shared: int) -> None:
     name = type(spec).__name__
     values = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    if min(values.values()) < 1:
+    if not all(is_integer(value) and value >= 1 for value in values.values()):
         raise ConfigError(
             name,
             found=f"{values}",
-            why="A mixer has at least one head, column and tap of each kind.",
-            fix="Use counts >= 1, those of one tensor-parallel rank.",
+            why="A mixer has at least one head, column and tap of each kind, in whole numbers.",
+            fix="Use integers >= 1, those of one tensor-parallel rank.",
         )
     if num_heads % num_shared:
         raise ConfigError(

@@ -10,11 +10,13 @@ from functools import cached_property
 from torch import Tensor
 
 from pcomm.core.errors import UnsupportedError
+from pcomm.gdn_cp.cores.offsets import PackOffsets
 from pcomm.gdn_cp.handover import Handover
 from pcomm.gdn_cp.pieces import Pieces
 from pcomm.gdn_cp.route import Route, Traffic
 from pcomm.gdn_cp.specs import AttentionSpec, Spec
 from pcomm.gdn_cp.tokens import Tokens
+from pcomm.gdn_cp.views import TokenView
 
 __all__ = ["StateRoute"]
 
@@ -42,10 +44,11 @@ class StateRoute(Route):
     @cached_property
     def carry(self) -> Handover:
         """What the pieces take from those before them."""
-        return Handover(self.share, self, self.tokens.derived(_pieces, self._reach))
+        view = TokenView(self.tokens, self.rank)
+        return Handover(self.share, view, self.tokens.derived(_pieces, self._reach))
 
     @property
-    def cu_seqlens(self) -> tuple[int, ...]:
+    def cu_seqlens(self) -> PackOffsets:
         """Offsets of this rank's pieces."""
         return self.carry.cu_seqlens
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
 from pcomm.core.layout import Layout
 from pcomm.core.positions import expand_ranges
+from pcomm.gdn_cp.cores.offsets import PackOffsets
 
 __all__ = ["LayoutName", "Tokens", "contiguous", "zigzag"]
 
@@ -98,6 +99,11 @@ class Tokens:
             self.cu_seqlens, self.size
         )
 
+    @cached_property
+    def offsets(self) -> PackOffsets:
+        """`cu_seqlens`, with the index tensors that cores make of whole sequences."""
+        return PackOffsets.of(self.cu_seqlens)
+
     @property
     def num_tokens(self) -> int:
         """Tokens of all ranks together."""
@@ -135,13 +141,20 @@ class Tokens:
         return torch.equal(self.order, torch.arange(self.num_tokens))
 
     def derived(self, make: Callable[..., _Made], *arguments: int) -> _Made:
-        """What `make(self, *arguments)` returns, made once and shared by all mixers."""
+        """What `make(self, *arguments)` returns, made once and shared by all mixers.
+
+        It must not hold the pack itself: without a cycle, index tensors are freed with the plan.
+        """
         known = self.__dict__.setdefault("_derived", {})
         if (make, arguments) not in known:
             with torch.inference_mode(False):
                 known[make, arguments] = make(self, *arguments)
         made: _Made = known[make, arguments]
         return made
+
+    def __reduce__(self) -> tuple[type[Tokens], tuple[tuple[int, ...], int, LayoutName]]:
+        # Without what was derived: a pickle is integers.
+        return Tokens, (self.cu_seqlens, self.size, self.layout_name)
 
     def local_cu_seqlens(self, rank: int) -> tuple[int, ...]:
         """Offsets, in the tensor of `rank`, of what it holds of each sequence."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -17,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from pcomm.core.checkpoint.coverage import Box, first_gap
 from pcomm.core.checkpoint.region import Region
 from pcomm.core.errors import ConfigError
 
@@ -71,7 +75,8 @@ class RegionLoadPlanner(LoadPlanner):
         """One read for each overlap of a saved piece with one of ours.
 
         Raises:
-            ConfigError: A tensor is missing, or has another logical shape.
+            ConfigError: A tensor is missing, has another logical shape, or was not saved in whole;
+                raised before anything is read.
         """
         items: list[ReadItem] = []
         for name, region in self._regions.items():
@@ -85,7 +90,9 @@ class RegionLoadPlanner(LoadPlanner):
                     fix="Load it with the configuration that stands beside it.",
                 )
             chunks = [chunk for chunk, _ in region.pieces()]
-            items += create_read_items_for_chunk_list(name, saved, chunks)
+            reads = create_read_items_for_chunk_list(name, saved, chunks)
+            _check_covered(name, chunks, reads)
+            items += reads
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -113,3 +120,23 @@ class RegionLoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing to do: the part was filled in place."""
+
+
+def _check_covered(
+    name: str, chunks: Sequence[ChunkStorageMetadata], reads: Sequence[ReadItem]
+) -> None:
+    """Refuse a plan that leaves a part of a chunk as it was: old numbers among loaded ones."""
+    parts: dict[torch.Size | None, list[Box]] = defaultdict(list)
+    for read in reads:
+        parts[read.dest_index.offset].append(Box.at(read.dest_offsets, read.lengths))
+    for chunk in chunks:
+        gap = first_gap(Box.at([0] * len(chunk.sizes), chunk.sizes), parts[chunk.offsets])
+        if gap is not None:
+            starts = [o + n for o, n in zip(chunk.offsets, gap.starts, strict=True)]
+            stops = [o + n for o, n in zip(chunk.offsets, gap.stops, strict=True)]
+            raise ConfigError(
+                f"checkpoint: {name}{Box(tuple(starts), tuple(stops))}",
+                found="no saved piece that holds these elements",
+                why="They would keep what they were before, and a model would be partly loaded.",
+                fix="Load another checkpoint: in this one a rank's part was not saved.",
+            )

@@ -33,7 +33,7 @@ class FlatPart(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Region:
     """A local tensor and where its pieces lie in the logical one.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
+from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.protocol import Collectives, Pending, Reduction
 from pcomm.core.errors import UnsupportedError
 
@@ -26,7 +27,7 @@ def differentiable(collectives: Collectives) -> Collectives:
     return collectives if collectives.size == 1 else DifferentiableCollectives(collectives)
 
 
-class DifferentiableCollectives:
+class DifferentiableCollectives(Handle):
     """`Collectives` whose results carry gradients; backward communicates through `inner` too.
 
     `out` is refused: a result written over an existing tensor has no place in a graph. An

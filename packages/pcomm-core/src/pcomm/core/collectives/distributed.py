@@ -12,17 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.open_group import OpenGroup
+from pcomm.core.collectives.out import check_out, deliver, is_dense, not_over
 from pcomm.core.collectives.protocol import Pending, Reduction
-from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
+from pcomm.core.collectives.shapes import (
+    gather_sizes,
+    scatter_sizes,
+    transfer_sizes,
+    with_length,
+)
 
-__all__ = ["DistributedCollectives", "Started", "deliver", "in_front"]
+__all__ = ["DistributedCollectives", "Started", "in_front"]
 
 Started = tuple[Callable[[], Tensor], Any]
 """What ends an operation and returns its result, and a handle of it while it runs."""
 
 
-class DistributedCollectives:
+class DistributedCollectives(Handle):
     """The `Collectives` of one torch process group; results carry no gradient.
 
     Args:
@@ -108,8 +115,8 @@ class DistributedCollectives:
 
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
         """The sum or maximum of `x` over all ranks; `out=x` works in place."""
-        if out is x and x.is_contiguous():
-            dist.all_reduce(x, self._operations[op], self._group.get())
+        if out is x and is_dense(x):
+            dist.all_reduce(x, self._operation(op, x), self._group.get())
             return x
         return self._all_reduce(x, op, out, False)[0]()
 
@@ -151,6 +158,10 @@ class DistributedCollectives:
         """Start a `broadcast`."""
         return self._pending(*self._broadcast(x, source, out, True))
 
+    def _operation(self, op: Reduction, x: Tensor) -> Any:
+        # Gloo adds booleans as bytes, and two times true is then no boolean any more.
+        return self._operations["max" if x.dtype == torch.bool else op]
+
     def _pending(self, finish: Callable[[], Tensor], work: Any) -> Pending:
         return Pending(finish, work if self.is_seen_by_host else None)
 
@@ -161,14 +172,19 @@ class DistributedCollectives:
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
     ) -> Started:
         uneven = gather_sizes(x, dim, sizes, self.rank, self.size)
+        length = x.shape[dim] * self.size if uneven is None else sum(uneven)
+        check_out("all_gather", x, with_length(x, dim, length), out)
         front = in_front(x, dim)
         if uneven is not None:
             # Padded to the longest: torch gathers equal shards into one tensor.
             missing = max(uneven) - front.shape[0]
             front = torch.cat([front, front.new_zeros(missing, *front.shape[1:])])
         is_direct = dim == 0 and uneven is None
-        if is_direct and out is not None and out.is_contiguous():
+        if is_direct and out is not None and is_dense(out):
             gathered = out
+            # Its own place in `out` is where the input may lie.
+            if front.data_ptr() != out.data_ptr() + self.rank * front.nbytes:
+                front = not_over(front, out)
         else:
             gathered = front.new_empty(front.shape[0] * self.size, *front.shape[1:])
         work = self._gather(gathered, front, self._group.get(), is_async)
@@ -190,13 +206,17 @@ class DistributedCollectives:
     ) -> Started:
         if scatter_sizes(x, dim, sizes, self.size) is not None:
             return self._exchange_and_add(x, dim, sizes, out, is_async)
+        check_out("reduce_scatter", x, with_length(x, dim, x.shape[dim] // self.size), out)
         front = in_front(x, dim)
-        is_direct = dim == 0 and (out is None or out.is_contiguous())
+        is_direct = dim == 0 and (out is None or is_dense(out))
         if out is not None and is_direct:
             shard = out
+            # Its own part is where the result may lie.
+            if out.data_ptr() != front.data_ptr() + self.rank * out.nbytes:
+                front = not_over(front, out)
         else:
             shard = front.new_empty(front.shape[0] // self.size, *front.shape[1:])
-        work = self._scatter(shard, front, dist.ReduceOp.SUM, self._group.get(), is_async)
+        work = self._scatter(shard, front, self._operation("sum", x), self._group.get(), is_async)
 
         def finish() -> Tensor:
             _wait(work, front)
@@ -209,10 +229,11 @@ class DistributedCollectives:
     ) -> Started:
         """A reduce-scatter by an all-to-all and a local sum, for shards of any length."""
         uneven = scatter_sizes(x, dim, sizes, self.size)
+        length = x.shape[dim] // self.size if uneven is None else uneven[self.rank]
+        check_out("reduce_scatter", x, with_length(x, dim, length), out)
         front = in_front(x, dim)
-        length = front.shape[0] // self.size if uneven is None else uneven[self.rank]
         shape = [length, *front.shape[1:]]
-        is_direct = dim == 0 and (out is None or out.is_contiguous())
+        is_direct = dim == 0 and (out is None or is_dense(out))
         pieces = front.new_empty([self.size, *shape])
         exchange = dist.all_to_all_single(
             pieces.view(self.size * length, *shape[1:]),
@@ -233,14 +254,11 @@ class DistributedCollectives:
         return add, exchange
 
     def _all_reduce(self, x: Tensor, op: Reduction, out: Tensor | None, is_async: bool) -> Started:
-        is_direct = out is not None and out.is_contiguous()
         # Made contiguous before and returned after: torch reduces only dense memory, and a view
         # handed back unreduced is the classic mistake here (Megatron-LM #5338).
-        if out is not None and is_direct:
-            total = out if out is x else out.copy_(x.detach())
-        else:
-            total = x.detach().clone(memory_format=torch.contiguous_format)
-        work = dist.all_reduce(total, self._operations[op], self._group.get(), is_async)
+        total = _own_copy("all_reduce", x, out)
+        is_direct = total is out
+        work = dist.all_reduce(total, self._operation(op, x), self._group.get(), is_async)
 
         def finish() -> Tensor:
             _wait(work, total)
@@ -257,10 +275,12 @@ class DistributedCollectives:
         out: Tensor | None,
         is_async: bool,
     ) -> Started:
-        sent, received = transfer_sizes(x, dim, send_sizes, receive_sizes, self.size)
+        sent, received = transfer_sizes(x, dim, send_sizes, receive_sizes, self.rank, self.size)
+        check_out("all_to_all", x, with_length(x, dim, sum(received)), out)
         front = in_front(x, dim)
-        if dim == 0 and out is not None and out.is_contiguous():
+        if dim == 0 and out is not None and is_dense(out):
             target = out
+            front = not_over(front, out)
         else:
             target = front.new_empty(sum(received), *front.shape[1:])
         if send_sizes is None:
@@ -279,11 +299,8 @@ class DistributedCollectives:
         return finish, work
 
     def _broadcast(self, x: Tensor, source: int, out: Tensor | None, is_async: bool) -> Started:
-        is_direct = out is not None and out.is_contiguous()
-        if out is not None and is_direct:
-            target = out if out is x else out.copy_(x.detach())
-        else:
-            target = x.detach().clone(memory_format=torch.contiguous_format)
+        target = _own_copy("broadcast", x, out)
+        is_direct = target is out
         work = dist.broadcast(target, group=self._group.get(), async_op=is_async, group_src=source)
 
         def finish() -> Tensor:
@@ -297,6 +314,7 @@ def in_front(x: Tensor, dim: int) -> Tensor:
     """`x` dense, without gradient and with `dim` first; `x` itself where it is all that."""
     if x.requires_grad:
         x = x.detach()
+    x = _plain(x)
     if dim != 0:
         x = x.movedim(dim, 0)
     return x if x.is_contiguous() else x.contiguous()
@@ -308,6 +326,14 @@ def _wait(work: Any, _keep_alive: Tensor) -> None:
         work.wait()
 
 
-def deliver(result: Tensor, out: Tensor | None) -> Tensor:
-    """`result` in dense memory, or in `out`."""
-    return result.contiguous() if out is None else out.copy_(result)
+def _plain(x: Tensor) -> Tensor:
+    """`x`, whose memory holds its numbers and not their conjugates or negatives."""
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+
+def _own_copy(name: str, x: Tensor, out: Tensor | None) -> Tensor:
+    """What an operation in place may run on: `out` with the numbers of `x`, or a dense copy."""
+    check_out(name, x, x.shape, out)
+    if out is None or not is_dense(out):
+        return _plain(x.detach()).clone(memory_format=torch.contiguous_format)
+    return out if out is x else out.copy_(not_over(x.detach(), out))

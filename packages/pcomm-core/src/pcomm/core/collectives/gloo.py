@@ -20,13 +20,12 @@ from torch import Tensor
 from pcomm.core.collectives.distributed import (
     DistributedCollectives,
     Started,
-    deliver,
     in_front,
 )
 from pcomm.core.collectives.in_order import InOrder, Operation
+from pcomm.core.collectives.out import check_out, deliver, is_dense, not_over
 from pcomm.core.collectives.pairwise import AddUp, Gather, Pairs
-from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes
-from pcomm.core.errors import LayoutError
+from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, with_length
 
 __all__ = ["GlooCollectives"]
 
@@ -63,17 +62,17 @@ class GlooCollectives(DistributedCollectives):
             lengths = [x.shape[dim]] * self.size
         if not self._is_large(x, dim, lengths):
             return super()._all_gather(x, dim, sizes, out, is_async)
+        check_out("all_gather", x, with_length(x, dim, sum(lengths)), out)
         front = in_front(x, dim)
-        is_direct = dim == 0 and (out is None or out.is_contiguous())
+        is_direct = dim == 0 and (out is None or is_dense(out))
         if is_direct and out is not None:
-            _check_out("all_gather", x, (sum(lengths), *x.shape[1:]), out)
             gathered = out
         else:
             gathered = front.new_empty(sum(lengths), *front.shape[1:])
         parts = gathered.split(lengths)
         own = parts[self.rank]
         if own.data_ptr() != front.data_ptr():
-            own.copy_(front)
+            own.copy_(not_over(front, own))
         operation = Gather(self._pairs, own, parts)
         return self._start(operation, gathered, None if is_direct else dim, out, is_async)
 
@@ -85,18 +84,16 @@ class GlooCollectives(DistributedCollectives):
             lengths = [x.shape[dim] // self.size] * self.size
         if not self._is_large(x, dim, lengths):
             return self._exchange_and_add(x, dim, sizes, out, is_async)
+        check_out("reduce_scatter", x, with_length(x, dim, lengths[self.rank]), out)
         front = in_front(x, dim)
-        parts = front.split(lengths)
-        own = parts[self.rank]
-        is_direct = dim == 0 and (out is None or out.is_contiguous())
-        if out is not None and is_direct:
-            _check_out("reduce_scatter", x, tuple(own.shape), out)
-            total = out
-        else:
-            total = torch.empty_like(own)
+        own = front.split(lengths)[self.rank]
+        is_direct = dim == 0 and (out is None or is_dense(out))
+        total = out if out is not None and is_direct else torch.empty_like(own)
         # `out` may be this rank's own part of `x`, as NCCL allows: then nothing is copied.
         if total.data_ptr() != own.data_ptr():
-            total.copy_(own)
+            front = not_over(front, total)
+            total.copy_(front.split(lengths)[self.rank])
+        parts = front.split(lengths)
         operation = AddUp(self._pairs, parts, total)
         return self._start(operation, total, None if is_direct else dim, out, is_async)
 
@@ -123,14 +120,3 @@ class GlooCollectives(DistributedCollectives):
         others = [length for place, length in enumerate(x.shape) if place != dim % x.dim()]
         num_bytes = max(lengths) * math.prod(others) * x.itemsize
         return x.device.type == "cpu" and num_bytes >= _LARGE_BYTES
-
-
-def _check_out(name: str, x: Tensor, shape: tuple[int, ...], out: Tensor) -> None:
-    """Pairs send bytes: in another dtype they would be other numbers."""
-    if out.dtype != x.dtype or tuple(out.shape) != shape:
-        raise LayoutError(
-            f"{name}: out={out.dtype} of shape {tuple(out.shape)}",
-            found=f"x of {x.dtype}, whose result has shape {shape}",
-            why="What peers send is received in out as it comes.",
-            fix="Pass an out of that dtype and shape, or none.",
-        )

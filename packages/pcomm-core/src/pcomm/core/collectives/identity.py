@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from pcomm.core.collectives.out import check_out, deliver, not_over
 from pcomm.core.collectives.protocol import Pending, Reduction
+from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
 
 __all__ = ["IdentityCollectives"]
 
@@ -14,8 +16,11 @@ __all__ = ["IdentityCollectives"]
 class IdentityCollectives:
     """The `Collectives` of a group of one: no communicator, no autograd function, no copy.
 
-    With `out` the input is copied there, unless they are the same tensor. Layers that can leave
-    a call out altogether should do so when they are built: `size` is 1.
+    With `out` the input is copied there, without its gradient, unless they are the same tensor.
+    Layers that can leave a call out altogether should do so when they are built: `size` is 1.
+
+    Raises:
+        LayoutError: Sizes that are given, or `out`, do not fit, as on several ranks.
     """
 
     rank = 0
@@ -30,7 +35,9 @@ class IdentityCollectives:
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        return x if out is None else _into(out, x)
+        if sizes is not None:
+            gather_sizes(x, dim, sizes, 0, 1)
+        return x if out is None else _into("all_gather", out, x)
 
     def all_gather_async(
         self,
@@ -41,7 +48,7 @@ class IdentityCollectives:
         out: Tensor | None = None,
     ) -> Pending:
         """`x`, at once."""
-        return _ready(x, out)
+        return Pending.ready(self.all_gather(x, dim=dim, sizes=sizes, out=out))
 
     def reduce_scatter(
         self,
@@ -52,7 +59,9 @@ class IdentityCollectives:
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        return x if out is None else _into(out, x)
+        if sizes is not None:
+            scatter_sizes(x, dim, sizes, 1)
+        return x if out is None else _into("reduce_scatter", out, x)
 
     def reduce_scatter_async(
         self,
@@ -63,17 +72,17 @@ class IdentityCollectives:
         out: Tensor | None = None,
     ) -> Pending:
         """`x`, at once."""
-        return _ready(x, out)
+        return Pending.ready(self.reduce_scatter(x, dim=dim, sizes=sizes, out=out))
 
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
         """`x`."""
-        return x if out is None else _into(out, x)
+        return x if out is None else _into("all_reduce", out, x)
 
     def all_reduce_async(
         self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None
     ) -> Pending:
         """`x`, at once."""
-        return _ready(x, out)
+        return Pending.ready(self.all_reduce(x, op=op, out=out))
 
     def all_to_all(
         self,
@@ -85,7 +94,9 @@ class IdentityCollectives:
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        return x if out is None else _into(out, x)
+        if send_sizes is not None or receive_sizes is not None:
+            transfer_sizes(x, dim, send_sizes, receive_sizes, 0, 1)
+        return x if out is None else _into("all_to_all", out, x)
 
     def all_to_all_async(
         self,
@@ -97,20 +108,19 @@ class IdentityCollectives:
         out: Tensor | None = None,
     ) -> Pending:
         """`x`, at once."""
-        return _ready(x, out)
+        return Pending.ready(
+            self.all_to_all(x, send_sizes=send_sizes, receive_sizes=receive_sizes, dim=dim, out=out)
+        )
 
     def broadcast(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Tensor:
         """`x`."""
-        return x if out is None else _into(out, x)
+        return x if out is None else _into("broadcast", out, x)
 
     def broadcast_async(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Pending:
         """`x`, at once."""
-        return _ready(x, out)
+        return Pending.ready(self.broadcast(x, source=source, out=out))
 
 
-def _into(out: Tensor, x: Tensor) -> Tensor:
-    return out if out is x else out.copy_(x)
-
-
-def _ready(x: Tensor, out: Tensor | None) -> Pending:
-    return Pending.ready(x if out is None else _into(out, x))
+def _into(name: str, out: Tensor, x: Tensor) -> Tensor:
+    check_out(name, x, x.shape, out)
+    return out if out is x else deliver(not_over(x, out), out)

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.protocol import Collectives, Pending, Reduction
 
 __all__ = ["ObservedCollectives", "Operation"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation:
     """One call, as it was made on this rank.
 
@@ -57,7 +58,7 @@ class Operation:
         return " ".join(part for part in parts if part)
 
 
-class ObservedCollectives:
+class ObservedCollectives(Handle):
     """Passes everything on to `inner`; a subclass says what happens around a call.
 
     Args:

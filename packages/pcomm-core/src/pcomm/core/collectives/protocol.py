@@ -95,7 +95,13 @@ class Collectives(Protocol):
     operation has a twin ending in `_async` that returns a `Pending` at once.
 
     Results are new tensors unless `out` is given. With one rank the result is the input itself.
-    `x` may have any strides. Sizes that do not fit raise `LayoutError` before anything is sent.
+    `x` may have any strides.
+
+    `out` has the shape of the result, and dtype and device of `x`. It may have any strides and lie
+    over `x`, in whole or in part; a result in `out` carries no gradient. While an operation is on
+    its way neither `out` nor `x` may be written to, and `out` not be read.
+
+    Sizes and an `out` that do not fit raise `LayoutError` before anything is sent.
     """
 
     @property
@@ -153,7 +159,11 @@ class Collectives(Protocol):
         ...
 
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
-        """The sum or maximum of `x` over all ranks; `out=x` works in place."""
+        """The sum or maximum of `x` over all ranks; `out=x` works in place.
+
+        Of booleans the sum is "any". Whether a maximum carries a NaN depends on the backend: on
+        gloo the NaN of one rank can be lost.
+        """
         ...
 
     def all_reduce_async(

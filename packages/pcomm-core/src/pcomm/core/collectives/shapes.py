@@ -8,7 +8,14 @@ from torch import Tensor
 
 from pcomm.core.errors import LayoutError
 
-__all__ = ["gather_sizes", "scatter_sizes", "transfer_sizes"]
+__all__ = ["gather_sizes", "scatter_sizes", "transfer_sizes", "with_length"]
+
+
+def with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
+    """Shape of `x` with another length along `dim`."""
+    shape = list(x.shape)
+    shape[dim] = length
+    return tuple(shape)
 
 
 def gather_sizes(
@@ -55,6 +62,7 @@ def transfer_sizes(
     dim: int,
     send_sizes: Sequence[int] | None,
     receive_sizes: Sequence[int] | None,
+    rank: int,
     size: int,
 ) -> tuple[list[int], list[int]]:
     """Checked lengths of the parts sent to and received from each rank."""
@@ -81,5 +89,12 @@ def transfer_sizes(
             found=f"shape {tuple(x.shape)} along dim {dim}, {size} ranks",
             why="There is one part per rank, and the parts sent are the whole dimension.",
             fix="Give one size per rank; the sent ones add up to the length of the dimension.",
+        )
+    if send_sizes[rank] != receive_sizes[rank]:
+        raise LayoutError(
+            f"all_to_all: send_sizes {list(send_sizes)}, receive_sizes {list(receive_sizes)}",
+            found=f"rank {rank} sends itself {send_sizes[rank]} and gets {receive_sizes[rank]}",
+            why="What a rank sends to itself is what it gets from itself.",
+            fix="Check that receive_sizes are those that the others send to this rank.",
         )
     return list(send_sizes), list(receive_sizes)

@@ -71,6 +71,7 @@ class PoolRegistry:
         timeout_s: float | None = None,
     ) -> None:
         self._control, self._backend, self._timeout_s = control, backend, timeout_s
+        self._meetings = groups.control
         self._arenas: dict[str, Arena] = {}
         self._bindings: dict[tuple[str, str], Binding] = {}
         self._is_closed = False
@@ -306,7 +307,12 @@ class PoolRegistry:
 
     def _meet(self, what: str, lines: Sequence[str], error: Exception | None) -> None:
         agree_in_group(
-            self._control, f"pools: {what}", lines, error=error, timeout_s=self._timeout_s
+            self._control,
+            f"pools: {what}",
+            lines,
+            error=error,
+            timeout_s=self._timeout_s,
+            control=self._meetings,
         )
 
     def _check_open(self, what: str) -> None:

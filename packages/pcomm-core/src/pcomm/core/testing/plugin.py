@@ -1,4 +1,4 @@
-"""The pytest plugin that comes with pcomm-core: the pool of ranks behind `@ranks`."""
+"""The pytest plugin that comes with pcomm-core: ranks behind `@ranks`, and programs that end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pcomm.core.testing.programs import Programs
     from pcomm.core.testing.ranks import RankPool
 
 
@@ -20,3 +21,12 @@ def rank_pool() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def programs() -> Iterator[Programs]:
+    """Starts programs that end with the test, with everything that they have started."""
+    from pcomm.core.testing.programs import Programs
+
+    with Programs() as started:
+        yield started

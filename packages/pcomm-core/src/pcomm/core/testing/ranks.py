@@ -15,27 +15,45 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pcomm.core import env
 from pcomm.core.local_ranks import LocalRanks, RankError
+from pcomm.core.testing.living import Living, left_behind
+from pcomm.core.testing.patience import rank_limit_s
 from pcomm.core.testing.poison import poisoned_memory
 
 __all__ = ["RankPool", "ranks"]
 
+# Much of torch is imported when it is used first, which takes each new rank two seconds.
+_PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)
+
 
 @dataclass
 class RankPool:
-    """Warm ranks, kept between tests; those of a test that failed are thrown away."""
+    """Warm ranks, kept between tests; those of a test that failed are thrown away.
+
+    A test that leaves threads or communicators in a rank is one that failed, so no test meets what
+    another one left.
+    """
 
     _warm: dict[int, LocalRanks] = field(default_factory=dict)
 
     def run(self, task: Callable[..., Any], size: int, *args: object) -> list[Any]:
         """Call `task(*args)` on `size` ranks and return what each returned; see `LocalRanks.run`.
 
-        It may take `PCOMM_RANKS_TIMEOUT_S` seconds.
+        It may take `PCOMM_RANKS_TIMEOUT_S` seconds, and longer where the machine is busy.
         """
         if size not in self._warm or not self._warm[size].is_usable:
-            self._warm[size] = LocalRanks(size)
-        return self._warm[size].run(task, args, timeout_s=env.ranks_timeout_s())
+            self._warm[size] = LocalRanks(size, preload=_PRELOADED)
+        return self._warm[size].run(task, args, timeout_s=rank_limit_s())
+
+    def discard(self, size: int) -> None:
+        """Stop the ranks of worlds of this size; the next test gets new ones."""
+        if size in self._warm:
+            self._warm.pop(size).close()
 
     def close(self) -> None:
         """Stop all ranks."""
@@ -44,7 +62,7 @@ class RankPool:
         self._warm.clear()
 
 
-def ranks(size: int) -> Callable[[Callable[..., object]], Callable[..., None]]:
+def ranks(size: int, *, leaves: str = "") -> Callable[[Callable[..., object]], Callable[..., None]]:
     """Run a test on `size` local ranks, each in a process of its own with a gloo world.
 
     The first parameter of the test gets the rank; the others are fixtures or parameters as
@@ -53,6 +71,14 @@ def ranks(size: int) -> Callable[[Callable[..., object]], Callable[..., None]]:
         @ranks(2)
         def test_all_reduce_adds(rank: int) -> None:
             ...
+
+    The test fails if threads or communicators that it made live on after it, although cycles are
+    collected: something of what it tests is never freed.
+
+    Args:
+        size: Number of ranks.
+        leaves: Why something lives on although what is tested is right, such as a cache of torch.
+            Then the test passes, and its ranks are not used again.
     """
 
     def decorate(function: Callable[..., object]) -> Callable[..., None]:
@@ -60,10 +86,12 @@ def ranks(size: int) -> Callable[[Callable[..., object]], Callable[..., None]]:
 
         def on_all_ranks(rank_pool: RankPool, **arguments: object) -> None:
             try:
-                rank_pool.run(_run_test, size, _Test.of(function), arguments)
+                rank_pool.run(_run_test, size, _Test.of(function), arguments, not leaves)
             except RankError as problem:
                 report = str(problem)
             else:
+                if leaves:
+                    rank_pool.discard(size)
                 return
             # Imported here: the module is part of the wheel, which does not require pytest.
             import pytest
@@ -112,17 +140,31 @@ class _Test:
         return function
 
 
-def _run_test(test: _Test, arguments: dict[str, object]) -> None:
+def _run_test(test: _Test, arguments: dict[str, object], must_be_clean: bool) -> None:
     folder = str(Path(test.path).parent)
     if folder not in sys.path:
         sys.path.append(folder)
+    function = test.load()
+    before = Living.now()
     with poisoned_memory():
         try:
-            test.load()(dist.get_rank(), **arguments)
+            function(dist.get_rank(), **arguments)
         except AssertionError as error:
             # pytest rewrites assertions only in its own process, so the values are added here.
             error.add_note(_values(error, test.path))
             raise
+    if not must_be_clean:
+        return
+    _end_groups(before)
+    left = left_behind(before)
+    assert not left, f"{test.name} leaves behind {', '.join(left)}"
+
+
+def _end_groups(before: Living) -> None:
+    """End what the test made with torch's own functions and did not close: the next task would."""
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        if name not in before.names_of_groups:
+            dist.destroy_process_group(group)
 
 
 def _values(error: AssertionError, path: str) -> str:

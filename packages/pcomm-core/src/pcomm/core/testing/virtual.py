@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.handle import Handle
+from pcomm.core.collectives.out import check_out, deliver
 from pcomm.core.collectives.protocol import Pending, Reduction
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
 __all__ = ["VirtualCollectives", "run_virtual"]
 
 
-class VirtualCollectives:
+class VirtualCollectives(Handle):
     """`Collectives` of one of several threads that hand tensors to each other.
 
     Written apart from the distributed ones, in the plainest way, so that one checks the other.
@@ -35,7 +38,7 @@ class VirtualCollectives:
     ) -> Tensor:
         """The shards of all ranks."""
         gather_sizes(x, dim, sizes, self.rank, self.size)
-        return _into(out, torch.cat(self._all(x), dim))
+        return _into("all_gather", x, out, torch.cat(self._all(x), dim))
 
     def reduce_scatter(
         self,
@@ -49,12 +52,12 @@ class VirtualCollectives:
         scatter_sizes(x, dim, sizes, self.size)
         lengths = list(sizes) if sizes else [x.shape[dim] // self.size] * self.size
         total = torch.stack(self._all(x)).sum(0)
-        return _into(out, total.split(lengths, dim)[self.rank].clone())
+        return _into("reduce_scatter", x, out, total.split(lengths, dim)[self.rank].clone())
 
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
         """The sum or maximum over all ranks."""
         stacked = torch.stack(self._all(x))
-        return _into(out, stacked.sum(0) if op == "sum" else stacked.amax(0))
+        return _into("all_reduce", x, out, stacked.sum(0) if op == "sum" else stacked.amax(0))
 
     def all_to_all(
         self,
@@ -66,15 +69,15 @@ class VirtualCollectives:
         out: Tensor | None = None,
     ) -> Tensor:
         """The parts received, in rank order."""
-        sent, received = transfer_sizes(x, dim, send_sizes, receive_sizes, self.size)
+        sent, received = transfer_sizes(x, dim, send_sizes, receive_sizes, self.rank, self.size)
         parts = [peer[self.rank] for peer in self._all(x.split(sent, dim))]
         found = [part.shape[dim] for part in parts]
         assert found == received, f"rank {self.rank} was sent {found}, expected {received}"
-        return _into(out, torch.cat(parts, dim))
+        return _into("all_to_all", x, out, torch.cat(parts, dim))
 
     def broadcast(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Tensor:
         """`x` of the rank at place `source`."""
-        return _into(out, self._all(x)[source].clone())
+        return _into("broadcast", x, out, self._all(x)[source].clone())
 
     def all_gather_async(self, x: Tensor, **options: Any) -> Pending:
         """`all_gather`, done at once."""
@@ -112,7 +115,7 @@ def run_virtual(function: Callable[[VirtualCollectives], Any], size: int) -> lis
 
     The first error of a rank is raised here; the others are released from their waits.
     """
-    barrier = threading.Barrier(size, timeout=30.0)
+    barrier = threading.Barrier(size, timeout=scaled_s(PATIENCE_S))
     table: list[Any] = [None] * size
     results: list[Any] = [None] * size
     causes: list[BaseException] = []
@@ -141,8 +144,9 @@ def _copied(piece: Any) -> Any:
     return [x.clone() for x in piece] if isinstance(piece, tuple) else piece.detach().clone()
 
 
-def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    return result if out is None else out.copy_(result)
+def _into(name: str, x: Tensor, out: Tensor | None, result: Tensor) -> Tensor:
+    check_out(name, x, result.shape, out)
+    return result if out is None else deliver(result, out)
 
 
 def _done(result: Tensor) -> Pending:

@@ -17,10 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
-import torch.distributed as dist
-
+from pcomm.core.control.control import Control
 from pcomm.core.errors import DivergenceError, PcommError, PeerTimeoutError
-from pcomm.core.group import Group
 from pcomm.core.trace.divergence import Divergence, first_divergence
 
 __all__ = ["Ledger"]
@@ -32,25 +30,26 @@ _POLL_S = 0.02
 class Ledger:
     """The operations of one group on this rank, and the comparison with the other ranks.
 
-    Local to make, but every rank of the group makes one, in the same order.
+    Making one is collective: the ranks agree on where the lines are kept.
 
     Args:
-        store: Shared by all ranks.
-        group: Whose operations these are.
+        control: The ranks of the group.
+        name: Of the group, for errors.
         every: Operations in a round.
         patience_s: Seconds after which an operation that has not ended is looked into.
         timeout_s: Seconds from then on until a rank that was not heard of is an error.
     """
 
     def __init__(
-        self, store: dist.Store, group: Group, *, every: int, patience_s: float, timeout_s: float
+        self, control: Control, name: str, *, every: int, patience_s: float, timeout_s: float
     ) -> None:
-        self._store, self._every = store, every
+        assert control.store is not None
+        self._control, self._store, self._every = control, control.store, every
         self._patience_s, self._timeout_s = patience_s, timeout_s
-        self._name, self._ranks = group.key, group.ranks
-        self._rank = group.ranks[group.rank]
-        calls = f"pcomm/ledger/{group.key}/{group.ranks[0]}"
-        self._prefix = f"{calls}/{store.add(f'{calls}/calls/{self._rank}', 1)}"
+        self._name, self._ranks, self._rank = name, control.ranks, control.rank
+        self._prefix = control.agree(f"ledger of {name}", timeout_s=timeout_s)
+        # Not of this group alone: a rank is looked for wherever it may be.
+        self._places = f"pcomm/{control.generation}/ledger at"
         self._round = 0
         self._lines: list[str] = []
         self._hash = hashlib.blake2b(digest_size=16)
@@ -102,6 +101,7 @@ class Ledger:
         self._is_closed = True
         self._note(_END)
         self._compare()
+        self._leave()
 
     def _note(self, line: str) -> None:
         self._lines.append(line)
@@ -121,11 +121,20 @@ class Ledger:
             for kind in ("lines", "hash"):
                 self._store.delete_key(self._key(kind, self._rank, self._round - 1))
 
+    def _leave(self) -> None:
+        """Have the last rank that leaves take away what all have compared."""
+        left = f"{self._prefix}/left"
+        if self._store.add(left, 1) == len(self._ranks):
+            for rank in self._ranks:
+                for kind in ("lines", "hash"):
+                    self._store.delete_key(self._key(kind, rank))
+            self._store.delete_key(left)
+
     def _investigate(self, is_over: Callable[[], bool]) -> None:
         """Look at what the other ranks say until `is_over`, or until there is a verdict."""
         if is_over():
             return
-        here = f"pcomm/ledger/at/{self._rank}"
+        here = f"{self._places}/{self._rank}"
         number = self._round * self._every + len(self._lines)
         last = self._lines[-1] if self._lines else "the last of a round that all ranks agree on"
         self._store.set(here, f"{self._name} operation {number}: {last}")
@@ -133,6 +142,7 @@ class Ledger:
         begin_s = time.monotonic()
         blamed_s: float | None = None
         while not is_over():
+            self._control.check_fence()
             if self._store.check([self._verdict_key]):
                 self._fail(self._store.get(self._verdict_key).decode())
             now_s = time.monotonic()
@@ -197,7 +207,7 @@ class Ledger:
         behind = [rank for rank in self._ranks if len(known.get(rank, ())) < there]
         told = []
         for rank in behind[:4]:
-            key = f"pcomm/ledger/at/{rank}"
+            key = f"{self._places}/{rank}"
             place = self._store.get(key).decode() if self._store.check([key]) else ""
             told.append(f"rank {rank} {f'stands at {place}' if place else 'was not heard of'}")
         number = self._round * self._every + there

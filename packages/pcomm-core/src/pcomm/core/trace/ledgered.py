@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
-from pcomm.core import env
 from pcomm.core.collectives.observed import ObservedCollectives, Operation
 from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core.control.control import Control
+from pcomm.core.control.default import control_of_group
 from pcomm.core.errors import ConfigError
 from pcomm.core.group import Group
 from pcomm.core.groups import Groups
@@ -72,13 +71,13 @@ def ledgered(
     every: int = 64,
     patience_s: float = 10.0,
     timeout_s: float | None = None,
-    store: dist.Store | None = None,
+    control: Control | None = None,
 ) -> Collectives:
     """`collectives` that name the first rank and operation that diverge, on every rank.
 
     For finding mistakes, not for production: a comparison costs each rank a message to the store
-    for each rank of the group, and makes all of them wait for the slowest. Every rank of the group
-    calls this, as often as the others. Alone it returns `collectives` themselves.
+    for each rank of the group, and makes all of them wait for the slowest. Collective over the
+    group. Alone it returns `collectives` themselves.
 
     What is compared are the name of the operation, its dtype, dimension, shape, sizes, reduction
     and source, leaving out lengths that may differ from rank to rank.
@@ -99,12 +98,13 @@ def ledgered(
         every: Operations between comparisons.
         patience_s: Seconds after which an operation or a comparison that does not end is looked
             into.
-        timeout_s: Seconds from then on until a silent rank is an error; by default
-            `PCOMM_TIMEOUT_S`.
-        store: Shared by all ranks; by default that of torch.distributed.
+        timeout_s: Seconds from then on until a silent rank is an error; by default that of
+            `control`, or `PCOMM_TIMEOUT_S`.
+        control: By which the ranks agree; by default in the store of torch.distributed.
 
     Raises:
         ConfigError: `every` is not positive.
+        PeerTimeoutError: A rank of the group does not call this.
     """
     if every < 1:
         raise ConfigError(
@@ -115,12 +115,13 @@ def ledgered(
         )
     if group.is_identity:
         return collectives
+    members = control_of_group(group, control)
     ledger = Ledger(
-        distributed_c10d._get_default_store() if store is None else store,
-        group,
+        members,
+        group.key,
         every=every,
         patience_s=patience_s,
-        timeout_s=env.timeout_s() if timeout_s is None else timeout_s,
+        timeout_s=members.wait_s(timeout_s),
     )
     return LedgeredCollectives(collectives, ledger)
 
@@ -137,7 +138,12 @@ def ledgered_groups(
 
     def watch(group: Group) -> Collectives:
         collectives = ledgered(
-            group.collectives, group, every=every, patience_s=patience_s, timeout_s=timeout_s
+            group.collectives,
+            group,
+            every=every,
+            patience_s=patience_s,
+            timeout_s=timeout_s,
+            control=groups.control,
         )
         if isinstance(collectives, LedgeredCollectives):
             watched.append(collectives)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,27 +15,20 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.group import Group
 from pcomm.core.groups import GroupSpec, open_groups
 from pcomm.core.options import CommOptions
-from pcomm.core.testing.namespaces import RatedNetwork, traffic
+from pcomm.core.testing.namespaces import RatedNetwork
 from pcomm.core.testing.timing import Timing
 from pcomm.core.topology import Topology
 from pcomm.core.world import connect
 from pcomm.fsdp.bench.bounds import Step, lower_bounds_s
+from pcomm.fsdp.bench.forms import FSDP2, NO_PAIRS, ONE, OURS, THEIRS, UNSHARDED, Form
+from pcomm.fsdp.bench.fsdp2 import Fsdp2
+from pcomm.fsdp.bench.making import make
 from pcomm.fsdp.bench.memory import can_count, in_use_bytes, peak_bytes
 from pcomm.fsdp.bench.models import Problem, Reference, squared_norm
 from pcomm.fsdp.bench.prediction import Prediction, latency_of, predict, recorded_costs
-from pcomm.fsdp.bench.settings import (
-    FSDP2,
-    FSDP2_TUNED,
-    FSDP2_TWO_RAILS,
-    NO_PREFETCH,
-    ONE,
-    TWO,
-    TWO_RAILS,
-    UNSHARDED,
-    Settings,
-)
-from pcomm.fsdp.bench.trainings import Fsdp2, Sharding, Training, Unsharded
-from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.bench.settings import Link, Settings
+from pcomm.fsdp.bench.trainings import Sharding, Training, Unsharded, run_step
+from pcomm.fsdp.bench.turns import Turn, seconds_of, take_turns
 
 __all__ = ["GATHER", "REDUCE", "Found", "measure_alone", "measure_on_rank"]
 
@@ -45,6 +37,8 @@ GATHER, REDUCE = "all-gather alone", "reduce-scatter alone"
 _WARM_STEPS = 2
 # Far above rounding, far below one unit's part.
 _NORM_TOLERANCE = 1e-4
+
+Maker = Callable[[], Training]
 
 
 @dataclass(frozen=True)
@@ -57,24 +51,32 @@ class Found:
         timings: Of each case, as the slowest rank had it.
         sent_bytes: Of each case, what its interfaces sent in a step, with headers; the mean over
             the rounds on the rank that sent most.
-        peak_bytes: Of each case, on the rank that needed most; empty where nobody counts.
+        peak_bytes: Of each case, on the rank that needed most; empty where it was not counted.
         steps: Of each case, what had to be done.
         bounds_s: Of each case, the lower bounds on one link and on independent links.
-        prediction: Of our cases, what the simulator says; None on one rank.
+        prediction: Of our cases, what the simulator says; None without any, and on one rank.
+        link: What the links carried.
     """
 
     model: str
     num_ranks: int
     timings: Mapping[str, Timing]
-    sent_bytes: Mapping[str, float]
-    peak_bytes: Mapping[str, int]
-    steps: Mapping[str, Step]
-    bounds_s: Mapping[str, tuple[float, float]]
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    steps: Mapping[str, Step] = field(default_factory=dict)
+    bounds_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     prediction: Prediction | None = None
+    link: Link = field(default_factory=Link)
 
 
-def measure_on_rank(settings: Settings, network: RatedNetwork) -> list[Found]:
-    """All models on the ranks of this world, over `network`. Collective; alike on every rank."""
+def measure_on_rank(settings: Settings, link: Link, network: RatedNetwork) -> list[Found]:
+    """All models on the ranks of this world, over `network`. Collective; alike on every rank.
+
+    Args:
+        settings: What to measure.
+        link: What the links of `network` carry, and the batch of each rank.
+        network: Where the groups that train are opened.
+    """
     with connect(backend="gloo") as world:
         topology = Topology({"dp": world.size})
         # What ranks tell each other between steps stays on loopback.
@@ -84,13 +86,16 @@ def measure_on_rank(settings: Settings, network: RatedNetwork) -> list[Found]:
                 rails = (("gather", 0), ("reduce", 0), ("other rail", 1))
                 specs = [_spec(role, network, rail) for role, rail in rails]
                 with open_groups(topology, specs) as groups:
+                    own = {spec.role: groups["dp", spec.role] for spec in specs}
                     found = []
                     for name in settings.models:
                         if world.rank == 0:
-                            print(f"{name}, {world.size} ranks ...", file=sys.stderr, flush=True)
-                        problem = Problem(name, settings.widths(name))
-                        own = [groups["dp", spec.role] for spec in specs]
-                        found.append(_measure(problem, settings, network, control, *own))
+                            place = ", ".join(
+                                filter(None, (f"{world.size} ranks", name, link.name))
+                            )
+                            print(f"{place} ...", file=sys.stderr, flush=True)
+                        problem = Problem(name, settings.widths(name, link))
+                        found.append(_measure(problem, settings, link, network, control, own))
                     return found
 
 
@@ -114,8 +119,8 @@ def _measure_alone(problem: Problem, settings: Settings) -> Found:
         for case, training in trainings.items():
             _check(case, training, problem, control, reference)
         turns = {case: _turn(t, problem, control) for case, t in trainings.items()}
-        timings, _ = _take_turns(turns, control, settings.alone_rounds)
-        return Found(problem.name, 1, timings, {}, {}, {}, {})
+        timings, _ = take_turns(turns, control, settings.alone_rounds)
+        return Found(problem.name, 1, timings)
 
 
 def _spec(role: str, network: RatedNetwork, rail: int) -> GroupSpec:
@@ -127,37 +132,30 @@ def _spec(role: str, network: RatedNetwork, rail: int) -> GroupSpec:
 def _measure(
     problem: Problem,
     settings: Settings,
+    link: Link,
     network: RatedNetwork,
     control: Collectives,
-    gather: Group,
-    reduce: Group,
-    other: Group,
+    groups: Mapping[str, Group],
 ) -> Found:
-    assert gather.process_group is not None
-    one, ours = gather.process_group, gather.collectives
-    makers: dict[str, Callable[[], Training]] = {
-        UNSHARDED: lambda: Unsharded(problem),
-        FSDP2: lambda: Fsdp2(problem, one),
-        FSDP2_TUNED: lambda: Fsdp2(problem, one, prefetch=1, reduce=ours),
-        FSDP2_TWO_RAILS: lambda: Fsdp2(problem, one, prefetch=1, reduce=other.collectives),
-        ONE: lambda: Sharding(problem, gather, gather),
-        NO_PREFETCH: lambda: Sharding(problem, gather, reduce, prefetch=0),
-        TWO: lambda: Sharding(problem, gather, reduce),
-        TWO_RAILS: lambda: Sharding(problem, gather, other),
-    }
+    def maker(form: Form) -> Maker:
+        return lambda: make(form, problem, groups)
+
+    makers: dict[str, Maker] = {UNSHARDED: lambda: Unsharded(problem)}
+    makers |= {form.name: maker(form) for form in settings.chosen_forms()}
     reference = Reference.of(problem, control)
-    trainings, peaks = _build(makers, problem, control, reference)
+    # Memory does not depend on the rate; a batch of one row has none to speak of.
+    counts = can_count() and link == settings.links[0]
+    trainings, peaks = _build(makers, problem, control, reference, counts)
     expected = squared_norm(list(reference.exact.values()))
     turns = {
         case: _turn(training, problem, control, None if case == UNSHARDED else expected)
         for case, training in trainings.items()
     }
-    turns |= _collectives_alone(problem, ours)
-    forwards: list[float] = []
-    timings, sent = _take_turns(turns, control, settings.rounds)
-    for _ in range(settings.rounds):
-        forwards.append(_forward_s(trainings[UNSHARDED], problem, control))
-    forward_s = min(forwards)
+    turns |= _collectives_alone(problem, groups["gather"].collectives)
+    timings, sent = take_turns(turns, control, settings.rounds)
+    forward_s = min(
+        _forward_s(trainings[UNSHARDED], problem, control) for _ in range(settings.rounds)
+    )
     backward_s = max(0.0, timings[UNSHARDED].fastest_us / 1e6 - forward_s)
     steps = {
         case: Step(
@@ -171,16 +169,16 @@ def _measure(
         if case != UNSHARDED
     }
     bounds = {case: lower_bounds_s(step, network.bytes_per_s) for case, step in steps.items()}
-    sharded = {case: t.sharded for case, t in trainings.items() if isinstance(t, Sharding)}
-    prediction = _predict(sharded, steps[ONE], turns[ONE], timings, settings, network, control)
-    return Found(problem.name, control.size, timings, sent, peaks, steps, bounds, prediction)
+    prediction = _predict(trainings, steps, turns, timings, settings, network, control)
+    return Found(problem.name, control.size, timings, sent, peaks, steps, bounds, prediction, link)
 
 
 def _build(
-    makers: Mapping[str, Callable[[], Training]],
+    makers: Mapping[str, Maker],
     problem: Problem,
     control: Collectives,
     reference: Reference,
+    counts_memory: bool,
 ) -> tuple[dict[str, Training], dict[str, int]]:
     """Make and check every training, and find its peak of memory on the way."""
     trainings, peaks = {}, {}
@@ -189,17 +187,18 @@ def _build(
     def steps(training: Training) -> None:
         for _ in range(_WARM_STEPS):
             training.forget_gradients()
-            problem.loss(training.model, one_row).backward()
+            run_step(training, problem, one_row)
 
-    for case in (FSDP2, ONE):
+    for names in (THEIRS, OURS) if counts_memory else ():
         # What the first of a kind leaves behind for good is not the next one's memory.
-        steps(makers[case]())
-    for case, make in makers.items():
+        for case in [name for name in names if name in makers][:1]:
+            steps(makers[case]())
+    for case, make_training in makers.items():
         gc.collect()
-        base = in_use_bytes() if can_count() else 0
-        training = trainings[case] = make()
+        base = in_use_bytes() if counts_memory else 0
+        training = trainings[case] = make_training()
         steps(training)
-        if can_count():
+        if counts_memory:
             own = peak_bytes(lambda training=training: steps(training), base)  # type: ignore[misc]
             peaks[case] = int(control.all_reduce(torch.tensor([own]), op="max"))
         if case != UNSHARDED:
@@ -213,29 +212,20 @@ def _check(
     """Compare the gradients of a step with those that it must have. Collective."""
     for _ in range(1 if control.size > 1 else _WARM_STEPS):
         training.forget_gradients()
-        problem.loss(training.model, problem.batch(control.rank)).backward()
+        run_step(training, problem, problem.batch(control.rank))
     try:
         reference.check(training.whole_gradients())
     except AssertionError as difference:
         raise AssertionError(f"{case}: {difference}") from difference
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """A case, and what goes before and after it outside of its time."""
-
-    prepare: Callable[[], None]
-    run: Callable[[], None]
-    check: Callable[[], None]
-
-
 def _turn(
     training: Training, problem: Problem, control: Collectives, expected: Tensor | None = None
-) -> _Turn:
+) -> Turn:
     batch = problem.batch(control.rank)
 
     def run() -> None:
-        problem.loss(training.model, batch).backward()
+        run_step(training, problem, batch)
 
     def check() -> None:
         if expected is not None:
@@ -243,10 +233,10 @@ def _turn(
             norm = control.all_reduce(squared_norm(training.shard_gradients()))
             torch.testing.assert_close(norm, expected, rtol=_NORM_TOLERANCE, atol=0.0)
 
-    return _Turn(training.forget_gradients, run, check)
+    return Turn(run, training.forget_gradients, check)
 
 
-def _collectives_alone(problem: Problem, collectives: Collectives) -> dict[str, _Turn]:
+def _collectives_alone(problem: Problem, collectives: Collectives) -> dict[str, Turn]:
     """All units once, one after another, with nothing beside it."""
     lengths = [size // 4 // collectives.size * collectives.size for size in problem.unit_bytes()]
     wholes = [torch.zeros(length) for length in lengths]
@@ -260,30 +250,40 @@ def _collectives_alone(problem: Problem, collectives: Collectives) -> dict[str, 
         for whole, shard in zip(wholes, shards, strict=True):
             collectives.reduce_scatter(whole, out=shard)
 
-    return {GATHER: _Turn(_nothing, gather, _nothing), REDUCE: _Turn(_nothing, reduce, _nothing)}
+    return {GATHER: Turn(gather), REDUCE: Turn(reduce)}
 
 
 def _predict(
-    sharded: Mapping[str, Sharded],
-    step: Step,
-    turn: _Turn,
+    trainings: Mapping[str, Training],
+    steps: Mapping[str, Step],
+    turns: Mapping[str, Turn],
     timings: Mapping[str, Timing],
     settings: Settings,
     network: RatedNetwork,
     control: Collectives,
-) -> Prediction:
-    """What the simulator says of our cases, if units compute as they do with one group.
+) -> Prediction | None:
+    """What the simulator says of our cases, if units compute as they do in the first of them.
 
     Neither that step nor any other enters as a whole, but what units compute in it, and
-    collectives that were timed alone. Collective.
+    collectives that were timed alone. Those are between pairs, so a form without is left out.
+    Collective.
     """
+    sharded = {
+        case: training.sharded
+        for case, training in trainings.items()
+        if isinstance(training, Sharding) and case != NO_PAIRS
+    }
+    if not sharded:
+        return None
+    case, model = next(iter(sharded.items()))
 
     def run() -> None:
-        turn.prepare()
+        turns[case].prepare()
         control.all_reduce(torch.zeros(1))
-        turn.run()
+        turns[case].run()
 
-    costs = recorded_costs(sharded[ONE], run, settings.rounds, control)
+    costs = recorded_costs(model, run, settings.rounds, control)
+    step = steps[case]
     latency_s = latency_of(
         (timings[GATHER].median_us + timings[REDUCE].median_us) / 1e6,
         # A unit sends as much to gather it as to reduce it.
@@ -294,37 +294,6 @@ def _predict(
     return predict(sharded, costs, bytes_per_s=network.bytes_per_s, latency_s=latency_s)
 
 
-def _take_turns(
-    turns: Mapping[str, _Turn], control: Collectives, rounds: int
-) -> tuple[dict[str, Timing], dict[str, float]]:
-    """In each round every case once. Collective; the same result on every rank."""
-    times: dict[str, list[float]] = {case: [] for case in turns}
-    sent = dict.fromkeys(turns, 0)
-    for index in range(-1, rounds):
-        for case, turn in turns.items():
-            turn.prepare()
-            control.all_reduce(torch.zeros(1))
-            before = _sent_bytes()
-            seconds = _seconds(turn.run, control)
-            turn.check()
-            # One round goes before and does not count.
-            if index >= 0:
-                times[case].append(seconds * 1e6)
-                sent[case] += _sent_bytes() - before
-    timings = {case: Timing(case, tuple(rounds_us)) for case, rounds_us in times.items()}
-    means = torch.tensor([sent[case] / rounds for case in turns], dtype=torch.float64)
-    most = control.all_reduce(means, op="max").tolist()
-    return timings, dict(zip(turns, most, strict=True))
-
-
-def _seconds(run: Callable[[], None], control: Collectives) -> float:
-    """Seconds that the slowest rank takes. Collective."""
-    start = time.perf_counter()
-    run()
-    taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-    return float(control.all_reduce(taken, op="max"))
-
-
 def _forward_s(training: Training, problem: Problem, control: Collectives) -> float:
     batch = problem.batch(control.rank)
     control.all_reduce(torch.zeros(1))
@@ -332,13 +301,4 @@ def _forward_s(training: Training, problem: Problem, control: Collectives) -> fl
     def run() -> None:
         problem.loss(training.model, batch)
 
-    return _seconds(run, control)
-
-
-def _sent_bytes() -> int:
-    """What this rank's links have carried away, on all rails together."""
-    return sum(found.sent_bytes for name, found in traffic().items() if name != "lo")
-
-
-def _nothing() -> None:
-    return None
+    return seconds_of(run, control)

@@ -5,36 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pcomm.core.testing.timing import Row
-from pcomm.fsdp.bench.measure import Found
-from pcomm.fsdp.bench.settings import (
+from pcomm.fsdp.bench.forms import (
+    CHANGES,
+    COMPARED,
     FSDP2,
-    FSDP2_TUNED,
-    FSDP2_TWO_RAILS,
+    NO_PAIRS,
     NO_PREFETCH,
     ONE,
-    TWO,
+    TUNED,
+    TUNED_TWO_RAILS,
     TWO_RAILS,
     UNSHARDED,
-    Settings,
 )
+from pcomm.fsdp.bench.measure import Found
+from pcomm.fsdp.bench.settings import Settings, place_of
 
 __all__ = ["rows_of", "tables_of"]
 
 NAME = "fsdp"
-# Each of ours, and what it is compared with.
-_COMPARED = (
-    (ONE, FSDP2),
-    (ONE, FSDP2_TUNED),
-    (NO_PREFETCH, FSDP2),
-    (TWO, FSDP2),
-    (TWO, FSDP2_TUNED),
-    (TWO_RAILS, FSDP2),
-    (TWO_RAILS, FSDP2_TUNED),
-    (TWO_RAILS, FSDP2_TWO_RAILS),
-    (TWO_RAILS, ONE),
-)
 # One rail, whose bound is that of one link, and two.
-_ON_TWO_RAILS = (FSDP2_TWO_RAILS, TWO_RAILS)
+_ON_TWO_RAILS = (TUNED_TWO_RAILS, TWO_RAILS)
 _MEBI = 1 << 20
 
 
@@ -49,25 +39,31 @@ def rows_of(found: Sequence[Found]) -> list[Row]:
 def _measured(found: Sequence[Found]) -> list[Row]:
     rows = []
     for one in found:
-        place = _place(one)
+        place = place_of(one.num_ranks, one.model, one.link)
         rows += _times(one, place)
         if one.num_ranks == 1:
             rows += _alone(one, place)
         else:
-            rows += _speed(one, place) + _bounds(one, place) + _bytes(one, place)
+            rows += _speed(one, place) + _changes(one, place) + _bounds(one, place)
+            rows += _bytes(one, place)
     return rows
 
 
 def tables_of(settings: Settings, found: Sequence[Found]) -> str:
     """The same for a reader."""
+    rates = " and ".join(f"{link.mbit_per_s:g}" for link in settings.links)
     lines = [
         "Forward and backward, fp32, one thread a rank, gloo with one worker thread a group; "
-        f"links of {settings.mbit_per_s:g} Mbit/s each way.",
-        f"`{FSDP2}`: torch's fully_shard as shipped. `{FSDP2_TUNED}`: gathers ahead by explicit "
-        "lists, the last unit kept,",
-        f"our reduce-scatter. `{FSDP2_TWO_RAILS}`: that one sends over the second rail. All others "
-        "without a number use one rail.",
-        f"`{NO_PREFETCH}` gathers a unit when it is needed, the others of ours one ahead.",
+        f"links of {rates} Mbit/s each way.",
+        f"`{FSDP2}`: torch's fully_shard as shipped. Each line after it adds one thing, up to "
+        f"`{TUNED}`: our",
+        "reduce-scatter and all-gather, gathers ahead by explicit lists, each reduce waited for "
+        "after the next is issued,",
+        "the last two units kept. `2 groups` reduces on a communicator of its own, `2 rails` on "
+        "one of the second rail.",
+        f"`{NO_PREFETCH}` gathers a unit when it is needed, the others of ours one ahead; "
+        f"`{NO_PAIRS}`",
+        "has gloo's all-gather and all-to-all. Gradients were those of one process in every step.",
     ]
     lines += _tables(_measured(found))
     if rows := _predicted(found):
@@ -75,8 +71,8 @@ def tables_of(settings: Settings, found: Sequence[Found]) -> str:
             "",
             "PREDICTION of a model, not measured: the schedules in virtual time. Computing is what "
             "units take in steps of",
-            f"`{ONE}`; a collective takes its bytes at the rate of the link, and what it takes "
-            "beyond them when alone.",
+            "the first of ours; a collective takes its bytes at the rate of the link, and what it "
+            "takes beyond them when alone.",
             *_tables(rows),
         ]
     return "\n".join(lines)
@@ -87,10 +83,6 @@ def _tables(rows: Sequence[Row]) -> list[str]:
     for unit in dict.fromkeys(row.unit for row in rows):
         lines += ["", f"{unit}:", *_grid([row for row in rows if row.unit == unit])]
     return lines
-
-
-def _place(found: Found) -> str:
-    return f"{found.num_ranks} rank{'s' * (found.num_ranks > 1)}, {found.model}"
 
 
 def _times(found: Found, place: str) -> list[Row]:
@@ -104,21 +96,40 @@ def _times(found: Found, place: str) -> list[Row]:
 
 def _speed(found: Found, place: str) -> list[Row]:
     return [
-        _row(
-            f"{ours} over {theirs}", place, _times_as_fast(found, ours, theirs), "x as fast", count
+        row
+        for ours, theirs in COMPARED
+        for row in _ratio(f"{ours} over {theirs}", found, place, ours, theirs, "x as fast")
+    ]
+
+
+def _changes(found: Found, place: str) -> list[Row]:
+    """What each thing is worth that one form has and another one has not."""
+    return [
+        row
+        for change in CHANGES
+        for row in _ratio(
+            change.name, found, place, change.after, change.before, "x as fast, by one change"
         )
-        for ours, theirs in _COMPARED
-        for count in [len(found.timings[ours].rounds_us)]
     ]
 
 
 def _alone(found: Found, place: str) -> list[Row]:
-    count = len(found.timings[ONE].rounds_us)
     return [
-        _row(f"{case} over {UNSHARDED}", place, _times_as_fast(found, case, UNSHARDED), unit, count)
+        row
         for case in (FSDP2, ONE)
-        for unit in ["x as fast as unsharded"]
+        for row in _ratio(
+            f"{case} over {UNSHARDED}", found, place, case, UNSHARDED, "x as fast as unsharded"
+        )
     ]
+
+
+def _ratio(name: str, found: Found, place: str, after: str, before: str, unit: str) -> list[Row]:
+    """How many times as fast one form is, if both were measured."""
+    if after not in found.timings or before not in found.timings:
+        return []
+    timing = found.timings[after]
+    value = found.timings[before].ratio_to(timing)
+    return [_row(name, place, value, unit, len(timing.rounds_us))]
 
 
 def _bounds(found: Found, place: str) -> list[Row]:
@@ -136,10 +147,17 @@ def _bytes(found: Found, place: str) -> list[Row]:
     rows = []
     for case, step in found.steps.items():
         count = len(found.timings[case].rounds_us)
-        sent, ideal = found.sent_bytes[case], step.gather_bytes() + step.reduce_bytes()
+        ideal = step.gather_bytes() + step.reduce_bytes()
+        sent = found.sent_bytes[case]
         rows.append(_row(case, place, sent / _MEBI, "MiB sent", count))
         rows.append(_row(case, place, sent / ideal, "of its ideal bytes", count))
         rows.append(_row(case, place, step.num_backward_gathers, "units gathered in backward", 1))
+    if found.steps:
+        # On one link, for those that send most; above 1 all but the ends could be hidden.
+        most = max(found.steps.values(), key=lambda step: step.gather_bytes())
+        sending_s = (most.gather_bytes() + most.reduce_bytes()) / found.link.bytes_per_s
+        ratio = (most.forward_s + most.backward_s) / sending_s
+        rows.append(_row("computing / sending", place, ratio, "where 1 hides all", 1))
     for case, peak in found.peak_bytes.items():
         rows.append(_row(case, place, peak / _MEBI, "MiB at peak", 1))
     return rows
@@ -150,7 +168,8 @@ def _predicted(found: Sequence[Found]) -> list[Row]:
     for one in found:
         if one.prediction is None:
             continue
-        place, count = _place(one), len(one.timings[ONE].rounds_us)
+        place = place_of(one.num_ranks, one.model, one.link)
+        count = min(len(timing.rounds_us) for timing in one.timings.values())
         for case, step_s in one.prediction.steps_s.items():
             ratio = step_s * 1e6 / one.timings[case].median_us
             rows.append(_row(case, place, step_s * 1e3, "ms, predicted", count))
@@ -161,10 +180,6 @@ def _predicted(found: Sequence[Found]) -> list[Row]:
         ):
             rows.append(_row(what, place, seconds * 1e3, "ms, in the prediction", count))
     return rows
-
-
-def _times_as_fast(found: Found, ours: str, theirs: str) -> float:
-    return found.timings[theirs].ratio_to(found.timings[ours])
 
 
 def _row(case: str, place: str, value: float, unit: str, rounds: int) -> Row:

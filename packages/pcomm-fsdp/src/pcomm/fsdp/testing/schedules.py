@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from pcomm.core.group import Group
 from pcomm.fsdp.compiler import compile_schedule
 from pcomm.fsdp.flat_layout import FlatLayout
 from pcomm.fsdp.group_plan import GroupPlan
@@ -15,7 +17,29 @@ from pcomm.fsdp.simulated import Costs
 from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.units import ROOT
 
-__all__ = ["chain", "chain_costs", "plan_of", "step_of"]
+__all__ = ["PlannedGroup", "chain", "chain_costs", "plan_of", "step_of"]
+
+
+class PlannedGroup(Group):
+    """A group whose communicator is any object, for plans, which only ask which one it is.
+
+    Args:
+        name: Axes along which the group runs.
+        ranks: Global ranks, ascending; this process is the first one.
+        communicator: What stands for it.
+        role: What it is for.
+    """
+
+    def __init__(
+        self, name: str, ranks: tuple[int, ...], communicator: object, *, role: str = ""
+    ) -> None:
+        super().__init__(name, ranks, None, role=role)
+        self._stand_in: Any = communicator
+
+    @property
+    def process_group(self) -> Any:
+        """What stands for it."""
+        return self._stand_in
 
 
 def chain(num_units: int) -> list[Mark]:

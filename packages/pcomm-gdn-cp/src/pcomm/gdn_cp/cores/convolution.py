@@ -11,7 +11,6 @@ way round, and the weights' gradient takes those tokens from their own windows t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pcomm.gdn_cp.cores.inputs import check_shape, check_tokens
-from pcomm.gdn_cp.cores.packing import ChunkLayout
+from pcomm.gdn_cp.cores.offsets import PackOffsets
 from pcomm.gdn_cp.cores.precision import compute_dtype
+from pcomm.gdn_cp.graph_breaks import outside_graphs
 
 __all__ = ["BorderIndices", "border_indices", "causal_convolution", "convolution_step"]
 
 
+@outside_graphs
 def causal_convolution(
     x_TD: Tensor,
     weight_DW: Tensor,
@@ -53,7 +54,7 @@ def causal_convolution(
         LayoutError: The offsets fall, or do not end at `T`.
         ConfigError: Weight, bias or halo of another shape.
     """
-    asked, offsets = "causal_convolution", ChunkLayout.of(cu_seqlens, 1).cu_seqlens
+    asked, offsets = "causal_convolution", PackOffsets.of(cu_seqlens)
     num_sequences, (num_channels, width) = len(offsets) - 1, weight_DW.shape
     check_tokens(asked, offsets, x=x_TD)
     check_shape(f"{asked}: x", x_TD, (len(x_TD), num_channels))
@@ -66,7 +67,7 @@ def causal_convolution(
             f"{asked}: initial_halo", initial_halo, (num_sequences, width - 1, num_channels)
         )
         halo = initial_halo.to(x_TD.dtype)
-    borders = border_indices(offsets, width, x_TD.device)
+    borders = offsets.derived(border_indices, width, x_TD.device)
     dtype = compute_dtype(x_TD)
     weight, bias = weight_DW.to(dtype), None if bias_D is None else bias_D.to(dtype)
     inputs = (x_TD.to(dtype), weight, bias, halo.to(dtype), borders)
@@ -114,28 +115,22 @@ class BorderIndices(NamedTuple):
     lengths_N: Tensor
 
 
-@lru_cache(maxsize=64)
 def border_indices(offsets: tuple[int, ...], width: int, device: torch.device) -> BorderIndices:
-    """The borders of a pack on a device, made once.
-
-    Whoever plans ahead calls this then, so that no convolution waits for the copy.
-    """
-    # A tensor made in inference mode could not be used in training later, and these are kept.
-    with torch.inference_mode(False):
-        offsets_N1 = torch.tensor(offsets, dtype=torch.int64)
-        starts, stops = offsets_N1[:-1], offsets_N1[1:]
-        places_P = torch.arange(width - 1)
-        last = max(offsets[-1] - 1, 0)
-        found: list[Tensor] = []
-        head_NP, tail_NP = starts[:, None] + places_P, stops[:, None] - width + 1 + places_P
-        for tokens_NP, inside_NP in (
-            (head_NP, head_NP < stops[:, None]),
-            (tail_NP, tail_NP >= starts[:, None]),
-        ):
-            tokens_NP = tokens_NP.clamp(0, last)
-            places = inside_NP.flatten().nonzero().flatten()
-            found += [tokens_NP, inside_NP.unsqueeze(-1), places, tokens_NP.flatten()[places]]
-        return BorderIndices(*(x.to(device) for x in (*found, stops - starts)))
+    """The borders of a pack on a device; see `PackOffsets.derived`."""
+    offsets_N1 = torch.tensor(offsets, dtype=torch.int64)
+    starts, stops = offsets_N1[:-1], offsets_N1[1:]
+    places_P = torch.arange(width - 1)
+    last = max(offsets[-1] - 1, 0)
+    found: list[Tensor] = []
+    head_NP, tail_NP = starts[:, None] + places_P, stops[:, None] - width + 1 + places_P
+    for tokens_NP, inside_NP in (
+        (head_NP, head_NP < stops[:, None]),
+        (tail_NP, tail_NP >= starts[:, None]),
+    ):
+        tokens_NP = tokens_NP.clamp(0, last)
+        places = inside_NP.flatten().nonzero().flatten()
+        found += [tokens_NP, inside_NP.unsqueeze(-1), places, tokens_NP.flatten()[places]]
+    return BorderIndices(*(x.to(device) for x in (*found, stops - starts)))
 
 
 def _last_inputs(x_TD: Tensor, halo_NPD: Tensor, borders: BorderIndices) -> Tensor:

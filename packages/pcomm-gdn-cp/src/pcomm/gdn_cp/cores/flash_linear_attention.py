@@ -11,8 +11,8 @@ the number of chunks from the device, once forward and twice backward, so the ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from importlib import import_module
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from torch import Tensor
 from pcomm.core.errors import UnsupportedError
 from pcomm.gdn_cp.cores.gated_delta_chunks import check_delta_inputs
 from pcomm.gdn_cp.cores.inputs import check_shape
-from pcomm.gdn_cp.cores.packing import ChunkLayout
+from pcomm.gdn_cp.cores.offsets import PackOffsets
 from pcomm.gdn_cp.cores.state_space_chunks import check_state_space_inputs, time_steps
+from pcomm.gdn_cp.graph_breaks import outside_graphs
 
-__all__ = ["fla_gated_delta_rule", "fla_state_space"]
+__all__ = ["filled_sequences", "fla_gated_delta_rule", "fla_state_space"]
 
 Operation = Callable[..., tuple[Tensor, Tensor]]
 
@@ -31,6 +32,7 @@ Operation = Callable[..., tuple[Tensor, Tensor]]
 _MOST_DELTA_KEY_DIM = 256
 
 
+@outside_graphs
 def fla_gated_delta_rule(
     q_TGK: Tensor,
     k_TGK: Tensor,
@@ -62,8 +64,8 @@ def fla_gated_delta_rule(
         ConfigError: Shapes that do not fit.
         UnsupportedError: Key heads of more than 256.
     """
-    layout, key_dim = ChunkLayout.of(cu_seqlens, 1), k_TGK.shape[-1]
-    check_delta_inputs("Kernels", layout.cu_seqlens, k_TGK, v_THV, g_TH, beta_TH)
+    offsets, key_dim = PackOffsets.of(cu_seqlens), k_TGK.shape[-1]
+    check_delta_inputs("Kernels", offsets, k_TGK, v_THV, g_TH, beta_TH)
     check_shape("Kernels: q", q_TGK, tuple(k_TGK.shape))
     if key_dim > _MOST_DELTA_KEY_DIM:
         raise UnsupportedError(
@@ -74,9 +76,10 @@ def fla_gated_delta_rule(
         )
     run: Operation = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     tensors = (q_TGK.to(v_THV), k_TGK.to(v_THV), v_THV, g_TH.float(), beta_TH.float())
-    return _run(run, tensors, layout, initial_state)
+    return _run(run, tensors, offsets, initial_state)
 
 
+@outside_graphs
 def fla_state_space(
     x_THP: Tensor,
     dt_TH: Tensor,
@@ -113,9 +116,9 @@ def fla_state_space(
         LayoutError: The offsets fall, or do not end at `T`.
         ConfigError: Shapes that do not fit.
     """
-    layout, num_heads = ChunkLayout.of(cu_seqlens, 1), x_THP.shape[1]
+    offsets, num_heads = PackOffsets.of(cu_seqlens), x_THP.shape[1]
     parameters = (a_log_H, b_TGS, dt_bias_H)
-    check_state_space_inputs("Kernels", layout.cu_seqlens, x_THP, dt_TH, *parameters)
+    check_state_space_inputs("Kernels", offsets, x_THP, dt_TH, *parameters)
     check_shape("Kernels: c", c_TGS, tuple(b_TGS.shape))
     if d_H is not None:
         check_shape("Kernels: d", d_H, (num_heads,))
@@ -125,44 +128,50 @@ def fla_state_space(
     repeats = num_heads // b_TGS.shape[1]
     c_THS, b_THS = (x.to(x_THP).repeat_interleave(repeats, 1) for x in (c_TGS, b_TGS))
     run: Operation = import_module("fla.ops.simple_gla").chunk_simple_gla
-    y_THP, final = _run(run, (c_THS, b_THS, values_THP, g_TH), layout, initial_state)
+    y_THP, final = _run(run, (c_THS, b_THS, values_THP, g_TH), offsets, initial_state)
     if d_H is not None:
         skipped = torch.addcmul(y_THP.float(), x_THP.float(), d_H.float().unsqueeze(-1))
         y_THP = skipped.to(x_THP.dtype)
     return y_THP, final
 
 
+def filled_sequences(
+    offsets: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequences with tokens, on `device`; and their offsets there and on the host.
+
+    Kept by `PackOffsets.derived`, as the kernels find what they made of a tensor by its identity.
+    """
+    filled = [n for n, (a, b) in enumerate(pairwise(offsets)) if b > a]
+    cut = torch.tensor([*dict.fromkeys(offsets)])
+    return torch.tensor(filled, dtype=torch.int64).to(device), cut.to(device), cut
+
+
 def _run(
-    run: Operation, tensors: tuple[Tensor, ...], layout: ChunkLayout, initial_state: Tensor | None
+    run: Operation,
+    tensors: tuple[Tensor, ...],
+    offsets: PackOffsets,
+    initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """An operation on the queries, keys, values and gates of a pack."""
     keys, values = tensors[1], tensors[2]
-    shape = (layout.num_sequences, values.shape[1], keys.shape[2], values.shape[2])
+    shape = (len(offsets) - 1, values.shape[1], keys.shape[2], values.shape[2])
     if initial_state is None:
         initial_state = values.new_zeros(shape, dtype=torch.float32)
     check_shape("Kernels: initial_state", initial_state, shape)
     initial_state = initial_state.float()
-    # Sequences without tokens never reach the kernels; their states go around them.
-    filled = [n for n, length in enumerate(layout.lengths) if length]
-    if not filled:
+    if not offsets[-1]:
         # Backward still passes here, on its way to collectives that every rank takes part in.
         nothing = sum(x.sum() for x in tensors)
         return values + nothing, initial_state + nothing
-    offsets = tuple(dict.fromkeys(layout.cu_seqlens))
-    filled_N = _on_device(tuple(filled), values.device)
+    # Sequences without tokens never reach the kernels; their states go around them.
+    filled_N, cut, cut_on_host = offsets.derived(filled_sequences, values.device)
     output, final = run(
         *(x.unsqueeze(0) for x in tensors),
         scale=1.0,
         initial_state=initial_state.index_select(0, filled_N),
         output_final_state=True,
-        cu_seqlens=_on_device(offsets, values.device),
-        cu_seqlens_cpu=_on_device(offsets, torch.device("cpu")),
+        cu_seqlens=cut,
+        cu_seqlens_cpu=cut_on_host,
     )
     return output.squeeze(0), initial_state.index_copy(0, filled_N, final)
-
-
-@lru_cache(maxsize=64)
-def _on_device(integers: tuple[int, ...], device: torch.device) -> Tensor:
-    """The same tensor for the same integers: the kernels find what they made of it by identity."""
-    with torch.inference_mode(False):
-        return torch.tensor(integers, device=device)

@@ -17,10 +17,12 @@ from torch.nn import functional as F
 from pcomm.gdn_cp.cores.gated_delta_chunks import DeltaChunks
 from pcomm.gdn_cp.cores.norms import l2_normalise
 from pcomm.gdn_cp.cores.precision import compute_dtype
+from pcomm.gdn_cp.graph_breaks import outside_graphs
 
 __all__ = ["chunk_gated_delta_rule", "delta_gates", "gated_delta_rule", "normalise_queries_keys"]
 
 
+@outside_graphs
 def chunk_gated_delta_rule(
     q_TGK: Tensor,
     k_TGK: Tensor,

@@ -23,6 +23,7 @@ from pcomm.gdn_cp.cores.gated_delta_scan import chunk_inverse, delta_scan
 from pcomm.gdn_cp.cores.inputs import check_group, check_shape, check_tokens
 from pcomm.gdn_cp.cores.packing import ChunkLayout, default_chunk, from_chunks, to_chunks
 from pcomm.gdn_cp.cores.precision import compute_dtype
+from pcomm.gdn_cp.graph_breaks import outside_graphs
 
 __all__ = ["DeltaChunks", "check_delta_inputs"]
 
@@ -44,6 +45,7 @@ class DeltaChunks:
     inverse_MGRCC: Tensor
 
     @classmethod
+    @outside_graphs
     def of(
         cls,
         k_TGK: Tensor,
@@ -81,6 +83,7 @@ class DeltaChunks:
         inverse = chunk_inverse(k, beta, pairs)
         return cls(layout, v_THV.dtype, k, v, beta, decay, pairs, inverse)
 
+    @outside_graphs
     def outputs(
         self, q_TGK: Tensor, *, initial_state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -124,6 +127,7 @@ class DeltaChunks:
         output = from_chunks(read_MGRCV.flatten(1, 2), self.layout).to(self.dtype)
         return output, state_for_user(scan.final_NGKRV, self.layout)
 
+    @outside_graphs
     def summary(self) -> tuple[Tensor, Tensor]:
         """What each sequence does to a state that enters it: S becomes M S + B.
 

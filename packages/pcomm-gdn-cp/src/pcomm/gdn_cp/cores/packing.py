@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pcomm.core.errors import ConfigError, LayoutError
+from pcomm.core.errors import ConfigError
+from pcomm.gdn_cp.cores.offsets import PackOffsets
 
 __all__ = ["ChunkIndices", "ChunkLayout", "default_chunk", "from_chunks", "to_chunks"]
 
@@ -68,13 +69,20 @@ class ChunkLayout:
 
     @classmethod
     def of(cls, cu_seqlens: Sequence[int], chunk: int) -> ChunkLayout:
-        """The layout of these offsets, made once and found again for the same integers.
+        """The layout of these offsets; those of a plan keep it, with its index tensors.
 
         Raises:
             ConfigError: The chunk has no tokens.
             LayoutError: The offsets do not start at 0, or decrease.
         """
-        return _layout(tuple(cu_seqlens), chunk)
+        if chunk < 1:
+            raise ConfigError(
+                f"ChunkLayout.of: chunk={chunk}",
+                found="a chunk without tokens",
+                why="Sequences are cut into chunks of this many tokens.",
+                fix="Use a positive number, such as 64.",
+            )
+        return PackOffsets.of(cu_seqlens).derived(cls, chunk)
 
     @property
     def num_tokens(self) -> int:
@@ -125,35 +133,17 @@ class ChunkLayout:
         return self.num_sequences == 1 and self.num_tokens % self.chunk == 0
 
     def indices(self, device: torch.device) -> ChunkIndices:
-        """The index tensors on `device`, made once.
+        """The index tensors on `device`, made once and kept with the layout.
 
-        Whoever plans ahead calls this then, so that no layer waits for the copy.
+        `Plan.prepare` calls this beforehand, so that no layer waits for the copy.
         """
-        return _indices(self, device)
+        # Filled on first use: the layout is immutable, its indices are a memory of it per device.
+        known: dict[torch.device, ChunkIndices] = self.__dict__.setdefault("_known", {})
+        if device not in known:
+            known[device] = _indices(self, device)
+        return known[device]
 
 
-@lru_cache(maxsize=256)
-def _layout(cu_seqlens: tuple[int, ...], chunk: int) -> ChunkLayout:
-    if chunk < 1:
-        raise ConfigError(
-            f"ChunkLayout.of: chunk={chunk}",
-            found="a chunk without tokens",
-            why="Sequences are cut into chunks of this many tokens.",
-            fix="Use a positive number, such as 64.",
-        )
-    falls = any(stop < start for start, stop in pairwise(cu_seqlens))
-    if not cu_seqlens or cu_seqlens[0] != 0 or falls:
-        shown = cu_seqlens if len(cu_seqlens) < 9 else (*cu_seqlens[:8], "...")
-        raise LayoutError(
-            "ChunkLayout.of: cu_seqlens",
-            found=f"{shown}",
-            why="They are where each sequence starts, and where the last one ends.",
-            fix="Start at 0 and let no offset be smaller than the one before it.",
-        )
-    return ChunkLayout(cu_seqlens, chunk)
-
-
-@lru_cache(maxsize=64)
 def _indices(layout: ChunkLayout, device: torch.device) -> ChunkIndices:
     # A tensor made in inference mode could not be used in training later, and these are kept.
     with torch.inference_mode(False):

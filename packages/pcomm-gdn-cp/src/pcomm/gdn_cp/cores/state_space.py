@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pcomm.gdn_cp.cores.state_space_chunks import StateSpaceChunks
+from pcomm.gdn_cp.graph_breaks import outside_graphs
 
 __all__ = ["chunk_state_space"]
 
 
+@outside_graphs
 def chunk_state_space(
     x_THP: Tensor,
     dt_TH: Tensor,

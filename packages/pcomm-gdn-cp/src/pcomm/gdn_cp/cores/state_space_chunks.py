@@ -18,6 +18,7 @@ from pcomm.gdn_cp.cores.inputs import check_group, check_shape, check_tokens
 from pcomm.gdn_cp.cores.packing import ChunkLayout, default_chunk, from_chunks, to_chunks
 from pcomm.gdn_cp.cores.precision import compute_dtype
 from pcomm.gdn_cp.cores.state_space_scan import decay_scan
+from pcomm.gdn_cp.graph_breaks import outside_graphs
 
 __all__ = ["StateSpaceChunks", "check_state_space_inputs", "time_steps"]
 
@@ -36,6 +37,7 @@ class StateSpaceChunks:
     decay_MGRC: Tensor
 
     @classmethod
+    @outside_graphs
     def of(
         cls,
         x_THP: Tensor,
@@ -74,6 +76,7 @@ class StateSpaceChunks:
         values = (x * time.unsqueeze(-1)).unflatten(1, (num_groups, -1))
         return cls(layout, x_THP, b, values, log_decay_since_start(g, num_groups))
 
+    @outside_graphs
     def outputs(
         self, c_TGS: Tensor, *, d_H: Tensor | None = None, initial_state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -109,6 +112,7 @@ class StateSpaceChunks:
             y_THP = torch.addcmul(y_THP, self.x_THP.to(y_THP.dtype), d_H.to(y_THP.dtype)[:, None])
         return y_THP.to(self.x_THP.dtype), final
 
+    @outside_graphs
     def summary(self) -> tuple[Tensor, Tensor]:
         """What each sequence does to a state that enters it: S becomes M S + B.
 

@@ -1,0 +1,120 @@
+"""A run that is over leaves nothing: no parameters, no communicators, no threads that poll."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pcomm.core.testing.living import Living, left_behind, num_parameters
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.world import connect
+from pcomm.integration import recipes
+from pcomm.integration.config import Config, ParallelConfig
+from pcomm.integration.config_rules import validate
+from pcomm.integration.parallelize import build_model, open_run_groups
+from pcomm.integration.testing.short_runs import prepare_words, train_steps
+from pcomm.integration.train.replicas import Replicas
+from pcomm.integration.train.run import run_training
+
+RUNS = 3
+
+
+def config(parallel: ParallelConfig, *, dtype: str = "fp32", pattern: str = "A") -> Config:
+    tiny = recipes.tiny()
+    return dataclasses.replace(
+        tiny,
+        parallel=parallel,
+        model=dataclasses.replace(tiny.model, pattern=pattern, layers=2),
+        train=dataclasses.replace(tiny.train, steps=2, dtype=dtype),
+    )
+
+
+def with_experts(parallel: ParallelConfig) -> Config:
+    plain = config(parallel)
+    model = dataclasses.replace(plain.model, experts=4, experts_per_token=2, expert_width=32)
+    return dataclasses.replace(plain, model=model)
+
+
+KINDS = {
+    "replicas": config(ParallelConfig(dp=2)),
+    "tensor and sequence parallel": config(ParallelConfig(tp=2, sequence=True)),
+    "context parallel": config(ParallelConfig(cp=2), pattern="GA"),
+    "experts": with_experts(ParallelConfig(dp=2, ep=2)),
+    "shards": config(ParallelConfig(dp=2, data="shard")),
+    "shards of stage 1 in bf16": config(ParallelConfig(dp=2, data="shard", zero=1), dtype="bf16"),
+    "shards of experts": with_experts(ParallelConfig(dp=2, data="shard")),
+}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_words(tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(2)
+def test_nothing_lives_on_after_training(rank: int, kind: str, run_dir: Path) -> None:
+    # Each rank connects to the other once, which makes torch's own threads.
+    dist.barrier()
+    before = Living.now()
+    assert before.gloo_threads
+    for _ in range(RUNS):
+        train_steps(KINDS[kind], run_dir, torch.float32, 2)
+        left = left_behind(before)
+        assert left == []
+        assert num_parameters() == 0
+
+
+@ranks(2)
+def test_nothing_lives_on_after_a_whole_run(rank: int, run_dir: Path, tmp_path: Path) -> None:
+    """With checkpoints, metrics, evaluation and a trace."""
+    data = dataclasses.replace(recipes.tiny().data, path=(str(run_dir / "text" / "*.txt"),))
+    whole = dataclasses.replace(KINDS["replicas"], data=data)
+    dist.barrier()
+    before = Living.now()
+    for number in range(RUNS):
+        out = tmp_path / f"run{number}"
+        outcome = run_training(whole, out, stream=io.StringIO(), trace=tmp_path / "trace.json")
+        assert outcome.steps == 2
+        left = left_behind(before)
+        assert left == []
+        assert num_parameters() == 0
+
+
+@ranks(2)
+def test_closed_groups_let_go_of_a_model_that_is_still_there(rank: int) -> None:
+    dist.barrier()
+    before = Living.now()
+    with connect() as world:
+        resolved = validate(KINDS["replicas"], world.size)
+        with open_run_groups(resolved, world) as groups:
+            parallel = build_model(resolved, groups, world.device)
+            replicas = Replicas(parallel)
+            parameters = list(replicas.parameters.values())
+            replicas.begin_step()
+            with replicas.micro_batch(is_last=True):
+                sum(p.sum() for p in parameters).backward()
+            replicas.finish_step()
+            assert all(bool((p.grad == world.size).all()) for p in parameters)
+    with replicas.micro_batch(is_last=True):
+        # No hook is left that would ask a closed group to add.
+        sum(p.sum() for p in parameters).backward()
+    assert all(bool((p.grad == world.size + 1).all()) for p in parameters)
+    del parallel, groups
+    left = left_behind(before)
+    assert left == []
+
+
+@ranks(2)
+def test_groups_that_stay_open_do_not_keep_a_model(rank: int) -> None:
+    with connect() as world:
+        resolved = validate(KINDS["replicas"], world.size)
+        with open_run_groups(resolved, world) as groups:
+            for _ in range(RUNS):
+                Replicas(build_model(resolved, groups, world.device))
+                assert num_parameters() == 0

@@ -1,0 +1,239 @@
+"""A run's folder: held by one run, and left as it was by those that are refused."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from pcomm.core.errors import ConfigError, PcommError, PeerError
+from pcomm.core.testing.ranks import ranks
+from pcomm.integration import recipes
+from pcomm.integration.checkpoint.folders import newest
+from pcomm.integration.config_file import apply_overrides
+from pcomm.integration.data import tokenizer
+from pcomm.integration.testing.short_runs import prepare_words
+from pcomm.integration.train.run import Outcome, run_training
+from pcomm.integration.train.run_lock import lock_run
+
+Files = dict[str, tuple[bytes, int]]
+
+
+def train(text: Path, run_dir: Path, *overrides: str, must_restart: bool = False) -> Outcome:
+    config = apply_overrides(recipes.tiny(), [f"data.path=['{text}']", *overrides])
+    return run_training(config, run_dir, must_restart=must_restart, stream=io.StringIO())
+
+
+def contents(run_dir: Path) -> Files:
+    """Every file with its content and the time of its last change."""
+    files = [file for file in run_dir.rglob("*") if file.is_file()]
+    return {
+        str(file.relative_to(run_dir)): (file.read_bytes(), file.stat().st_mtime_ns)
+        for file in files
+    }
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_words(tmp_path_factory.mktemp("text")) / "text" / "*.txt"
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Another corpus."""
+    file = tmp_path / "other.jsonl"
+    file.write_text("".join(f'{{"text": "line {n} of others"}}\n' for n in range(50)))
+    return file
+
+
+def test_another_text_is_refused_before_the_folder_changes(
+    text: Path, other: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train(text, run)
+    before = contents(run)
+    with pytest.raises(ConfigError, match=r"data.fingerprint was '\w+' and is '\w+'"):
+        train(other, run, "train.steps=6")
+    assert contents(run) == before
+    assert train(text, run, "train.steps=5").steps == 5
+
+
+@pytest.mark.parametrize("path", ["absent.txt", "blank.txt"])
+def test_a_restart_with_a_text_that_is_none_keeps_the_results(
+    text: Path, tmp_path: Path, path: str
+) -> None:
+    run = tmp_path / "run"
+    train(text, run)
+    (tmp_path / "blank.txt").write_text(" ")
+    before = contents(run)
+    with pytest.raises(ConfigError):
+        train(tmp_path / path, run, must_restart=True)
+    assert contents(run) == before
+
+
+def test_a_restart_takes_another_text(text: Path, other: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(text, run)
+    assert train(other, run, must_restart=True).steps == 4
+    left = {file.name for file in run.iterdir() if file.is_dir()}
+    assert left - {"tensorboard"} == {"checkpoints", "data"}
+
+
+# -- the lock --------------------------------------------------------------------------------
+
+HOLDER = """
+import sys
+import threading
+from pathlib import Path
+from pcomm.integration.train.run_lock import lock_run
+with lock_run(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_one_folder_is_told_of_the_first(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(text, run)
+    before = contents(run)
+    command = [sys.executable, "-c", HOLDER, str(run)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            expected = rf"folder {run}: a run of process {holder.pid} on host \S+, which is under"
+            with pytest.raises(ConfigError, match=expected):
+                train(text, run, "train.steps=6", must_restart=True)
+            left = contents(run)
+            left.pop(".lock")
+            assert left == before
+        finally:
+            # It dies without a chance to tidy up.
+            holder.kill()
+    assert (run / ".lock").exists()
+    assert train(text, run, "train.steps=5").steps == 5
+    assert not (run / ".lock").exists()
+
+
+def test_two_runs_in_one_process(tmp_path: Path) -> None:
+    with (
+        lock_run(tmp_path),
+        pytest.raises(ConfigError, match=f"process {os.getpid()} on host"),
+        lock_run(tmp_path),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with lock_run(tmp_path), lock_run(tmp_path / "another"):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_whose_holder_ends_just_then(tmp_path: Path) -> None:
+    """The name is gone when the lock is got, so another run may have made it anew."""
+    removed = []
+    flock = fcntl.flock
+
+    def flock_late(descriptor: int, how: int) -> None:
+        if not removed:
+            removed.append((tmp_path / ".lock").unlink())
+        flock(descriptor, how)
+
+    with patch("fcntl.flock", flock_late), lock_run(tmp_path):
+        assert removed
+        with pytest.raises(ConfigError, match="under way"), lock_run(tmp_path):
+            pass
+
+
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with patch("fcntl.flock", no_locks), lock_run(tmp_path):
+        assert "no lock for" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- interrupted while it prepares -----------------------------------------------------------
+
+
+def test_ctrl_c_is_heard_while_the_tokenizer_is_trained(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that computes without Python's knowledge, and takes no note of signals."""
+    is_over = threading.Event()
+
+    def compute(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert is_over.wait(60)
+
+    monkeypatch.setattr(tokenizer, "_trained", compute)
+    run = tmp_path / "run"
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(text, run)
+    finally:
+        is_over.set()
+    assert list(run.iterdir()) == []
+    monkeypatch.undo()
+    assert train(text, run).steps == 4
+    assert newest(run) is not None
+
+
+@ranks(2)
+def test_the_other_ranks_hear_of_a_ctrl_c(rank: int, text: Path, tmp_path: Path) -> None:
+    def stop(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        # An interpreter hears of it at its next step.
+        for _ in range(1000):
+            pass
+
+    with (
+        patch.object(tokenizer, "_trained", stop),
+        pytest.raises(PeerError if rank else KeyboardInterrupt) as caught,
+    ):
+        train(text, tmp_path / "run")
+    assert rank == 0 or "a request to stop" in str(caught.value)
+
+
+def test_a_single_text_trains_without_further_settings(tmp_path: Path) -> None:
+    file = tmp_path / "input.txt"
+    file.write_text("".join(f"{n} and {n + 1} make {2 * n + 1}\n" for n in range(300)))
+    outcome = train(file, tmp_path / "run")
+    assert outcome.steps == 4
+    assert outcome.bits_per_byte is not None
+    assert 0 < outcome.bits_per_byte < 20
+
+
+# -- a full disk -----------------------------------------------------------------------------
+
+FULL = Path("/dev/full")
+
+
+def test_a_disk_that_is_full_for_metrics_stops_the_run_with_a_checkpoint(
+    text: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    opened = Path.open
+
+    def to_full(path: Path, *arguments: object, **options: object) -> object:
+        target = FULL if path.name == "metrics.jsonl" else path
+        return opened(target, *arguments, **options)
+
+    message = r"metrics\.jsonl: No space left on device"
+    with patch.object(Path, "open", to_full), pytest.raises(PcommError, match=message):
+        train(text, run, "train.steps=9", "checkpoint.every=0")
+    saved = newest(run)
+    assert saved is not None
+    assert saved.step == 2
+    assert train(text, run, "checkpoint.every=0").steps == 4

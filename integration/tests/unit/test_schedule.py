@@ -1,0 +1,140 @@
+"""The learning rate of each step, and what a run that is made longer does with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from pcomm.core.errors import ConfigError
+from pcomm.integration.checkpoint.folders import Checkpoint
+from pcomm.integration.config import TrainConfig
+from pcomm.integration.train.progress import Progress
+from pcomm.integration.train.schedule import Rewarm, learning_rate
+
+COSINE = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate_ratio=0.1)
+CONSTANT = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, schedule="constant")
+
+
+def changed(config: TrainConfig, **values: object) -> TrainConfig:
+    return TrainConfig(**{**vars(config), **values})
+
+
+def rates(config: TrainConfig, rewarm: Rewarm | None = None) -> list[float]:
+    return [learning_rate(config, step, rewarm) for step in range(config.steps)]
+
+
+def test_a_cosine_rises_falls_and_ends_at_its_minimum():
+    found = rates(COSINE)
+    assert found[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
+    assert found[9:] == sorted(found[9:], reverse=True)
+    assert found[54] == pytest.approx(0.55)
+    assert found[-1] == pytest.approx(0.1)
+    assert learning_rate(COSINE, 1000) == pytest.approx(0.1)
+
+
+def test_constant_stays_however_long_the_run_becomes():
+    assert rates(CONSTANT)[9:] == [1.0] * 91
+    assert rates(changed(CONSTANT, steps=500))[:100] == rates(CONSTANT)
+
+
+def test_a_rewarm_is_a_straight_line_to_the_schedule():
+    longer = changed(COSINE, steps=200, rewarm_steps=5)
+    found, plain = rates(longer, Rewarm(100, 0.1)), rates(longer)
+    assert found[:100] == plain[:100]
+    assert found[104:] == plain[104:]
+    line = [0.1 + (plain[100 + n] - 0.1) * (n + 1) / 5 for n in range(5)]
+    assert found[100:105] == pytest.approx(line)
+    assert sorted(found[100:105]) == found[100:105]
+    assert rates(COSINE)[99] < found[100]
+
+
+def saved(folder: Path, progress: Progress, config: TrainConfig) -> Checkpoint:
+    state = {"step": progress.step, **progress.state(config)}
+    (folder / "state.json").write_text(json.dumps(state))
+    return Checkpoint(progress.step, folder)
+
+
+def resumed(
+    folder: Path, config: TrainConfig, caplog: pytest.LogCaptureFixture
+) -> tuple[Progress, str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "pcomm.train"):
+        progress = Progress.resumed(
+            Checkpoint(json.loads((folder / "state.json").read_text())["step"], folder), config
+        )
+    return progress, caplog.text
+
+
+def test_what_is_not_changed_is_not_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for config, step in ((COSINE, 40), (CONSTANT, 100)):
+        saved(tmp_path, Progress(step, skipped=3), config)
+        longer = config if config is COSINE else changed(config, steps=300)
+        assert resumed(tmp_path, longer, caplog) == (Progress(step, skipped=3), "")
+
+
+def test_a_finished_run_that_is_made_longer_says_that_the_rate_jumps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    saved(tmp_path, Progress(100), COSINE)
+    longer = changed(COSINE, steps=200)
+    progress, said = resumed(tmp_path, longer, caplog)
+    assert progress == Progress(100)
+    after = learning_rate(longer, 100)
+    assert after > 5 * learning_rate(COSINE, 99)
+    assert f"jumps from 0.1 to {after:.3g}" in said
+    assert "(train.steps was 100 and is 200)" in said
+    assert "train.rewarm_steps" in said
+    assert "train.schedule=constant" in said
+    # A finished run that stays finished has no next step.
+    assert resumed(tmp_path, COSINE, caplog)[1] == ""
+
+
+def test_with_rewarm_steps_it_does_not_jump_also_after_another_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    saved(tmp_path, Progress(100), COSINE)
+    longer = changed(COSINE, steps=200, rewarm_steps=8)
+    progress, said = resumed(tmp_path, longer, caplog)
+    assert progress.rewarm == Rewarm(100, pytest.approx(0.1))
+    assert "after train.rewarm_steps = 8" in said
+    steps = rates(longer, progress.rewarm)
+    assert abs(steps[100] - learning_rate(COSINE, 99)) < 0.1
+    # Interrupted on the way: the same line is followed to its end.
+    saved(tmp_path, Progress(103, rewarm=progress.rewarm), longer)
+    again, said = resumed(tmp_path, longer, caplog)
+    assert (again.rewarm, said) == (progress.rewarm, "")
+    assert rates(longer, again.rewarm) == steps
+
+
+def test_another_peak_is_said_too(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    saved(tmp_path, Progress(40), COSINE)
+    progress, said = resumed(tmp_path, changed(COSINE, learning_rate=0.5), caplog)
+    assert progress == Progress(40)
+    assert "jumps from" in said
+    assert "train.steps was" not in said
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"skipped": "2"},
+        {"learning_rate": 3},
+        {"learning_rate": {"last": "x", "next": 1}},
+        {"learning_rate": {"last": 1.0}},
+        {"rewarm": [1]},
+        {"rewarm": ["1", 2.0]},
+        {"rewarm": [1, None]},
+    ],
+)
+def test_a_state_that_no_run_wrote(tmp_path: Path, state: dict[str, object]):
+    (tmp_path / "state.json").write_text(json.dumps({"step": 4, **state}))
+    with pytest.raises(ConfigError, match=r"state\.json with skipped"):
+        Progress.resumed(Checkpoint(4, tmp_path), COSINE)
+
+
+def test_a_state_of_an_earlier_version(tmp_path: Path):
+    (tmp_path / "state.json").write_text('{"step": 4}')
+    assert Progress.resumed(Checkpoint(4, tmp_path), COSINE) == Progress(4)

@@ -1,0 +1,79 @@
+"""The tensor that a caller names for a result: whether it fits, and what it may lie over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pcomm.core.errors import LayoutError
+
+__all__ = ["check_out", "deliver", "is_dense", "not_over"]
+
+
+def check_out(name: str, x: Tensor, shape: Sequence[int], out: Tensor | None) -> None:
+    """Refuse an `out` that cannot take the result as it is. Local, before anything is sent.
+
+    Torch would resize it, cast to its dtype, or receive the bytes as other numbers, depending on
+    operation and size.
+
+    Args:
+        name: The operation, for the message.
+        x: What goes in; the result has its dtype and device.
+        shape: Of the result.
+        out: What the caller named; None if nothing.
+
+    Raises:
+        LayoutError: Shape, dtype or device differ, or elements of `out` share memory.
+    """
+    if out is None:
+        return
+    if out.shape == shape and out.dtype == x.dtype and out.device == x.device:
+        if all(stride or n < 2 for n, stride in zip(out.shape, out.stride(), strict=True)):
+            return
+        found = f"strides {out.stride()}, so that several elements are one place in memory"
+    else:
+        found = f"a result of shape {tuple(shape)}, {x.dtype} on {x.device}"
+    raise LayoutError(
+        f"{name}: out={out.dtype} of shape {tuple(out.shape)} on {out.device}",
+        found=found,
+        why="A result is written to out as it comes; out is never resized, and nothing is cast.",
+        fix="Pass an out of that shape, dtype and device, or none.",
+    )
+
+
+def is_dense(out: Tensor) -> bool:
+    """Whether an operation may write its bytes straight into `out`."""
+    return (
+        out.is_contiguous()
+        # Autograd refuses to write to such a leaf, unless through `deliver`.
+        and not out.requires_grad
+        # The memory of these views holds other numbers than they do.
+        and not out.is_conj()
+        and not out.is_neg()
+    )
+
+
+def not_over(x: Tensor, out: Tensor) -> Tensor:
+    """`x`, or a copy of it where writing to `out` would change what is still to be read. Local."""
+    first, last = _span(x)
+    out_first, out_last = _span(out)
+    return x if last <= out_first or out_last <= first else x.clone()
+
+
+def deliver(result: Tensor, out: Tensor | None) -> Tensor:
+    """`result` in dense memory, or in `out`."""
+    if out is None:
+        return result.contiguous()
+    # Results carry no gradient. Autograd still sees that `out` has changed.
+    out.detach().copy_(result.detach())
+    return out
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of `x`, and behind its last; equal if it has no element."""
+    first = x.data_ptr()
+    if not x.numel():
+        return first, first
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return first, first + (last + 1) * x.itemsize

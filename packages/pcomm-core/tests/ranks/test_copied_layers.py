@@ -1,0 +1,124 @@
+"""Split layers that are copied and pickled: a copy has its own parameters, and shares the rest."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pcomm.core.collectives.choice import collectives_of
+from pcomm.core.collectives.differentiable import DifferentiableCollectives
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.errors import UnsupportedError
+from pcomm.core.layout import Layout
+from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
+from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
+from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+
+
+class Model(nn.Module):
+    """Every split layer, from token ids to a loss per token."""
+
+    def __init__(self, collectives: Collectives, *, width: int, sequence: bool) -> None:
+        super().__init__()
+        self.words, hidden = Layout.even(width, 2), Layout.even(2 * width, 2)
+        self.collectives = collectives
+        self.embedding = VocabularyParallelEmbedding(
+            self.words, width, collectives, sequence_parallel=sequence
+        )
+        self.column = ColumnParallelLinear(
+            width, hidden, collectives, bias=True, sequence_parallel=sequence
+        )
+        self.row = RowParallelLinear(
+            hidden, width, collectives, bias=True, sequence_parallel=sequence
+        )
+        self.head = ColumnParallelLinear(width, self.words, collectives, sequence_parallel=sequence)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.row(self.column(self.embedding(ids)).tanh()))
+        return vocabulary_parallel_cross_entropy(logits, ids.roll(-1), self.words, self.collectives)
+
+
+def train(model: Model, *, num_steps: int) -> list[Tensor]:
+    ids = torch.arange(8) * (model.words.length // 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(num_steps):
+        loss = model(ids)
+        loss.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def check_copy(collectives: Collectives, *, width: int, sequence: bool) -> None:
+    torch.manual_seed(3)
+    model = Model(collectives, width=width, sequence=sequence)
+    train(model, num_steps=1)
+    copied = copy.deepcopy(model)
+    assert copied.head.collectives is copied.collectives is collectives
+    before = [p.detach().clone() for p in model.parameters()]
+    losses = train(copied, num_steps=2)
+    # The copy has trained, and the original has not.
+    for kept, old, new in zip(before, model.parameters(), copied.parameters(), strict=True):
+        assert_equal(old.detach(), kept)
+        assert not torch.equal(new, old)
+    assert losses[0].mean() > losses[-1].mean()
+    for one, other in zip(train(model, num_steps=2), losses, strict=True):
+        assert_equal(one, other)
+    for old, new in zip(model.parameters(), copied.parameters(), strict=True):
+        assert_equal(old.detach(), new.detach())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@ranks(2)
+def test_a_copied_model_trains_like_the_original(rank: int, sequence: bool) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    ours = collectives_of(group)
+    with_gradients = DifferentiableCollectives(ours)
+    assert copy.deepcopy([with_gradients])[0] is with_gradients
+    for collectives in (ours, SpyCollectives(ours)):
+        assert copy.copy(collectives) is collectives
+        check_copy(collectives, width=32, sequence=sequence)
+    # Weights of 2 MiB, which gloo reduces in pieces.
+    check_copy(ours, width=512, sequence=sequence)
+
+
+def test_a_copy_on_virtual_ranks() -> None:
+    def on_rank(collectives: VirtualCollectives) -> None:
+        layer = ColumnParallelLinear(4, Layout.even(4, 2), collectives, gather_output=True)
+        x = torch.ones(3, 4)
+        assert_equal(copy.deepcopy(layer)(x), layer(x))
+
+    run_virtual(on_rank, 2)
+
+
+@ranks(2)
+def test_a_split_layer_is_not_pickled_and_says_what_to_save(rank: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    ours = collectives_of(group)
+    for collectives in (ours, SpyCollectives(ours), DifferentiableCollectives(ours)):
+        layer = ColumnParallelLinear(4, Layout.even(4, 2), collectives)
+        with pytest.raises(UnsupportedError, match=f"rank {rank} of 2") as caught:
+            pickle.dumps(layer)
+        assert "state_dict" in caught.value.fix
+        with pytest.raises(UnsupportedError, match=f"rank {rank} of 2"):
+            torch.save(layer, io.BytesIO())
+        other = ColumnParallelLinear(4, Layout.even(4, 2), collectives)
+        file = io.BytesIO()
+        torch.save(layer.state_dict(), file)
+        file.seek(0)
+        other.load_state_dict(torch.load(file))
+        assert_equal(other.weight.detach(), layer.weight.detach())

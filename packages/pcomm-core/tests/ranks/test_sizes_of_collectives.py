@@ -1,0 +1,58 @@
+"""The same numbers on both sides of every size at which a gloo group does something else.
+
+From 256 KiB a shard on, ranks exchange in pairs; what is added comes in pieces of 128 KiB, of which
+there are at most eight, so that pieces grow from 1 MiB on.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+
+from pcomm.core.collectives import gloo, pairwise
+from pcomm.core.groups import open_groups
+from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+
+KIB = 1024 // 4
+BORDERS = (256 * KIB, 3 * 128 * KIB, 8 * 128 * KIB)
+SIZES = (*chain.from_iterable((n - 1, n, n + 1) for n in BORDERS), 3 * 1024 * KIB)
+
+
+def test_the_borders_are_those_of_the_code() -> None:
+    sizes = (gloo._LARGE_BYTES, pairwise._PIECE_BYTES, pairwise._MOST_PIECES)
+    assert sizes == (256 * 1024, 128 * 1024, 8)
+
+
+@pytest.mark.parametrize(
+    ("length", "pieces"),
+    [
+        (0, []),
+        (1, [1]),
+        (128 * KIB, [128 * KIB]),
+        (128 * KIB + 1, [128 * KIB, 1]),
+        (8 * 128 * KIB, [128 * KIB] * 8),
+        (8 * 128 * KIB + 1, [128 * KIB + 1] * 7 + [128 * KIB - 6]),
+    ],
+    ids=str,
+)
+def test_a_part_is_sent_in_pieces_that_grow_when_there_are_eight(
+    length: int, pieces: list[int]
+) -> None:
+    assert [len(piece) for piece in pairwise._pieces(torch.zeros(length))] == pieces
+
+
+@ranks(2)
+def test_values_do_not_depend_on_the_size(rank: int) -> None:
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        collectives = groups["dp"].collectives
+        for n in SIZES:
+            # Sums of small integers are exact, and no two neighbours are equal.
+            both = [(torch.arange(2 * n) * (7 + r) % 1021).float() for r in range(2)]
+            pending = collectives.reduce_scatter_async(both[rank])
+            gathered = collectives.all_gather(both[rank][:n])
+            assert_equal(gathered, torch.cat([x[:n] for x in both]))
+            assert_equal(pending.wait(), (both[0] + both[1])[rank * n : (rank + 1) * n])

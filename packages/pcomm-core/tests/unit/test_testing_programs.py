@@ -1,0 +1,79 @@
+"""Programs of tests: all that they have started ends with them, whatever ends the test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pcomm.core.testing.patience import wait_until
+from pcomm.core.testing.programs import Programs
+
+PLAIN = [sys.executable, "-I", "-S", "-c"]
+# Like the workers of torchrun: in a session of its own, and holding the pipes of its parent.
+LAUNCHER = f"""
+import subprocess
+subprocess.Popen([*{PLAIN!r}, "import time; time.sleep(3600)"], start_new_session=True)
+print("started", flush=True)
+input()
+"""
+
+
+def launched(programs: Programs) -> subprocess.Popen[str]:
+    launcher = programs.start(*PLAIN, LAUNCHER, stdin=subprocess.PIPE)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "started\n"
+    assert len(programs.running()) == 2
+    return launcher
+
+
+def test_stopping_ends_what_left_the_session() -> None:
+    with Programs() as programs:
+        launched(programs)
+        programs.stop()
+        assert programs.running() == []
+        # It can be used again.
+        assert programs.run(*PLAIN, "print(5)").stdout == "5\n"
+
+
+def test_the_end_of_the_launcher_is_not_that_of_its_workers() -> None:
+    """Otherwise the other tests would say nothing."""
+    with Programs() as programs:
+        launcher = launched(programs)
+        launcher.kill()
+        launcher.wait()
+        assert len(programs.running()) == 1
+    assert programs.running() == []
+
+
+def test_a_program_that_takes_too_long_leaves_nothing() -> None:
+    with Programs() as programs:
+        with pytest.raises(subprocess.TimeoutExpired):
+            programs.run(*PLAIN, LAUNCHER, stdin=subprocess.PIPE, within_s=1.0)
+        assert programs.running() == []
+
+
+def test_the_end_of_a_test_that_is_killed_is_theirs(tmp_path: Path) -> None:
+    """Its own programs are not among those that this test would end."""
+    program = tmp_path / "test_that_is_killed.py"
+    program.write_text(
+        "import os, signal\n"
+        "from pcomm.core.testing.programs import Programs\n"
+        "programs = Programs()\n"
+        f"programs.start(*{PLAIN!r}, 'import time; time.sleep(3600)')\n"
+        "print(*programs.running(), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    # Run without a mark of ours, which would count for what it starts, too.
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    [pid] = map(int, done.stdout.split())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of its program")
+
+
+def test_what_it_prints_and_its_exit_code() -> None:
+    with Programs() as programs:
+        source = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+        done = programs.run(*PLAIN, source, env={})
+    assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")

@@ -1,0 +1,28 @@
+"""Gloo's own all-gather and all-to-all: what pcomm's collectives are without pairs of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pcomm.core.collectives.distributed import DistributedCollectives, Started
+
+__all__ = ["WithoutPairs"]
+
+
+class WithoutPairs(DistributedCollectives):
+    """Collectives of a gloo group that move the same bytes as pcomm's, and never between pairs.
+
+    A reduce-scatter is an all-to-all and a local sum, since torch's moves twice the bytes.
+
+    Args:
+        process_group: A group with a gloo backend that this rank belongs to.
+    """
+
+    is_seen_by_host = True
+
+    def _reduce_scatter(
+        self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
+    ) -> Started:
+        return self._exchange_and_add(x, dim, sizes, out, is_async)

@@ -1,0 +1,118 @@
+"""How torch.distributed.checkpoint writes and reads state that is looked up at that time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+
+from pcomm.core.checkpoint.planners import RegionLoadPlanner, RegionSavePlanner
+from pcomm.core.checkpoint.region import Region
+from pcomm.core.errors import DivergenceError
+from pcomm.core.placement import Placement
+from pcomm.fsdp.state_region import VALUE, StateRegion, decoded
+
+__all__ = ["StateLoadPlanner", "StateSavePlanner"]
+
+
+class StateSavePlanner(RegionSavePlanner):
+    """Writes regions, and refuses what should be the same on all ranks and is not."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Look state up."""
+        self._same: dict[str, str] = {}
+        resolved: dict[str, Region] = {}
+        for name, region in state_dict.items():
+            if isinstance(region, StateRegion):
+                own, found = region.saved(name)
+                resolved[own] = found
+                if not region.must_agree:
+                    continue
+                if own != name:
+                    self._same[name] = bytes(found.tensor.tolist()).decode()
+                elif not region.is_spread and not found.tensor.dim():
+                    self._same[name] = repr(found.tensor.item())
+            else:
+                resolved[name] = region
+        super().set_up_planner(resolved, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        """All pieces that this rank holds, and the values that others have to have as well."""
+        return replace(super().create_local_plan(), planner_data=self._same)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Compare the ranks' values.
+
+        Raises:
+            DivergenceError: They differ, and only one of them would be saved.
+        """
+        known: dict[str, tuple[int, str]] = {}
+        for rank, plan in enumerate(all_plans):
+            for name, value in plan.planner_data.items():
+                first, expected = known.setdefault(name, (rank, value))
+                if value != expected:
+                    raise DivergenceError(
+                        f"save_checkpoint: {name}",
+                        found=f"{expected[:80]} on rank {first}, {value[:80]} on rank {rank}",
+                        why="It is not spread like its parameter, so one value is saved for all.",
+                        fix="Use an optimizer whose counts and averages do not depend on the part, "
+                        "or leave that key out by keys=.",
+                    )
+        return super().create_global_plan(all_plans)
+
+
+class StateLoadPlanner(RegionLoadPlanner):
+    """Reads into regions; into state that is not there yet as it was saved."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Find out for each region of state what was saved of it."""
+        assert metadata is not None
+        self._tensors: list[tuple[StateRegion, Tensor]] = []
+        self._values: list[tuple[StateRegion, Tensor]] = []
+        resolved: dict[str, Region] = {}
+        for name, region in state_dict.items():
+            own, found = self._resolve(name, region, metadata.state_dict_metadata)
+            resolved[own] = found
+        super().set_up_planner(resolved, metadata, is_coordinator)
+
+    def put(self) -> None:
+        """Put what was loaded in its places. Local."""
+        for region, tensor in self._tensors:
+            region.put(tensor)
+        for region, data in self._values:
+            region.put(decoded(data))
+
+    def _resolve(
+        self, name: str, region: Region, saved: Mapping[str, object]
+    ) -> tuple[str, Region]:
+        if not isinstance(region, StateRegion):
+            return name, region
+        text = saved.get(name + VALUE)
+        if isinstance(text, TensorStorageMetadata):
+            data = region.tensor.new_empty(text.size, dtype=text.properties.dtype, device="cpu")
+            self._values.append((region, data))
+            return name + VALUE, Region(data, Placement(), 0)
+        found = saved.get(name)
+        if not isinstance(found, TensorStorageMetadata):
+            return name, region
+        target = region.target(found.size, found.properties.dtype)
+        self._tensors.append((region, target))
+        return name, region.of(target)

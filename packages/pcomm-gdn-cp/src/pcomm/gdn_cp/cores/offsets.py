@@ -1,0 +1,68 @@
+"""The offsets of a pack, with the index tensors that were made from them.
+
+Every core needs index tensors that follow from the offsets alone. They are kept with the offsets:
+a plan owns those of its pack, so they live as long as the plan and not longer. Offsets that are
+passed as plain integers are looked at again in each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+
+from pcomm.core.errors import LayoutError
+
+__all__ = ["PackOffsets"]
+
+_Made = TypeVar("_Made")
+
+
+class PackOffsets(tuple[int, ...]):
+    """Where each sequence of a pack starts, and where the last one ends: a tuple with a memory.
+
+    Equal to the tuple of the same integers, and of the same hash. Copies and pickles are plain
+    tuples.
+    """
+
+    @classmethod
+    def of(cls, cu_seqlens: Sequence[int]) -> PackOffsets:
+        """`cu_seqlens` itself if it is one already, else its integers, checked.
+
+        Raises:
+            LayoutError: They do not start at 0, or decrease.
+        """
+        if isinstance(cu_seqlens, cls):
+            return cu_seqlens
+        offsets = cls(cu_seqlens)
+        falls = any(stop < start for start, stop in pairwise(offsets))
+        if not offsets or offsets[0] != 0 or falls:
+            shown = tuple(offsets) if len(offsets) < 9 else (*offsets[:8], "...")
+            raise LayoutError(
+                "cu_seqlens",
+                found=f"{shown}",
+                why="They are where each sequence starts, and where the last one ends.",
+                fix="Start at 0 and let no offset be smaller than the one before it.",
+            )
+        return offsets
+
+    def derived(self, make: Callable[..., _Made], *arguments: Hashable) -> _Made:
+        """What `make(integers, *arguments)` returns, made once. Local.
+
+        Args:
+            make: Computes it from the offsets as a plain tuple, which it may keep.
+            arguments: Further arguments, such as a chunk size or a device.
+        """
+        known: dict[Any, Any] = self.__dict__.setdefault("_derived", {})
+        key = (make, arguments)
+        if key not in known:
+            # A tensor made in inference mode could not be used in training, and these are kept.
+            with torch.inference_mode(False):
+                known[key] = make(tuple(self), *arguments)
+        made: _Made = known[key]
+        return made
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[int, ...]]]:
+        return tuple, (tuple(self),)

@@ -1,0 +1,234 @@
+"""Layers with a plan under what training does around them, each beside one rank that does the same.
+
+Recomputation, autocast, second derivatives, gradients of odd strides, several micro-batches under
+way, one plan for several dtypes. Three ranks, packs with empty documents and with single tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp.plan import Plan, make_plan
+from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
+from pcomm.gdn_cp.testing.slow_decay import relative_error
+
+SIZE, DIM = 3, 6
+GDN, MAMBA, ATTENTION = GdnSpec(3, 6, 3, 5), Mamba2Spec(6, 3, 3, 5), AttentionSpec(6, 3, 4)
+EVEN, ODD = (0, 48, 48, 96), (0, 1, 2, 3, 3, 40, 41, 96)
+CASES = [
+    pytest.param(spec, mode, id=f"{type(spec).__name__}-{mode}")
+    for spec in (GDN, MAMBA, ATTENTION)
+    for mode in ("heads", "docs", "state", "gather")
+    if mode != "state" or spec.has_state
+]
+# Roundings of values near one, in another order.
+BOUND = 1e-12
+
+Layer = Callable[[Tensor], Tensor]
+Run = Callable[[Layer, Tensor, Tensor], Tensor]
+
+
+def tensor_of(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(EVEN[-1], DIM, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def result(
+    plan: Plan, spec: Spec, run: Run, dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradient of this rank's tokens, and this rank's part of the weights' gradients.
+
+    Args:
+        plan: For `spec`.
+        spec: The mixer.
+        run: The loss from the layer, its input, and what is to arrive at its output.
+        dtype: Of everything.
+    """
+    weights = weights_of(spec, DIM, dtype=dtype)
+    x = plan.shard(tensor_of(1, dtype)).clone().requires_grad_()
+    outputs: list[Tensor] = []
+
+    def layer(x: Tensor) -> Tensor:
+        outputs.append(mixer(plan, spec, x, weights))
+        return outputs[-1]
+
+    run(layer, x, plan.shard(tensor_of(2, dtype))).backward()
+    leaves = [x, *weights.values()]
+    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    return [outputs[0].detach(), grads[0]], grads[1:]
+
+
+def distance(
+    spec: Spec, mode: Any, pack: tuple[int, ...], run: Run, dtype: torch.dtype = torch.float64
+) -> float:
+    """Between three ranks and one."""
+    layout: Any = "contiguous" if pack == ODD else "zigzag"
+
+    def on_rank(collectives: VirtualCollectives) -> tuple[Plan, Any]:
+        plan = make_plan(pack, collectives, spec, mode=mode, layout=layout, hidden_dim=DIM)
+        return plan, result(plan, spec, run, dtype)
+
+    found = run_virtual(on_rank, SIZE)
+    expected = result(make_plan(pack, (0, 1), spec), spec, run, dtype)
+    tokens = [together([p for p, _ in found], [r[0][i] for _, r in found]) for i in range(2)]
+    sums = [sum(parts) for parts in zip(*(r[1] for _, r in found), strict=True)]
+    return relative_error([*tokens, *sums], [*expected[0], *expected[1]])  # type: ignore[list-item]
+
+
+def together(plans: list[Plan], parts: list[Tensor]) -> Tensor:
+    """The parts of all ranks, in the order of the pack."""
+    whole = torch.cat(parts)
+    return torch.empty_like(whole).index_copy_(0, plans[0].tokens.order, whole)
+
+
+def plainly(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
+    return (layer(x) * upstream).sum()
+
+
+def recomputed(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
+    y: Tensor = checkpoint(layer, x, use_reentrant=False)
+    return (y * upstream).sum()
+
+
+def recomputed_reentrantly(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
+    y: Tensor = checkpoint(layer, x, use_reentrant=True)
+    return (y * upstream).sum()
+
+
+def with_expanded_gradients(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
+    return layer(x).sum()
+
+
+def with_transposed_gradients(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
+    return (layer(x).t().contiguous() * upstream.t()).sum()
+
+
+def twice_under_way(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
+    """Two micro-batches, of which the first one's gradients come first."""
+    first, second = layer(x), layer(x.flip(1))
+    (first * upstream).sum().backward(retain_graph=True)
+    return (second * upstream).sum()
+
+
+def after_an_evaluation(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
+    with torch.inference_mode():
+        layer(x.detach().clone())
+    with torch.no_grad():
+        evaluated = layer(x)
+    y = layer(x)
+    assert torch.equal(y, evaluated)
+    return (y * upstream).sum()
+
+
+@pytest.mark.parametrize("pack", [EVEN, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        recomputed,
+        recomputed_reentrantly,
+        with_expanded_gradients,
+        with_transposed_gradients,
+        twice_under_way,
+        after_an_evaluation,
+    ],
+    ids=lambda run: run.__name__,
+)
+@pytest.mark.parametrize(("spec", "mode"), CASES)
+def test_three_ranks_are_one(spec: Spec, mode: str, run: Run, pack: tuple[int, ...]) -> None:
+    assert distance(spec, mode, pack, run) < BOUND
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("spec", "mode"), CASES)
+def test_half_precision_is_as_near_as_its_roundings(
+    spec: Spec, mode: str, dtype: torch.dtype
+) -> None:
+    """Weights' gradients are sums of three roundings instead of one; a lost state is off by 1."""
+    assert distance(spec, mode, ODD, plainly, dtype) < 6 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("spec", "mode"), CASES)
+def test_autocast_is_that_of_one_rank(spec: Spec, mode: str) -> None:
+    def run(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        return (y * upstream).sum()
+
+    assert distance(spec, mode, ODD, run, torch.float32) < 6 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
+def test_one_plan_serves_several_dtypes(mode: Any) -> None:
+    """One after another and back again; what is kept from one dtype must fit the next."""
+    bounds = {torch.float32: 1e-4, torch.bfloat16: 6 * torch.finfo(torch.bfloat16).eps}
+    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+
+    def on_rank(collectives: VirtualCollectives) -> tuple[Plan, list[list[Tensor]]]:
+        plan = make_plan(EVEN, collectives, GDN, mode=mode)
+        return plan, [result(plan, GDN, plainly, dtype)[0] for dtype in kinds]
+
+    found = run_virtual(on_rank, SIZE)
+    for n, dtype in enumerate(kinds):
+        expected, _ = result(make_plan(EVEN, (0, 1), GDN), GDN, plainly, dtype)
+        plans = [plan for plan, _ in found]
+        actual = [together(plans, [r[n][i] for _, r in found]) for i in range(2)]
+        assert {x.dtype for x in actual} == {dtype}
+        assert relative_error(actual, expected) < bounds.get(dtype, BOUND)
+
+
+@pytest.mark.parametrize("spec", [GDN, ATTENTION], ids=["gdn", "attention"])
+@pytest.mark.parametrize("mode", ["heads", "docs", "gather", "state"])
+def test_second_derivatives_pass_through_what_moves(spec: Spec, mode: Any) -> None:
+    """Of the movement alone: the convolution and the recurrences say that they have one only."""
+    if mode == "state" and not spec.has_state:
+        mode = "heads"
+
+    def derivatives(plan: Plan) -> list[Tensor]:
+        x = plan.shard(tensor_of(1)).clone().requires_grad_()
+        entered = plan.enter(spec, x)
+        sections = [
+            entered.repeat(1, section.width)[:, : section.width] ** 2 for section in spec.sections
+        ]
+        # All heads of one rank are alike, so that it does not matter which ones a rank has.
+        q = plan.to_heads(spec, sections)[0]
+        output = q.mean(1, keepdim=True).expand(-1, plan.head_share(spec).output.width) ** 3
+        y = plan.leave(spec, plan.from_heads(spec, output))
+        # Another way from the input to the loss: a movement that is left out would raise nothing.
+        loss = (y.sum(1) * plan.shard(tensor_of(2))[:, 0]).sum() + (x**3).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (second,) = torch.autograd.grad((grad**2).sum(), x)
+        return [grad.detach(), second]
+
+    def on_rank(collectives: VirtualCollectives) -> tuple[Plan, list[Tensor]]:
+        plan = make_plan(EVEN, collectives, spec, mode=mode)
+        return plan, derivatives(plan)
+
+    found = run_virtual(on_rank, SIZE)
+    actual = [together([p for p, _ in found], [d[i] for _, d in found]) for i in range(2)]
+    if mode == "heads":
+        # Each rank has means of its own heads there; what they are of is the same on one rank.
+        expected = derivatives_of_heads(spec)
+    else:
+        expected = derivatives(make_plan(EVEN, (0, 1), spec))
+    assert relative_error(actual, expected) < BOUND
+
+
+def derivatives_of_heads(spec: Spec) -> list[Tensor]:
+    """The same function without a plan, with the mean of each rank's heads for its output."""
+    x = tensor_of(1).requires_grad_()
+    section = spec.sections[0]
+    q = x.repeat(1, section.width)[:, : section.width] ** 2
+    means = torch.stack([part.mean(1) for part in q.chunk(SIZE, 1)], 1)
+    y = (means**3).repeat_interleave(spec.output.width // SIZE, 1)
+    loss = (y.sum(1) * tensor_of(2)[:, 0]).sum() + (x**3).sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad((grad**2).sum(), x)
+    return [grad.detach(), second]
