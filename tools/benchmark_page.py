@@ -41,13 +41,21 @@ AT = " @ "
 
 def text(files: list[Path]) -> str:
     """The whole page: a section for each file, in it one for each benchmark."""
-    return HEAD + "".join(f"\n## {path.stem}\n{picture(path)}{sections(path)}" for path in files)
+    return HEAD + "".join(
+        f"\n## {path.stem}\n{picture(path)}{note(path)}{sections(path)}" for path in files
+    )
 
 
 def picture(path: Path) -> str:
     """The picture beside a file of rows, where there is one of the same name."""
     image = path.with_suffix(".png")
     return f"\n![What was measured in {path.stem}]({image.name})\n" if image.exists() else ""
+
+
+def note(path: Path) -> str:
+    """What stands beside a file of rows in one of the same name, for readers of its figures."""
+    words = path.with_suffix(".note")
+    return f"\n{words.read_text()}" if words.exists() else ""
 
 
 def sections(path: Path) -> str:

@@ -2,12 +2,14 @@
 
     python tools/reference_pages.py
 
-A test compares the committed pages with what this would write.
+It also fills the marked tables of other pages, READMEs among them, with committed rows. Tests
+compare the committed pages with what this would write.
 """
 
 from collections.abc import Iterator
 
 import benchmark_page
+import row_tables
 from pcomm.core import env
 from pcomm.integration.config import keys
 from pcomm.integration.config_values import expected_type, toml_value
@@ -54,3 +56,5 @@ def _configuration_lines() -> Iterator[str]:
 if __name__ == "__main__":
     for name, text in pages().items():
         (DOCS / name).write_text(text)
+    for page in row_tables.PAGES:
+        page.write_text(row_tables.filled(page.read_text()))

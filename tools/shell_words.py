@@ -9,7 +9,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from repository import PACKAGES, ROOT, project
+from install_lines import install_complaint
+from repository import ROOT
 
 # Commands that a page may show without further checks.
 PLAIN = {"cat", "cd", "git", "ls", "source", "tail"}
@@ -37,7 +38,7 @@ def complaint(command: list[str]) -> str:
         case ["python3" | "python", "-m", "nox", *words]:
             return _unknown("nox session", _sessions_of(words), sessions())
         case ["python3" | "python", "-m", "pip", "install", *words]:
-            return _unknown("requirement", _own_requirements(words), _installable())
+            return install_complaint(words)
         case ["python3" | "python", "-m", "venv", _]:
             return ""
         case ["python3" | "python", script, *_] if script.endswith(".py"):
@@ -80,16 +81,6 @@ def _pcomm(words: list[str]) -> str:
 def _sessions_of(words: list[str]) -> set[str]:
     before_options = words[: words.index("--")] if "--" in words else words
     return {word for word in before_options if not word.startswith("-")}
-
-
-def _own_requirements(words: list[str]) -> set[str]:
-    plain = {re.sub(r"\[.*\]$", "", word).removeprefix("./") for word in words}
-    return {word for word in plain if "pcomm" in word or "/" in word or word == "integration"}
-
-
-def _installable() -> set[str]:
-    folders = {path.relative_to(ROOT).as_posix() for path in PACKAGES}
-    return folders | {project(path)["name"] for path in PACKAGES}
 
 
 def _binaries() -> str:

@@ -75,9 +75,11 @@ def test_program_keeps_the_lines_of_the_page_and_leaves_out_what_is_not_run():
     [
         ("python3 -m nox -s tests -- -k topology", ""),
         ("python3 -m nox -s teests", "no such nox session: teests"),
-        ("python3 -m pip install packages/pcomm-core", ""),
-        ("python3 -m pip install -e 'packages/pcomm-core[test]' integration", ""),
-        ("python3 -m pip install packages/pcomm-cor", "no such requirement: packages/pcomm-cor"),
+        ("python3 -m pip install -e './packages/pcomm-core[test]'", ""),
+        (
+            "python3 -m pip install ./packages/pcomm-cor",
+            "no such folder with a package: ./packages/pcomm-cor",
+        ),
         ("pcomm doctor --json", ""),
         ("pcomm doktor", "`pcomm doktor --help` fails"),
         ("pcomm doctor --jsno", "no such option: --jsno"),

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmark_page import picture, sections
+from benchmark_page import note, picture, sections, text
 from reference_pages import DOCS, pages
 
 
@@ -59,3 +59,11 @@ def test_a_picture_is_shown_where_there_is_one(tmp_path):
     assert picture(tmp_path / "moves.csv") == ""
     (tmp_path / "moves.png").touch()
     assert picture(tmp_path / "moves.csv") == "\n![What was measured in moves](moves.png)\n"
+
+
+def test_a_note_stands_before_the_rows_it_speaks_of(tmp_path):
+    path = tmp_path / "moves.csv"
+    path.write_text(GRID)
+    assert note(path) == ""
+    (tmp_path / "moves.note").write_text("What to know.\n")
+    assert "\n## moves\n\nWhat to know.\n\n### moves\n" in text([path])

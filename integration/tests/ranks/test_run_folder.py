@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -150,6 +151,17 @@ def test_a_lock_whose_holder_ends_just_then(tmp_path: Path) -> None:
         assert removed
         with pytest.raises(ConfigError, match="under way"), lock_run(tmp_path):
             pass
+
+
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with patch("fcntl.flock", no_locks), lock_run(tmp_path):
+        assert "no lock for" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- interrupted while it prepares -----------------------------------------------------------

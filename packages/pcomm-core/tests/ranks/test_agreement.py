@@ -44,7 +44,7 @@ def verdicts(
         except PcommError as problem:
             found[rank] = problem
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in callers]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in callers]
     for thread in threads:
         thread.start()
     for thread in threads:

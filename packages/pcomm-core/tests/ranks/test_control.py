@@ -54,7 +54,7 @@ def together(call: Callable[[int], object], callers: Iterable[int]) -> dict[int,
         except Exception as problem:
             found[rank] = problem
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in callers]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in callers]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -137,6 +137,21 @@ def test_a_missing_rank_is_named_on_every_rank_and_missed_by_none_the_next_time(
         meet(controls_of(store, range(3)))
 
 
+def test_one_rank_gives_up_for_all_that_wait(store: dist.Store) -> None:
+    """Rank 1 would wait for the lines of rank 0, and rank 2 for the end, for an hour."""
+    limits = {1: 3600.0, 2: 3600.0, 3: SHORT_S}
+    four = controls_of(store, range(4))
+
+    def call(rank: int) -> object:
+        lines = ["same"] if rank != 2 else None
+        return four[rank].agree("plan", lines, timeout_s=limits[rank])
+
+    found = together(call, limits)
+    assert {type(problem) for problem in found.values()} == {PeerTimeoutError}
+    assert len({str(problem) for problem in found.values()}) == 1
+    assert "ranks [0] of 4 did not arrive within 0.2 s" in str(found[1])
+
+
 def test_a_rank_that_comes_while_the_others_call_again_meets_them(store: dist.Store) -> None:
     """It was missing in one call; what it then calls is the others' next one."""
     with pytest.raises(PeerTimeoutError):
@@ -158,7 +173,7 @@ def together_in_order(
 
     def call(rank: int) -> object:
         if rank == second:
-            until(lambda: store.check([place]) and int(store.get(place).split()[0]) >= int(before))
+            until(lambda: store.check([place]) and int(store.get(place).split()[0]) > int(before))
         return pair[rank].agree("plan", ["a"])
 
     return together(call, order)
@@ -218,6 +233,17 @@ def test_one_rank_needs_no_store() -> None:
     assert alone.next([5]).generation == 1
 
 
+def test_one_rank_of_several_agrees_with_itself() -> None:
+    store = dist.HashStore()
+    alone = Control(store, range(2), 1).among([1])
+    assert alone.agree("plan", ["a"]) != alone.agree("plan", ["a"])
+    with pytest.raises(ConfigError, match="steps: 0"):
+        alone.fail_together("check", mistake())
+    Control(store, range(2), 0).next([0])
+    with pytest.raises(FencedError):
+        alone.agree("plan", ["a"])
+
+
 # -- sets of ranks -----------------------------------------------------------------------------
 
 
@@ -274,7 +300,8 @@ def test_survivors_begin_a_generation_and_a_zombie_is_fenced(store: dist.Store) 
     first = controls_of(store, range(3))
     meet(first)
     second = {rank: first[rank].next([0, 1]) for rank in (0, 1)}
-    assert {(c.generation, c.ranks) for c in second.values()} == {(1, (0, 1))}
+    told = {(c.generation, c.ranks, c.timeout_s) for c in second.values()}
+    assert told == {(1, (0, 1), WAIT_S)}
     meet(second)
     before = store.num_keys()
     for call in (

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pcomm.core.collectives.choice import collectives_of
 from pcomm.core.collectives.differentiable import DifferentiableCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.communicators import communicator_of
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
@@ -32,11 +32,16 @@ class Model(nn.Module):
         super().__init__()
         self.words, hidden = Layout.even(width, 2), Layout.even(2 * width, 2)
         self.collectives = collectives
-        options = {"sequence_parallel": sequence}
-        self.embedding = VocabularyParallelEmbedding(self.words, width, collectives, **options)
-        self.column = ColumnParallelLinear(width, hidden, collectives, bias=True, **options)
-        self.row = RowParallelLinear(hidden, width, collectives, bias=True, **options)
-        self.head = ColumnParallelLinear(width, self.words, collectives, **options)
+        self.embedding = VocabularyParallelEmbedding(
+            self.words, width, collectives, sequence_parallel=sequence
+        )
+        self.column = ColumnParallelLinear(
+            width, hidden, collectives, bias=True, sequence_parallel=sequence
+        )
+        self.row = RowParallelLinear(
+            hidden, width, collectives, bias=True, sequence_parallel=sequence
+        )
+        self.head = ColumnParallelLinear(width, self.words, collectives, sequence_parallel=sequence)
 
     def forward(self, ids: Tensor) -> Tensor:
         logits = self.head(self.row(self.column(self.embedding(ids)).tanh()))
@@ -80,7 +85,7 @@ def check_copy(collectives: Collectives, *, width: int, sequence: bool) -> None:
 def test_a_copied_model_trains_like_the_original(rank: int, sequence: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
-    ours = collectives_of(group)
+    ours = communicator_of(group).collectives
     with_gradients = DifferentiableCollectives(ours)
     assert copy.deepcopy([with_gradients])[0] is with_gradients
     for collectives in (ours, SpyCollectives(ours)):
@@ -103,7 +108,7 @@ def test_a_copy_on_virtual_ranks() -> None:
 def test_a_split_layer_is_not_pickled_and_says_what_to_save(rank: int) -> None:
     group = dist.group.WORLD
     assert group is not None
-    ours = collectives_of(group)
+    ours = communicator_of(group).collectives
     for collectives in (ours, SpyCollectives(ours), DifferentiableCollectives(ours)):
         layer = ColumnParallelLinear(4, Layout.even(4, 2), collectives)
         with pytest.raises(UnsupportedError, match=f"rank {rank} of 2") as caught:

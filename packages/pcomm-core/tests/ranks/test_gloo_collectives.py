@@ -347,3 +347,14 @@ def test_gloo_gets_collectives_of_its_own_with_any_options(rank: int) -> None:
         for backend in ("nccl", "cpu:gloo,cuda:nccl", "fake"):
             with mock.patch.object(dist, "get_backend", return_value=backend):
                 assert type(new_collectives(group)) is DistributedCollectives
+
+
+@ranks(2)
+def test_numbers_of_8_bits_are_refused_at_every_size_and_break_nothing(rank: int) -> None:
+    with open_groups(PAIR, ["dp"]) as opened:
+        collectives = opened["dp"].collectives
+        for length in (64, 1 << 20):
+            x = torch.ones(2 * length).to(torch.float8_e4m3fn)
+            with pytest.raises(RuntimeError, match=r"scalar type|Float8"):
+                collectives.reduce_scatter(x)
+            assert collectives.reduce_scatter(x.float()).tolist() == [2.0] * length

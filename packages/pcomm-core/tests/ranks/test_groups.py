@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -13,7 +15,7 @@ from torch.distributed import PrefixStore, distributed_c10d
 
 from pcomm.core import communicators, groups
 from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.errors import PeerError, TopologyError
+from pcomm.core.errors import PeerError, TopologyError, UnsupportedError
 from pcomm.core.group import Group
 from pcomm.core.groups import Groups, GroupSpec, open_groups
 from pcomm.core.options import CommOptions
@@ -230,6 +232,7 @@ def test_closing_after_the_end_of_torch_distributed_does_nothing(rank: int) -> N
     with open_groups(Topology({"dp": 2}), ["dp"]) as newer:
         older.close()
         assert sum_of_ranks(newer["dp"]) == 3
+    dist.destroy_process_group()
 
 
 @ranks(2)
@@ -350,3 +353,13 @@ def test_communicators_of_others_are_wrapped_and_left_open(rank: int) -> None:
         Group.from_process_group("tp", alone[1 - rank])
     with pytest.raises(TopologyError, match="None, which is no process group"):
         Group.from_process_group("tp", None)  # type: ignore[arg-type]
+
+
+@ranks(2)
+def test_a_copy_of_a_group_is_the_group_and_a_pickle_is_refused(rank: int) -> None:
+    with open_groups(Topology({"dp": 2, "tp": 1}), ["dp", "tp"]) as opened:
+        for group in (opened["dp"], opened["tp"]):
+            assert copy.deepcopy({"group": group})["group"] is group
+            assert copy.copy(group) is group
+            with pytest.raises(UnsupportedError, match=f"rank {group.rank} of {group.size}"):
+                pickle.dumps(group)

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.choice import collectives_of
 from pcomm.core.collectives.differentiable import DifferentiableCollectives
 from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.communicators import communicator_of
 from pcomm.core.errors import LayoutError, UnsupportedError
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.ranks import ranks
@@ -94,7 +94,7 @@ def test_an_out_that_does_not_fit_is_refused_before_anything_is_sent(
     rank: int, length: int
 ) -> None:
     """On one rank after the other: if the other one is sent anything, the sum is wrong."""
-    ours = collectives_of(on_world())
+    ours = communicator_of(on_world()).collectives
     for collectives in (ours, DistributedCollectives(on_world()), SpyCollectives(ours)):
         for turn in range(2):
             if rank == turn:
@@ -160,7 +160,10 @@ def aliases(name: str, length: int, size: int) -> list[Callable[[], tuple[Tensor
 @pytest.mark.parametrize("length", [16, 200_000])
 @ranks(2)
 def test_an_out_over_the_input_gets_what_another_one_gets(rank: int, length: int) -> None:
-    for collectives in (collectives_of(on_world()), DistributedCollectives(on_world())):
+    for collectives in (
+        communicator_of(on_world()).collectives,
+        DistributedCollectives(on_world()),
+    ):
         for name in OPERATIONS:
             mine = numbers(rank, length)
             expected = run(collectives, name, False, mine.clone())
@@ -174,7 +177,7 @@ def test_an_out_over_the_input_gets_what_another_one_gets(rank: int, length: int
 
 @ranks(2)
 def test_a_transposed_input_over_its_out(rank: int) -> None:
-    collectives = collectives_of(on_world())
+    collectives = communicator_of(on_world()).collectives
     for side in (4, 700):
         sum_of_both = numbers(0, side, side).t() + numbers(1, side, side).t()
         square = numbers(rank, side, side)
@@ -193,7 +196,7 @@ def test_a_transposed_input_over_its_out(rank: int) -> None:
 def test_an_out_that_requires_a_gradient_is_filled(rank: int, length: int) -> None:
     """A parameter, for example; the result carries no gradient on any backend."""
     for collectives in (
-        collectives_of(on_world()),
+        communicator_of(on_world()).collectives,
         DistributedCollectives(on_world()),
         IdentityCollectives(),
     ):
@@ -214,7 +217,7 @@ def test_an_out_that_requires_a_gradient_is_filled(rank: int, length: int) -> No
 @ranks(2)
 def test_an_all_reduce_in_place(rank: int, op: str) -> None:
     """Dense, strided, blocking or not, of every dtype; booleans stay booleans."""
-    collectives = collectives_of(on_world())
+    collectives = communicator_of(on_world()).collectives
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
         for length in (10, 300_000):
             parts = [(numbers(r, length) % 2).to(dtype) for r in range(2)]
@@ -236,7 +239,7 @@ def test_an_all_reduce_in_place(rank: int, op: str) -> None:
 @ranks(2)
 def test_conjugated_and_negated_views_are_sent_as_what_they_mean(rank: int, length: int) -> None:
     """These views are dense, but their memory holds other numbers than they do."""
-    collectives = collectives_of(on_world())
+    collectives = communicator_of(on_world()).collectives
     lazy = [
         torch.complex(numbers(rank, length), numbers(rank + 1, length)).conj(),
         torch._neg_view(numbers(rank, length)),

@@ -62,9 +62,9 @@ def around_ours(groups: Groups) -> tuple[Group, Group]:
     return groups["dp"], Group.from_process_group("again", process_group)
 
 
-def around_theirs(_: Groups) -> tuple[Group, Group]:
-    process_group = dist.group.WORLD
-    assert process_group is not None
+def around_theirs(groups: Groups) -> tuple[Group, Group]:
+    process_group = dist.new_group([0, 1])
+    groups.before_close(lambda: dist.destroy_process_group(process_group))
     first = Group.from_process_group("first", process_group)
     # A handle that is made and dropped on one rank alone must not set that rank back.
     if dist.get_rank() == 0:

@@ -218,7 +218,7 @@ def test_triton_without_its_interpreter() -> None:
     assert found(software.check_triton, "triton.interpreter", machine).status == "missing"
     missing = found(software.check_triton, "triton", FakeMachine(modules={}))
     assert "No module named 'triton'" in missing.reason
-    assert "pcomm-core[triton]" in missing.fix
+    assert "pip install 'triton>=3.6'" in missing.fix
 
 
 def test_packages_of_pcomm_are_listed_and_others_are_not() -> None:

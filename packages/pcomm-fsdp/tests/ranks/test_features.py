@@ -262,8 +262,44 @@ def test_a_model_on_the_meta_device(rank: int) -> None:
             assert_equal(state[name], value.detach())
         model.loss(tokens(0, 0, rank)).backward()
         torch.manual_seed(3)
-        fully_shard(tied, roles, units=[Block], device=torch.device("cpu"), initialise=_initialise)
+        sharded = fully_shard(
+            tied, roles, units=[Block], device=torch.device("cpu"), initialise=_initialise
+        )
+        expected = SmallModel(is_tied=True)
+        torch.manual_seed(3)
+        for module in expected.modules():
+            if module is expected or hasattr(module, "reset_parameters"):
+                _initialise(module)
+        # Each module draws anew into the same memory, and the last one stays.
+        state = sharded.full_state_dict()
+        for name, value in expected.state_dict().items():
+            assert_equal(state[name], value)
+        assert tied.head.weight is tied.embedding.weight
         tied.loss(tokens(0, 0, rank)).backward()
+
+
+@ranks(2)
+def test_tied_parameters_are_one_while_they_are_initialised(rank: int) -> None:
+    """A module may use what another one has drawn, and add to it."""
+    with torch.device("meta"):
+        tied = SmallModel(is_tied=True)
+
+    def add(module: nn.Module) -> None:
+        if module is tied.head:
+            module.weight.data.add_(3.0)
+        elif module is tied:
+            tied.scale.fill_(0.7)
+        else:
+            for parameter in module.parameters(recurse=False):
+                parameter.data.fill_(2.0)
+
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        roles = Roles(groups["dp"], groups["dp"])
+        cpu = torch.device("cpu")
+        sharded = fully_shard(tied, roles, units=[Block], device=cpu, initialise=add)
+        state = sharded.full_state_dict()
+        assert_equal(state["head.weight"], torch.full((7, 5), 5.0))
+        assert_equal(state["embedding.weight"], state["head.weight"])
 
 
 def _initialise(module: nn.Module) -> None:
@@ -474,3 +510,51 @@ def test_units_that_are_used_twice(rank: int, strategy: str) -> None:
             sharded.clip_grad_norm(0.3)
             optimizer.step()
         check_state(sharded.full_state_dict(), reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_loaded_parameters_are_gathered_again(rank: int, strategy: str) -> None:
+    """Also what would stay gathered for the next micro-batch."""
+    reference = model_of()
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        model = model_of()
+        roles = Roles(groups["dp"], groups["dp"])
+        sharded = fully_shard(model, roles, units=[Block], shard=STRATEGIES[strategy])
+        with sharded.accumulate(is_last=False):
+            for number in range(2):
+                model.loss(tokens(number, 0, rank)).backward()
+                state = {name: 2 * value for name, value in reference.state_dict().items()}
+                sharded.load_full_state_dict(state)
+                reference.load_state_dict(state)
+                with torch.no_grad():
+                    found, expected = (m.loss(tokens(9, 0, 0)) for m in (model, reference))
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("limit", ["less", "as much", "none"])
+@ranks(2)
+def test_a_budget_of_bytes_is_kept_by_a_real_step(rank: int, limit: str) -> None:
+    """Both sides of what two units need, in bytes of what is gathered."""
+    reference = model_of()
+    (sum(reference.loss(tokens(0, 0, r)) for r in (0, 1)) / 2).backward()
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        roles = Roles(groups["dp"], groups["dp"])
+        block = fully_shard(model_of(), roles, units=[Block]).plans[1].gathered_bytes
+        budget = {"less": 2 * block - 1, "as much": 2 * block, "none": None}[limit]
+        model = model_of()
+        comm = CommPolicy(prefetch=3, prefetch_bytes=budget)
+        sharded = fully_shard(model, roles, units=[Block], comm=comm)
+        root = sharded.plans[0].gathered_bytes
+        model.loss(tokens(0, 0, rank)).backward()
+        sharded.zero_grad()
+        seen: list[int] = []
+        model.blocks[0].norm.register_forward_hook(
+            lambda *_: seen.append((sharded.memory()["gathered"] - root) // block)
+        )
+        model.loss(tokens(0, 0, rank)).backward()
+        # In forward and in backward: the one in use, and one, two or three ahead.
+        assert seen[0] == {"less": 2, "as much": 3, "none": 4}[limit]
+        for name, gradient in sharded.full_gradients().items():
+            expected = reference.get_parameter(name).grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-14, msg=name)

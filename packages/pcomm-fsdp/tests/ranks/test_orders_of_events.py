@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from pcomm.core.groups import Groups, open_groups
 from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
+from pcomm.fsdp.departures import Departures
 from pcomm.fsdp.fully_shard import fully_shard
 from pcomm.fsdp.policy import CommPolicy
 from pcomm.fsdp.roles import Roles
@@ -205,3 +206,140 @@ def test_parameters_are_those_of_fsdp2_and_of_one_process(rank: int, strategy: s
             if strategy == "zero3":
                 check(state, with_fsdp2(program, rank), f"{name}, FSDP2")
             assert sharded.memory()["gradients"] == 0
+
+
+# -- what is left to the last micro-batch ------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_units_that_the_last_micro_batch_leaves_out(rank: int, strategy: str) -> None:
+    """Their gradients of the micro-batches before are reduced, and summed over replicas."""
+    for sizes in ((2, 1), (1, 2)):
+        topology = Topology({"rep": sizes[1], "shard": sizes[0]}, order=("shard", "rep"))
+        with open_groups(topology, ["shard", "rep"]) as groups:
+            net, reference = Net().double(), Net().double()
+            roles = Roles(groups["shard"], groups["shard"], groups["rep"])
+            sharded = fully_shard(net, roles, units=[nn.Linear], shard=STRATEGIES[strategy])
+            for step in range(3):
+                for number, (head, dropped) in enumerate([(0, ()), (1, (1,)), (1, (0, 2))]):
+                    with sharded.accumulate(is_last=number == 2):
+                        loss(net, step, number, rank, head=head, dropped=dropped).backward()
+                    for r in (0, 1):
+                        part = loss(reference, step, number, r, head=head, dropped=dropped)
+                        (part / 2).backward()
+                expected = {k: p.grad for k, p in reference.named_parameters()}
+                check(sharded.full_gradients(), expected, f"{sizes}, step {step}")
+                sharded.zero_grad()
+                reference.zero_grad()
+
+
+@ranks(2)
+def test_replicas_sum_once_what_is_reduced_twice(rank: int) -> None:
+    """A backward of two forwards that was never seen before, and one that was."""
+    topology = Topology({"rep": 2, "shard": 1}, order=("shard", "rep"))
+    with open_groups(topology, ["shard", "rep"]) as groups:
+        for program in (one_loss_of_two, both_heads, two_losses):
+            net, reference = Net().double(), Net().double()
+            roles = Roles(groups["shard"], groups["shard"], groups["rep"])
+            sharded = fully_shard(net, roles, units=[nn.Linear])
+            for step in range(3):
+                program(net, step, rank, 1.0)
+                for r in (0, 1):
+                    program(reference, step, r, 0.5)
+                expected = {k: p.grad for k, p in reference.named_parameters()}
+                found = sharded.full_gradients()
+                check(found, {k: g for k, g in expected.items() if g is not None}, str(step))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+@ranks(2)
+def test_zero_grad_forgets_what_was_left_over(rank: int, strategy: str) -> None:
+    with opened() as groups:
+        net, reference = Net().double(), Net().double()
+        sharded = shard(net, groups, shard=STRATEGIES[strategy])
+        with sharded.accumulate(is_last=False):
+            loss(net, 0, 0, rank, head=0).backward()
+        sharded.zero_grad()
+        loss(net, 0, 1, rank, head=1).backward()
+        for r in (0, 1):
+            (loss(reference, 0, 1, r, head=1) / 2).backward()
+        gradients = {k: p.grad for k, p in reference.named_parameters() if p.grad is not None}
+        check(sharded.full_gradients(), gradients, strategy)
+        assert sharded.full_gradients().keys() == gradients.keys()
+
+
+# -- autocast ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+@ranks(2)
+def test_micro_batches_within_one_autocast_region(rank: int, strategy: str) -> None:
+    """The weights that autocast keeps are those of one forward. Two ranks: sums have one order."""
+    mesh = init_device_mesh("cpu", (2,))
+    theirs = Net()
+    for unit in (*theirs.layers, *theirs.heads, theirs):
+        fsdp2(unit, mesh=mesh)
+    with opened() as groups:
+        ours = Net()
+        sharded = shard(ours, groups, shard=STRATEGIES[strategy])
+        optimizers = [
+            torch.optim.SGD(p, lr=0.1) for p in (theirs.parameters(), sharded.parameters())
+        ]
+        for step in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                for number in range(2):
+                    x_BD = batch(step, number, rank).float()
+                    with torch.no_grad():
+                        ours(x_BD)
+                    theirs(x_BD).float().square().mean().backward()
+                    with sharded.accumulate(is_last=number == 1):
+                        ours(x_BD).float().square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        state = sharded.full_state_dict()
+        for name, value in theirs.named_parameters():
+            expected = value.full_tensor()  # type: ignore[attr-defined]
+            # Gradients of micro-batches are added before or after the sum over ranks.
+            torch.testing.assert_close(state[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+# -- how often ranks have to agree -------------------------------------------------------------
+
+
+@ranks(2)
+def test_ranks_agree_only_about_what_is_new(rank: int) -> None:
+    """A step that was seen before asks nothing of the store."""
+    number = 0
+    agree = Departures.agree
+
+    def counted(self: Departures, place: int, text: str) -> None:
+        nonlocal number
+        number += 1
+        agree(self, place, text)
+
+    def agreements(net: Net, *, head: int = 0, dropped: Sequence[int] = ()) -> int:
+        before = number
+        loss(net, 0, 0, rank, head=head, dropped=dropped).backward()
+        return number - before
+
+    Departures.agree = counted  # type: ignore[method-assign]
+    try:
+        for checks in (True, False):
+            with opened() as groups:
+                net = Net().double()
+                shard(net, groups, comm=CommPolicy(checks_first_step=checks))
+                # Each use of six units forward and backward, and what was recorded.
+                assert agreements(net) == (12 + 1 if checks else 1)
+                assert agreements(net) == 0
+                # The layer is left out of backward too, without a word.
+                assert agreements(net, dropped=(1,)) == 1
+                assert agreements(net) in (0, 1)
+                heads = [agreements(net, head=step % 2) for step in range(8)]
+                assert heads[-4:] == [0, 0, 0, 0], heads
+                # A forward without its backward is new; ranks agree about it when the next begins.
+                loss(net, 0, 0, rank)
+                assert agreements(net) >= 1
+    finally:
+        Departures.agree = agree  # type: ignore[method-assign]

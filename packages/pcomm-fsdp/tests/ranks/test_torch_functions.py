@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -33,17 +32,19 @@ from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 # Beyond 2 MiB of fp64, and no multiple of anything.
 DIM, VOCABULARY = 97, 301
+SMALL = 11, 38
 FULL = dcp_state.StateDictOptions(full_state_dict=True)
 
 
-def model_of() -> SmallModel:
+def model_of(*, is_small: bool = False) -> SmallModel:
     torch.manual_seed(0)
-    return SmallModel(dim=DIM, vocabulary=VOCABULARY).double()
+    dim, vocabulary = SMALL if is_small else (DIM, VOCABULARY)
+    # The embedding is most of the root then, and cut.
+    return SmallModel(dim=dim, vocabulary=vocabulary, is_tied=is_small).double()
 
 
-def tokens(rank: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * seed + rank)
-    return torch.randint(VOCABULARY, (2, 6), generator=generator)
+def tokens(rank: int) -> Tensor:
+    return torch.randint(13, (2, 6), generator=torch.Generator().manual_seed(rank))
 
 
 @dataclass
@@ -75,16 +76,16 @@ class Case:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def stepped(self, kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    def stepped(self, kind: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
         optimizer = kind([p for p in self.model.parameters() if p.dim() == 2])
         optimizer.step()
         return optimizer
 
 
-def case_of(rank: int, roles: Roles, folder: Path) -> Case:
-    model = model_of()
+def case_of(rank: int, roles: Roles, folder: Path, *, is_small: bool) -> Case:
+    model = model_of(is_small=is_small)
     sharded = fully_shard(model, roles, units=[Block])
-    case = Case(rank, roles, folder, model, sharded, model_of())
+    case = Case(rank, roles, folder, model, sharded, model_of(is_small=is_small))
     case.backward()
     return case
 
@@ -117,8 +118,18 @@ def clips_by_foreach(case: Case) -> None:
     case.check_gradients()
 
 
+def clips_its_own(case: Case) -> None:
+    for limit in (1e9, 0.1):
+        found = case.sharded.clip_grad_norm(limit)
+        expected = nn.utils.clip_grad_norm_(case.whole.parameters(), limit)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+        case.check_gradients()
+
+
 def takes_norms(case: Case) -> None:
-    expected = nn.utils.get_total_norm([p.grad for p in case.whole.parameters()])
+    expected = nn.utils.get_total_norm(
+        [g for p in case.whole.parameters() if (g := p.grad) is not None]
+    )
     for gradients in (case.gradients, [g.detach().float().double() for g in case.gradients]):
         found = nn.utils.get_total_norm(gradients)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
@@ -197,7 +208,7 @@ def averages(case: Case) -> None:
         optimizer.step()
     with torch.no_grad():
         for kept, now in ((parts, case.sharded.parameters()), (wholes, case.whole.parameters())):
-            live = list(now)
+            live: list[Tensor] = list(now)
             average(kept, [one.detach() for one in live], 1)
             torch._foreach_copy_(live, kept)
     case.sharded.parameters_changed()
@@ -239,6 +250,7 @@ def keeps_parts(case: Case) -> None:
 WORKS: dict[str, Callable[[Case], None]] = {
     "nn.utils.clip_grad_norm_(model.parameters(), x)": clips,
     "nn.utils.clip_grad_norm_(..., foreach=True)": clips_by_foreach,
+    "sharded.clip_grad_norm(x)": clips_its_own,
     "nn.utils.get_total_norm(gradients)": takes_norms,
     "nn.utils.clip_grad_value_(model.parameters(), x)": clips_values,
     "torch.amp.GradScaler": scales,
@@ -376,15 +388,22 @@ RAISES: dict[str, tuple[Callable[[Case], object], str]] = {
 }
 
 
-def run_rows(rank: int, folder: Path, row: Callable[[Case, str], None], names: list[str]) -> None:
+def run_rows(
+    rank: int,
+    folder: Path,
+    row: Callable[[Case, str], None],
+    names: Sequence[str],
+    *,
+    is_small: bool = False,
+) -> None:
     """Each row on a model of its own, with groups that all of them share."""
     wrong = {}
     with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
         roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
         for name in names:
             try:
-                row(case_of(rank, roles, folder), name)
-            except Exception as error:  # noqa: BLE001: named below, with the others
+                row(case_of(rank, roles, folder, is_small=is_small), name)
+            except (Exception, pytest.fail.Exception) as error:
                 wrong[name] = f"{type(error).__name__}: {error}"
     assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
 
@@ -412,5 +431,37 @@ def test_what_works(rank: int, tmp_path: Path) -> None:
 
 @ranks(2)
 def test_what_raises(rank: int, tmp_path: Path) -> None:
-    run_rows(rank, tmp_path, _raises, list(RAISES))
-    assert dist.get_world_size() == 2
+    run_rows(rank, tmp_path, _raises, list(RAISES), is_small=True)
+
+
+@ranks(2)
+def test_matrices_that_one_rank_holds(rank: int) -> None:
+    """Optimizers for whole matrices are right where no rank has only some rows."""
+    kinds: list[Callable[..., torch.optim.Optimizer]] = [torch.optim.Muon, torch.optim.Adafactor]
+    with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
+        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        for kind in kinds:
+            torch.manual_seed(0)
+            whole = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+            model = copy.deepcopy(whole)
+            # Two matrices a unit, and one of them on each rank.
+            layers = list(model)
+            units = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
+            model = nn.Sequential(*units)
+            sharded = fully_shard(model, roles, units=units)
+            x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+            with pytest.raises(PcommError, match=r"if p\.numel\(\)"):
+                kind(sharded.parameters(), lr=0.1).step()
+            own = [part for part in sharded.parameters() if part.numel()]
+            assert len(own) == 2
+            optimizers = kind(own, lr=0.1), kind(whole.parameters(), lr=0.1)
+            for _ in range(2):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                model(x[rank]).square().mean().backward()
+                whole(x.flatten(0, 1)).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            found = sharded.full_state_dict().values()
+            for mine, expected in zip(found, whole.parameters(), strict=True):
+                torch.testing.assert_close(mine, expected.detach(), rtol=1e-3, atol=1e-4)

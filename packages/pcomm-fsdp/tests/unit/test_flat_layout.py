@@ -33,6 +33,8 @@ def test_every_element_has_one_place_and_shares_end_at_rows(
     buffer = owners(layout)
     assert sum(place is not None for place in buffer) == layout.num_elements
     assert layout.padding == buffer.count(None)
+    gaps = [place for start, end in layout.gaps for place in range(start, end)]
+    assert gaps == [place for place, owner in enumerate(buffer) if owner is None]
     assert layout.share % alignment == 0
     assert all(offset % alignment == 0 for offset in layout.offsets)
     for rank in range(size):
@@ -44,7 +46,11 @@ def test_every_element_has_one_place_and_shares_end_at_rows(
             if mine:
                 assert share[piece.offset] == (index, piece.start)
             assert math.prod(layout.local_shape(index, rank)) == piece.length
-            if layout.is_row_aligned:
+            whole_rows = piece.start % max(1, math.prod(shape[1:])) == 0
+            assert whole_rows or layout.is_cut_inside_rows(index)
+            if not layout.is_cut_inside_rows(index):
+                # Weight decay for what has two dimensions means the same parameters on all ranks.
+                assert not shape or len(layout.local_shape(index, rank)) == len(shape)
                 assert piece.start % max(1, math.prod(shape[1:])) == 0
                 assert piece.length % max(1, math.prod(shape[1:])) == 0
                 assert layout.local_shape(index, rank)[1:] == tuple(shape[1:])
@@ -109,7 +115,7 @@ def test_it_says_when_it_cuts_rows() -> None:
     layout = plan_flat_layout([(3, 1000)], 4)
     assert not layout.is_row_aligned
     assert layout.share == 750
-    assert "cut inside rows" in layout.describe()
+    assert "cut inside rows of 1 parameters" in layout.describe()
     assert layout.local_shape(0, 1) == (750,)
 
 
@@ -118,3 +124,12 @@ def test_scalars_and_empty_parameters(size: int) -> None:
     layout = plan_flat_layout([(), (0, 3), (2,)], size)
     assert layout.num_elements == 3
     assert sum(math.prod(layout.local_shape(0, rank)) for rank in range(size)) == 1
+
+
+@pytest.mark.parametrize("max_padding", [0.0, 0.3])
+def test_only_what_is_cut_inside_rows_loses_its_dimensions(max_padding: float) -> None:
+    layout = plan_flat_layout([(2, 2), (3, 7), (4, 2)], 2, max_padding=max_padding)
+    cut = [layout.is_cut_inside_rows(index) for index in range(3)]
+    assert cut == ([False, True, False] if max_padding == 0 else [False] * 3)
+    dims = [len(layout.local_shape(index, rank)) for index in range(3) for rank in range(2)]
+    assert dims == ([2, 2, 1, 1, 2, 2] if max_padding == 0 else [2] * 6)

@@ -1,27 +1,229 @@
-"""How many ways to go through a model are remembered."""
+"""Guesses of what a micro-batch does, from what those before did."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from pcomm.fsdp.schedule import Mark
+from pcomm.fsdp.compiler import OnDemand, compile_schedule
+from pcomm.fsdp.schedule import NOTHING_OWED, Buffer, Mark, Step, marks_of
+from pcomm.fsdp.testing.schedules import chain
 from pcomm.fsdp.traces import MOST_TRACES, Traces
+from pcomm.fsdp.units import ROOT
 
 
-@pytest.mark.parametrize("count", [MOST_TRACES - 1, MOST_TRACES, MOST_TRACES + 1], ids=str)
-def test_of_too_many_the_one_that_was_not_used_for_longest_is_forgotten(count: int) -> None:
+def without(dropped: Sequence[int], num_units: int = 6) -> tuple[Mark, ...]:
+    names = {f"b{number}" for number in dropped}
+    return tuple(mark for mark in chain(num_units) if mark.unit not in names)
+
+
+def guesses(traces: Traces, sequence: Sequence[Sequence[int]]) -> list[bool]:
+    """Whether each guess was right."""
+    found = []
+    for dropped in sequence:
+        guess = traces.guess("train")
+        found.append(guess is not None and guess.marks == without(dropped))
+        traces.learn("train", without(dropped))
+    return found
+
+
+@pytest.mark.parametrize(
+    "period", [[[]], [[], [1]], [[], [], [1]], [[], [1], [2], [1, 2]]], ids=str
+)
+def test_what_repeats_is_foreseen(period: list[list[int]]) -> None:
+    found = guesses(Traces(), period * 6)
+    assert not found[0]
+    assert all(found[2 * len(period) + 1 :])
+
+
+def test_contexts_are_guessed_apart() -> None:
     traces = Traces()
-    marks = [Mark("use", f"unit {number}", "forward") for number in range(count)]
-    for mark in marks:
-        traces.learn("training", [mark])
-    # The first one is used once more, so the second one goes if one has to.
-    if count <= MOST_TRACES:
-        traces.learn("training", marks[:1])
-        traces.learn("training", [Mark("use", "another unit", "forward")])
-    known = [traces.resume("training", [], mark) is not None for mark in marks]
-    if count < MOST_TRACES:
-        assert all(known)
-    elif count == MOST_TRACES:
-        assert known == [True, False, *[True] * (count - 2)]
-    else:
-        assert known == [False, *[True] * (count - 1)]
+    traces.learn("train", without([]))
+    assert traces.guess("eval") is None
+    traces.learn("eval", without([1]))
+    assert traces.guess("train").marks == without([])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_as_many_traces_are_kept_as_there_is_room_for(more: int) -> None:
+    traces = Traces()
+    every = [tuple(chain(number + 1)) for number in range(MOST_TRACES + more)]
+    for marks in every:
+        traces.learn("train", marks)
+    again = traces.learn("train", every[more])
+    assert again is traces.learn("train", every[more])
+    oldest = traces.resume("train", every[0][:-2], every[0][-2])
+    # A longer one has the same end, and other units in between.
+    assert (oldest == every[0]) or more
+
+
+def test_a_trace_that_was_dropped_is_guessed_no_more() -> None:
+    traces = Traces()
+    traces.learn("train", without([1]))
+    first = traces.learn("train", without([]))
+    for number in range(MOST_TRACES):
+        traces.learn("train", tuple(chain(10 + number)))
+    traces.learn("train", without([1]))
+    assert traces.guess("train") is not first
+
+
+@pytest.mark.parametrize("dropped", [[0], [2], [2, 3], [5], [1, 4]], ids=str)
+def test_a_step_that_leaves_units_out_goes_on_with_what_comes_after(dropped: list[int]) -> None:
+    traces = Traces()
+    traces.learn("train", without([]))
+    actual = without(dropped)
+    expected: Sequence[Mark] = without([])
+    departures = 0
+    for place, mark in enumerate(actual):
+        if expected[place] != mark:
+            departures += 1
+            resumed = traces.resume("train", actual[:place], mark)
+            assert resumed is not None
+            expected = resumed
+    # One for each run of units in forward, none in backward.
+    assert departures == (2 if dropped == [1, 4] else 1)
+    assert tuple(expected) == actual
+
+
+def test_a_known_trace_is_preferred() -> None:
+    traces = Traces()
+    for dropped in ([], [1], [1, 3]):
+        traces.learn("train", without(dropped))
+    actual = without([1, 3])
+    place = next(i for i, (a, b) in enumerate(zip(actual, without([1]), strict=False)) if a != b)
+    assert traces.resume("train", actual[:place], actual[place]) == actual
+    unheard = Mark("use", "c", "forward")
+    assert traces.resume("train", actual[:place], unheard) is None
+
+
+def test_what_trained_last_is_reported() -> None:
+    traces = Traces()
+    assert traces.last_training() is None
+    forward = (*chain(6)[:14], Mark("end", ROOT, "forward"))
+    traces.learn("forward train", forward)
+    assert traces.last_training() is None
+    trained = traces.learn("forward train", without([]))
+    traces.learn("forward train", forward)
+    traces.learn("forward eval", forward)
+    assert traces.last_training() is trained
+    assert traces.units() == {ROOT, *(f"b{i}" for i in range(6))}
+
+
+# -- schedules that begin in the middle --------------------------------------------------------
+
+
+def buffers(keep: str = "use") -> list[Buffer]:
+    units = [ROOT, *(f"b{i}" for i in range(6))]
+    return [Buffer(f"{u}.w", u, 10, keep, True, False) for u in units]  # type: ignore[arg-type]
+
+
+def steps_until(marks: Sequence[Mark], number: int, prefetch: int) -> tuple[Step, ...]:
+    """What was done up to a mark, and nothing that blocks after it."""
+    steps = compiled(marks, prefetch)
+    places = [place for place, step in enumerate(steps) if step.is_anchor]
+    place = places[number - 1] + 1
+    while not steps[place].is_anchor and not steps[place].is_blocking:
+        place += 1
+    return steps[:place]
+
+
+def compiled(marks: Sequence[Mark], prefetch: int, taken: Sequence[Step] = ()) -> tuple[Step, ...]:
+    return compile_schedule(
+        marks,
+        buffers(),
+        prefetch=prefetch,
+        prefetch_bytes=None,
+        inflight_reduce=1,
+        gathered=frozenset(),
+        owed=NOTHING_OWED,
+        is_last=True,
+        taken=taken,
+    ).steps
+
+
+def run(steps: Sequence[Step]) -> int:
+    """Refuses what makes no sense; the most buffers that there were at once beside the root's."""
+    live: set[str] = set()
+    waiting: set[str] = set()
+    reducing: set[str] = set()
+    most = 0
+    for step in steps:
+        if step.kind == "gather":
+            assert step.name not in live
+            live.add(step.name)
+            waiting.add(step.name)
+        elif step.kind == "wait":
+            waiting.remove(step.name)
+        elif step.kind == "release":
+            assert step.name not in waiting
+            live.remove(step.name)
+        elif step.kind == "use":
+            assert f"{step.name}.w" in live - waiting, step
+        elif step.kind == "reduce":
+            assert step.name not in reducing
+            reducing.add(step.name)
+        elif step.kind == "finish":
+            reducing.remove(step.name)
+        most = max(most, len(live - {f"{ROOT}.w"}))
+    assert not live | waiting | reducing
+    return most
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("number", [3, 4, 9, 13, 14, 16, 19])
+def test_a_schedule_goes_on_from_any_place_with_other_marks(number: int, prefetch: int) -> None:
+    """With foresight and without; what was gathered ahead for nothing is given back."""
+    marks = chain(6)
+    for dropped in ([], [1], [4], [2, 3, 4, 5], [0, 5]):
+        names = {f"b{i}" for i in dropped}
+        before = list(marks[:number])
+        used = [m.unit for m in before]
+        rest = [m for m in marks[number:] if m.unit not in names or m.unit in used]
+        taken = steps_until(marks, number, prefetch)
+        steps = compiled([*before, *rest], prefetch, taken)
+        assert list(marks_of([*taken, *steps])) == [*before, *rest]
+        assert run([*taken, *steps]) <= 1 + prefetch
+        on_demand = OnDemand(
+            buffers(), inflight_reduce=1, gathered=frozenset(), is_last=True, taken=taken
+        )
+        for mark in rest:
+            on_demand.steps_for(mark)
+        assert on_demand.marks == [*before, *rest]
+        assert run(on_demand.steps) <= 1 + prefetch
+
+
+def test_a_unit_that_backward_comes_to_again_is_reduced_once() -> None:
+    marks = chain(6)
+    end = marks[-2:]
+    again = [m for m in marks if m.phase == "backward" and m.unit != ROOT]
+    steps = compiled([*marks[:-2], *again, *end], 1)
+    reduces = [step.name for step in steps if step.kind == "reduce"]
+    assert sorted(reduces) == sorted({f"{m.unit}.w" for m in marks})
+    run(steps)
+    # Not foreseen, it is reduced each time, one after another.
+    on_demand = OnDemand(buffers(), inflight_reduce=9, gathered=frozenset(), is_last=True)
+    for mark in [*marks[:-2], *again, *end]:
+        on_demand.steps_for(mark)
+    run(on_demand.steps)
+    assert [step.kind for step in on_demand.steps].count("reduce") == 13
+
+
+def test_a_sum_over_replicas_has_ended_before_more_is_added() -> None:
+    marks = chain(2)
+    again = [m for m in marks if m.phase == "backward" and m.unit != ROOT]
+    units = [ROOT, "b0", "b1"]
+    with_replicas = [Buffer(f"{u}.w", u, 10, "use", True, True, has_replicas=True) for u in units]
+    on_demand = OnDemand(with_replicas, inflight_reduce=1, gathered=frozenset(), is_last=True)
+    for mark in [*marks[:-2], *again, *marks[-2:]]:
+        on_demand.steps_for(mark)
+    summing: set[str] = set()
+    for step in on_demand.steps:
+        assert not (step.kind == "finish" and step.name in summing)
+        if step.kind == "replicate":
+            assert step.name not in summing
+            summing.add(step.name)
+        elif step.kind == "settle":
+            summing.remove(step.name)
+    assert not summing
+    assert on_demand.owed == NOTHING_OWED

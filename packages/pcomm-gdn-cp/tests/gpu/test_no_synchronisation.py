@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.gdn_cp.plan import make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
-from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
+from pcomm.gdn_cp.testing.planned_mixers import CHUNK, mixer, weights_of
 
 PACK, DIM, SIZE = (0, 48, 48, 96, 192, 240), 6, 2
 CASES = [
@@ -37,10 +37,11 @@ WAITING = {
 
 
 def steps(spec: Spec, mode: Any, device: str) -> list[Callable[[], Tensor]]:
-    """Forward and backward of one layer on each rank, run once already."""
+    """Forward and backward of one layer on each rank, whose plan is prepared."""
 
     def on_rank(collectives: VirtualCollectives) -> Callable[[], Tensor]:
-        plan = make_plan(PACK, collectives, spec, mode=mode, hidden_dim=DIM).prepare(device)
+        plan = make_plan(PACK, collectives, spec, mode=mode, hidden_dim=DIM)
+        plan.prepare(device, chunk=CHUNK)
         weights = {
             name: value.detach().to(device).requires_grad_()
             for name, value in weights_of(spec, DIM, dtype=torch.float32).items()
@@ -57,8 +58,7 @@ def steps(spec: Spec, mode: Any, device: str) -> list[Callable[[], Tensor]]:
                 )
             return grads[0]
 
-        # The first step makes index tensors that belong to the shapes of the layer.
-        step()
+        # Not run once before: `prepare` has made every index tensor.
         return step
 
     return run_virtual(on_rank, SIZE)

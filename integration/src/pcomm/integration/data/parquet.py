@@ -68,6 +68,5 @@ def _import_parquet(path: Path) -> Any:
             f"data.path: {path}",
             found=f"a .parquet file, and no pyarrow ({error})",
             why="Parquet files are read with pyarrow, which is not installed here.",
-            fix="Run `python -m pip install 'pcomm-integration[parquet]'`, or convert the file "
-            "to .jsonl.",
+            fix="Run `python3 -m pip install pyarrow`, or convert the file to .jsonl.",
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 from pcomm.core.errors import ConfigError
 
 __all__ = ["lock_run"]
+
+_log = logging.getLogger("pcomm.train")
 
 _NAME = ".lock"
 
@@ -48,7 +51,7 @@ def _acquire(path: Path) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor, path)
             if _has_name(descriptor, path):
                 return descriptor
         except OSError as error:
@@ -59,6 +62,16 @@ def _acquire(path: Path) -> int:
             raise
         # Its holder ended between our two calls, and took the name with it.
         os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Such as Lustre that was mounted without locks.
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        _log.warning("no lock for %s (%s): see that no other run uses it", path.parent, error)
 
 
 def _has_name(descriptor: int, path: Path) -> bool:

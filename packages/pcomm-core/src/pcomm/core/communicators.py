@@ -54,6 +54,10 @@ class Communicator:
         """
         return self._inner.process_group
 
+    def rest(self) -> None:
+        """End threads that have nothing to do; the next operation begins one again. Local."""
+        self._inner.rest()
+
     def close(self) -> None:
         """Refuse all further operations and end the thread of the queue. Local."""
         self._inner.close()

@@ -1,4 +1,4 @@
-"""Every `PCOMM_*` environment variable: its name, type, default and meaning, declared once.
+"""Every environment variable that is read: its name, type, default and meaning, declared once.
 
 Nothing is read at import and nothing is kept: a variable counts at the moment somebody asks.
 A value that does not parse is an error and never replaced by the default, and so is a variable
@@ -16,12 +16,14 @@ from typing import Any, Final, Generic, TypeVar
 from pcomm.core.errors import ConfigError, near_misses
 
 __all__ = [
+    "LOCAL_RANKS",
     "LOG",
     "RANKS_TIMEOUT_S",
     "TIMEOUT_S",
     "VARIABLES",
     "Variable",
     "check",
+    "local_rank",
     "log_level",
     "ranks_timeout_s",
     "read",
@@ -61,6 +63,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _place(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
 def _level(text: str) -> str:
     if text not in _LEVELS:
         raise ValueError(text)
@@ -92,6 +101,25 @@ RANKS_TIMEOUT_S: Final = Variable(
 VARIABLES: Final[tuple[Variable[Any], ...]] = (LOG, TIMEOUT_S, RANKS_TIMEOUT_S)
 
 
+def _local_rank_of(launcher: str, name: str) -> Variable[int | None]:
+    return Variable(
+        name=name,
+        accepts="a whole number from 0",
+        default=None,
+        parse=_place,
+        meaning=f"The place of a process among those of its machine, as {launcher} sets it.",
+    )
+
+
+# Set by launchers, which may start one another: the inner one, which started this process, first.
+LOCAL_RANKS: Final[tuple[Variable[int | None], ...]] = (
+    _local_rank_of("torchrun", "LOCAL_RANK"),
+    _local_rank_of("Open MPI", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    _local_rank_of("MPICH or Intel MPI", "MPI_LOCALRANKID"),
+    _local_rank_of("Slurm", "SLURM_LOCALID"),
+)
+
+
 def read(variable: Variable[T], environ: Mapping[str, str] | None = None) -> T:
     """The value of `variable` now, or its default where it is not set.
 
@@ -112,7 +140,12 @@ def read(variable: Variable[T], environ: Mapping[str, str] | None = None) -> T:
             f"environment variable {variable.name}",
             found=f"the value {text!r}",
             why=f"It takes {variable.accepts}.",
-            fix=f"Set it to such a value, or unset it for the default, {_shown(variable.default)}.",
+            fix="Set it to such a value, or unset it"
+            + (
+                "."
+                if variable.default is None
+                else f" for the default, {_shown(variable.default)}."
+            ),
         ) from None
 
 
@@ -154,8 +187,13 @@ def ranks_timeout_s(environ: Mapping[str, str] | None = None) -> float:
     return read(RANKS_TIMEOUT_S, environ)
 
 
+def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
+    """The place of this process among those of its machine; None if no launcher has told it."""
+    return next((n for v in LOCAL_RANKS if (n := read(v, environ)) is not None), None)
+
+
 def table() -> str:
-    """All variables as a Markdown table, for the page of the documentation."""
+    """All `PCOMM_*` variables as a Markdown table, for the page of the documentation."""
     rows = [
         f"| `{v.name}` | {v.accepts} | `{_shown(v.default)}` | {v.meaning} |" for v in VARIABLES
     ]

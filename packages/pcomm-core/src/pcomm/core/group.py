@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 from pcomm.core.closing import Closing
 from pcomm.core.collectives.differentiable import differentiable
+from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.communicators import Communicator, communicator_of
@@ -18,7 +18,7 @@ from pcomm.core.errors import TopologyError
 __all__ = ["Group"]
 
 
-class Group:
+class Group(Handle):
     """An ordered set of ranks, what it is for, and how its ranks talk to each other.
 
     Made by `open_groups`, or from a plain process group. Read only. It is data around a
@@ -114,7 +114,9 @@ class Group:
 
     def with_collectives(self, collectives: Collectives) -> Group:
         """The same group, whose operations go through `collectives`. Local."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        for name in Group.__slots__:
+            setattr(other, name, getattr(self, name))
         other.collectives, other.differentiable = collectives, differentiable(collectives)
         return other
 

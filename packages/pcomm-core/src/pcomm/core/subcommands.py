@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Protocol, runtime_checkable
 
+from pcomm.core.checkout import what_to_install
 from pcomm.core.errors import ConfigError, PcommError, UnsupportedError, near_misses
 
 __all__ = ["Command", "Subcommands", "add_debug"]
@@ -103,7 +104,8 @@ class Subcommands:
                 f"{self.word} {name}",
                 found=f"{type(error).__name__}: {error}",
                 why=f"{home} brings this {self.kind} as {entry.value}, which cannot be loaded.",
-                fix=f"Run `python3 -m pip install {home}` again, or see the cause with --debug.",
+                fix=f"Run `python3 -m pip install {what_to_install(home)}` again, or see the cause "
+                "with --debug.",
             ) from error
         if not isinstance(command, Command):
             raise UnsupportedError(
@@ -121,7 +123,8 @@ class Subcommands:
                 f"{self.word} {name}",
                 found=f"{self.homes[name]} is not installed",
                 why=f"That package brings the {self.kind}.",
-                fix=f"Run `python3 -m pip install {self.homes[name]}`.",
+                fix="In a checkout run `python3 -m pip install "
+                f"{what_to_install(self.homes[name])}`.",
             )
         hint = "`pcomm --help`" if self.word == "pcomm" else f"`{self.word}`"
         return ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pcomm.core import env
 from pcomm.core.control.control import Control
+from pcomm.core.devices import claim, default_group_takes_cuda, own_device
 from pcomm.core.errors import ConfigError, PcommError
 
 __all__ = ["World", "connect"]
@@ -50,24 +51,32 @@ class World:
 
 
 @contextmanager
-def connect(*, backend: str | None = None) -> Iterator[World]:
+def connect(
+    *, backend: str | None = None, device: torch.device | str | None = None
+) -> Iterator[World]:
     """Join the job for the time of a `with` block. Collective.
 
     Under torchrun, whose environment variables tell each process its place, the default process
     group is made and closed again; within `local_ranks` or a program that has made it, it is used
     as it is; otherwise the process is alone and nothing is initialised.
 
+    `World.device` is a CUDA device where there is one and the default group has a backend for it
+    (see `pcomm.core.devices`), and is then made the current one. Two processes do not get the same.
+
     Args:
         backend: `"gloo"` or `"nccl"`; by default NCCL where this process has a CUDA device.
+        device: Where this process computes, also if others compute there; chosen if absent.
 
     Raises:
-        ConfigError: The launcher's variables contradict each other, or some are missing.
+        ConfigError: The launcher's variables contradict each other, or some are missing; this
+            process has no CUDA device of its own.
+        PeerError: Another process has none.
     """
     if dist.is_available() and dist.is_initialized():
-        yield _joined()
+        yield _joined(device, may_be_chosen=True)
         return
     if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
-        yield World(0, 1, _device(0), None)
+        yield World(0, 1, _device_alone(device), None)
         return
     _check_complete("RANK", "WORLD_SIZE")
     rank, size = _number("RANK"), _number("WORLD_SIZE")
@@ -79,20 +88,17 @@ def connect(*, backend: str | None = None) -> Iterator[World]:
             fix="Start the job with torchrun, which sets both.",
         )
     if size == 1:
-        yield World(0, 1, _device(0), None)
+        yield World(0, 1, _device_alone(device), None)
         return
     _check_complete("MASTER_ADDR", "MASTER_PORT")
-    device = _device(_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     _init_process_group(
-        backend or ("nccl" if device.type == "cuda" else "gloo"),
+        backend or ("nccl" if torch.cuda.is_available() else "gloo"),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=max(600.0, env.timeout_s())),
     )
     try:
-        world = _joined()
+        world = _joined(device, may_be_chosen=False)
         yield world
         _wait_for_all_to_leave(world)
     finally:
@@ -129,18 +135,37 @@ def _wait_for_all_to_leave(world: World) -> None:
             world.store.wait(["pcomm/all left"], timedelta(seconds=env.timeout_s()))
 
 
-def _joined() -> World:
+def _joined(device: torch.device | str | None, *, may_be_chosen: bool) -> World:
     store = dist.distributed_c10d._get_default_store()
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and dist.get_backend() == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    return World(dist.get_rank(), dist.get_world_size(), device, store)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if device is not None:
+        return World(rank, size, _current(torch.device(device)), store)
+    world = World(rank, size, torch.device("cpu"), store)
+    if not default_group_takes_cuda():
+        return world
+    error: PcommError | None = None
+    try:
+        own = own_device(size, may_be_chosen=may_be_chosen)
+        claim(store, own, rank)
+    except PcommError as problem:
+        error = problem
+    world.fail_together("connect: devices", error)
+    return replace(world, device=_current(own))
 
 
-def _device(local_rank: int) -> torch.device:
+def _device_alone(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return _current(torch.device(device))
     if torch.cuda.is_available():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _current(device: torch.device) -> torch.device:
+    """`device`, made the current one if it is a CUDA device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def _check_complete(*names: str) -> None:

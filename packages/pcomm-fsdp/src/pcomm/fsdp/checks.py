@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +20,7 @@ __all__ = [
     "check_no_hooks",
     "check_no_optimizer",
     "check_not_sharded",
+    "check_plain",
     "check_roles",
     "device_of",
 ]
@@ -79,6 +81,30 @@ def check_not_sharded(parameters: Mapping[str, nn.Parameter]) -> None:
                 found=f"a shard of shape {tuple(parameter.shape)}",
                 why="The model, or a part of it, has been sharded before.",
                 fix="Shard the whole model once; parts of it are `units`.",
+            )
+
+
+def check_plain(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Every parameter is a dense tensor of this rank's. Local.
+
+    Raises:
+        ConfigError: One is a DTensor, or another kind of tensor that flat memory cannot hold.
+    """
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"fully_shard: parameter {name!r}",
+                found=f"a DTensor with placements {list(parameter.placements)}",
+                why="Parameters become views of a flat buffer, which knows nothing of a mesh.",
+                fix="Shard with the layers of pcomm.core.tensor_parallel, which hold plain "
+                "tensors, or leave DTensors to torch's fully_shard.",
+            )
+        if parameter.layout != torch.strided:
+            raise ConfigError(
+                f"fully_shard: parameter {name!r}",
+                found=f"layout {parameter.layout}",
+                why="Parameters become views of a flat buffer of dense memory.",
+                fix="Keep what is not dense in a buffer, or make it dense.",
             )
 
 

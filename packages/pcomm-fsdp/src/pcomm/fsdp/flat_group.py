@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives.protocol import Pending
 from pcomm.fsdp import refusals
+from pcomm.fsdp.gradient_hook import gradient_hook
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.intact import Intact
 from pcomm.fsdp.pooled_memory import Fill
@@ -78,7 +78,7 @@ class FlatGroup:
         self.wholes = [nn.Parameter(whole, requires_grad=plan.is_trainable) for whole in places]
         if plan.is_trainable:
             for index, whole in enumerate(self.wholes):
-                whole.register_post_accumulate_grad_hook(_taker(weakref.ref(self), index))
+                whole.register_post_accumulate_grad_hook(gradient_hook(self, index))
         self.origin: GradientOrigin | None = None
         self._gathering: Pending | None = None
         self.has_memory = True
@@ -358,18 +358,10 @@ class FlatGroup:
             plan = self.plan
             self._gradient = self._reuse.take(plan.layout.length, plan.reduce_dtype)
             self._took_over = False
-            if plan.layout.padding:
-                self._zero_padding(self._gradient)
+            for start, end in plan.layout.gaps:
+                # Padding is sent and summed: it must be numbers.
+                self._gradient[start:end].zero_()
         return self._gradient
-
-    def _zero_padding(self, flat: Tensor) -> None:
-        """Padding is sent and summed: it must be numbers."""
-        layout = self.plan.layout
-        end = 0
-        for start, shape in sorted(zip(layout.offsets, layout.shapes, strict=True)):
-            flat[end:start].zero_()
-            end = start + math.prod(shape)
-        flat[end:].zero_()
 
     def _add_to_parts(self, mine: Tensor) -> None:
         views = [self.local(mine, index) for index in range(len(self.parts))]
@@ -401,19 +393,3 @@ class FlatGroup:
         """Parameter `index` in a buffer of all shares: a view."""
         start, shape = self.plan.layout.offsets[index], self.plan.layout.shapes[index]
         return flat[start : start + math.prod(shape)].view(shape)
-
-
-def _taker(group: weakref.ref[FlatGroup], index: int) -> Callable[[Tensor], None]:
-    """What autograd calls with a gathered parameter that has a gradient.
-
-    Autograd's own C++ holds it, where the garbage collector sees nothing, so it holds nothing.
-    """
-
-    def take(whole: Tensor) -> None:
-        found = group()
-        if found is None:
-            whole.grad = None
-            raise refusals.gone()
-        found.take(index)
-
-    return take

@@ -44,7 +44,8 @@ class FlatLayout:
         share: Elements of each rank's share.
         size: Number of ranks.
         is_row_aligned: Whether every share ends at a row border of the parameter it cuts. A row is
-            everything behind one index of the first dimension.
+            everything behind one index of the first dimension. Where it is not so, some
+            parameters are cut inside rows; see `is_cut_inside_rows`.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -68,6 +69,18 @@ class FlatLayout:
         """Elements that belong to no parameter."""
         return self.length - self.num_elements
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Where the padding is: begins and ends, ascending."""
+        ends = [0]
+        begins = []
+        for begin, shape in sorted(zip(self.offsets, self.shapes, strict=True)):
+            begins.append(begin)
+            ends.append(begin + math.prod(shape))
+        begins.append(self.length)
+        pairs = zip(ends, begins, strict=True)
+        return tuple((begin, end) for begin, end in pairs if begin < end)
+
     @property
     def is_one_parameter(self) -> bool:
         """Whether the buffer is a single parameter and nothing else."""
@@ -87,11 +100,26 @@ class FlatLayout:
         """Whether one rank holds all of parameter `index`."""
         return sum(self.piece(index, rank).length > 0 for rank in range(self.size)) <= 1
 
+    def is_cut_inside_rows(self, index: int) -> bool:
+        """Whether any rank holds a part of a row of parameter `index`."""
+        return not self.is_row_aligned and self._cut_inside_rows[index]
+
+    @cached_property
+    def _cut_inside_rows(self) -> tuple[bool, ...]:
+        cut = []
+        for begin, shape in zip(self.offsets, self.shapes, strict=True):
+            row, end = max(1, row_length(shape)), begin + math.prod(shape)
+            borders = range((begin // self.share + 1) * self.share, end, self.share)
+            cut.append(any((border - begin) % row for border in borders))
+        return tuple(cut)
+
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """Shape of what `rank` holds: whole rows; flat where shares are cut inside rows."""
+        """Shape of what `rank` holds: whole rows; one dimension if it is cut inside rows."""
         shape, piece = self.shapes[index], self.piece(index, rank)
-        if len(shape) < 1 or not self.is_row_aligned:
-            return (piece.length,) if piece.length != math.prod(shape) else shape
+        if not shape:
+            return shape if piece.length else (0,)
+        if self.is_cut_inside_rows(index):
+            return (piece.length,)
         row = row_length(shape)
         return (piece.length // row if row else shape[0], *shape[1:])
 
@@ -99,7 +127,9 @@ class FlatLayout:
         """One line: sizes, padding, and how shares are cut."""
         share = f"{self.num_elements} elements over {self.size} ranks, {self.share} each"
         percent = 100 * self.padding / max(1, self.length)
-        cut = "at rows" if self.is_row_aligned else "inside rows: at rows takes too much padding"
+        num_cut = sum(map(self.is_cut_inside_rows, range(len(self.shapes))))
+        inside = f"inside rows of {num_cut} parameters: at rows takes too much padding"
+        cut = inside if num_cut else "at rows"
         return f"{share}, padding {self.padding} ({percent:.1f} %), cut {cut}"
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pcomm.core.errors import PcommError
 from pcomm.core.group import Group
@@ -19,6 +21,7 @@ from pcomm.fsdp.checks import (
     check_no_hooks,
     check_no_optimizer,
     check_not_sharded,
+    check_plain,
     check_roles,
     device_of,
 )
@@ -34,23 +37,25 @@ from pcomm.fsdp.planning import PlannedGroup, plan_groups
 from pcomm.fsdp.policy import CommPolicy, Precision
 from pcomm.fsdp.pooled_memory import PooledMemory, register_memory
 from pcomm.fsdp.reuse import Reuse
-from pcomm.fsdp.roles import Roles, Scope
+from pcomm.fsdp.roles import Roles, Scope, roles_from
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.unit import Unit
-from pcomm.fsdp.units import ROOT, UnitModules, find_units
+from pcomm.fsdp.units import ROOT, UnitModules, Units, find_units
 from pcomm.fsdp.waiting import Waiter
 
 __all__ = ["fully_shard"]
+
+_log = logging.getLogger("pcomm.fsdp")
 
 _ZERO3, _COMM, _PRECISION = Shard.zero3(), CommPolicy(), Precision()
 
 
 def fully_shard(
     model: nn.Module,
-    roles: Roles,
+    roles: Roles | DeviceMesh,
     *,
-    units: Sequence[type[nn.Module] | nn.Module],
+    units: Units,
     scopes: Mapping[str, Scope] | None = None,
     shard: Shard = _ZERO3,
     comm: CommPolicy = _COMM,
@@ -69,9 +74,12 @@ def fully_shard(
 
     Args:
         model: All its parameters are on one device, or on the meta device.
-        roles: The groups of all parameters that no scope selects.
+        roles: The groups of all parameters that no scope selects. Of a DeviceMesh the last
+            dimension shards, and the first of two replicates; it has one communicator for both
+            gathers and reduces.
         units: Modules, or classes of modules, whose parameters are gathered together; usually the
-            block of the model. What is outside of them is the root, gathered for the whole step.
+            block of the model. One class may be passed without a list. What is outside of them is
+            the root, gathered for the whole step.
         scopes: Parameters with groups of their own, by a name for them.
         shard: What is kept whole for how long.
         comm: Communication over time.
@@ -96,7 +104,7 @@ def fully_shard(
         PeerError: Another rank has one of these errors.
         DivergenceError: Ranks shard different models, or the same in different ways.
     """
-    scopes = dict(scopes or {})
+    scopes, roles = dict(scopes or {}), roles_from(roles)
     groups = [roles, *(scope.roles for scope in scopes.values())]
     peers = Peers([g for r in groups for g in (r.gather, r.replicate) if g is not None])
 
@@ -115,6 +123,12 @@ def fully_shard(
         memory = register_memory(pools, plans, comm, peers, target)
         planned = [PlannedGroup(memory.named_in(p), members) for p, members in planned]
 
+    cut = [name for one in planned for name in one.plan.cut_names]
+    if cut:
+        _log.warning(
+            "cut inside rows, and 1-D for the optimizer: %s. A larger max_padding keeps rows whole",
+            ", ".join(cut),
+        )
     reuse, waiter = Reuse(target), Waiter()
     flat = [_build(one, target, reuse, waiter, memory) for one in planned]
     materialise(model, flat, [one.members for one in planned], target, initialise)
@@ -134,11 +148,7 @@ def _close_with(roles: Sequence[Roles], engine: Engine) -> None:
         id(group): group for r in roles for group in (r.gather, r.reduce, r.replicate) if group
     }
     for group in distinct.values():
-        before_close = getattr(group, "before_close", None)
-        if before_close is not None:
-            take_back = before_close(close)
-            if take_back is not None:
-                engine.at_end(take_back)
+        engine.at_end(group.before_close(close))
 
 
 def _close(engine: weakref.ref[Engine]) -> None:
@@ -156,6 +166,7 @@ def _check(
         check_roles(name, scope_roles)
     parameters = dict(model.named_parameters())
     check_not_sharded(parameters)
+    check_plain(parameters)
     check_no_optimizer(parameters)
     check_no_hooks(parameters)
     check_memory(model, parameters)

@@ -80,6 +80,12 @@ class GroupPlan:
         return self.gather.size == 1 and self.param_dtype == self.main_dtype
 
     @property
+    def cut_names(self) -> list[str]:
+        """Parameters that are cut inside rows, whose parts have one dimension."""
+        cut = self.layout.is_cut_inside_rows
+        return [name for index, name in enumerate(self.names) if cut(index)]
+
+    @property
     def takes_gradient_over(self) -> bool:
         """Whether autograd's own tensor is reduced, where nothing has to be put beside it."""
         is_same = self.layout.is_one_parameter and self.param_dtype == self.reduce_dtype
@@ -136,4 +142,5 @@ class GroupPlan:
         kinds = f"{self.param_dtype}/{self.reduce_dtype}/{self.main_dtype}".replace("torch.", "")
         frozen = "" if self.is_trainable else ", frozen"
         head = f"{self.name}: {groups}, divisor {self.divisor:g}, {kinds}{frozen}"
-        return f"{head}\n    {self.layout.describe()}"
+        cut = f"\n    1-D for the optimizer: {', '.join(self.cut_names)}" if self.cut_names else ""
+        return f"{head}\n    {self.layout.describe()}{cut}"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.core.group import Group
 from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.local_group import LocalGroup
 from pcomm.fsdp.shard_gradient import GradientOrigin
@@ -111,10 +112,16 @@ class Guards:
         if shards and optimizer not in self._seen:
             optimizer.register_state_dict_pre_hook(partial(_before_optimizer_state, self))
             optimizer.register_load_state_dict_pre_hook(partial(_before_optimizer_load, self))
+        self._seen.setdefault(optimizer, 0)
         cut = [shard.name for shard in shards if not shard.is_entire]
-        kinds = [
-            kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _WHOLE_MATRIX
-        ]
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__} & _WHOLE_MATRIX
+        if kinds and not cut and any(_shard_of(p, self) and not p.numel() for p in parameters):
+            raise UnsupportedError(
+                f"step of {type(optimizer).__name__}",
+                found="parameters that are entire on another rank, and have no elements here",
+                why=f"{min(kinds)} takes means of all elements of a matrix.",
+                fix="Give it [p for p in sharded.parameters() if p.numel()].",
+            )
         if cut and kinds:
             raise UnsupportedError(
                 f"step of {type(optimizer).__name__}",
@@ -138,7 +145,7 @@ class Guards:
 
 def _mark_gradients(groups: Sequence[FlatGroup | LocalGroup]) -> None:
     """Tell gradients where their other parts are."""
-    distinct = {}
+    distinct: dict[tuple[int, ...], Group] = {}
     for group in groups:
         plan = group.plan
         for one in (plan.gather, plan.replicate, plan.spread):

@@ -44,24 +44,28 @@ def install_hooks(
             unit.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
         )
         handles.append(unit.module.register_forward_hook(hooks.after))
-    engine.at_end(functools.partial(_take_off, weakref.ref(root.module), entry_points, handles))
+    engine.at_end(functools.partial(_take_off, root, units, entry_points, handles))
 
 
 def _take_off(
-    root: weakref.ref[nn.Module],
+    root: Unit,
+    units: Sequence[Unit],
     entry_points: Sequence[str],
     handles: Sequence[torch.utils.hooks.RemovableHandle],
 ) -> None:
+    """Leave nothing at the modules but a refusal to compute with parts of parameters."""
     for handle in handles:
         handle.remove()
-    module = root()
-    if module is not None:
-        for name in entry_points:
-            setattr(module, name, functools.partial(_refuse, f"{type(module).__name__}.{name}"))
+    for unit in units:
+        refuse = functools.partial(_refuse, f"the forward of unit {unit.name!r}")
+        unit.module.register_forward_pre_hook(refuse, prepend=True)
+    for name in entry_points:
+        refuse = functools.partial(_refuse, f"{type(root.module).__name__}.{name}")
+        setattr(root.module, name, refuse)
 
 
-def _refuse(name: str, *_args: object, **_options: object) -> NoReturn:
-    raise refusals.closed(name)
+def _refuse(asked: str, *_args: object, **_options: object) -> NoReturn:
+    raise refusals.closed(asked)
 
 
 def _entry(engine: Engine, root: Unit, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

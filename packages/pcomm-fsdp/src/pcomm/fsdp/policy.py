@@ -28,9 +28,10 @@ class CommPolicy:
             keeps a link busy as long as units are of about the same size.
         max_padding: Largest part of a flat buffer that may be padding so that shares end at row
             borders; beyond it shares are cut inside rows.
-        checks_first_step: Whether ranks compare what they do before each gather of the first step,
-            through the store. Without it, ranks whose units run in different orders find out at
-            the end of that step, or by a time limit.
+        checks_first_step: Whether ranks compare what they do before each gather of what no schedule
+            foresaw, such as the first step, through the store. Without it, ranks whose units run
+            in different orders find out where they depart from a schedule, at the end of that
+            micro-batch, or by a time limit.
         prefetch_backward: Units that are gathered ahead in backward, if not `prefetch`. With 0 a
             gather is issued when the unit before it has ended, so that a unit's computation has
             one gathered unit less beside it. Where communication takes longer than computation, a

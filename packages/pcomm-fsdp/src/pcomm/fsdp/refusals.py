@@ -20,12 +20,12 @@ def closed(asked: str) -> ClosedError:
 
 
 def gone() -> ClosedError:
-    """Backward has come to a model that was deleted."""
+    """Backward has come to a model that was closed or deleted."""
     return ClosedError(
         "backward of a sharded model",
-        found="a model that was deleted after its forward",
+        found="a model that was closed or deleted after its forward",
         why="Its parameters cannot be gathered, and there is nothing to reduce gradients into.",
-        fix="Keep the model, or what fully_shard returned, until backward has ended.",
+        fix="Keep the model, and its groups open, until backward has ended.",
     )
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from pcomm.core.errors import ConfigError
 from pcomm.core.group import Group
 from pcomm.fsdp.policy import Precision
 from pcomm.fsdp.strategy import Shard
 
-__all__ = ["Roles", "Scope"]
+__all__ = ["Roles", "Scope", "roles_from"]
 
 
 @dataclass(frozen=True)
@@ -58,3 +60,36 @@ class Scope:
     shard: Shard | None = None
     spread: Group | None = None
     precision: Precision | None = None
+
+
+def roles_from(given: Roles | DeviceMesh) -> Roles:
+    """Roles as they are, or those that FSDP2 gives the dimensions of a mesh. Local.
+
+    A mesh has one communicator a dimension, which then gathers and reduces. Of two dimensions the
+    second one shards and the first one replicates.
+
+    Raises:
+        ConfigError: Something else, or a mesh of more dimensions.
+    """
+    if isinstance(given, Roles):
+        return given
+    if not isinstance(given, DeviceMesh):
+        raise ConfigError(
+            f"fully_shard: roles, {given!r:.80}",
+            found=f"a {type(given).__name__}",
+            why="Roles name the groups that gather parameters and reduce gradients.",
+            fix='Pass Roles(gather=groups["dp", "gather"], reduce=groups["dp", "reduce"]), of '
+            "groups that open_groups has opened, or a DeviceMesh.",
+        )
+    if given.ndim > 2:
+        raise ConfigError(
+            f"fully_shard: roles, {given}",
+            found=f"a mesh of {given.ndim} dimensions",
+            why="One dimension shards, and a second one replicates.",
+            fix="Pass a part of the mesh, such as mesh['dp'], or Roles.",
+        )
+    names = given.mesh_dim_names or tuple(f"dim{number}" for number in range(given.ndim))
+    *outer, inner = (
+        Group.from_process_group(name, given.get_group(number)) for number, name in enumerate(names)
+    )
+    return Roles(inner, inner, *outer)

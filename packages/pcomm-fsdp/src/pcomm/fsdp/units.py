@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["ROOT", "Member", "Owner", "UnitModules", "find_units", "install"]
+__all__ = ["ROOT", "Member", "Owner", "UnitModules", "Units", "find_units", "install"]
 
 ROOT = "(root)"
 """Name of the unit that holds what no other unit does."""
@@ -50,18 +50,30 @@ class UnitModules:
     members: list[Member] = field(default_factory=list)
 
 
-def find_units(model: nn.Module, units: Sequence[type[nn.Module] | nn.Module]) -> list[UnitModules]:
+Units = Sequence[type[nn.Module] | nn.Module] | type[nn.Module]
+"""What may be passed as units: classes and modules, or a single class."""
+
+
+def find_units(model: nn.Module, units: Units) -> list[UnitModules]:
     """The units of a model, the root first, then in the order of `named_modules`. Local.
 
     Each parameter belongs to the innermost unit around the module that holds it.
 
     Args:
         model: The whole model.
-        units: Classes, all of whose instances are units, and single modules.
+        units: Classes, all of whose instances are units, and single modules; or one class.
 
     Raises:
         ConfigError: Something that is no unit of this model, or a parameter that belongs to two.
     """
+    if isinstance(units, type):
+        units = [units]
+    if not isinstance(units, Iterable):
+        raise _no_unit(units)
+    for unit in units:
+        is_class = isinstance(unit, type) and issubclass(unit, nn.Module)
+        if not is_class and not isinstance(unit, nn.Module):
+            raise _no_unit(unit)
     found: dict[nn.Module, UnitModules] = {model: UnitModules(ROOT, model)}
     matched: set[int] = set()
     for name, module in model.named_modules():
@@ -113,7 +125,10 @@ def _collect(
             # A module that is used under two names holds its parameters once.
             seen.add((module, name))
             member.owners.append((module, name))
-    for name, child in module.named_children():
+    # Not `named_children`, which leaves out what it has seen: a module may have several names.
+    for name, child in module._modules.items():
+        if child is None:
+            continue
         _collect(child, f"{prefix}{name}.", unit, found, members, seen)
 
 
@@ -124,6 +139,15 @@ def _no_such_unit(model: nn.Module, unit: type[nn.Module] | nn.Module) -> Config
         found=f"a model of {', '.join(kinds)}",
         why="A unit is a part of the model, and nothing in this model is that part.",
         fix="Name classes of modules in the model, or modules of the model itself.",
+    )
+
+
+def _no_unit(unit: object) -> ConfigError:
+    return ConfigError(
+        f"fully_shard: units, {unit!r:.80}",
+        found=f"a {type(unit).__name__}",
+        why="Units are classes of modules, all of whose instances are meant, or modules.",
+        fix="Pass a list, such as units=[Block] or units=list(model.layers), or one class.",
     )
 
 

@@ -44,7 +44,10 @@ class Waiter:
         try:
             return pending.wait()
         except RuntimeError as problem:
-            raise _peer_error(what, str(problem).split("\n")[0]) from problem
+            # A rank that failed may have closed its connections since, and has said why before.
+            message = self.heard()
+            found = str(problem).split("\n")[0] if message is None else f"an error on {message}"
+            raise _peer_error(what, found) from problem
 
 
 def _nothing() -> None:

@@ -65,6 +65,9 @@ class DistributedCollectives(Handle):
         """
         return self._group.get()
 
+    def rest(self) -> None:
+        """End threads that have nothing to do; the next operation begins one again. Local."""
+
     def close(self) -> None:
         """Refuse all further operations. Local; closing the process group is its owner's."""
         self._group.close()

@@ -49,10 +49,14 @@ class GlooCollectives(DistributedCollectives):
         # Not every owner tells that it closes the process group.
         weakref.finalize(process_group, self._queue.forget).atexit = False
 
+    def rest(self) -> None:
+        """End the thread of the queue; the next operation begins one again. Local."""
+        self._queue.rest()
+
     def close(self) -> None:
         """Refuse all further operations and end the queue. Local."""
         super().close()
-        self._queue.close()
+        self._queue.rest()
 
     def _all_gather(
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
@@ -82,7 +86,9 @@ class GlooCollectives(DistributedCollectives):
         lengths = scatter_sizes(x, dim, sizes, self.size)
         if lengths is None:
             lengths = [x.shape[dim] // self.size] * self.size
-        if not self._is_large(x, dim, lengths):
+        # Torch adds no numbers of 8 bits, and says so at once there.
+        is_added = not x.is_floating_point() or x.itemsize > 1
+        if not is_added or not self._is_large(x, dim, lengths):
             return self._exchange_and_add(x, dim, sizes, out, is_async)
         check_out("reduce_scatter", x, with_length(x, dim, lengths[self.rank]), out)
         front = in_front(x, dim)

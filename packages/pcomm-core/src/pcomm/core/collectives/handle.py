@@ -13,11 +13,13 @@ H = TypeVar("H", bound="Handle")
 
 
 class Handle:
-    """Base of collectives that hold a communicator.
+    """Base of groups, and of collectives that hold a communicator.
 
     A module that holds them can be copied with `copy.deepcopy`: the copy has parameters of its
     own, and communicates through the same communicator.
     """
+
+    __slots__ = ()
 
     def __copy__(self: H) -> H:
         """Itself."""

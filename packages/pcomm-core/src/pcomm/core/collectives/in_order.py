@@ -107,7 +107,7 @@ class InOrder:
         )
         self._thread: threading.Thread | None = None
 
-    def close(self) -> None:
+    def rest(self) -> None:
         """End the thread once all that was started has ended. Local.
 
         It returns without waiting for operations that are still under way, since a peer that never

@@ -192,7 +192,7 @@ class Control:
             timeout_s: Seconds to wait for the others; by default as for the control.
 
         Returns:
-            A name for what was agreed on: the same on all ranks, and new with each call.
+            A name for what was agreed on: the same on all ranks, and new with each call in a store.
 
         Raises:
             Exception: This rank's own `error`.
@@ -201,8 +201,7 @@ class Control:
             PeerTimeoutError: Ranks did not arrive; names them.
             FencedError: A newer generation has begun.
         """
-        if self.store is None or len(self.ranks) == 1:
-            self.check_fence()
+        if self.store is None:
             if error is not None:
                 raise error
             return f"{self.prefix}/{topic}"
@@ -250,7 +249,7 @@ class Control:
             told = f"rank {self.rank}: {type(error).__name__}: {error}"
             meeting.say_first("error", told)
         if lines is not None:
-            self._compare(meeting, "\n".join(lines), error is None)
+            self._compare(meeting, "\n".join(lines))
         problems = meeting.finish()
         if error is not None:
             raise error
@@ -271,15 +270,15 @@ class Control:
             )
         return meeting.name
 
-    def _compare(self, meeting: Meeting, text: str, is_fine: bool) -> None:
+    def _compare(self, meeting: Meeting, text: str) -> None:
         reference_rank = self.ranks[0]
         if self.rank == reference_rank:
             meeting.say("lines", text)
-        elif is_fine:
-            reference = meeting.hear("lines")
-            if text != reference:
-                told = _first_difference(reference_rank, reference, self.rank, text)
-                meeting.say_first("difference", told)
+            return
+        reference = meeting.hear("lines")
+        if text != reference:
+            told = _first_difference(reference_rank, reference, self.rank, text)
+            meeting.say_first("difference", told)
 
     def _check(self) -> None:
         if self.rank not in self.ranks:

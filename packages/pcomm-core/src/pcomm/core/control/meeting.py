@@ -123,7 +123,6 @@ class Meeting:
         }
         outcome = json.dumps({"problems": problems})
         if self._store.compare_set(self._key("outcome"), "", outcome).decode() == outcome:
-            self._turn_over()
             # All ranks are here, so none of them reads an earlier meeting any more.
             earlier = self._number - 1
             while self._store.check([self._key("outcome", earlier)]):
@@ -150,7 +149,6 @@ class Meeting:
         outcome = json.loads(self._store.get(self._key("outcome")))
         if "missing" not in outcome:
             return
-        self._turn_over()
         if self._rank in outcome["missing"]:
             raise Missed
         raise PeerTimeoutError(
@@ -163,16 +161,12 @@ class Meeting:
     # -- numbers -------------------------------------------------------------------------
 
     def _under_way(self) -> int:
-        number = int(self._store.compare_set(f"{self._prefix}/now", "", str(_FIRST)))
+        now = f"{self._prefix}/now"
+        number = int(self._store.compare_set(now, "", str(_FIRST)))
         while self._store.check([self._key("outcome", number)]):
-            number = self._turn_over(number)
+            # The next number begins, unless a rank has had it begin already.
+            number = int(self._store.compare_set(now, str(number), str(number + 1)))
         return number
-
-    def _turn_over(self, number: int | None = None) -> int:
-        """Have the next number begin, if no rank has done so; returns the one under way."""
-        number = self._number if number is None else number
-        key = f"{self._prefix}/now"
-        return int(self._store.compare_set(key, str(number), str(number + 1)))
 
     def _arrive(self) -> None:
         if self._place(self._rank) != f"{self._number}{_THROUGH}":

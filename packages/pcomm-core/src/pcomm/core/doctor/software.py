@@ -54,7 +54,7 @@ def check_torch(probe: Probe) -> Iterable[Finding]:
 def check_triton(probe: Probe) -> Iterable[Finding]:
     """Triton, and whether its interpreter can be imported."""
     lost = "kernels written in Triton are not available"
-    found = _module(probe, "triton", lost, "'pcomm-core[triton]'")
+    found = _module(probe, "triton", lost, "'triton>=3.6'")
     yield found
     if found.status != "ok":
         return

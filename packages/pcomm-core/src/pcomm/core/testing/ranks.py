@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pcomm.core.communicators import communicator_of
 from pcomm.core.local_ranks import LocalRanks, RankError
 from pcomm.core.testing.living import Living, left_behind
 from pcomm.core.testing.patience import rank_limit_s
@@ -165,6 +166,8 @@ def _end_groups(before: Living) -> None:
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         if name not in before.names_of_groups:
             dist.destroy_process_group(group)
+        else:
+            communicator_of(group).rest()
 
 
 def _values(error: AssertionError, path: str) -> str:

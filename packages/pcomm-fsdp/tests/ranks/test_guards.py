@@ -1,0 +1,146 @@
+"""Guards go with their model, keep two models apart, and know scopes of their own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.core.groups import open_groups
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.roles import Roles, Scope
+
+
+class Experts(nn.Module):
+    """A dense layer, and one of which every rank has another."""
+
+    def __init__(self, expert: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(5, 7)
+        torch.manual_seed(expert)
+        self.expert = nn.Linear(7, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.expert(self.dense(x))
+        return y
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank)).double()
+
+
+@ranks(2)
+def test_experts_count_in_norms_and_overflow(rank: int) -> None:
+    """The expert of each rank is entire there, and one of all the model's parameters."""
+    topology = Topology({"dp": 2, "one": 1})
+    with open_groups(topology, [("dp", "gather"), ("dp", "reduce"), "one"]) as groups:
+        alone = Roles(groups["one"], groups["one"])
+        expert = Scope(
+            lambda name, _: name.startswith("expert"),
+            alone,
+            divisor=1,
+            spread=groups["dp", "gather"],
+        )
+        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        model = Experts(rank)
+        sharded = fully_shard(model, roles, units=[nn.Linear], scopes={"expert": expert})
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for spoils in (False, True):
+            optimizer.zero_grad()
+            scaler.scale(model(batch(rank)).square().mean()).backward()
+            if spoils and rank == 1:
+                assert model.expert.bias.grad is not None
+                model.expert.bias.grad[0] = float("nan")
+            scaler.unscale_(optimizer)
+            before = [parameter.clone() for parameter in model.parameters()]
+            if not spoils:
+                expected = sharded.grad_norm()
+                found = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+                torch.testing.assert_close(
+                    sharded.grad_norm().item(), 1e-3 * expected.item() / (expected.item() + 1e-6)
+                )
+            scaler.step(optimizer)
+            scaler.update()
+            moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+            assert any(moved) is not spoils, f"rank {rank} moved {moved}"
+            assert scaler.get_scale() == (1.0 if spoils else 2.0)
+
+
+@ranks(2)
+def test_guards_go_with_the_model(rank: int) -> None:
+    """Torch keeps one list of hooks for all optimizers; ours are there as long as their models."""
+    hooks = torch_optimizer._global_optimizer_pre_hooks
+    gc.collect()
+    before = len(hooks)
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        roles = Roles(groups["dp"], groups["dp"])
+        models = [nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)) for _ in range(2)]
+        sharded = [fully_shard(model, roles, units=[nn.Linear]) for model in models]
+        assert len(hooks) == before + 2
+        optimizers = [torch.optim.SGD(model.parameters(), momentum=0.9) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+        # What is allowed for one is not for the other.
+        with sharded[0].as_parts():
+            models[0].state_dict()
+            optimizers[0].state_dict()
+            with pytest.raises(ConfigError):
+                models[1].state_dict()
+            with pytest.raises(ConfigError):
+                optimizers[1].state_dict()
+        # Without what fully_shard returned, the model is guarded as before.
+        del sharded
+        gc.collect()
+        with pytest.raises(ConfigError):
+            models[0].state_dict()
+        with pytest.raises(UnsupportedError):
+            torch.optim.LBFGS(models[0].parameters()).step(lambda: torch.zeros(()))
+        references = [weakref.ref(model) for model in models]
+        del model, models, optimizer, optimizers
+        gc.collect()
+        num_alive = sum(reference() is not None for reference in references)
+        assert len(hooks) == before + num_alive
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="the function is transformers' own")
+@ranks(2)
+def test_save_pretrained(rank: int, tmp_path: Path) -> None:
+    transformers = import_module("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        roles = Roles(groups["dp"], groups["dp"])
+        sharded = fully_shard(model, roles, units=[type(model.model.layers[0])])
+        with pytest.raises(ConfigError, match=r"save_pretrained\(state_dict="):
+            model.save_pretrained(tmp_path / f"wrong{rank}")
+        state = sharded.full_state_dict()
+        # All ranks call it, and transformers writes on the first.
+        model.save_pretrained(tmp_path / "saved", state_dict=state)
+        groups["dp"].collectives.all_reduce(torch.zeros(()))
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

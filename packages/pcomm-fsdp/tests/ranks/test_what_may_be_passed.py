@@ -1,0 +1,154 @@
+"""Units, roles and parameters of every kind: taken, or refused for the right reason."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as ShardedOn
+from torch.distributed.tensor import distribute_tensor
+
+from pcomm.core.errors import ConfigError
+from pcomm.core.groups import open_groups
+from pcomm.core.testing.ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp.fully_shard import fully_shard
+from pcomm.fsdp.policy import CommPolicy
+from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.sharded import Sharded
+
+
+def built(kind: type[nn.Module] = nn.Sequential) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    return (kind(*layers) if kind is nn.Sequential else kind()).double()
+
+
+class Again(nn.Module):
+    """One module three times, under three names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)] * 3)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        y: Tensor = self.last(x)
+        return y
+
+
+def batch(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+
+def check(sharded: Sharded, reference: nn.Module, rank: int) -> None:
+    for step in range(3):
+        sharded.model(batch(step, rank)).square().mean().backward()
+        for r in (0, 1):
+            (reference(batch(step, r)).square().mean() / 2).backward()
+        found = sharded.full_gradients()
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@ranks(2)
+def test_a_module_of_several_names(rank: int) -> None:
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        roles = Roles(groups["dp"], groups["dp"])
+        for units in ([nn.Linear], []):
+            model, reference = built(Again), built(Again)
+            sharded = fully_shard(model, roles, units=units)
+            names = [name for name, _ in sharded.named_parameters()]
+            assert names == [name for name, _ in reference.named_parameters()]
+            check(sharded, reference, rank)
+            state = sharded.full_state_dict()
+            for name, value in reference.state_dict().items():
+                torch.testing.assert_close(state[name], value)
+
+
+@ranks(2)
+def test_units_and_roles_as_others_pass_them(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    nameless, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("rep", "dp"))
+    for given in (mesh, nameless, square, replicas):
+        model, reference = built(), built()
+        sharded = fully_shard(model, given, units=nn.Linear)
+        check(sharded, reference, rank)
+        assert len(sharded.plans) == 3
+        sharded.close()
+
+
+@ranks(2)
+def test_what_is_refused(rank: int) -> None:
+    cube = init_device_mesh("cpu", (1, 1, 2))
+    mesh = init_device_mesh("cpu", (2,))
+    wrong: Any
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        roles = Roles(groups["dp"], groups["dp"])
+        for wrong, message in (
+            (None, "a NoneType"),
+            (groups, "a Groups"),
+            (groups["dp"], "a Group"),
+            (cube, "a mesh of 3 dimensions"),
+        ):
+            with pytest.raises(ConfigError, match=rf"roles(.|\n)*{message}"):
+                fully_shard(built(), wrong, units=[nn.Linear])
+        for wrong, message in (
+            (["Linear"], "a str"),
+            ([int], "a type"),
+            (nn.Linear(2, 2), "a Linear"),
+            (None, "a NoneType"),
+        ):
+            with pytest.raises(ConfigError, match=rf"units(.|\n)*{message}(.|\n)*Pass a list"):
+                fully_shard(built(), roles, units=wrong)
+        model = built()
+        weight = model[0].weight.detach()  # type: ignore[index]
+        model[0].weight = nn.Parameter(distribute_tensor(weight, mesh, [ShardedOn(0)]))  # type: ignore[index]
+        with pytest.raises(ConfigError, match=r"'0\.weight'(.|\n)*a DTensor with placements"):
+            fully_shard(model, roles, units=[nn.Linear])
+
+
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.mark.parametrize("max_padding", [0.0, 0.6])
+@ranks(2)
+def test_weight_decay_groups_by_dimensions(rank: int, max_padding: float) -> None:
+    """Only what is cut inside rows loses dimensions, and that is said."""
+    listener = Listener()
+    log = logging.getLogger("pcomm.fsdp")
+    log.addHandler(listener)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(7, 3, bias=False))
+    model.append(nn.Linear(2, 4))
+    expected = {name for name, p in model.named_parameters() if p.dim() >= 2}
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        comm = CommPolicy(max_padding=max_padding)
+        sharded = fully_shard(model, Roles(groups["dp"], groups["dp"]), units=[], comm=comm)
+        found = {name for name, p in sharded.named_parameters() if p.dim() >= 2}
+        text = str(sharded.report())
+    log.removeHandler(listener)
+    if max_padding:
+        assert found == expected
+        assert listener.lines == []
+        assert "1-D for the optimizer" not in text
+    else:
+        assert found == expected - {"1.weight"}
+        assert [line.split(". ")[0] for line in listener.lines] == [
+            "cut inside rows, and 1-D for the optimizer: 1.weight"
+        ]
+        assert "1-D for the optimizer: 1.weight" in text
