@@ -76,7 +76,7 @@ def test_a_compiled_layer_is_the_layer(spec: Spec, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@ranks(2)
+@ranks(2, leaves="tqdm's monitor, which torch.compile starts, lives as long as the process")
 def test_compiled_layers_on_two_ranks_are_the_layers(rank: int, backend: str) -> None:
     torch._dynamo.reset()
     group = Group.from_process_group("cp", _world())
