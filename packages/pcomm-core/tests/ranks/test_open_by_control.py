@@ -139,9 +139,10 @@ def test_all_that_agrees_goes_on_in_the_generation_of_the_survivors(rank: int) -
         collectives = watched["dp"].collectives
         assert isinstance(collectives, LedgeredCollectives)
         assert sum_of_ranks(watched["dp"]) == 3
-        # Without the control it is the old generation that is asked, which is over.
+        agree_in_group(group, "test", ["same"])
+        # By the default control it is the old generation that is asked, which is over.
         with pytest.raises(FencedError, match="of ranks 0-1"):
-            agree_in_group(group, "test", ["same"])
+            agree_in_group(group, "test", ["same"], control=default_control([0, 1]))
 
 
 @ranks(2)
@@ -159,3 +160,24 @@ def test_without_torch_distributed_there_is_no_default_control() -> None:
         with pytest.raises(ConfigError, match=r"torch\.distributed is not initialised"):
             call()
     assert control_of_group(Group("dp", (3,), None)).ranks == (3,)
+
+
+@ranks(2)
+def test_groups_of_a_later_generation_agree_in_it_wherever_they_are_passed_on(rank: int) -> None:
+    """Features take groups alone, so a group knows by which control its ranks agree."""
+    later = default_control().next([0, 1])
+    topology = Topology({"dp": 2, "tp": 1})
+    with open_groups(topology, ["dp", "tp"], timeout_s=WAIT_S, control=later) as groups:
+        derived = groups.with_collectives(lambda group: group.collectives)
+        for opened in (groups, derived):
+            agree_in_group(opened["dp"], "passed on", ["the same"], timeout_s=WAIT_S)
+            agree_in_group(opened["tp"], "passed on", [f"of rank {rank}"], timeout_s=WAIT_S)
+            assert control_of_group(opened["dp"]).generation == 1
+            alarm = Alarm(opened["dp"], "passed on")
+            assert alarm.heard(round_number=0) is None
+        assert derived.control is groups.control
+        # By the process group alone it is somebody else's, of no generation.
+        process_group = groups["dp"].process_group
+        assert process_group is not None
+        with pytest.raises(FencedError):
+            agree_in_group(Group.from_process_group("dp", process_group), "passed on", ["x"])

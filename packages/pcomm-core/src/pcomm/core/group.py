@@ -13,6 +13,7 @@ from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.communicators import Communicator, communicator_of
+from pcomm.core.control.control import Control
 from pcomm.core.errors import TopologyError
 
 __all__ = ["Group"]
@@ -34,6 +35,8 @@ class Group(Handle):
         asked: Options that were asked for.
         granted: Options in force.
         refused: Options that are not in force, with the reason.
+        control: By which its ranks agree; None for groups around somebody else's process group,
+            which agree through the store of torch.distributed.
         collectives: Operations without gradients.
         differentiable: The same with gradients.
     """
@@ -43,6 +46,7 @@ class Group(Handle):
         "_communicator",
         "asked",
         "collectives",
+        "control",
         "differentiable",
         "granted",
         "name",
@@ -65,10 +69,12 @@ class Group(Handle):
         granted: Mapping[str, Any] | None = None,
         refused: Mapping[str, str] | None = None,
         closing: Closing | None = None,
+        control: Control | None = None,
     ) -> None:
         self.name, self.role, self.ranks = name, role, ranks
         self.rank, self.size = rank, len(ranks)
         self.asked, self.granted, self.refused = asked or {}, granted or {}, refused or {}
+        self.control = control
         self._closing = Closing() if closing is None else closing
         self._communicator: Communicator | None = None
         self.collectives: Collectives

@@ -233,7 +233,6 @@ def open_groups(
         FencedError: A newer generation than that of `control` has begun.
     """
     callers = _participants(topology) if control is None else control
-    rank = callers.rank
     error: PcommError | None = None
     wanted: list[GroupSpec] = []
     granted: list[Granted] = []
@@ -259,7 +258,7 @@ def open_groups(
         undo.callback(lambda: Groups([], owned=list(made.values())).close())
         try:
             for spec, grants in zip(wanted, granted, strict=True):
-                group = _open(topology, spec, grants, rank, agreement, made, closing)
+                group = _open(topology, spec, grants, callers, agreement, made, closing)
                 opened.append(group)
         except Exception as problem:  # whatever the backend raises, the other ranks hear of it
             failure = problem
@@ -280,16 +279,25 @@ def _open(
     topology: Topology,
     spec: GroupSpec,
     granted: Granted,
-    rank: int,
+    control: Control,
     agreement: str,
     made: dict[tuple[object, ...], dist.ProcessGroup],
     closing: Closing,
 ) -> Group:
     """One group, whose communicator is found in `made` or added there."""
+    rank = control.rank
     members = topology.members(rank, spec.axes)
+    own = control.among(members)
     if len(members) == 1:
-        asked = spec.options.asked
-        return Group(spec.axes, members, None, role=spec.role, asked=asked, closing=closing)
+        return Group(
+            spec.axes,
+            members,
+            None,
+            role=spec.role,
+            asked=spec.options.asked,
+            closing=closing,
+            control=own,
+        )
     identity = (members, spec.role, spec.options, granted.backend)
     if identity not in made:
         # Only members create a group: at 100,000 ranks nobody can create all of them.
@@ -306,6 +314,7 @@ def _open(
         granted=granted.fields,
         refused=granted.refused,
         closing=closing,
+        control=own,
     )
 
 

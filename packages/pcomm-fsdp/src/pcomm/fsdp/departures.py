@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from torch.distributed import Store, distributed_c10d
+from torch.distributed import Store
 
 from pcomm.core import env
+from pcomm.core.control.default import control_of_group
 from pcomm.core.errors import DivergenceError, PeerError, PeerTimeoutError
 from pcomm.core.group import Group
 
@@ -27,7 +28,7 @@ class Departures:
     rank that does not depart learns of it while it waits for a collective that the first one never
     joins, since it looks around then. So all of them go on, or all of them have an error.
 
-    Every rank makes its own in the same order. Local.
+    Making one is collective: the ranks of each group agree on where they meet.
 
     Args:
         groups: The groups whose ranks have to agree, in the same order on all ranks.
@@ -81,12 +82,11 @@ class _Meeting:
     """The agreements of one group. A meeting's keys are deleted when the next one is complete."""
 
     def __init__(self, group: Group) -> None:
-        self._rank, self._size = group.ranks[group.rank], group.size
-        self._store: Store = distributed_c10d._get_default_store()
-        made = f"pcomm/fsdp departures/{group.key}/{group.ranks[0]}"
-        # Counted in the store, so that no state is kept in the process.
-        number = self._store.add(f"{made}/{self._rank}", 1)
-        self._prefix = f"{made}/number {number}"
+        control = control_of_group(group)
+        self._rank, self._size = control.rank, group.size
+        assert control.store is not None
+        self._store: Store = control.store
+        self._prefix = control.agree(f"fsdp departures: group {group.key}")
         self._last = ""
 
     def hold(self, name: str, place: int, text: str, raise_if_failed: Callable[[], object]) -> None:

@@ -33,7 +33,7 @@ def default_control(ranks: Sequence[int] | None = None) -> Control:
 
 
 def control_of_group(group: Group, control: Control | None = None) -> Control:
-    """The control of the ranks of a group: a part of `control`, or the default one. Local.
+    """The control of the ranks of a group: a part of `control`, its own, or the default one. Local.
 
     Raises:
         ConfigError: torch.distributed has not begun, or has ended.
@@ -41,6 +41,8 @@ def control_of_group(group: Group, control: Control | None = None) -> Control:
     """
     if control is not None:
         return control.among(group.ranks)
+    if group.control is not None:
+        return group.control
     if group.size == 1:
         return Control(None, group.ranks, group.ranks[0])
     return default_control(group.ranks)

@@ -103,7 +103,8 @@ def num_parameters() -> int:
 
 def _threads_of_the_system() -> tuple[frozenset[int], frozenset[int]]:
     """Ids of the threads of gloo, and of all others."""
-    gloo, others = set[int](), set[int]()
+    gloo: set[int] = set()
+    others: set[int] = set()
     for task in Path("/proc/self/task").glob("*/comm"):
         # One that ends while it is looked at is gone.
         with suppress(OSError):
