@@ -25,7 +25,7 @@ def launched(programs: Programs) -> subprocess.Popen[str]:
     launcher = programs.start(*PLAIN, LAUNCHER, stdin=subprocess.PIPE)
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "started\n"
-    assert len(programs.running()) == 2
+    wait_until(lambda: len(programs.running()) == 2, "the worker")
     return launcher
 
 

@@ -29,11 +29,15 @@ def marked(mark: str) -> list[int]:
 
 def end_marked(mark: str) -> None:
     """Kill these processes, and those that they start meanwhile, until there are none."""
-    while pids := marked(mark):
+    looks_without = 0
+    # One that is just starting a program has no environment for a moment.
+    while looks_without < 2:
+        pids = marked(mark)
+        looks_without = 0 if pids else looks_without + 1
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":
