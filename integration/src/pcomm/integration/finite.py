@@ -15,6 +15,8 @@ class NotFiniteError(PcommError, ArithmeticError):
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether every element is a finite number. Local; waits for the tensor's device."""
+    # A gradient of a sharded model is asked about this rank's part, which is meant here.
+    tensor = tensor.as_subclass(Tensor)
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     # A sum needs no memory, and is finite only where all its terms are; it may itself overflow.

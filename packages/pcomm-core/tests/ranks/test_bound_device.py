@@ -82,6 +82,7 @@ def nccl_world(monkeypatch: pytest.MonkeyPatch, *, device: torch.device | None) 
         yield
     finally:
         dist.destroy_process_group()
+        StandInNccl.made.clear()
 
 
 @ranks(4)

@@ -42,15 +42,15 @@ def nothing_is_made() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("odd", "specs", "words"),
     [
-        (2, ["dp", "tp"], r"rank 0 has .*'tp'.*, rank 2 has .*'dp'"),
-        (0, ["dp", "tp"], r"rank 0 has .*'dp'.*, rank [12] has .*'tp'"),
-        (1, ["tp"], r"rank 0 has .*'dp'.*, rank 1 has '\(nothing\)'"),
+        (2, ["dp", "tp"], r"rank 0 has .*group tp,.*, rank 2 has .*group dp,"),
+        (0, ["dp", "tp"], r"rank 0 has .*group dp,.*, rank [12] has .*group tp,"),
+        (1, ["tp"], r"rank 0 has .*group dp,.*, rank 1 has '\(nothing\)'"),
         (1, ["tp", "dp", ("dp", "gather")], r"rank 0 has '\(nothing\)', rank 1 has .*'gather'"),
-        (2, ["tp", ("dp", "gather")], r"rank 0 has .*role=''.*, rank 2 has .*role='gather'"),
+        (2, ["tp", ("dp", "gather")], r"rank 0 has .*role ''.*, rank 2 has .*role 'gather'"),
         (
             1,
             ["tp", GroupSpec("dp", options=CommOptions(timeout_s=7.0))],
-            r"rank 0 has .*timeout_s=None.*, rank 1 has .*timeout_s=7\.0",
+            r"rank 0 has .*options \{\}.*, rank 1 has .*'timeout_s': 7\.0",
         ),
     ],
     ids=["another order", "rank 0", "fewer", "more", "another role", "other options"],

@@ -21,7 +21,9 @@ from pcomm.core.collectives.protocol import Pending
 
 
 class FakeGroup:
-    """The two numbers that collectives ask a process group for."""
+    """What collectives ask a process group for."""
+
+    group_desc = "stand-in"
 
     def rank(self) -> int:
         return 0
@@ -85,7 +87,9 @@ OPERATIONS: dict[str, Callable[[DistributedCollectives, Tensor], Pending]] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_temporary_input_lives_until_the_wait(operation: str, works: list[WeakWork]) -> None:
-    collectives = DistributedCollectives(cast(dist.ProcessGroup, FakeGroup()))
+    # Collectives hold their group weakly.
+    group = FakeGroup()
+    collectives = DistributedCollectives(cast(dist.ProcessGroup, group))
     pending = OPERATIONS[operation](collectives, torch.ones(4, 4))
     gc.collect()
     (work,) = works
@@ -98,7 +102,8 @@ def test_a_temporary_input_lives_until_the_wait(operation: str, works: list[Weak
 
 
 def test_a_dense_input_lives_until_the_wait(works: list[WeakWork]) -> None:
-    collectives = DistributedCollectives(cast(dist.ProcessGroup, FakeGroup()))
+    group = FakeGroup()
+    collectives = DistributedCollectives(cast(dist.ProcessGroup, group))
     for start in (
         collectives.all_gather_async,
         collectives.reduce_scatter_async,

@@ -167,5 +167,5 @@ def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all numbers, in fp64."""
     total = torch.zeros((), dtype=torch.float64)
     for gradient in gradients:
-        total += gradient.double().square().sum()
+        total += gradient.as_subclass(Tensor).double().square().sum()
     return total
