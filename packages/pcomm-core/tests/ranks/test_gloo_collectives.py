@@ -358,3 +358,30 @@ def test_numbers_of_8_bits_are_refused_at_every_size_and_break_nothing(rank: int
             with pytest.raises(RuntimeError, match=r"scalar type|Float8"):
                 collectives.reduce_scatter(x)
             assert collectives.reduce_scatter(x.float()).tolist() == [2.0] * length
+
+
+@ranks(2)
+def test_numbers_that_torch_cannot_add_leave_the_queue_working(rank: int) -> None:
+    with open_groups(PAIR, ["dp"]) as opened:
+        collectives = opened["dp"].collectives
+        for dtype in (torch.uint16, torch.uint32, torch.uint64):
+            x = torch.ones(2 * LARGE_BYTES // dtype.itemsize).to(dtype)
+            with pytest.raises(RuntimeError, match="Invalid scalar type"):
+                collectives.reduce_scatter(x)
+        mine = torch.full((LARGE_BYTES,), float(rank))
+        assert_equal(collectives.reduce_scatter(mine), torch.ones(LARGE_BYTES // 2))
+
+
+@ranks(2)
+def test_negative_sizes_are_refused_before_anything_is_sent(rank: int) -> None:
+    with open_groups(PAIR, ["dp"]) as opened:
+        collectives, x = opened["dp"].collectives, torch.ones(4)
+        # The two lists are those of an exchange that would fit if it could be.
+        sizes = [5, -1] if rank == 0 else [-1, 5]
+        with pytest.raises(LayoutError, match="negative"):
+            collectives.all_to_all(x, send_sizes=sizes, receive_sizes=sizes)
+        with pytest.raises(LayoutError, match="negative"):
+            collectives.reduce_scatter(x, sizes=[-1, 5])
+        with pytest.raises(LayoutError, match="negative"):
+            collectives.all_gather(x, sizes=[4, -4] if rank == 0 else [-4, 4])
+        assert_equal(collectives.all_reduce(x), torch.full((4,), 2.0))

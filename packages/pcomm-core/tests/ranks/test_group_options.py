@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.errors import DivergenceError, UnsupportedError
+from pcomm.core.errors import ConfigError, DivergenceError, PeerError, UnsupportedError
 from pcomm.core.groups import GroupSpec, open_groups
 from pcomm.core.options import CommOptions, grant
 from pcomm.core.testing.patience import PATIENCE_S
@@ -212,3 +212,16 @@ def test_each_node_may_name_its_interface_otherwise(rank: int) -> None:
         open_groups(PAIR, [spec("dp", "", mine, strict=rank == 0)])
     with pytest.raises(DivergenceError, match="nccl"):
         open_groups(PAIR, [GroupSpec("dp", backend=["gloo", "nccl"][rank])])
+
+
+@ranks(2)
+def test_numbers_that_no_communicator_can_have_are_refused_on_every_rank(rank: int) -> None:
+    before = len(dist.distributed_c10d._world.pg_map)
+    wrong = [{"threads": 0}, {"threads": -1}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}]
+    for fields in wrong:
+        with pytest.raises(ConfigError, match=f"{next(iter(fields))}="):
+            open_groups(PAIR, [GroupSpec("dp", options=CommOptions(**fields))])
+    only_here = CommOptions(threads=0 if rank == 0 else 1)
+    with pytest.raises(ConfigError if rank == 0 else PeerError, match="threads=0"):
+        open_groups(PAIR, [GroupSpec("dp", options=only_here)])
+    assert len(dist.distributed_c10d._world.pg_map) == before

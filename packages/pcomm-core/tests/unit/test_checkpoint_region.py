@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pcomm.core.checkpoint.region import FlatPart, Region
+from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
 from pcomm.core.placement import Placement, take_shard
 
@@ -57,3 +59,26 @@ def test_a_whole_tensor_is_one_piece() -> None:
     logical = torch.arange(6).view(2, 3)
     assert check(Region(logical, Placement(), 0), logical) == 6
     assert check(Region(torch.tensor(3), Placement(), 0), torch.tensor(3)) == 1
+
+
+def test_a_dimension_may_be_counted_from_behind() -> None:
+    logical = torch.arange(6 * 4).view(6, 4)
+    layout = Layout.uneven([1, 3])
+    for rank in range(2):
+        local = take_shard(logical, layout, rank, dim=-1).contiguous()
+        placement = Placement(layout, dim=-1)
+        assert check(Region(local, placement, rank), logical) == local.numel()
+        part = FlatPart(2, tuple(local.shape))
+        assert check(Region(local.view(-1)[2:5], placement, rank, part), logical) == 3
+
+
+@pytest.mark.parametrize("rows", [2, 4], ids=["shorter", "longer"])
+def test_a_tensor_that_is_not_the_share_is_refused(rows: int) -> None:
+    placement = Placement(Layout.even(6, 2))
+    for region in (
+        Region(torch.zeros(rows, 2), placement, 1),
+        Region(torch.zeros(1), placement, 1, FlatPart(0, (rows, 2))),
+        Region(torch.zeros(2, 3), Placement(Layout.even(6, 2), dim=2), 1),
+    ):
+        with pytest.raises(LayoutError, match="a share of 3 positions on rank 1"):
+            region.write_items("x")

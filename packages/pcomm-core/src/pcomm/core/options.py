@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pcomm.core.errors import UnsupportedError
+from pcomm.core.errors import ConfigError, UnsupportedError
 
 __all__ = ["CommOptions", "Granted", "Rails", "grant"]
 
@@ -132,9 +133,11 @@ def grant(options: CommOptions, backend: str, *, group: str) -> Granted:
         group: Name of the group, for the error.
 
     Raises:
+        ConfigError: A number of threads or of seconds is none that a communicator can have.
         UnsupportedError: With `strict`, if a field cannot be granted; it names each and why.
     """
     asked = options.asked
+    _check_numbers(asked, group)
     refused: dict[str, str] = {}
     pg_options: Any = None
     if backend == "nccl":
@@ -155,6 +158,22 @@ def grant(options: CommOptions, backend: str, *, group: str) -> Granted:
     if any(option in fields for option in _GLOO):
         name = _register_gloo(fields.get("threads"), fields.get("interface"))
     return Granted(name, fields, refused, pg_options)
+
+
+def _check_numbers(asked: Mapping[str, Any], group: str) -> None:
+    # Gloo takes 0 threads, and then nobody does what is in its queue.
+    threads, timeout_s = asked.get("threads", 1), asked.get("timeout_s", 1.0)
+    is_count = isinstance(threads, int) and threads >= 1
+    is_time = isinstance(timeout_s, int | float) and math.isfinite(timeout_s) and timeout_s > 0
+    if is_count and is_time:
+        return
+    raise ConfigError(
+        f"open_groups: group {group!r} with {asked}",
+        found=f"timeout_s={timeout_s!r}" if is_count else f"threads={threads!r}",
+        why="Without a worker thread no operation ends, and without time none can.",
+        fix="Give a whole number of threads from 1 on and seconds above 0, or None for the "
+        "backend's own.",
+    )
 
 
 def _nccl_options(asked: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:

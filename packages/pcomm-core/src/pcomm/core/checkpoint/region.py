@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from pcomm.core.errors import LayoutError
 from pcomm.core.placement import Placement
 
 __all__ = ["FlatPart", "Region"]
@@ -64,8 +65,12 @@ class Region:
         return Region(copy, self.placement, self.rank, self.part)
 
     def pieces(self) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-        """Each piece's place in the logical tensor, and a view of it here."""
-        layout, dim = self.placement.layout, self.placement.dim
+        """Each piece's place in the logical tensor, and a view of it here.
+
+        Raises:
+            LayoutError: The tensor, or that of which it is a stretch, is not this rank's share.
+        """
+        layout, dim = self.placement.layout, self._dim()
         for origin, box in self._boxes():
             if layout is None:
                 yield _chunk(origin, box), box
@@ -102,6 +107,23 @@ class Region:
     @property
     def _local_shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape) if self.part is None else self.part.shape
+
+    def _dim(self) -> int:
+        """The dimension that is split, counted from the front; 0 where none is."""
+        local, dim = self._local_shape, self.placement.dim
+        if self.placement.layout is None:
+            return 0
+        # Rows beyond the share would stay as they are when it is loaded, and a shorter tensor
+        # would be saved as if the rest of the share did not exist.
+        share = self.placement.layout.sizes[self.rank]
+        if not -len(local) <= dim < len(local) or local[dim] != share:
+            raise LayoutError(
+                f"Region of shape {tuple(local)} along dim {dim}",
+                found=f"a share of {share} positions on rank {self.rank}",
+                why="A region is what the layout gives to this rank, no more and no less.",
+                fix="Pass the tensor, dimension and layout that belong together.",
+            )
+        return dim % len(local)
 
     def _boxes(self) -> Iterator[tuple[list[int], Tensor]]:
         """What this rank holds as boxes of its local tensor: origin, and a view."""

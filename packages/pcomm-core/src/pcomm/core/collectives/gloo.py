@@ -32,6 +32,7 @@ __all__ = ["GlooCollectives"]
 # Measured on 2 and 4 ranks of two cores: from here on pairs are as fast or faster; far below it
 # torch's are, since every receive that is announced wakes the other rank once more.
 _LARGE_BYTES = 256 * 1024
+_NOT_ADDED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class GlooCollectives(DistributedCollectives):
@@ -86,8 +87,10 @@ class GlooCollectives(DistributedCollectives):
         lengths = scatter_sizes(x, dim, sizes, self.size)
         if lengths is None:
             lengths = [x.shape[dim] // self.size] * self.size
-        # Torch adds no numbers of 8 bits, and says so at once there.
+        # These torch cannot add. It says so at once there; here it would be found out in the queue,
+        # after which nothing else of the communicator works.
         is_added = not x.is_floating_point() or x.itemsize > 1
+        is_added = is_added and x.dtype not in _NOT_ADDED
         if not is_added or not self._is_large(x, dim, lengths):
             return self._exchange_and_add(x, dim, sizes, out, is_async)
         check_out("reduce_scatter", x, with_length(x, dim, lengths[self.rank]), out)

@@ -24,11 +24,12 @@ def gather_sizes(
     """Checked lengths of every rank's shard along `dim`; None where all are equal."""
     if sizes is None:
         return None
-    if len(sizes) != size or sizes[rank] != x.shape[dim]:
+    if len(sizes) != size or sizes[rank] != x.shape[dim] or min(sizes) < 0:
         raise LayoutError(
             f"all_gather: sizes {list(sizes)} along dim {dim}",
             found=f"rank {rank} of {size} has shape {tuple(x.shape)}",
-            why="sizes names the length of each rank's shard, and this rank's must be its own.",
+            why="sizes names the length of each rank's shard, and this rank's must be its own; "
+            "none is negative.",
             fix="Pass Layout.sizes of the layout by which the tensor is split.",
         )
     return None if len(set(sizes)) == 1 else sizes
@@ -47,11 +48,12 @@ def scatter_sizes(
                 fix="Pad the dimension to a multiple of the ranks, or pass sizes.",
             )
         return None
-    if len(sizes) != size or sum(sizes) != x.shape[dim]:
+    if len(sizes) != size or sum(sizes) != x.shape[dim] or min(sizes) < 0:
         raise LayoutError(
             f"reduce_scatter: sizes {list(sizes)} along dim {dim}",
             found=f"shape {tuple(x.shape)}, {size} ranks",
-            why="sizes names the shard of each rank, and together they are the dimension.",
+            why="sizes names the shard of each rank, and together they are the dimension; none is "
+            "negative.",
             fix="Pass Layout.sizes of the layout by which the result is split.",
         )
     return None if len(set(sizes)) == 1 else sizes
@@ -83,11 +85,13 @@ def transfer_sizes(
             )
         equal = [x.shape[dim] // size] * size
         return equal, equal
-    if len(send_sizes) != size or len(receive_sizes) != size or sum(send_sizes) != x.shape[dim]:
+    is_one_each = len(send_sizes) == len(receive_sizes) == size
+    if not is_one_each or sum(send_sizes) != x.shape[dim] or min(*send_sizes, *receive_sizes) < 0:
         raise LayoutError(
             f"all_to_all: send_sizes {list(send_sizes)}, receive_sizes {list(receive_sizes)}",
             found=f"shape {tuple(x.shape)} along dim {dim}, {size} ranks",
-            why="There is one part per rank, and the parts sent are the whole dimension.",
+            why="There is one part per rank, none is negative, and the parts sent are the whole "
+            "dimension.",
             fix="Give one size per rank; the sent ones add up to the length of the dimension.",
         )
     if send_sizes[rank] != receive_sizes[rank]:
