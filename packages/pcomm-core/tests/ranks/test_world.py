@@ -195,7 +195,7 @@ def test_rank_0_leaves_last_because_the_store_may_live_in_it(
     for name, value in place.items():
         launcher.setenv(name, value)
     launcher.setattr(dist, "init_process_group", lambda *_, **__: None)
-    launcher.setattr(pcomm.core.world, "_joined", lambda: worlds[0])
+    launcher.setattr(pcomm.core.world, "_joined", lambda *_, **__: worlds[0])
 
     def join_and_leave() -> None:
         with connect():

@@ -118,7 +118,7 @@ def test_guards_go_with_the_model(rank: int) -> None:
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="the function is transformers' own")
-@ranks(2)
+@ranks(2, leaves="a progress bar of transformers keeps a thread")
 def test_save_pretrained(rank: int, tmp_path: Path) -> None:
     transformers = import_module("transformers")
     config = transformers.LlamaConfig(
