@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.groups import open_groups
@@ -63,3 +64,20 @@ def test_a_checkpoint_of_another_model(rank: int, tmp_path: Path) -> None:
         other = fully_shard(SmallModel(dim=6), roles, units=[Block])
         with pytest.raises(ConfigError, match=r"shape \(5, 16\) under that name"):
             load_checkpoint(tmp_path / "saved", model_regions(other), groups["dp"])
+
+
+@ranks(3)
+def test_buffers_of_one_rank_are_saved_together(rank: int, tmp_path: Path) -> None:
+    """Not the mean of one rank and the variance of another: ranks saw other batches."""
+    with open_groups(Topology({"dp": 3}), ["dp"]) as groups:
+        roles = Roles(groups["dp"], groups["dp"])
+        model = nn.Sequential(nn.BatchNorm1d(64, affine=False), nn.Linear(64, 6))
+        sharded = fully_shard(model, roles, units=[nn.Linear])
+        model(torch.randn(9, 64, generator=torch.Generator().manual_seed(rank)))
+        save_checkpoint(tmp_path / "saved", model_regions(sharded), groups["dp"])
+        model(torch.randn(9, 64))
+        load_checkpoint(tmp_path / "saved", model_regions(sharded), groups["dp"], sharded=sharded)
+    first = nn.BatchNorm1d(64, affine=False)
+    first(torch.randn(9, 64, generator=torch.Generator().manual_seed(0)))
+    for name, expected in first.named_buffers():
+        assert torch.equal(getattr(model[0], name), expected), name

@@ -262,9 +262,7 @@ def test_a_model_on_the_meta_device(rank: int) -> None:
             assert_equal(state[name], value.detach())
         model.loss(tokens(0, 0, rank)).backward()
         torch.manual_seed(3)
-        sharded = fully_shard(
-            tied, roles, units=[Block], device=torch.device("cpu"), initialise=_initialise
-        )
+        sharded = fully_shard(tied, roles, units=[Block], device="cpu", initialise=_initialise)
         expected = SmallModel(is_tied=True)
         torch.manual_seed(3)
         for module in expected.modules():

@@ -133,7 +133,8 @@ def save_checkpoint(
 
     Args:
         folder: Where to; on storage that all ranks share.
-        regions: This rank's tensors; what several ranks hold is written once.
+        regions: This rank's tensors; what several ranks hold is written once. Of buffers, and of
+            parameters that are not sharded, it is the first rank of `group` that writes its own.
         group: All ranks that hold any part.
 
     Raises:

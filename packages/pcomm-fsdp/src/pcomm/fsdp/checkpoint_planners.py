@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
@@ -23,8 +24,25 @@ from pcomm.fsdp.state_region import VALUE, StateRegion, decoded
 __all__ = ["StateLoadPlanner", "StateSavePlanner"]
 
 
+class _Told(NamedTuple):
+    """What a rank tells beside its pieces.
+
+    Attributes:
+        same: Values that other ranks have to have as well, by name.
+        own: Names of what no rank has a part of: buffers, and parameters that are not sharded.
+    """
+
+    same: dict[str, str]
+    own: frozenset[str]
+
+
 class StateSavePlanner(RegionSavePlanner):
-    """Writes regions, and refuses what should be the same on all ranks and is not."""
+    """Writes regions, and refuses what should be the same on all ranks and is not.
+
+    What is not cut may differ between ranks, as running averages of BatchNorm do. It is all written
+    by the first rank that has it: torch would take each tensor of whoever has the least to write,
+    the mean of one rank and the variance of another.
+    """
 
     def set_up_planner(
         self,
@@ -47,21 +65,23 @@ class StateSavePlanner(RegionSavePlanner):
                     self._same[name] = repr(found.tensor.item())
             else:
                 resolved[name] = region
+        self._own = frozenset(name for name, region in resolved.items() if region.part is None)
         super().set_up_planner(resolved, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """All pieces that this rank holds, and the values that others have to have as well."""
-        return replace(super().create_local_plan(), planner_data=self._same)
+        """All pieces that this rank holds, and what the others have to know."""
+        told = _Told(self._same, self._own)
+        return replace(super().create_local_plan(), planner_data=told)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Compare the ranks' values.
+        """Compare the ranks' values, and leave what is not cut to the first rank that has it.
 
         Raises:
             DivergenceError: They differ, and only one of them would be saved.
         """
         known: dict[str, tuple[int, str]] = {}
         for rank, plan in enumerate(all_plans):
-            for name, value in plan.planner_data.items():
+            for name, value in plan.planner_data.same.items():
                 first, expected = known.setdefault(name, (rank, value))
                 if value != expected:
                     raise DivergenceError(
@@ -71,7 +91,18 @@ class StateSavePlanner(RegionSavePlanner):
                         fix="Use an optimizer whose counts and averages do not depend on the part, "
                         "or leave that key out by keys=.",
                     )
-        return super().create_global_plan(all_plans)
+        return super().create_global_plan(_written_by_first(all_plans))
+
+
+def _written_by_first(plans: list[SavePlan]) -> list[SavePlan]:
+    taken: set[MetadataIndex] = set()
+    kept: list[SavePlan] = []
+    for plan in plans:
+        own = plan.planner_data.own
+        items = [i for i in plan.items if i.index.fqn not in own or i.index not in taken]
+        taken.update(item.index for item in items)
+        kept.append(replace(plan, items=items))
+    return kept
 
 
 class StateLoadPlanner(RegionLoadPlanner):

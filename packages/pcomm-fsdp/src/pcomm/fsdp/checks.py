@@ -195,7 +195,9 @@ def _shared(name: str, other: str) -> ConfigError:
     )
 
 
-def device_of(parameters: Mapping[str, nn.Parameter], device: torch.device | None) -> torch.device:
+def device_of(
+    parameters: Mapping[str, nn.Parameter], device: torch.device | str | None
+) -> torch.device:
     """The one device of all parameters, or `device` for those on the meta device. Local.
 
     Raises:
@@ -205,6 +207,7 @@ def device_of(parameters: Mapping[str, nn.Parameter], device: torch.device | Non
     for name, parameter in parameters.items():
         found.setdefault(parameter.device, name)
     real = [place for place in found if place.type != "meta"]
+    device = None if device is None else torch.device(device)
     if device is not None and device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if not found:

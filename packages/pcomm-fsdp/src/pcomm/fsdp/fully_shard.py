@@ -62,7 +62,7 @@ def fully_shard(
     precision: Precision = _PRECISION,
     divisor: float | None = None,
     entry_points: Sequence[str] = ("forward",),
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     initialise: Callable[[nn.Module], None] | None = None,
     pools: PoolRegistry | None = None,
 ) -> Sharded:

@@ -41,7 +41,7 @@ class StateRegion(Region):
             have the same.
         device: Where a tensor goes that is not there yet.
         must_agree: Whether it is an error that ranks have different values of what is no tensor, or
-            a single number; without it one rank's is saved.
+            a single number; without it the first rank's is saved.
     """
 
     holder: Callable[[], MutableMapping[Any, Any]] = dict
