@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +39,8 @@ class Unit(nn.Module):
             self.register_parameter(name, parameter)
         self.run = run or plain
 
-    def forward(self, *args: object) -> object:
-        return self.run(self, *args)
+    def forward(self, *args: object, **options: object) -> object:
+        return self.run(self, *args, **options)
 
 
 class Model(nn.Module):
@@ -145,6 +146,20 @@ def lent(model: Model, x_BD: Tensor) -> Tensor:
     return x_BD @ model.table[:, :3]
 
 
+def collected(model: Model, x_BD: Tensor) -> Tensor:
+    """Units leave losses in a list, and what a later one reads in a dict."""
+    losses: list[Tensor] = []
+    seen: dict[str, Any] = {"inner": [x_BD @ model.table]}
+    x_BD = seen["inner"][0]
+    for unit in model.units:
+        before = seen["inner"][0]
+        unit(x_BD, losses, seen=seen)
+        assert seen["inner"][0] is before
+        x_BD = seen["newest"]
+    assert len(losses) == len(seen["inner"]) - 1 == len(model.units)
+    return x_BD + sum(losses) + sum(seen["inner"])
+
+
 def all_again(model: Model, x_BD: Tensor, *, reentrant: bool) -> Tensor:
     x_BD = x_BD @ model.table
     for unit in model.units:
@@ -162,6 +177,12 @@ def outcome(unit: Unit, x_BD: Tensor) -> Outcome:
 
 def with_loan(unit: Unit, x_BD: Tensor, table: Tensor) -> Tensor:
     return torch.tanh(x_BD @ unit.weight @ table) + unit.bias
+
+
+def collecting(unit: Unit, x_BD: Tensor, losses: list[Tensor], *, seen: dict[str, Any]) -> None:
+    seen["newest"] = torch.tanh(x_BD @ unit.weight + seen["inner"][-1])
+    seen["inner"].append(x_BD * unit.bias)
+    losses.append(unit.weight.square().mean() + x_BD.mean())
 
 
 def odd_unit() -> Unit:
@@ -218,6 +239,9 @@ GRAPHS: dict[str, Callable[[], Model]] = {
     "some outputs": lambda: Model(some_outputs, Unit(both), Unit(both)),
     "dataclasses": lambda: Model(dataclasses_out, Unit(outcome), Unit(outcome)),
     "weights lent to units": lambda: Model(lent, Unit(with_loan), Unit(with_loan)),
+    "lists and dicts that units fill": lambda: Model(
+        collected, Unit(collecting), Unit(collecting), Unit(collecting)
+    ),
     "computed weights": lambda: Model(
         in_a_row, *(nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))) for _ in "ab")
     ),

@@ -234,6 +234,31 @@ def test_units_that_the_last_micro_batch_leaves_out(rank: int, strategy: str) ->
                 reference.zero_grad()
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero1"])
+@ranks(2)
+def test_a_layer_that_was_gathered_ahead_and_is_used_a_micro_batch_later(
+    rank: int, strategy: str
+) -> None:
+    """It stays gathered, and its gather has ended before it is used."""
+    with opened() as groups:
+        net, reference = Net().double(), Net().double()
+        comm = CommPolicy(prefetch=2)
+        sharded = shard(net, groups, shard=STRATEGIES[strategy], comm=comm)
+        ours = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for step, dropped in enumerate([(), (1, 2), (2, 3), (0, 1)]):
+            for number, left_out in enumerate((dropped, ())):
+                with sharded.accumulate(is_last=number == 1):
+                    loss(net, step, number, rank, dropped=left_out).backward()
+                for r in (0, 1):
+                    (loss(reference, step, number, r, dropped=left_out) / 2).backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        state = {name: p.detach() for name, p in reference.named_parameters()}
+        check(sharded.full_state_dict(), state, strategy)
+
+
 @ranks(2)
 def test_replicas_sum_once_what_is_reduced_twice(rank: int) -> None:
     """A backward of two forwards that was never seen before, and one that was."""

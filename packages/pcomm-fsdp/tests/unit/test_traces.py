@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -191,6 +192,33 @@ def test_a_schedule_goes_on_from_any_place_with_other_marks(number: int, prefetc
             on_demand.steps_for(mark)
         assert on_demand.marks == [*before, *rest]
         assert run(on_demand.steps) <= 1 + prefetch
+
+
+@pytest.mark.parametrize("keep", ["step", "always"])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("number", [3, 4, 9])
+def test_what_is_kept_and_was_not_used_is_waited_for(
+    number: int, *, is_last: bool, keep: str
+) -> None:
+    """Gathered ahead for units that were left out: later ones take it for gathered."""
+    marks = chain(6)
+    options: dict[str, Any] = {"inflight_reduce": 1, "owed": NOTHING_OWED, "is_last": is_last}
+    ahead: dict[str, Any] = {**options, "prefetch": 3, "prefetch_bytes": None}
+    nothing: frozenset[str] = frozenset()
+    foreseen = compile_schedule(marks, buffers(keep), gathered=nothing, **ahead).steps
+    places = [place for place, step in enumerate(foreseen) if step.is_anchor]
+    taken = foreseen[: places[number - 1] + 1]
+    used = {mark.unit for mark in marks[:number]}
+    rest = [mark for mark in marks[number:] if mark.unit in used]
+    again = [*marks[:number], *rest]
+    planned = compile_schedule(again, buffers(keep), gathered=nothing, taken=taken, **ahead)
+    on_demand = OnDemand(buffers(keep), gathered=nothing, taken=taken, **options)
+    for mark in rest:
+        on_demand.steps_for(mark)
+    for steps in ([*taken, *planned.steps], on_demand.steps):
+        gathers = [step.name for step in steps if step.kind == "gather"]
+        assert {f"b{i}.w" for i in range(6) if f"b{i}" not in used} & set(gathers)
+        assert sorted(gathers) == sorted(step.name for step in steps if step.kind == "wait")
 
 
 def test_a_unit_that_backward_comes_to_again_is_reduced_once() -> None:

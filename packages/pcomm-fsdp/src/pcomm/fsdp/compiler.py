@@ -254,6 +254,11 @@ class _Compiler:
                 # A forward without backward keeps what the next step would gather again.
                 if buffer.keep in ("use", "backward") or _is_over(buffer.keep, mark.phase, is_last):
                     self._release(buffer, mark.phase)
+                elif buffer.name in self._waiting:
+                    # Gathered ahead for a use that did not come, and kept: whoever uses it next
+                    # takes it for gathered.
+                    self._waiting.remove(buffer.name)
+                    self.steps.append(Step("wait", buffer.name, mark.phase))
                 if is_last:
                     # The optimizer makes it stale; its memory stays where it is.
                     self.gathered.discard(buffer.name)

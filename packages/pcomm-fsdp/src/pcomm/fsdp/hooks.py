@@ -18,6 +18,7 @@ from pcomm.core.errors import ConfigError
 from pcomm.fsdp import refusals
 from pcomm.fsdp.engine import Engine
 from pcomm.fsdp.forward_pass import ForwardPass
+from pcomm.fsdp.lent_containers import LentContainers
 from pcomm.fsdp.unit import Unit
 
 __all__ = ["install_hooks"]
@@ -102,6 +103,8 @@ class _UnitHooks:
     def __init__(self, engine: Engine, unit: Unit) -> None:
         self._engine, self._unit = engine, unit
         self._self = weakref.ref(self)
+        # Of each use that has begun and not ended, the innermost last, and of which forward it is.
+        self._lent: list[tuple[int, LentContainers | None]] = []
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -119,6 +122,7 @@ class _UnitHooks:
             engine.use(unit, "forward")
         elif not unit.is_in_backward:
             engine.use(unit, "backward")
+        given = args, kwargs
         if unit.input_dtype is not None:
             args, kwargs = tree_map_only(
                 Tensor, functools.partial(_cast, dtype=unit.input_dtype), (args, kwargs)
@@ -127,16 +131,19 @@ class _UnitHooks:
             forward = engine.watched_by(unit)
             if forward is not None:
                 args, kwargs = self._watch_inputs(forward, args, kwargs)
+        self._lend(given, (args, kwargs))
         return args, kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Have the parameters released, and learn when backward comes to the unit."""
         engine, unit = self._engine, self._unit
+        lent = self._lent.pop()[1] if self._lent else None
+        left_in_inputs = lent.hand_back() if lent is not None else []
         if engine.phase == "forward":
             engine.done(unit, "forward")
             if torch.is_grad_enabled():
                 tell = functools.partial(_come_to_output, self._self, engine.current)
-                for tensor in _tensors(output):
+                for tensor in _tensors((output, left_in_inputs)):
                     if tensor.requires_grad:
                         tensor.register_hook(tell)
         return output
@@ -156,6 +163,17 @@ class _UnitHooks:
         forward.open_inputs[unit.name] -= 1
         if unit.is_in_backward and forward.has_passed(unit.name) and unit.has_passed():
             engine.done(unit, "backward")
+
+    def _lend(self, given: tuple[Any, Any], used: tuple[Any, Any]) -> None:
+        """Remember whose the containers are that the unit gets copies of."""
+        token = self._engine.current.token
+        # What ended with an error has handed nothing back.
+        self._lent = [one for one in self._lent if one[0] == token]
+        (args, kwargs), (own_args, own_kwargs) = given, used
+        lent = None
+        if args is not own_args or kwargs is not own_kwargs:
+            lent = LentContainers((*args, *kwargs.values()), (*own_args, *own_kwargs.values()))
+        self._lent.append((token, lent or None))
 
     def _watch_inputs(
         self, forward: ForwardPass, args: tuple[Any, ...], kwargs: dict[str, Any]
