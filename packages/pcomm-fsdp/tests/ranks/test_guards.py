@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import optimizer as torch_optimizer
 
 from pcomm.core.errors import ConfigError, UnsupportedError
@@ -78,6 +80,69 @@ def test_experts_count_in_norms_and_overflow(rank: int) -> None:
             moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
             assert any(moved) is not spoils, f"rank {rank} moved {moved}"
             assert scaler.get_scale() == (1.0 if spoils else 2.0)
+
+
+@ranks(2)
+def test_an_overflow_of_experts_that_are_not_spread(rank: int) -> None:
+    """Their optimizer has no parameter that ranks share, and the scale is still that of all."""
+    topology = Topology({"dp": 2, "one": 1})
+    with open_groups(topology, [("dp", "gather"), ("dp", "reduce"), "one"]) as groups:
+        alone = Roles(groups["one"], groups["one"])
+        expert = Scope(lambda name, _: name.startswith("expert"), alone)
+        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        model = Experts(rank)
+        fully_shard(model, roles, units=[nn.Linear], scopes={"expert": expert})
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model.expert, model.dense)]
+        scaler.scale(model(batch(rank)).square().mean()).backward()
+        gradients = [p.grad for p in model.expert.parameters() if p.grad is not None]
+        if rank == 1:
+            gradients[1][0] = float("nan")
+        before = model.expert.bias.clone()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model.expert.bias, before)
+        assert scaler.get_scale() == 1.0
+        # They are whole, and nothing that one does with them alone needs other ranks.
+        assert float(gradients[0].norm()) > 0
+        assert torch.cat([one.flatten() for one in gradients]).numel() == 24
+
+
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "histc": lambda g: g.histc(4),
+    "histogram": lambda g: torch.histogram(g, 4),
+    "linalg.svdvals": torch.linalg.svdvals,
+    "linalg.qr": torch.linalg.qr,
+    "linalg.matrix_norm": torch.linalg.matrix_norm,
+    "linalg.matrix_rank": torch.linalg.matrix_rank,
+    "renorm_": lambda g: g.clone().renorm_(2, 0, 1.0),
+    "cumsum_": lambda g: g.clone().cumsum_(0),
+    "addmm_": lambda g: g.new_zeros(5, 5).addmm_(g.mT, g),
+    "normalize": functional.normalize,
+    "layer_norm": lambda g: functional.layer_norm(g, g.shape),
+    "mse_loss": lambda g: functional.mse_loss(g, torch.zeros_like(g)),
+    "log_softmax": lambda g: g.log_softmax(0),
+    "cov": torch.cov,
+    "argsort": torch.argsort,
+    "_foreach_max": lambda g: torch._foreach_max([g]),
+}
+
+
+@ranks(2)
+def test_what_mixes_elements_of_a_part(rank: int) -> None:
+    """By whatever form of the function: in place, of a namespace, or for lists."""
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        model = Experts(0)
+        fully_shard(model, Roles(groups["dp"], groups["dp"]), units=[nn.Linear])
+        model(batch(rank)).square().mean().backward()
+        gradient = model.dense.weight.grad
+        assert gradient is not None
+        for function in REFUSED.values():
+            with pytest.raises(UnsupportedError, match="a part of the gradient"):
+                function(gradient)
+        torch.testing.assert_close(torch._foreach_maximum([gradient], 0.0)[0], gradient.clamp(0))
+        assert gradient.mul_(2).sqrt_().addcmul_(gradient, gradient).shape == gradient.shape
 
 
 @ranks(2)

@@ -162,13 +162,12 @@ def _mark_gradients(groups: Sequence[FlatGroup | LocalGroup]) -> None:
         )
         if isinstance(group, FlatGroup):
             group.origin = origin
-        elif origin.over and group.plan.is_trainable:
-            for index, part in enumerate(group.parts):
-                part.register_post_accumulate_grad_hook(partial(_mark_gradient, origin, index))
+        elif origin.has_peers and group.plan.is_trainable:
+            group.after_gradients(partial(_mark_gradient, origin))
 
 
 def _mark_gradient(origin: GradientOrigin, index: int, part: Tensor) -> None:
-    """Ranks that hold other parameters of the scope count in a norm, too."""
+    """Ranks that hold other parameters count in a check for overflow, and in a norm if spread."""
     if type(part.grad) is Tensor:
         part.grad = origin.mark(part.grad, index)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pcomm.fsdp.group_plan import GroupPlan
 from pcomm.fsdp.units import Owner
@@ -41,10 +42,19 @@ class LocalGroup:
             nn.Parameter(torch.empty_like(p, device=device), p.requires_grad) if p.is_meta else p
             for p in originals
         ]
-        self._hooks = []
+        self._hooks: list[RemovableHandle] = []
         if plan.is_trainable and plan.divisor != 1:
             divide = partial(torch.mul, other=1 / plan.divisor)
             self._hooks = [part.register_hook(divide) for part in self.parts]
+
+    def after_gradients(self, call: Callable[[int, Tensor], object]) -> None:
+        """Have `call` called with the place of a parameter, and it, when it has a gradient. Local.
+
+        Until this closes.
+        """
+        for index, part in enumerate(self.parts):
+            hook = part.register_post_accumulate_grad_hook(partial(call, index))
+            self._hooks.append(hook)
 
     def close(self) -> None:
         """Leave gradients as they are from now on. Local."""

@@ -25,17 +25,22 @@ _NORMS = frozenset({"norm", "vector_norm", "linalg_norm", "linalg_vector_norm"})
 
 # fmt: off
 _REFUSED = frozenset((
-    "__matmul__", "__rmatmul__", "addbmm", "addmm", "addmv", "addr", "amax", "amin", "aminmax",
-    "argmax", "argmin", "baddbmm", "bmm", "cosine_similarity", "count_nonzero", "cummax", "cummin",
-    "cumprod", "cumsum", "dist", "dot", "einsum", "frobenius_norm", "ger",
-    "inner", "inv", "kthvalue", "linear", "logcumsumexp",
-    "logsumexp", "matmul", "matrix_norm", "mean", "median", "mm", "mode", "multi_dot", "mv",
-    "nanmean", "nanmedian", "nanquantile", "nansum", "nuclear_norm", "outer", "pinv", "prod", "qr",
-    "quantile", "softmax", "sort", "std", "std_mean", "sum", "svd", "svd_lowrank",
-    "tensordot", "topk", "trace", "unique", "var", "var_mean", "vdot",
+    "addbmm", "addmm", "addmv", "addr", "amax", "amin", "aminmax", "argmax", "argmin", "argsort",
+    "baddbmm", "batch_norm", "bmm", "cdist", "cholesky", "cholesky_ex", "cond", "conv1d", "conv2d",
+    "conv3d", "corrcoef", "cosine_similarity", "count_nonzero", "cov", "cross_entropy", "cummax",
+    "cummin", "cumprod", "cumsum", "det", "diff", "dist", "dot", "eig", "eigh", "eigvals",
+    "eigvalsh", "einsum", "frobenius_norm", "ger", "group_norm", "histc", "histogram",
+    "histogramdd", "huber_loss", "inner", "inv", "inv_ex", "kthvalue", "l1_loss", "layer_norm",
+    "linear", "log_softmax", "logcumsumexp", "logsumexp", "lstsq", "lu", "lu_factor", "matmul",
+    "matrix_norm", "matrix_power", "matrix_rank", "mean", "median", "mm", "mode", "mse_loss",
+    "msort", "multi_dot", "mv", "nanmean", "nanmedian", "nanquantile", "nansum", "normalize",
+    "nuclear_norm", "outer", "pca_lowrank", "pdist", "pinv", "prod", "qr", "quantile", "renorm",
+    "rms_norm", "slogdet", "smooth_l1_loss", "softmax", "softmin", "solve", "solve_ex", "sort",
+    "std", "std_mean", "sum", "svd", "svd_lowrank", "svdvals", "tensordot", "topk", "trace",
+    "unique", "unique_consecutive", "var", "var_mean", "vdot",
 ))
 # fmt: on
-"""Functions whose result mixes elements of a tensor."""
+"""Functions whose result mixes elements of a tensor, without what forms of them have around it."""
 
 _SAME = frozenset({"__get__", "bfloat16", "clone", "contiguous", "detach", "double", "float", "to"})
 """Functions after which a gradient is still one, and no update that was made of it."""
@@ -61,6 +66,11 @@ class GradientOrigin:
         self._everyone = tuple(one for one in everyone if one.size > 1)
         self._entire = entire
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether the model has other ranks; each of them has to skip a step if this one does."""
+        return bool(self._everyone)
+
     def mark(self, gradient: Tensor, index: int) -> Tensor:
         """The same memory as a tensor that knows it is a part; itself on one rank. Local.
 
@@ -68,7 +78,7 @@ class GradientOrigin:
             gradient: This rank's part.
             index: Place of its parameter in the group.
         """
-        if not self.over:
+        if not self.has_peers:
             return gradient
         return _marked(gradient, weakref.ref(self), is_entire=index in self._entire)
 
@@ -116,7 +126,9 @@ class ShardGradient(Tensor):
             return _norm(name, *args, **kwargs)
         if name == "_foreach_norm":
             return _norms(*args, **kwargs)
-        if name in _TOGETHER or (is_cut and _mixes_elements(name, args, kwargs)):
+        if (name in _TOGETHER and any(map(_is_spread, given))) or (
+            is_cut and _mixes_elements(name, args, kwargs)
+        ):
             raise _mixes(name)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -124,6 +136,9 @@ class ShardGradient(Tensor):
             return result
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             _origin_of(given).anywhere(args[1])
+        if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
+            # In place: what it has written to is what it was.
+            return result
         if name.startswith("_foreach_") and isinstance(result, list | tuple):
             return [
                 _like(
@@ -215,8 +230,20 @@ def _given(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     return found
 
 
+def _is_spread(one: Any) -> bool:
+    """Whether other ranks hold other parts, or others of its group; not so for experts by rank."""
+    if not isinstance(one, ShardGradient):
+        return False
+    origin = one.origin()
+    return origin is None or bool(origin.over)
+
+
 def _mixes_elements(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a result depends on several elements of one tensor."""
+    for form in ("linalg_", "_foreach_"):
+        name = name.removeprefix(form)
+    # `__rmatmul__`, `__imatmul__`, and `addmm_`.
+    name = "matmul" if name.endswith("matmul__") else name.rstrip("_")
     if name in ("max", "min"):
         # Of two tensors they do not.
         return sum(isinstance(one, Tensor) for one in (*args, *kwargs.values())) < 2
@@ -276,7 +303,9 @@ def _norms(
         value = next(found) if own.numel() else own.new_zeros((), dtype=dtype or own.dtype)
         origin = one.origin if isinstance(one, ShardGradient) else None
         norm = _part_norm(value, order, [origin])
-        norm.is_entire = not isinstance(one, ShardGradient) or (one.is_entire and one.is_computed)
+        norm.is_entire = not _is_spread(one)
+        if isinstance(one, ShardGradient) and one.is_entire and one.is_computed:
+            norm.is_entire = True
         norms.append(norm)
     return norms
 
