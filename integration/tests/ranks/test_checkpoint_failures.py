@@ -205,6 +205,11 @@ DAMAGES = {
         "checksum",
     ),
     "checksums torn": ("checksums.json", lambda content: content[:40], "checksums.json cannot be"),
+    "checksums of a name that no file has": (
+        "checksums.json",
+        lambda _: rb'{"files": {"a\u0000b": ""}}',
+        "cannot be read: ValueError",
+    ),
 }
 
 
@@ -226,6 +231,14 @@ def test_a_damaged_checkpoint_is_named_on_every_rank(rank: int, name: str, copie
         train(copied)
     assert str(checkpoint.folder) in str(caught.value)
     assert "Error: checkpoint" in str(caught.value) or isinstance(caught.value, ConfigError)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(copied: Path) -> None:
+    """Its step counts the batches and the updates, so the run would silently be another one."""
+    found = newest(copied).folder
+    found.rename(found.with_name("step-00000005"))
+    with pytest.raises(ConfigError, match=r"step-00000005: state\.json of step 4"):
+        train(copied, "train.steps=6")
 
 
 @ranks(2)

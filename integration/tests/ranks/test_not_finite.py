@@ -125,6 +125,17 @@ def test_a_gradient_is_named_as_backward_meets_it(rank: int, run_dir: Path) -> N
     assert culprit == "the gradient of blocks.1.mixer.qkv.weight on rank 0"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@ranks(2)
+def test_a_gradient_is_named_in_every_layout(rank: int, layout: str, run_dir: Path) -> None:
+    with nan_in(0, rank=1), open_trainer(config(layout), run_dir, torch.float32) as trainer:
+        assert not trainer.step(0).is_finite
+        culprit = trainer.first_not_finite()
+    assert culprit is not None
+    # What backward meets first: the head is at the end of the forward pass.
+    assert culprit.startswith("the gradient of head.weight on rank ")
+
+
 def test_numbers_whose_sum_overflows_are_finite() -> None:
     assert is_finite(torch.tensor([3e38, 3e38]))
     assert not is_finite(torch.tensor([math.inf, -math.inf]))

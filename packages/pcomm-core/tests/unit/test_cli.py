@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,6 +88,43 @@ def test_a_bug_is_never_turned_into_a_message() -> None:
 @pytest.mark.usefixtures("installed")
 def test_interrupt_ends_with_130() -> None:
     assert cli.main(["echo", "interrupt"]) == 130
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("count", [1, 100_000], ids=["at the end", "within the command"])
+def test_a_reader_that_has_ended_is_no_traceback(count: int, unbuffered: str) -> None:
+    program = f"""
+import sys
+from pcomm.core import cli
+cli._run = lambda *_: [print("words") for _ in range({count})] and 0
+sys.exit(cli.main(["echo"]))
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert finished.stderr == ""
+    assert finished.returncode == 141
+
+
+def test_a_broken_pipe_of_the_command_itself_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_run", run)
+    with open(os.devnull, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(BrokenPipeError):
+            cli.main(["echo", "hello"])
 
 
 @pytest.mark.usefixtures("installed")

@@ -79,16 +79,17 @@ def _expected(folder: Path) -> Mapping[str, str] | None:
     return files
 
 
-def _digest(path: Path) -> str | OSError:
+def _digest(path: Path) -> str | OSError | ValueError:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, new_hash).hexdigest()
-    except OSError as error:
+    # The list of names may be damaged, too: a name with a zero byte in it is a ValueError.
+    except (OSError, ValueError) as error:
         return error
 
 
-def _difference(digest: str | OSError) -> str:
-    if isinstance(digest, OSError):
+def _difference(digest: str | OSError | ValueError) -> str:
+    if not isinstance(digest, str):
         return f"cannot be read: {type(digest).__name__}: {digest}"
     return "does not have the content that was written: its checksum differs"
 

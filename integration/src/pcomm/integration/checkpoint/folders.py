@@ -53,7 +53,7 @@ class Checkpoint:
         """What was saved beside the tensors.
 
         Raises:
-            ConfigError: The file is missing or damaged.
+            ConfigError: The file is missing or damaged, or the folder has the name of another step.
         """
         try:
             state = json.loads((self.folder / _STATE).read_text())
@@ -66,6 +66,14 @@ class Checkpoint:
                 why="It says which model and how many steps the tensors belong to.",
                 fix="Remove this folder to go on from the checkpoint before it.",
             ) from error
+        if (step := state.get("step", self.step)) != self.step:
+            raise ConfigError(
+                f"checkpoint {self.folder}",
+                found=f"{_STATE} of step {step!r:.20}",
+                why="The folder's name says how far the run is, and so which batches, which "
+                "learning rate and which part of the schedule come next.",
+                fix="Give the folder back the name that it was written with, or remove it.",
+            )
         return state
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.placement import placements_of
+from pcomm.core.squares import sum_of_squares
 
 __all__ = ["clip_by_global_norm", "sum_partial_gradients"]
 
@@ -67,13 +68,14 @@ def clip_by_global_norm(
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     ]
-    squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    squares = torch.zeros((), dtype=torch.float64, device=device)
     for scope, splitting in collectives.items():
         mine = [(place.is_split, grad) for place, grad in named if place.scope == scope]
         parts = (
             [grad for is_split, grad in mine if is_split is wanted] for wanted in (False, True)
         )
-        both = torch.stack([_squares(gradients, model) for gradients in parts])
+        both = torch.stack([sum_of_squares(gradients, device) for gradients in parts])
         holding = (holders or {}).get(scope)
         if holding is not None and holding.size > 1:
             both = holding.all_reduce(both, out=both)
@@ -85,11 +87,3 @@ def clip_by_global_norm(
         gradients = [gradient for _, gradient in named]
         torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
     return norm
-
-
-def _squares(gradients: list[Tensor], model: nn.Module) -> Tensor:
-    """Sum of squares; the sum over parameters is in fp64, since these can be many."""
-    device = next(model.parameters()).device
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()

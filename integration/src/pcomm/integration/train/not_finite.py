@@ -108,7 +108,9 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     for name, parameter in named:
         yield f"the parameter {name}", parameter.detach()
     for name, parameter in reversed(named):
-        yield f"the gradient of {name}", parameter.grad
+        # Of a shard, this rank's part: the ranks compare below what each has found.
+        gradient = parameter.grad
+        yield f"the gradient of {name}", None if gradient is None else gradient.as_subclass(Tensor)
 
 
 def _largest(number: int, everyone: Collectives, device: torch.device) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -35,14 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the name of the program; those of this process if absent.
 
     Returns:
-        What the subcommand returns; 2 for a `PcommError` or a wrong option; 130 for Ctrl-C.
+        What the subcommand returns; 2 for a `PcommError` or a wrong option; 130 for Ctrl-C;
+        141, as the shell says of SIGPIPE, where the reader of the output has ended, like `head`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Options before the subcommand are pcomm's own and take no value, so it is the first bare word.
     words = [index for index, word in enumerate(arguments) if not word.startswith("-")]
     split = words[0] if words else len(arguments)
     try:
-        return _run(arguments[:split], arguments[split:])
+        code = _run(arguments[:split], arguments[split:])
+        # Here, where an error can still be told from the command's own.
+        # Without a standard output there is none.
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except PcommError as error:
         if "--debug" in arguments:
             raise
@@ -50,9 +57,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return 141
     except SystemExit as stop:
         # argparse ends this way after --help (0) and after a wrong option (2).
         return stop.code if isinstance(stop.code, int) else 2
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody can read the output; what is left of it is then dropped."""
+    if sys.stdout is None:
+        return False
+    # Asked of the system: without a buffer, nothing is left that a flush could fail with.
+    asked = select.poll()
+    asked.register(sys.stdout, 0)
+    is_gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in asked.poll(0))
+    if is_gone:
+        # With one, the interpreter flushes once more at its end.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    return is_gone
 
 
 def _run(ours: Sequence[str], rest: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from pcomm.core import squares
 from pcomm.core.group import Group
 from pcomm.fsdp.flat_group import FlatGroup
 from pcomm.fsdp.local_group import LocalGroup
@@ -38,13 +39,13 @@ def sum_of_squares(
             if part.grad is not None and selects(name)
         ]
         if gradients:
-            mine.append(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
+            mine.append(squares.sum_of_squares(gradients, device))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for key, mine in terms.items():
-        squares = torch.stack(mine).sum() if mine else torch.zeros_like(total)
+        found = torch.stack(mine).sum() if mine else torch.zeros_like(total)
         for one in over[key]:
-            squares = one.collectives.all_reduce(squares)
-        total += squares
+            found = one.collectives.all_reduce(found)
+        total += found
     return total
 
 
