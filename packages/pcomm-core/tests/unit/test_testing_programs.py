@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,17 @@ def test_what_it_prints_and_its_exit_code() -> None:
         source = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
         done = programs.run(*PLAIN, source, env={})
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
+
+
+def test_a_program_hears_ctrl_c_also_where_the_tests_run_in_the_background() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Programs() as programs:
+            program = programs.start(*PLAIN, "import time; print(1, flush=True); time.sleep(3600)")
+            assert program.stdout is not None
+            assert program.stdout.readline() == "1\n"
+            program.send_signal(signal.SIGINT)
+            program.communicate()
+            assert program.returncode == -signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, before)

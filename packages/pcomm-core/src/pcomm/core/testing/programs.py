@@ -9,6 +9,7 @@ all its descendants inherit, and what carries the mark is ended.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -50,7 +51,12 @@ class Programs:
             options: Of `subprocess.Popen`, which go before ours.
         """
         self._watch()
-        ours = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        ours: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "start_new_session": True,
+            "preexec_fn": _hear_interrupts,
+        }
         process = subprocess.Popen(
             [str(word) for word in words],
             text=True,
@@ -135,3 +141,8 @@ class Programs:
                 stdin=subprocess.PIPE,
                 start_new_session=True,
             )
+
+
+def _hear_interrupts() -> None:
+    """Undo what a shell does to a job in the background: it ignores Ctrl-C, with all it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
