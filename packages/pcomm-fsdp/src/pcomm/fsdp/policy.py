@@ -34,9 +34,8 @@ class CommPolicy:
             micro-batch, or by a time limit.
         prefetch_backward: Units that are gathered ahead in backward, if not `prefetch`. With 0 a
             gather is issued when the unit before it has ended, so that a unit's computation has
-            one gathered unit less beside it. Where communication takes longer than computation, a
-            link that is busy with a reduce meanwhile loses nothing; where it does not, each gather
-            of backward is waited for.
+            one gathered unit less beside it. Each gather of backward is then waited for unless
+            communication takes longer than computation anyway.
     """
 
     separate: Literal["auto", "always", "never"] = "always"
