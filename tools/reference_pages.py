@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import benchmark_page
 import row_tables
-from pcomm.core import env
+from pcomm.core.process import environment
 from pcomm.integration.config import keys
 from pcomm.integration.config_values import expected_type, toml_value
 from repository import ROOT
@@ -36,7 +36,7 @@ key that is not here is an error that names the nearest one.
 def pages() -> dict[str, str]:
     """Every generated page by its name under docs/."""
     return {
-        "reference/environment.md": ENVIRONMENT + env.table(),
+        "reference/environment.md": ENVIRONMENT + environment.table(),
         "reference/configuration.md": CONFIGURATION + "\n".join(_configuration_lines()) + "\n",
         "benchmarks/index.md": benchmark_page.text(sorted((DOCS / "benchmarks").glob("*.csv"))),
     }

@@ -16,8 +16,8 @@ import torch
 from _plain_gpt import PlainGPT
 from torch.optim import AdamW
 
+from pcomm.core import connect
 from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
-from pcomm.core.world import connect
 from pcomm.integration import recipes
 from pcomm.integration.config_rules import validate
 from pcomm.integration.data.batches import TrainBatches

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from training_step import random_corpus
 
-from pcomm.core.local_ranks import LocalRanks
+from pcomm.core import connect
+from pcomm.core.process import LocalRanks
 from pcomm.core.testing.timing import Row, Timing, compare, run_benchmark
-from pcomm.core.world import connect
 from pcomm.integration import recipes
 from pcomm.integration.config_rules import validate
 from pcomm.integration.data.batches import TrainBatches

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pcomm.core.cli import main
+from pcomm.core.command.main import main
 from pcomm.core.testing.programs import Programs
 
 CONFIG = """

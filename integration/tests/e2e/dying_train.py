@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import Any
 
-from pcomm.core.cli import main
+from pcomm.core.command.main import main
 from pcomm.integration.data.batches import TrainBatches
 
 batch = TrainBatches.batch

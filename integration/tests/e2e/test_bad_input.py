@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.core.cli import main
+from pcomm.core.command.main import main
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
 DYING = Path(__file__).with_name("dying_train.py")
@@ -172,7 +172,7 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
 def test_a_mistake_is_reported_without_waiting_for_torch(config_file: Path, tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from pcomm.core.cli import main\n"
+        "from pcomm.core.command.main import main\n"
         f"code = main(['train', '--config', {str(config_file)!r}, '--out', {str(tmp_path)!r},"
         " '--set', 'train.stesp=1'])\n"
         "sys.exit(3 if 'torch' in sys.modules else code)\n"

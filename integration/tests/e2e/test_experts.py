@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.core.cli import main
+from pcomm.core.command.main import main
 from pcomm.integration.checkpoint.folders import checkpoints
 from pcomm.integration.testing.run_numbers import (
     allowed_by_rounding,

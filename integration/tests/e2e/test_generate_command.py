@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.cli import main
+from pcomm.core.command.main import main
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 from pcomm.integration.generate.writer import Writer
 from pcomm.integration.models.initialisation import initialise

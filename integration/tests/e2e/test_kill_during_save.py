@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pcomm.core.checkpoint.region import Region
-from pcomm.core.placement import placements_of
+from pcomm.core.checkpoint import ShardView
+from pcomm.core.tensor_parallel import param_layouts_of
 from pcomm.core.testing.patience import wait_until
 from pcomm.integration.checkpoint.folders import checkpoints
 from pcomm.integration.checkpoint.reader import read
@@ -115,9 +115,9 @@ def tensors(run: Path) -> list[torch.Tensor]:
     found = [parameter.detach() for parameter in model.parameters()]
     for moment in ("exp_avg", "exp_avg_sq"):
         regions = {
-            f"optimizer.{moment}.{name}": Region(torch.zeros_like(p), placement, 0)
+            f"optimizer.{moment}.{name}": ShardView(torch.zeros_like(p), placement, 0)
             for (name, p), placement in zip(
-                model.named_parameters(), placements_of(model).values(), strict=True
+                model.named_parameters(), param_layouts_of(model).values(), strict=True
             )
         }
         read(checkpoints(run)[-1], regions)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.testing.close import assert_as_accurate
+from pcomm.core.testing import assert_as_accurate
 from pcomm.integration.models.moe.grouped_linear import (
     grouped_linear,
     has_grouped_kernel,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.core.testing.close import assert_as_accurate
+from pcomm.core.testing import assert_as_accurate
 from pcomm.integration import recipes
 from pcomm.integration.config_rules import validate
 from pcomm.integration.models.initialisation import initialise

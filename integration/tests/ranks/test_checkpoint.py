@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pcomm.core.checkpoint.region import Region
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.placement import join_shards
-from pcomm.core.testing.ranks import RankPool, ranks
-from pcomm.core.world import connect
+from pcomm.core import Collectives, connect
+from pcomm.core.checkpoint import ShardView
+from pcomm.core.tensor_parallel import join_shards
+from pcomm.core.testing import RankPool, ranks
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint.folders import checkpoints, newest
 from pcomm.integration.checkpoint.reader import read
@@ -86,7 +85,7 @@ def train_on_two(
     train(parallel, folder, data, until, dtype)
 
 
-def whole(regions: dict[str, Region], tp: Collectives) -> dict[str, Tensor]:
+def whole(regions: dict[str, ShardView], tp: Collectives) -> dict[str, Tensor]:
     """The logical tensors, put together from all ranks without the code of checkpoints."""
     joined = {}
     for name, region in regions.items():

@@ -15,13 +15,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from pcomm.core.checkpoint.region import Region
-from pcomm.core.errors import ConfigError, PcommError, PeerError
-from pcomm.core.group import Group
-from pcomm.core.layout import Layout
-from pcomm.core.placement import Placement
-from pcomm.core.testing.ranks import ranks
-from pcomm.core.world import connect
+from pcomm.core import Group, Layout, PcommError, connect
+from pcomm.core.checkpoint import ShardView
+from pcomm.core.errors import ConfigError, PeerError
+from pcomm.core.tensor_parallel import ParamLayout
+from pcomm.core.testing import ranks
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint import saver as saver_module
 from pcomm.integration.checkpoint.folders import checkpoints, newest, remove_partial
@@ -44,7 +42,7 @@ def checkpoint_group() -> Iterator[Group]:
 
 @ranks(2)
 def test_a_tensor_that_one_rank_misses_stops_both(rank: int, tmp_path: Path) -> None:
-    region = Region(torch.ones(4), Placement(), 0)
+    region = ShardView(torch.ones(4), ParamLayout(), 0)
     with checkpoint_group() as group:
         with Saver(tmp_path, group, keep=1, is_asynchronous=False) as saver:
             saver.save(1, {"there": region}, {})
@@ -52,7 +50,7 @@ def test_a_tensor_that_one_rank_misses_stops_both(rank: int, tmp_path: Path) -> 
         wanted = {"there": region, "not there": region} if rank else {"there": region}
         with pytest.raises(ConfigError, match=r"not there of shape \(4,\): nothing under that"):
             read(saved, wanted, group)
-        longer = Region(torch.ones(4 + rank), Placement(), 0)
+        longer = ShardView(torch.ones(4 + rank), ParamLayout(), 0)
         with pytest.raises(ConfigError, match=r"there of shape \(5,\): shape \(4,\) under"):
             read(saved, {"there": longer}, group)
 
@@ -63,7 +61,7 @@ def test_a_disk_that_is_full(rank: int, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(rank)
     layout = Layout.even(2 << 18, 2)
     tensor = torch.rand(1 << 18, generator=generator)
-    regions = {"x": Region(tensor, Placement(layout, 0), rank)}
+    regions = {"x": ShardView(tensor, ParamLayout(layout, 0), rank)}
     with checkpoint_group() as group:
         saver = Saver(tmp_path, group, keep=1, is_asynchronous=True)
         saver.save(1, regions, {})
@@ -96,7 +94,7 @@ FAILURES = {
 @ranks(2)
 def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, name: str, tmp_path: Path) -> None:
     where, owner, attribute = FAILURES[name]
-    regions = {"x": Region(torch.ones(4), Placement(), 0)}
+    regions = {"x": ShardView(torch.ones(4), ParamLayout(), 0)}
     with checkpoint_group() as group:
         saver = Saver(tmp_path, group, keep=0, is_asynchronous=True)
         saver.save(1, regions, {})

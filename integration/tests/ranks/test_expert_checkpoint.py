@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.checkpoint.region import Region
-from pcomm.core.testing.ranks import RankPool, ranks
+from pcomm.core.checkpoint import ShardView
+from pcomm.core.testing import RankPool, ranks
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint.folders import checkpoints, newest
 from pcomm.integration.checkpoint.reader import read
@@ -38,7 +38,7 @@ def config(parallel: ParallelConfig, *, seed: int = 0) -> Config:
     )
 
 
-def read_back(parallel: ParallelConfig, folder: Path, run_dir: Path) -> dict[str, Region]:
+def read_back(parallel: ParallelConfig, folder: Path, run_dir: Path) -> dict[str, ShardView]:
     """This rank's part of the checkpoint, in a model that started from other weights."""
     with open_trainer(config(parallel, seed=1), run_dir, torch.float64) as trainer:
         checkpoint = newest(folder)

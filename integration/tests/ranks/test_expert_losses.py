@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pcomm.core.placement import Placement
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.tensor_parallel import ParamLayout
+from pcomm.core.testing import ranks
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.models.moe import balance as balance_module
@@ -195,7 +195,7 @@ def _keep_partial(model: object, collectives: object) -> None:
     """A broken piece: each tensor-parallel rank keeps its own part of the router's gradient."""
 
 
-def _only_dense(self: Placement) -> bool:
+def _only_dense(self: ParamLayout) -> bool:
     """A broken piece: the norm counts a rank's experts as if every rank had them."""
     return self.layout is not None and self.layout.size > 1 and self.scope == "dense"
 
@@ -207,7 +207,7 @@ BREAKS = {
     "dropped tokens": (Dispatch, "bring_back", _drop_an_expert, "dp2 ep2"),
     "balance loss ignored": (balance_module, "with_side_loss", _ignore, "dp2 ep2"),
     "router's gradient partial": (trainer_module, "sum_partial_gradients", _keep_partial, "tp2"),
-    "norm of one rank's experts": (Placement, "is_split", property(_only_dense), "dp2 ep2"),
+    "norm of one rank's experts": (ParamLayout, "is_split", property(_only_dense), "dp2 ep2"),
 }
 
 

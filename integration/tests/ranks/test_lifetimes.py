@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.testing.living import Living, left_behind, num_parameters
-from pcomm.core.testing.ranks import ranks
-from pcomm.core.world import connect
+from pcomm.core import connect
+from pcomm.core.testing import Living, left_behind, ranks
+from pcomm.core.testing.living import num_parameters
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.config_rules import validate

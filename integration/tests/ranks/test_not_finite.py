@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pcomm.core.testing.ranks import ranks
-from pcomm.core.world import connect
+from pcomm.core import connect
+from pcomm.core.testing import ranks
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint.folders import checkpoints, newest
 from pcomm.integration.config import Config, ModelConfig, ParallelConfig

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pcomm.core.testing.ranks import ranks
-from pcomm.gdn_cp.plan import Plan
-from pcomm.gdn_cp.specs import Spec
+from pcomm.core.testing import ranks
+from pcomm.gdn_cp import Plan, Spec
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.testing.short_runs import prepare_words, train_steps

@@ -16,8 +16,9 @@ from unittest.mock import patch
 
 import pytest
 
-from pcomm.core.errors import ConfigError, PcommError, PeerError
-from pcomm.core.testing.ranks import ranks
+from pcomm.core import PcommError
+from pcomm.core.errors import ConfigError, PeerError
+from pcomm.core.testing import ranks
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.config_file import apply_overrides

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing import ranks
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.testing.short_runs import Steps, prepare_words, train_steps, worst_difference

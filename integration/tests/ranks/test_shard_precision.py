@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.testing.close import assert_as_accurate, assert_equal
-from pcomm.core.testing.ranks import ranks
-from pcomm.fsdp.policy import Precision
+from pcomm.core.collectives import SpyCollectives
+from pcomm.core.testing import assert_as_accurate, assert_equal, ranks
+from pcomm.fsdp import Precision
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.testing.short_runs import open_trainer, prepare_words, train_steps

@@ -16,11 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from pcomm.core.checkpoint.region import Region
+from pcomm.core import Group, connect
+from pcomm.core.checkpoint import ShardView
 from pcomm.core.errors import ConfigError
-from pcomm.core.group import Group
-from pcomm.core.placement import Placement
-from pcomm.core.world import connect
+from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import Checkpoint, newest
@@ -48,7 +47,7 @@ def saved(group: Group, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {f"x {dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
     tensors["big"] = torch.arange(1 << 20, dtype=torch.float32).reshape(BIG)
     with Saver(run, group, keep=0, is_asynchronous=False) as saver:
-        saver.save(3, {n: Region(t, Placement(), 0) for n, t in tensors.items()}, {})
+        saver.save(3, {n: ShardView(t, ParamLayout(), 0) for n, t in tensors.items()}, {})
     return run
 
 
@@ -60,8 +59,8 @@ def checkpoint(saved: Path, tmp_path: Path) -> Checkpoint:
     return found
 
 
-def wanted() -> dict[str, Region]:
-    return {"big": Region(torch.zeros(BIG), Placement(), 0)}
+def wanted() -> dict[str, ShardView]:
+    return {"big": ShardView(torch.zeros(BIG), ParamLayout(), 0)}
 
 
 class Malice:

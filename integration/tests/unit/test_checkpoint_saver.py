@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from pcomm.core.checkpoint.region import Region
+from pcomm.core import Group, connect
+from pcomm.core.checkpoint import ShardView
 from pcomm.core.errors import ConfigError
-from pcomm.core.group import Group
-from pcomm.core.placement import Placement
+from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.core.testing.patience import PATIENCE_S
-from pcomm.core.world import connect
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint import folders
 from pcomm.integration.checkpoint.folders import checkpoints, newest, remove_partial
@@ -32,8 +31,8 @@ def group() -> Iterator[Group]:
         yield groups[EVERYONE, "checkpoint"]
 
 
-def region(value: float) -> Region:
-    return Region(torch.full((3, 2), value), Placement(), 0)
+def region(value: float) -> ShardView:
+    return ShardView(torch.full((3, 2), value), ParamLayout(), 0)
 
 
 def steps(run_dir: Path) -> list[int]:

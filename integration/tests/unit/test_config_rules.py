@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from pcomm.core.errors import ConfigError, PcommError, TopologyError, UnsupportedError
+from pcomm.core import PcommError
+from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ModelConfig, keys
 from pcomm.integration.config_file import apply_overrides

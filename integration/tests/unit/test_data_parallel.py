@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.core.collectives import SpyCollectives
+from pcomm.core.testing import assert_equal, run_virtual
+from pcomm.core.testing.virtual import VirtualCollectives
 from pcomm.integration.train import data_parallel
 from pcomm.integration.train.data_parallel import ReplicaGradients
 

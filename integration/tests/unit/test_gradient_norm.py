@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pcomm.core.collectives.identity import IdentityCollectives
+from pcomm.core import IdentityCollectives
 from pcomm.integration.train.gradient_norm import clip_by_global_norm
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing import assert_equal
 from pcomm.integration.models.context import KeyValueCache
 
 

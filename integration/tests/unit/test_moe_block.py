@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core import Collectives, IdentityCollectives, Layout
+from pcomm.core.collectives import SpyCollectives
 from pcomm.core.errors import LayoutError
-from pcomm.core.layout import Layout
-from pcomm.core.placement import join_shards, placements_of, take_shard
-from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.core.tensor_parallel import join_shards, param_layouts_of, take_shard
+from pcomm.core.testing import run_virtual
+from pcomm.core.testing.virtual import VirtualCollectives
 from pcomm.integration.config import Config, ModelConfig
 from pcomm.integration.config_rules import validate
 from pcomm.integration.models.layer_builder import LayerBuilder
@@ -139,7 +138,7 @@ def on_this_rank(
     )
     ranks = {"dense": tensor_parallel.rank, "expert": expert_parallel.rank}
     for (name, parameter), placement in zip(
-        block.named_parameters(), placements_of(block).values(), strict=True
+        block.named_parameters(), param_layouts_of(block).values(), strict=True
     ):
         shard = w[name]
         if placement.layout is not None:

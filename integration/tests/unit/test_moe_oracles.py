@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.identity import IdentityCollectives
+from pcomm.core import IdentityCollectives
 from pcomm.integration.config import Config, ModelConfig
 from pcomm.integration.config_rules import validate
 from pcomm.integration.models.language_model import LanguageModel

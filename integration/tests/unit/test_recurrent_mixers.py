@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.gdn_cp.cores.choice import Kernels
+from pcomm.gdn_cp.ops import Kernels
 from pcomm.integration.config import Config, ModelConfig
 from pcomm.integration.config_rules import validate
 from pcomm.integration.models import gated_delta_net

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from pcomm.core.testing.close import assert_as_accurate, assert_close
+from pcomm.core.testing import assert_as_accurate, assert_close
 from pcomm.integration.models.mlp import swiglu
 
 

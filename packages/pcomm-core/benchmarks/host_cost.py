@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.distributed import DistributedCollectives
-from pcomm.core.groups import Groups
-from pcomm.core.local_ranks import run_local
-from pcomm.core.testing.close import assert_equal
+from pcomm.core import Groups, run_local
+from pcomm.core.collectives import DistributedCollectives
+from pcomm.core.testing import assert_equal
 from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
 
 NAME = "host_cost"

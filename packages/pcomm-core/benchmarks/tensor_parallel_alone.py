@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
-from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pcomm.core.testing.close import assert_equal
+from pcomm.core import IdentityCollectives, Layout
+from pcomm.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+)
+from pcomm.core.testing import assert_equal
 from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
 
 NAME = "tensor_parallel_alone"

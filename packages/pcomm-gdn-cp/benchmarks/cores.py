@@ -18,8 +18,8 @@ from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
-from pcomm.gdn_cp.cores.gated_delta import gated_delta_rule
-from pcomm.gdn_cp.cores.state_space import chunk_state_space
+from pcomm.gdn_cp.ops import chunk_state_space
+from pcomm.gdn_cp.ops.gated_delta_rule.rule import gated_delta_rule
 from pcomm.gdn_cp.testing.slow_decay import delta_inputs, relative_error, state_space_inputs
 from pcomm.gdn_cp.testing.transformers_layers import (
     LayerRun,

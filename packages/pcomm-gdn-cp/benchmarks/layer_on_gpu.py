@@ -22,10 +22,14 @@ from torch import Tensor
 
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
-from pcomm.gdn_cp.cores.choice import Kernels, choose_kernels
-from pcomm.gdn_cp.cores.convolution import causal_convolution
-from pcomm.gdn_cp.cores.gated_delta import delta_gates, normalise_queries_keys
-from pcomm.gdn_cp.cores.norms import rms_norm_then_gate
+from pcomm.gdn_cp.ops import (
+    Kernels,
+    causal_convolution,
+    choose_kernels,
+    delta_gates,
+    normalise_queries_keys,
+    rms_norm_then_gate,
+)
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 from pcomm.gdn_cp.testing.transformers_layers import set_slow
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import UnsupportedError
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing import assert_equal
 from pcomm.core.testing.timing import Row, run_benchmark, time_cases
-from pcomm.gdn_cp.head_share import SectionShare
-from pcomm.gdn_cp.messages.choice import Packing, choose_packing
-from pcomm.gdn_cp.specs import Section
-from pcomm.gdn_cp.tokens import Tokens
+from pcomm.gdn_cp import Section
+from pcomm.gdn_cp.layout.token_layout import TokenLayout
+from pcomm.gdn_cp.packing.backend import Packing, choose_packing
+from pcomm.gdn_cp.strategies.head_share import SectionShare
 
 NAME, RANKS, SEQUENCES = "pack_bandwidth", 8, 64
 SHARES = [
@@ -77,7 +77,7 @@ def cases_of(packing: Packing, message: Tensor) -> dict[str, Case]:
     num_tokens = len(message)
     sections = packing.unpack_sections(message, SHARES, RANKS)
     offsets = range(0, num_tokens + 1, num_tokens // SEQUENCES)
-    order = Tokens(tuple(offsets), RANKS, "zigzag").order.to(message.device)
+    order = TokenLayout(tuple(offsets), RANKS, "zigzag").order.to(message.device)
     # As gradients arrive: each section by itself.
     parts = [part.contiguous() for part in message.split(WIDTHS, 1)]
     return {

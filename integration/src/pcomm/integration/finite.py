@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pcomm.core.errors import PcommError
+from pcomm.core import PcommError
 
 __all__ = ["NotFiniteError", "is_finite"]
 

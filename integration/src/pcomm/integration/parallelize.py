@@ -1,7 +1,7 @@
 """How the packages combine into one parallel model: read this to see how each is used.
 
 - topology: pure integers, which rank has which coordinate (`pcomm.core.topology`)
-- groups: communicators with roles, opened together (`pcomm.core.groups`)
+- groups: communicators with roles, opened together (`pcomm.core.groups.groups`)
 - model: layers that get their collectives as an argument (`pcomm.core.tensor_parallel`)
 - experts: another view of the same ranks, with one exchange each way (`models.moe`)
 - sequences: shared by context-parallel ranks as each batch's plan says (`pcomm.gdn_cp.plan`)
@@ -18,13 +18,11 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups, GroupSpec, open_groups
-from pcomm.core.placement import placements_of
-from pcomm.core.topology import Topology
-from pcomm.core.world import World
-from pcomm.fsdp.roles import Roles
-from pcomm.gdn_cp.plan import Plan
+from pcomm.core import Group, Groups, GroupSpec, Topology, open_groups
+from pcomm.core.process import World
+from pcomm.core.tensor_parallel import param_layouts_of
+from pcomm.fsdp import Roles
+from pcomm.gdn_cp import Plan
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
@@ -106,7 +104,7 @@ class Scope:
     """The parameters that share groups; a model with experts has two scopes, others one.
 
     Args:
-        name: As in `Placement.scope`: `"dense"` or `"expert"`.
+        name: As in `ParamLayout.scope`: `"dense"` or `"expert"`.
         split: The ranks over which the parameters are split, where they are.
         replicas: The ranks that hold the same parts of them. Each token's loss is divided by the
             number of targets in the global batch, so gradients are *summed* over them, for experts
@@ -159,7 +157,7 @@ class Parallel:
     @property
     def scopes(self) -> tuple[Scope, ...]:
         """All parameters, each in one scope, with the groups that split and reduce them."""
-        groups, placements = self.groups, placements_of(self.model)
+        groups, placements = self.groups, param_layouts_of(self.model)
         found = {name: dict[str, nn.Parameter]() for name in _GROUPS_OF_SCOPE}
         for name, parameter in self.model.named_parameters():
             found[placements[name].scope][name] = parameter

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups
-from pcomm.core.pools.nccl import NcclPools
-from pcomm.core.pools.registry import PoolRegistry, State
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import Groups
+from pcomm.core.memory.pools.nccl import NcclPools
+from pcomm.core.memory.pools.registry import PoolRegistry, State
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pcomm.core.adapters import device_mesh, groups_from_device_mesh
 from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
-from pcomm.core.groups import Groups, open_groups
+from pcomm.core.groups.device_mesh import device_mesh, groups_from_device_mesh
+from pcomm.core.groups.groups import Groups, open_groups
 from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
 SQUARE = Topology({"dp": 2, "tp": 2})

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from pcomm.core.errors import ConfigError, DivergenceError, PeerError, PeerTimeoutError
-from pcomm.core.group import Group
-from pcomm.core.group_agreement import agree_in_group
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.agreement import agree_in_group
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
 

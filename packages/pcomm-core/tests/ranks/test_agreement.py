@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch.distributed as dist
 
-from pcomm.core.agreement import agree_on_lines, fail_together
+from pcomm.core.control.agreement import agree_on_lines, fail_together
 from pcomm.core.errors import (
     ConfigError,
     DivergenceError,
@@ -17,7 +17,7 @@ from pcomm.core.errors import (
     PeerTimeoutError,
     TopologyError,
 )
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 
 WAIT_S = 120.0
 SHORT_S = 0.3

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from pcomm.core.alarm import Alarm
-from pcomm.core.group import Group
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.control.failure_flag import FailureFlag
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
 
 @ranks(4)
 def test_only_the_group_and_the_round_hear_it(rank: int) -> None:
     with open_groups(Topology({"dp": 2, "tp": 2}), ["dp", "tp"]) as groups:
-        alarm, other = Alarm(groups["tp"], "work"), Alarm(groups["tp"], "work")
+        alarm, other = FailureFlag(groups["tp"], "work"), FailureFlag(groups["tp"], "work")
         dist.barrier()
         if rank == 1:
             alarm.sound("out of paper", round_number=3)
@@ -26,6 +26,6 @@ def test_only_the_group_and_the_round_hear_it(rank: int) -> None:
 
 
 def test_alone_nobody_listens() -> None:
-    alarm = Alarm(Group("dp", (0,), None), "work")
+    alarm = FailureFlag(Group("dp", (0,), None), "work")
     alarm.sound("out of paper", round_number=0)
     assert alarm.heard(round_number=0) is None

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 from pcomm.core.errors import TopologyError
-from pcomm.core.groups import GroupSpec, open_groups
-from pcomm.core.options import CommOptions
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.options import CommOptions
+from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
 DEVICE = torch.device("cuda", 0)

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.differentiable import DifferentiableCollectives, differentiable
+from pcomm.core.collectives.autograd import DifferentiableCollectives, differentiable
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.communicators import communicator_of
 from pcomm.core.errors import LayoutError, UnsupportedError
+from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pcomm.core.collectives.differentiable import DifferentiableCollectives
+from pcomm.core.collectives.autograd import DifferentiableCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.communicators import communicator_of
 from pcomm.core.errors import UnsupportedError
+from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
 

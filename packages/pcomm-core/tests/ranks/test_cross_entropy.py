@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.communicators import communicator_of
 from pcomm.core.errors import LayoutError, UnsupportedError
+from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.layout import Layout
-from pcomm.core.placement import take_shard
 from pcomm.core.tensor_parallel import cross_entropy
 from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear
+from pcomm.core.tensor_parallel.param_layout import take_shard
 from pcomm.core.testing.close import assert_close
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
 UNEVEN = {2: (4, 3), 3: (5, 0, 2), 4: (1, 3, 0, 2)}

@@ -20,12 +20,12 @@ import torch.distributed as dist
 # Registers the backend "fake", whose collectives do nothing.
 import torch.testing._internal.distributed.fake_pg
 
-from pcomm.core import devices, env
 from pcomm.core.errors import ConfigError, PcommError, PeerError
-from pcomm.core.testing.ranks import ranks
-from pcomm.core.world import connect
+from pcomm.core.process import devices, environment
+from pcomm.core.process.world import connect
+from pcomm.core.testing.on_ranks import ranks
 
-LOCAL_RANKS = [variable.name for variable in env.LOCAL_RANKS]
+LOCAL_RANKS = [variable.name for variable in environment.LOCAL_RANKS]
 
 
 class Machine:
@@ -155,7 +155,7 @@ def test_a_process_has_the_device_of_its_local_rank(
 @ranks(2)
 def test_two_ranks_share_a_device_only_on_purpose(rank: int) -> None:
     """The default group has been made by the program, which may have chosen device 0."""
-    takes_cuda = mock.patch("pcomm.core.world.default_group_takes_cuda", return_value=True)
+    takes_cuda = mock.patch("pcomm.core.process.world.default_group_takes_cuda", return_value=True)
     forgotten, chosen = Machine("forgotten", 4), Machine("chosen", 4, current=rank)
     with takes_cuda:
         with forgotten.as_this_one():
@@ -192,7 +192,7 @@ import json, os, sys
 sys.path.insert(0, os.environ["TESTS"])
 import torch.distributed as dist
 from pcomm.core.errors import PcommError
-from pcomm.core.world import connect
+from pcomm.core.process.world import connect
 from test_devices import Machine
 
 rank, told = int(os.environ["RANK"]), []

@@ -9,7 +9,7 @@ import sys
 
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
-PROGRAM = "import sys; from pcomm.core.cli import main; sys.exit(main(sys.argv[1:]))"
+PROGRAM = "import sys; from pcomm.core.command.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def doctor(**variables: str) -> tuple[int, dict[str, dict[str, str]]]:

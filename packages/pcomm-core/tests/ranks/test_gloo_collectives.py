@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.choice import new_collectives
+from pcomm.core.collectives.backend import new_collectives
 from pcomm.core.collectives.distributed import DistributedCollectives
-from pcomm.core.collectives.gloo import GlooCollectives
+from pcomm.core.collectives.gloo.collectives import GlooCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.communicators import communicator_of
 from pcomm.core.errors import LayoutError
-from pcomm.core.groups import GroupSpec, open_groups
-from pcomm.core.options import CommOptions
+from pcomm.core.groups.communicators import communicator_of
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.options import CommOptions
+from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
 DTYPES = [

@@ -20,9 +20,10 @@ from pcomm.core.errors import (
     TopologyError,
     UnsupportedError,
 )
-from pcomm.core.groups import GroupSpec, open_groups
-from pcomm.core.options import CommOptions
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.options import CommOptions
+from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
 LINE = Topology({"dp": 3, "tp": 1})

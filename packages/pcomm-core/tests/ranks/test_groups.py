@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d
 
-from pcomm.core import communicators, groups
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.errors import PeerError, TopologyError, UnsupportedError
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups, GroupSpec, open_groups
-from pcomm.core.options import CommOptions
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups import communicators, groups
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import Groups, open_groups
+from pcomm.core.groups.options import CommOptions
+from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
 SQUARE = Topology({"dp": 2, "tp": 2})

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.alarm import Alarm
+from pcomm.core.control.failure_flag import FailureFlag
 from pcomm.core.errors import PeerTimeoutError
-from pcomm.core.group import Group
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.core.trace.ledgered import LedgeredCollectives, ledgered
 
@@ -45,7 +45,7 @@ def agree_on_everything(topology: Topology, rank: int, word: str) -> None:
     size = topology.world_size - len(topology.failed)
     with open_groups(topology, ["dp"], timeout_s=WAIT_S) as groups:
         group = groups["dp"]
-        alarm, quiet = Alarm(group, "work"), Alarm(group, "work")
+        alarm, quiet = FailureFlag(group, "work"), FailureFlag(group, "work")
         if group.rank == group.size - 1:
             alarm.sound(f"out of {word}", round_number=0)
         all_have_come(f"{word} sounded", size)
@@ -77,7 +77,7 @@ def test_a_call_that_one_rank_skipped_does_not_keep_the_ranks_apart(rank: int) -
                 with pytest.raises(PeerTimeoutError, match=r"ranks \[1\] of 2"):
                     open_groups(topology, ["dp"], timeout_s=SHORT_S)
                 with time_limit(SHORT_S), suppress(PeerTimeoutError):
-                    Alarm(group, "work")
+                    FailureFlag(group, "work")
                 with time_limit(SHORT_S), suppress(PeerTimeoutError):
                     ledgered(group.collectives, group, patience_s=0.1)
             all_have_come(f"{word} skipped", 2)
@@ -106,7 +106,7 @@ def test_a_rank_that_was_left_out_and_still_calls_breaks_nothing(rank: int) -> N
             with pytest.raises(PeerTimeoutError, match=r"ranks \[0, 1\] of 3 did not arrive"):
                 open_groups(THREE, ["dp"], timeout_s=SHORT_S)
             with time_limit(SHORT_S), suppress(PeerTimeoutError):
-                Alarm(alone, "work")
+                FailureFlag(alone, "work")
         all_have_come(f"{word} outside", 3)
         if rank != 2:
             agree_on_everything(THREE.with_failed([2]), rank, word)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, DivergenceError, PeerTimeoutError
-from pcomm.core.group import Group
-from pcomm.core.group_agreement import agree_in_group
-from pcomm.core.groups import GroupSpec, open_groups
-from pcomm.core.options import CommOptions
+from pcomm.core.groups.agreement import agree_in_group
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.options import CommOptions
+from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.core.trace.ledgered import ledgered, ledgered_groups
 

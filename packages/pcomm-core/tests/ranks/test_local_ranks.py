@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.local_ranks import LocalRanks, RankError, run_local
+from pcomm.core.process.local_ranks import LocalRanks, RankError, run_local
+from pcomm.core.testing.on_ranks import RankPool
 from pcomm.core.testing.patience import scaled_s, wait_until
 from pcomm.core.testing.programs import Programs
-from pcomm.core.testing.ranks import RankPool
 
 # The tasks are `exec` and `eval`: a test module has no name under which another process could
 # import functions from it.
@@ -289,7 +289,7 @@ def test_ranks_end_when_their_parent_is_killed(
         textwrap.dedent(
             f"""
             import ctypes, os, time
-            from pcomm.core.local_ranks import run_local
+            from pcomm.core.process.local_ranks import run_local
 
             def busy(folder):
                 for pid in (os.getpid(), os.getppid()):

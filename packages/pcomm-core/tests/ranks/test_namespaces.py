@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.core.groups import GroupSpec, open_groups
-from pcomm.core.options import CommOptions, grant
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.options import CommOptions, grant
+from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.testing import namespaces
 from pcomm.core.testing.namespaces import RatedNetwork, obstacle, rated_network, traffic
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.patience import wait_until
-from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 
 FOLDER = Path("/run/netns")

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.alarm import Alarm
 from pcomm.core.control.control import Control
 from pcomm.core.control.default import control_of_group, default_control
+from pcomm.core.control.failure_flag import FailureFlag
 from pcomm.core.errors import (
     ConfigError,
     DivergenceError,
@@ -16,15 +16,15 @@ from pcomm.core.errors import (
     PeerError,
     TopologyError,
 )
-from pcomm.core.group import Group
-from pcomm.core.group_agreement import agree_in_group
-from pcomm.core.groups import open_groups
-from pcomm.core.pools.fake import FakePools
-from pcomm.core.pools.registry import PoolRegistry
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.agreement import agree_in_group
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.memory.pools.fake import FakePools
+from pcomm.core.memory.pools.registry import PoolRegistry
+from pcomm.core.process.world import connect
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.core.trace.ledgered import LedgeredCollectives, ledgered_groups
-from pcomm.core.world import connect
 
 # Far beyond what any of these tests may take: a rank that waits for it fails the test.
 WAIT_S = 3600.0
@@ -105,7 +105,7 @@ def test_all_that_agrees_goes_on_in_the_generation_of_the_survivors(rank: int) -
             lambda: open_groups(everybody, ["dp"], timeout_s=WAIT_S),
             lambda: open_groups(everybody, ["dp"], timeout_s=WAIT_S, control=control),
             lambda: agree_in_group(Group("dp", (0, 1, 2), None, rank=2), "test", []),
-            lambda: Alarm(control, "work"),
+            lambda: FailureFlag(control, "work"),
             lambda: default_control((1, 2)).agree("test"),
         ):
             with pytest.raises(FencedError, match="of ranks 0-1, without rank 2"):
@@ -122,7 +122,7 @@ def test_all_that_agrees_goes_on_in_the_generation_of_the_survivors(rank: int) -
         agree_in_group(group, "test", ["same"], control=following)
         with pytest.raises(DivergenceError, match="rank 0 has '0', rank 1 has '1'"):
             agree_in_group(group, "test", [str(rank)], control=following)
-        alarm = Alarm(following, "work")
+        alarm = FailureFlag(following, "work")
         if rank == 0:
             alarm.sound("out of paper", round_number=1)
         following.agree("test: sounded")
@@ -173,7 +173,7 @@ def test_groups_of_a_later_generation_agree_in_it_wherever_they_are_passed_on(ra
             agree_in_group(opened["dp"], "passed on", ["the same"], timeout_s=WAIT_S)
             agree_in_group(opened["tp"], "passed on", [f"of rank {rank}"], timeout_s=WAIT_S)
             assert control_of_group(opened["dp"]).generation == 1
-            alarm = Alarm(opened["dp"], "passed on")
+            alarm = FailureFlag(opened["dp"], "passed on")
             assert alarm.heard(round_number=0) is None
         assert derived.control is groups.control
         # By the process group alone it is somebody else's, of no generation.

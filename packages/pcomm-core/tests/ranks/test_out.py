@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.differentiable import DifferentiableCollectives
+from pcomm.core.collectives.autograd import DifferentiableCollectives
 from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.communicators import communicator_of
 from pcomm.core.errors import LayoutError, UnsupportedError
+from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
 # Elements of fp32: 64 bytes, 292 KiB, 4 MiB.

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.adapters import device_mesh, groups_from_device_mesh
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import ClosedError
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups, open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.device_mesh import device_mesh, groups_from_device_mesh
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import Groups, open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
 # Elements of a shard: torch's own operation, pairs with one piece, pairs with several.

@@ -11,10 +11,11 @@ from itertools import chain
 import pytest
 import torch
 
-from pcomm.core.collectives import gloo, pairwise
-from pcomm.core.groups import open_groups
+from pcomm.core.collectives.gloo import collectives as gloo
+from pcomm.core.collectives.gloo import pairwise
+from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
 KIB = 1024 // 4

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pcomm.core.collectives.adjoint import with_adjoint
-from pcomm.core.collectives.differentiable import differentiable
+from pcomm.core.collectives.autograd import differentiable
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.communicators import communicator_of
+from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.layout import Layout, Run
-from pcomm.core.placement import Placement, join_shards
-from pcomm.core.tensor_parallel import embedding, linear, regions
+from pcomm.core.tensor_parallel import embedding, linear
+from pcomm.core.tensor_parallel import mappings as regions
 from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pcomm.core.tensor_parallel.param_layout import ParamLayout, join_shards
 from pcomm.core.testing.close import assert_as_accurate, assert_close, assert_equal
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.split_layers import LayerCase, compare_layer
 from pcomm.core.testing.virtual import run_virtual
 
@@ -189,8 +190,8 @@ MUTANTS: dict[str, tuple[str, object, str, object]] = {
     "bias gradient not called partial": (
         "row, sequence",
         linear,
-        "Placement",
-        lambda layout=None, dim=0, has_partial_gradient=False: Placement(layout, dim),
+        "ParamLayout",
+        lambda layout=None, dim=0, has_partial_gradient=False: ParamLayout(layout, dim),
     ),
     "gathered columns: backward reduced": (
         "column, gathered",

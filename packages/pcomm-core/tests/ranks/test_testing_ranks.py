@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pcomm.core.testing.on_ranks import RankPool, ranks
 from pcomm.core.testing.programs import Programs
-from pcomm.core.testing.ranks import RankPool, ranks
 
 TESTS = """
 import os
@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 
 
 @pytest.mark.parametrize("factor", [2, 3])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives, Pending
-from pcomm.core.groups import open_groups
+from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.patience import PATIENCE_S
-from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.core.trace import gathering
 from pcomm.core.trace.gathering import gather_events

@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pcomm.core.world
+import pcomm.core.process.world
 from pcomm.core.errors import ConfigError, PcommError, PeerError
+from pcomm.core.process.world import World, _wait_for_all_to_leave, connect
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 from pcomm.core.testing.programs import Programs
-from pcomm.core.testing.ranks import ranks
-from pcomm.core.world import World, _wait_for_all_to_leave, connect
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -32,9 +32,9 @@ import json, os, sys
 import torch
 import torch.distributed as dist
 from pcomm.core.errors import ConfigError, PcommError
-from pcomm.core.groups import open_groups
+from pcomm.core.groups.groups import open_groups
 from pcomm.core.topology import Topology
-from pcomm.core.world import connect
+from pcomm.core.process.world import connect
 
 with connect() as world:
     x = torch.tensor([1 << world.rank])
@@ -195,7 +195,7 @@ def test_rank_0_leaves_last_because_the_store_may_live_in_it(
     for name, value in place.items():
         launcher.setenv(name, value)
     launcher.setattr(dist, "init_process_group", lambda *_, **__: None)
-    launcher.setattr(pcomm.core.world, "_joined", lambda *_, **__: worlds[0])
+    launcher.setattr(pcomm.core.process.world, "_joined", lambda *_, **__: worlds[0])
 
     def join_and_leave() -> None:
         with connect():

@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from pcomm.core import cli
-from pcomm.core.bench import command as bench
+from pcomm.core.command import main as cli
+from pcomm.core.command.bench import command as bench
 from pcomm.core.errors import ConfigError
 
 
@@ -107,7 +107,7 @@ def test_unknown_names_and_broken_packages_are_errors(capsys: pytest.CaptureFixt
 def test_the_list_needs_no_torch() -> None:
     program = """
 import sys
-from pcomm.core import cli
+from pcomm.core.command import main as cli
 assert [cli.main(["bench"]), cli.main(["bench", "nothing-like-it"])] == [0, 2]
 assert "torch" not in sys.modules
 """

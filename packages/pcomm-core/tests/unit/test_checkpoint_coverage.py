@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from pcomm.core.checkpoint.coverage import Box, first_gap
-from pcomm.core.checkpoint.planners import RegionLoadPlanner, RegionSavePlanner
-from pcomm.core.checkpoint.region import FlatPart, Region
+from pcomm.core.checkpoint.planners import ShardLoadPlanner, ShardSavePlanner
+from pcomm.core.checkpoint.shard_view import FlatPart, ShardView
 from pcomm.core.errors import ConfigError
 from pcomm.core.layout import Layout
-from pcomm.core.placement import Placement, take_shard
+from pcomm.core.tensor_parallel.param_layout import ParamLayout, take_shard
 from pcomm.core.testing.close import assert_equal
 
 
@@ -52,15 +52,15 @@ def test_the_first_gap_is_that_of_a_mask(shape: tuple[int, ...], data: st.DataOb
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 
-def save(folder: Path, regions: dict[str, Region]) -> None:
-    dcp.save(regions, checkpoint_id=folder, planner=RegionSavePlanner(), no_dist=True)
+def save(folder: Path, regions: dict[str, ShardView]) -> None:
+    dcp.save(regions, checkpoint_id=folder, planner=ShardSavePlanner(), no_dist=True)
 
 
-def load(folder: Path, regions: dict[str, Region]) -> None:
-    dcp.load(regions, checkpoint_id=folder, planner=RegionLoadPlanner(), no_dist=True)
+def load(folder: Path, regions: dict[str, ShardView]) -> None:
+    dcp.load(regions, checkpoint_id=folder, planner=ShardLoadPlanner(), no_dist=True)
 
 
-def refusal(folder: Path, regions: dict[str, Region]) -> str:
+def refusal(folder: Path, regions: dict[str, ShardView]) -> str:
     """What is said of a checkpoint that does not hold all of `regions`."""
     with pytest.raises(CheckpointException) as caught:
         load(folder, regions)
@@ -86,13 +86,13 @@ def test_a_part_that_no_rank_saved_is_named_and_nothing_is_written(tmp_path: Pat
     logical = torch.arange(1200.0).view(300, 4)
     # Queries and keys of two ranks: this rank's file has rows 0-99 and 200-249.
     fused = Layout.sections([Layout.even(200, 2), Layout.even(100, 2)])
-    mine = Region(take_shard(logical, fused, 0), Placement(fused), 0)
+    mine = ShardView(take_shard(logical, fused, 0), ParamLayout(fused), 0)
     other = torch.arange(10.0)
-    save(tmp_path, {"qk": mine, "norm": Region(other, Placement(), 0)})
+    save(tmp_path, {"qk": mine, "norm": ShardView(other, ParamLayout(), 0)})
 
-    target = Region(torch.full((150, 4), -1.0), Placement(fused), 0)
-    whole = Region(torch.full((300, 4), -1.0), Placement(), 0)
-    norm = Region(torch.full((10,), -1.0), Placement(), 0)
+    target = ShardView(torch.full((150, 4), -1.0), ParamLayout(fused), 0)
+    whole = ShardView(torch.full((300, 4), -1.0), ParamLayout(), 0)
+    norm = ShardView(torch.full((10,), -1.0), ParamLayout(), 0)
     load(tmp_path, {"qk": target, "norm": norm})
     assert_equal(target.tensor, mine.tensor)
     assert_equal(norm.tensor, other)
@@ -103,7 +103,7 @@ def test_a_part_that_no_rank_saved_is_named_and_nothing_is_written(tmp_path: Pat
     assert torch.equal(whole.tensor, torch.full((300, 4), -1.0))
     assert torch.equal(norm.tensor, torch.full((10,), -1.0))
     # So does a stretch of a flattened tensor, from the middle of a row on.
-    stretch = Region(torch.full((10,), -1.0), Placement(), 0, FlatPart(394, (300, 4)))
+    stretch = ShardView(torch.full((10,), -1.0), ParamLayout(), 0, FlatPart(394, (300, 4)))
     assert "qk[100:101, 0:4]: no saved piece" in refusal(tmp_path, {"qk": stretch})
     # And a piece that has gone from the list of the saved ones.
     forget(tmp_path, "qk", (200, 0))
@@ -114,8 +114,8 @@ def test_a_part_that_no_rank_saved_is_named_and_nothing_is_written(tmp_path: Pat
 
 @alone
 def test_a_number_that_was_not_saved_is_missed_too(tmp_path: Path) -> None:
-    save(tmp_path, {"step": Region(torch.tensor(3.0), Placement(), 0)})
-    target = Region(torch.tensor(-1.0), Placement(), 0)
+    save(tmp_path, {"step": ShardView(torch.tensor(3.0), ParamLayout(), 0)})
+    target = ShardView(torch.tensor(-1.0), ParamLayout(), 0)
     load(tmp_path, {"step": target})
     assert float(target.tensor) == 3.0
     forget(tmp_path, "step", ())

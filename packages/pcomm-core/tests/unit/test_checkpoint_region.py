@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.core.checkpoint.region import FlatPart, Region
+from pcomm.core.checkpoint.shard_view import FlatPart, ShardView
 from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
-from pcomm.core.placement import Placement, take_shard
+from pcomm.core.tensor_parallel.param_layout import ParamLayout, take_shard
 
 
-def check(region: Region, logical: torch.Tensor) -> int:
+def check(region: ShardView, logical: torch.Tensor) -> int:
     """Every piece holds what the logical tensor has there; returns the number of elements."""
     count = 0
     for chunk, piece in region.pieces():
@@ -36,7 +36,7 @@ def test_a_stretch_of_a_flattened_tensor(shape: tuple[int, ...], data: st.DataOb
     stretch = logical.view(-1)[start:stop].clone()
     if not shape and stop > start:
         stretch = stretch.view(())
-    region = Region(stretch, Placement(), 0, FlatPart(start, shape))
+    region = ShardView(stretch, ParamLayout(), 0, FlatPart(start, shape))
     assert check(region, logical) == stop - start
 
 
@@ -51,14 +51,14 @@ def test_a_stretch_of_a_part_of_a_fused_tensor(size: int, dim: int, data: st.Dat
         for start, stop in ((0, cut), (cut, local.numel())):
             part = FlatPart(start, tuple(local.shape))
             flat = local.view(-1)[start:stop]
-            count += check(Region(flat, Placement(layout, dim), rank, part), logical)
+            count += check(ShardView(flat, ParamLayout(layout, dim), rank, part), logical)
     assert count == logical.numel()
 
 
 def test_a_whole_tensor_is_one_piece() -> None:
     logical = torch.arange(6).view(2, 3)
-    assert check(Region(logical, Placement(), 0), logical) == 6
-    assert check(Region(torch.tensor(3), Placement(), 0), torch.tensor(3)) == 1
+    assert check(ShardView(logical, ParamLayout(), 0), logical) == 6
+    assert check(ShardView(torch.tensor(3), ParamLayout(), 0), torch.tensor(3)) == 1
 
 
 def test_a_dimension_may_be_counted_from_behind() -> None:
@@ -66,19 +66,19 @@ def test_a_dimension_may_be_counted_from_behind() -> None:
     layout = Layout.uneven([1, 3])
     for rank in range(2):
         local = take_shard(logical, layout, rank, dim=-1).contiguous()
-        placement = Placement(layout, dim=-1)
-        assert check(Region(local, placement, rank), logical) == local.numel()
+        placement = ParamLayout(layout, dim=-1)
+        assert check(ShardView(local, placement, rank), logical) == local.numel()
         part = FlatPart(2, tuple(local.shape))
-        assert check(Region(local.view(-1)[2:5], placement, rank, part), logical) == 3
+        assert check(ShardView(local.view(-1)[2:5], placement, rank, part), logical) == 3
 
 
 @pytest.mark.parametrize("rows", [2, 4], ids=["shorter", "longer"])
 def test_a_tensor_that_is_not_the_share_is_refused(rows: int) -> None:
-    placement = Placement(Layout.even(6, 2))
+    placement = ParamLayout(Layout.even(6, 2))
     for region in (
-        Region(torch.zeros(rows, 2), placement, 1),
-        Region(torch.zeros(1), placement, 1, FlatPart(0, (rows, 2))),
-        Region(torch.zeros(2, 3), Placement(Layout.even(6, 2), dim=2), 1),
+        ShardView(torch.zeros(rows, 2), placement, 1),
+        ShardView(torch.zeros(1), placement, 1, FlatPart(0, (rows, 2))),
+        ShardView(torch.zeros(2, 3), ParamLayout(Layout.even(6, 2), dim=2), 1),
     ):
         with pytest.raises(LayoutError, match="a share of 3 positions on rank 1"):
             region.write_items("x")

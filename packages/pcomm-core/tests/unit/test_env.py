@@ -8,30 +8,30 @@ from pathlib import Path
 import pytest
 
 import pcomm.core
-from pcomm.core import env
 from pcomm.core.errors import ConfigError
+from pcomm.core.process import environment
 
 
 def test_values_are_read_from_the_environment_that_is_passed() -> None:
     environ = {"PCOMM_TIMEOUT_S": "2.5", "PCOMM_LOG": "debug"}
-    assert env.timeout_s(environ) == 2.5
-    assert env.log_level(environ) == "debug"
-    assert env.ranks_timeout_s(environ) == 60.0
+    assert environment.timeout_s(environ) == 2.5
+    assert environment.log_level(environ) == "debug"
+    assert environment.ranks_timeout_s(environ) == 60.0
 
 
 def test_a_change_counts_at_the_next_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PCOMM_TIMEOUT_S", "7")
-    assert env.timeout_s() == 7.0
+    assert environment.timeout_s() == 7.0
     monkeypatch.setenv("PCOMM_TIMEOUT_S", "8")
-    assert env.timeout_s() == 8.0
+    assert environment.timeout_s() == 8.0
     monkeypatch.delenv("PCOMM_TIMEOUT_S")
-    assert env.timeout_s() == 60.0
+    assert environment.timeout_s() == 60.0
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "nan", "inf", "a minute", "60s"])
 def test_a_time_that_is_no_time_is_an_error_and_not_the_default(value: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        env.timeout_s({"PCOMM_TIMEOUT_S": value})
+        environment.timeout_s({"PCOMM_TIMEOUT_S": value})
     assert caught.value.asked == "environment variable PCOMM_TIMEOUT_S"
     assert repr(value) in caught.value.found
     assert "seconds above 0" in caught.value.why
@@ -41,37 +41,39 @@ def test_a_time_that_is_no_time_is_an_error_and_not_the_default(value: str) -> N
 @pytest.mark.parametrize("value", ["loud", "INFO", ""])
 def test_an_unknown_level_is_an_error_that_lists_the_levels(value: str) -> None:
     with pytest.raises(ConfigError, match="`debug`, `info`, `warning`, `error`"):
-        env.log_level({"PCOMM_LOG": value})
+        environment.log_level({"PCOMM_LOG": value})
 
 
 def test_check_accepts_declared_variables_and_leaves_others_alone() -> None:
-    env.check({"PCOMM_TIMEOUT_S": "1", "PCOMMAND": "x", "NCCL_DEBUG": "INFO", "pcomm_x": "1"})
-    env.check({})
+    environment.check(
+        {"PCOMM_TIMEOUT_S": "1", "PCOMMAND": "x", "NCCL_DEBUG": "INFO", "pcomm_x": "1"}
+    )
+    environment.check({})
 
 
 def test_check_names_the_near_miss_of_an_unknown_variable() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'PCOMM_TIMEOUT_S'") as caught:
-        env.check({"PCOMM_TIMOUT_S": "1"})
+        environment.check({"PCOMM_TIMOUT_S": "1"})
     assert "PCOMM_TIMOUT_S" in caught.value.asked
 
 
-@pytest.mark.parametrize("variable", env.VARIABLES, ids=lambda variable: variable.name)
-def test_check_parses_every_declared_variable(variable: env.Variable[object]) -> None:
+@pytest.mark.parametrize("variable", environment.VARIABLES, ids=lambda variable: variable.name)
+def test_check_parses_every_declared_variable(variable: environment.Variable[object]) -> None:
     with pytest.raises(ConfigError, match=variable.name):
-        env.check({variable.name: "no value of any variable"})
+        environment.check({variable.name: "no value of any variable"})
 
 
 def test_table_has_a_row_for_each_variable() -> None:
-    _head, _rule, *rows = env.table().splitlines()
-    assert len(rows) == len(env.VARIABLES)
-    for row, variable in zip(rows, env.VARIABLES, strict=True):
+    _head, _rule, *rows = environment.table().splitlines()
+    assert len(rows) == len(environment.VARIABLES)
+    for row, variable in zip(rows, environment.VARIABLES, strict=True):
         assert row.count("|") == 5
         assert f"`{variable.name}`" in row
         assert variable.meaning in row
 
 
 def test_declared_defaults_are_values_that_the_variable_takes() -> None:
-    for variable in env.VARIABLES:
+    for variable in environment.VARIABLES:
         assert variable.parse(str(variable.default)) == variable.default
 
 

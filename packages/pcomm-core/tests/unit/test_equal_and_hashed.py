@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.core.checkpoint.region import FlatPart, Region
-from pcomm.core.collectives.observed import Operation
-from pcomm.core.exchange import Exchange
-from pcomm.core.groups import GroupSpec
+from pcomm.core.checkpoint.shard_view import FlatPart, ShardView
+from pcomm.core.collectives.instrumented import Operation
+from pcomm.core.exchange.exchange import Exchange
+from pcomm.core.exchange.rows import RowMoves
+from pcomm.core.groups.options import CommOptions
+from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.layout import Layout, Run
-from pcomm.core.options import CommOptions
-from pcomm.core.placement import Placement
-from pcomm.core.row_moves import RowMoves
+from pcomm.core.tensor_parallel.param_layout import ParamLayout
 from pcomm.core.topology import Topology
 
 SIZE = 3
@@ -32,7 +32,7 @@ options = st.builds(
     strict=st.booleans(),
 )
 placements = st.builds(
-    Placement,
+    ParamLayout,
     st.none() | layouts,
     st.integers(0, 1),
     st.booleans(),
@@ -70,7 +70,7 @@ def exchanges(draw: st.DrawFn) -> Exchange:
 @pytest.mark.parametrize(
     "values",
     [layouts, options, placements, specs, topologies(), exchanges()],
-    ids=["Layout", "CommOptions", "Placement", "GroupSpec", "Topology", "Exchange"],
+    ids=["Layout", "CommOptions", "ParamLayout", "GroupSpec", "Topology", "Exchange"],
 )
 def test_what_is_equal_has_one_hash(values: st.SearchStrategy[Hashable]) -> None:
     @given(values, values)
@@ -130,11 +130,11 @@ def test_what_an_exchange_was_made_from_may_change_afterwards() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Region(torch.ones(3), Placement(), 0, FlatPart(0, (3,))),
+        lambda: ShardView(torch.ones(3), ParamLayout(), 0, FlatPart(0, (3,))),
         lambda: Operation("all_gather", torch.ones(3), 12),
         lambda: RowMoves((1,), (1,), torch.zeros(2), None),
     ],
-    ids=["Region", "Operation", "RowMoves"],
+    ids=["ShardView", "Operation", "RowMoves"],
 )
 def test_what_holds_tensors_is_compared_by_identity(make: Callable[[], object]) -> None:
     """Comparing tensors gives tensors, of which several have no truth value."""

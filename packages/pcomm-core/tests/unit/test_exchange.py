@@ -13,7 +13,7 @@ from torch import Tensor
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import LayoutError
-from pcomm.core.exchange import Exchange
+from pcomm.core.exchange.exchange import Exchange
 from pcomm.core.layout import Layout, Run
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.core.collectives.in_order import InOrder, Transfer
+from pcomm.core.collectives.gloo.work_queue import Transfer, WorkQueue
 
 # Far beyond what anything here takes: a test that needs it has failed.
 LIMIT_S = 120.0
@@ -81,12 +81,12 @@ def log() -> list[str]:
 
 
 @pytest.fixture
-def queue() -> InOrder:
-    return InOrder()
+def queue() -> WorkQueue:
+    return WorkQueue()
 
 
 def test_the_next_begins_as_soon_as_the_one_before_has_announced_and_not_before(
-    queue: InOrder, log: list[str]
+    queue: WorkQueue, log: list[str]
 ) -> None:
     a = Step("a", log, announces_at_once=False, is_held=True)
     b = Step("b", log, announces_at_once=False, is_held=True)
@@ -109,7 +109,7 @@ def test_the_next_begins_as_soon_as_the_one_before_has_announced_and_not_before(
 
 
 def test_what_announces_everything_lets_the_next_begin_in_the_same_call(
-    queue: InOrder, log: list[str]
+    queue: WorkQueue, log: list[str]
 ) -> None:
     a = Step("a", log, is_held=True)
     b, c = Step("b", log, announces_at_once=False), Step("c", log)
@@ -132,7 +132,7 @@ def test_any_row_of_operations_keeps_its_order(
     steps: list[tuple[bool, bool]], order: random.Random
 ) -> None:
     log: list[str] = []
-    queue = InOrder()
+    queue = WorkQueue()
     transfers = []
     for place, (announces_at_once, is_async) in enumerate(steps):
         step = Step(str(place), log, announces_at_once=announces_at_once)
@@ -153,7 +153,7 @@ def test_any_row_of_operations_keeps_its_order(
 
 
 def test_the_end_is_told_before_wait_returns_and_at_once_to_whoever_asks_late(
-    queue: InOrder, log: list[str]
+    queue: WorkQueue, log: list[str]
 ) -> None:
     a = Step("a", log, is_held=True)
     transfer = queue.start(a, is_async=True)
@@ -172,7 +172,7 @@ def test_the_end_is_told_before_wait_returns_and_at_once_to_whoever_asks_late(
     assert log[3:] == ["told late"]
 
 
-def test_the_end_of_what_failed_is_told_too(queue: InOrder, log: list[str]) -> None:
+def test_the_end_of_what_failed_is_told_too(queue: WorkQueue, log: list[str]) -> None:
     transfer = queue.start(Step("a", log, fails_in="finish"), is_async=True)
     told = Signal()
     transfer.on_done(told.set)
@@ -180,7 +180,7 @@ def test_the_end_of_what_failed_is_told_too(queue: InOrder, log: list[str]) -> N
 
 
 def test_an_operation_is_free_by_the_time_that_its_end_is_told(
-    queue: InOrder, log: list[str]
+    queue: WorkQueue, log: list[str]
 ) -> None:
     a = Step("a", log, is_held=True)
     may_announce, may_end, memory = a.may_announce, a.may_end, weakref.ref(a)
@@ -197,7 +197,7 @@ def test_an_operation_is_free_by_the_time_that_its_end_is_told(
 
 def test_nobody_has_to_keep_an_operation_that_is_on_its_way(log: list[str]) -> None:
     """Whoever started it may forget it, and the queue: its memory stays until its end."""
-    queue, a = InOrder(), Step("a", log, is_held=True)
+    queue, a = WorkQueue(), Step("a", log, is_held=True)
     may_announce, may_end, memory, thread = a.may_announce, a.may_end, weakref.ref(a), Signal()
     queue.start(a, is_async=True).on_done(thread.set)
     del a, queue
@@ -211,7 +211,7 @@ def test_nobody_has_to_keep_an_operation_that_is_on_its_way(log: list[str]) -> N
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_an_error_at_the_end_fails_all_later_operations_and_they_are_not_begun(
-    queue: InOrder, log: list[str], is_async: bool
+    queue: WorkQueue, log: list[str], is_async: bool
 ) -> None:
     a = Step("a", log, announces_at_once=False, is_held=True, fails_in="finish")
     first = queue.start(a, is_async=True)
@@ -233,7 +233,7 @@ def test_an_error_at_the_end_fails_all_later_operations_and_they_are_not_begun(
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_an_error_at_the_beginning_fails_later_operations_and_none_before_it(
-    queue: InOrder, log: list[str], is_async: bool
+    queue: WorkQueue, log: list[str], is_async: bool
 ) -> None:
     a = Step("a", log, is_held=True)
     first = queue.start(a, is_async=True)
@@ -252,7 +252,7 @@ def test_an_error_at_the_beginning_fails_later_operations_and_none_before_it(
 
 
 def test_an_error_at_the_beginning_that_another_announced_is_not_lost(
-    queue: InOrder, log: list[str]
+    queue: WorkQueue, log: list[str]
 ) -> None:
     """It is raised where the operation is waited for, and not in the one that made room for it."""
     a = Step("a", log, announces_at_once=False, is_held=True)
@@ -267,7 +267,7 @@ def test_an_error_at_the_beginning_that_another_announced_is_not_lost(
 
 def test_what_failed_keeps_its_memory_as_long_as_the_queue_is_there(log: list[str]) -> None:
     before = set(threading.enumerate())
-    queue = InOrder()
+    queue = WorkQueue()
     a = Step("a", log, is_held=True, fails_in="finish")
     b = Step("b", log)
     broken, begun = weakref.ref(a), weakref.ref(b)
@@ -300,7 +300,7 @@ def test_what_failed_keeps_its_memory_as_long_as_the_queue_is_there(log: list[st
 
 
 def test_a_blocking_operation_runs_here_when_nothing_is_on_its_way(
-    queue: InOrder, log: list[str]
+    queue: WorkQueue, log: list[str]
 ) -> None:
     here = threading.get_ident()
     a, b = Step("a", log, announces_at_once=False), Step("b", log)
@@ -315,7 +315,7 @@ def test_a_blocking_operation_runs_here_when_nothing_is_on_its_way(
 
 
 def test_a_blocking_operation_waits_behind_what_is_on_its_way(
-    queue: InOrder, log: list[str]
+    queue: WorkQueue, log: list[str]
 ) -> None:
     a = Step("a", log, announces_at_once=False, is_held=True)
     b = Step("b", log)
@@ -336,7 +336,7 @@ def test_a_blocking_operation_waits_behind_what_is_on_its_way(
 
 
 def test_an_interrupt_in_a_blocking_operation_is_raised_and_fails_the_others(
-    queue: InOrder, log: list[str]
+    queue: WorkQueue, log: list[str]
 ) -> None:
     a = Step("a", log, announces_at_once=False, fails_in="finish", problem=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -352,7 +352,7 @@ def test_an_interrupt_in_a_blocking_operation_is_raised_and_fails_the_others(
     [("_finish", False), ("_finish_later", True), ("_begin_next", False), ("_begin_next", True)],
 )
 def test_an_interrupt_between_two_lines_leaves_nothing_that_looks_like_a_result(
-    queue: InOrder,
+    queue: WorkQueue,
     log: list[str],
     line: str,
     is_async: bool,
@@ -375,7 +375,7 @@ def test_an_interrupt_between_two_lines_leaves_nothing_that_looks_like_a_result(
 
 def test_the_thread_ends_when_the_queue_has_gone(log: list[str]) -> None:
     before = set(threading.enumerate())
-    queue = InOrder()
+    queue = WorkQueue()
     for name in "ab":
         queue.start(Step(name, log), is_async=True)
     (thread,) = set(threading.enumerate()) - before
@@ -393,7 +393,7 @@ def test_the_thread_ends_when_the_queue_has_gone(log: list[str]) -> None:
 
 def test_no_thread_is_made_for_those_who_wait(log: list[str]) -> None:
     before = set(threading.enumerate())
-    queue = InOrder()
+    queue = WorkQueue()
     transfer: Transfer = queue.start(Step("a", log), is_async=False)
     assert transfer.is_over
     assert not set(threading.enumerate()) - before

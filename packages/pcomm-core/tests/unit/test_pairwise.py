@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.gloo.pairwise import AddUp, Gather, Pairs
 from pcomm.core.collectives.open_group import OpenGroup
-from pcomm.core.collectives.pairwise import AddUp, Gather, Pairs
 from pcomm.core.testing.close import assert_equal
 
 

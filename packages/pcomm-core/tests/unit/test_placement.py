@@ -12,7 +12,12 @@ from torch import nn
 
 from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout, Run
-from pcomm.core.placement import Placement, join_shards, placements_of, take_shard
+from pcomm.core.tensor_parallel.param_layout import (
+    ParamLayout,
+    join_shards,
+    param_layouts_of,
+    take_shard,
+)
 from pcomm.core.testing.close import assert_equal
 
 
@@ -39,7 +44,7 @@ def test_shards_hold_the_positions_of_the_layout_and_join_to_the_whole(
     for rank, shard in enumerate(shards):
         positions = torch.tensor(layout.positions(rank), dtype=torch.int64)
         assert_equal(shard.contiguous(), whole.index_select(dim, positions))
-        placement = Placement(layout, dim)
+        placement = ParamLayout(layout, dim)
         assert placement.logical_shape(shard.shape) == whole.shape
     assert_equal(join_shards(shards, layout, dim=dim), whole)
 
@@ -58,17 +63,17 @@ def test_replicated_shards_join_to_one_of_them() -> None:
 
 
 def test_parameters_are_found_in_nested_modules_and_the_rest_is_whole() -> None:
-    split = Placement(Layout.even(4, 2), dim=1)
+    split = ParamLayout(Layout.even(4, 2), dim=1)
     inner = nn.Linear(2, 2)
     inner.placements = {"weight": split}  # type: ignore[assignment]
     model = nn.ModuleDict({"a": nn.Sequential(inner), "b": nn.LayerNorm(2)})
-    found = placements_of(model)
+    found = param_layouts_of(model)
     assert list(found) == [name for name, _ in model.named_parameters()]
     assert found["a.0.weight"] is split
     assert found["a.0.weight"].is_split
-    assert all(found[name] == Placement() for name in found if name != "a.0.weight")
+    assert all(found[name] == ParamLayout() for name in found if name != "a.0.weight")
     assert not found["b.weight"].is_split
-    assert not Placement(Layout.even(4, 1)).is_split
+    assert not ParamLayout(Layout.even(4, 1)).is_split
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups
-from pcomm.core.pools.arena import Arena
-from pcomm.core.pools.fake import FakeCommunicator, FakePool, FakePools
-from pcomm.core.pools.nccl import NcclPools
-from pcomm.core.pools.registry import PoolRegistry, State
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import Groups
+from pcomm.core.memory.pools.arena import Arena
+from pcomm.core.memory.pools.fake import FakeCommunicator, FakePool, FakePools
+from pcomm.core.memory.pools.nccl import NcclPools
+from pcomm.core.memory.pools.registry import PoolRegistry, State
 
 GATHER = Group("dp", (0,), None, role="gather")
 REDUCE = Group("dp", (0,), None, role="reduce")

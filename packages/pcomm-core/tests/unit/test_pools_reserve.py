@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups
-from pcomm.core.pools.arena import Arena
-from pcomm.core.pools.fake import FakePools
-from pcomm.core.pools.registry import PoolRegistry
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import Groups
+from pcomm.core.memory.pools.arena import Arena
+from pcomm.core.memory.pools.fake import FakePools
+from pcomm.core.memory.pools.registry import PoolRegistry
 
 GATHER = Group("dp", (0,), None, role="gather")
 CONTROL = Group("dp", (0,), None, role="control")

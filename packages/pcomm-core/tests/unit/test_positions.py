@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.core.layout import Layout, Run
-from pcomm.core.positions import (
+from pcomm.core.exchange.index import (
     expand_ranges,
     inverse_order,
     layout_edges,
@@ -15,6 +14,7 @@ from pcomm.core.positions import (
     run_edges,
     run_ranks,
 )
+from pcomm.core.layout import Layout, Run
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), max_size=20))

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from pcomm.core.collectives.choice import new_collectives
+from pcomm.core.collectives.backend import new_collectives
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.communicators import communicator_of
+from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding

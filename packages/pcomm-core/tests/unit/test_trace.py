@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.differentiable import DifferentiableCollectives
+from pcomm.core.collectives.autograd import DifferentiableCollectives
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import Groups
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.core.trace.event import Event

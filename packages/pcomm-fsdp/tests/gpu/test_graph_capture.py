@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.groups import Groups
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import Precision
-from pcomm.fsdp.roles import Roles
+from pcomm.core.groups.groups import Groups
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.policy import Precision
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing.one_rank import on_gloo_and_nccl, one_rank_groups
 
 ROWS, WIDTH, WARM_STEPS, STEPS = 4, 16, 3, 3

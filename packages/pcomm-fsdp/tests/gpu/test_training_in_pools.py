@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.group import Group
-from pcomm.core.pools.fake import FakePools
-from pcomm.core.pools.nccl import NcclPools
-from pcomm.core.pools.registry import PoolRegistry, State
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import Precision
-from pcomm.fsdp.roles import Roles
+from pcomm.core.groups.group import Group
+from pcomm.core.memory.pools.fake import FakePools
+from pcomm.core.memory.pools.nccl import NcclPools
+from pcomm.core.memory.pools.registry import PoolRegistry, State
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.policy import Precision
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing.one_rank import on_gloo_and_nccl, one_rank_groups
 
 LEARNING_RATE, STEPS = 0.1, 3

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.errors import PcommError, PeerError
-from pcomm.core.groups import Groups, open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import Groups, open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp import hooks
-from pcomm.fsdp.engine import Engine
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import CommPolicy
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.runtime import hooks
+from pcomm.fsdp.runtime.engine import Engine
+from pcomm.fsdp.settings.policy import CommPolicy
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.testing.small_models import Block, Recompute, SmallModel
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
@@ -167,7 +167,7 @@ def test_one_rank_raises_while_the_other_is_a_micro_batch_ahead(rank: int, where
     model = SmallModel()
     with open_groups(Topology({"dp": 2}), SPECS) as groups:
         roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
-        sharded = fully_shard(model, roles, units=[Block], shard=Shard.zero1())
+        sharded = fully_shard(model, roles, units=[Block], shard=ReshardPolicy.zero1())
 
         def accumulated() -> None:
             sharded.zero_grad()

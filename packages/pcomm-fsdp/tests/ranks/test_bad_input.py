@@ -16,13 +16,14 @@ from pcomm.core.errors import (
     PeerError,
     TopologyError,
 )
-from pcomm.core.groups import Groups, GroupSpec, open_groups
-from pcomm.core.options import CommOptions
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import Groups, open_groups
+from pcomm.core.groups.options import CommOptions
+from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import CommPolicy
-from pcomm.fsdp.roles import Roles, Scope
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.policy import CommPolicy
+from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 import pytest
 from torch import Tensor
 
-from pcomm.core.collectives.observed import ObservedCollectives, Operation
+from pcomm.core.collectives.instrumented import InstrumentedCollectives, Operation
 from pcomm.core.collectives.protocol import Pending
-from pcomm.core.group import Group
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp.bench.forms import FORMS
 from pcomm.fsdp.bench.making import make
@@ -46,7 +46,7 @@ def test_every_form_has_the_gradients_of_one_process(rank: int, name: str) -> No
                 raise AssertionError(f"{form.name}: {difference}") from difference
 
 
-class Log(ObservedCollectives):
+class Log(InstrumentedCollectives):
     """Notes when operations begin and when they are waited for."""
 
     def __init__(self, group: Group, log: list[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.core.cli import main
+from pcomm.core.command.main import main
 from pcomm.core.testing.namespaces import obstacle
 from pcomm.fsdp.bench.forms import FSDP2, NO_PAIRS, ONE, TUNED, TWO_RAILS, UNSHARDED
 

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from pcomm.core.errors import PeerError
-from pcomm.core.groups import Groups, open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import Groups, open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.flat_group import FlatGroup
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import CommPolicy
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.runtime.flat_group import FlatGroup
+from pcomm.fsdp.settings.policy import CommPolicy
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
@@ -94,9 +94,11 @@ def gradient_storages(sharded: Sharded) -> list[int]:
     return used
 
 
-@pytest.mark.parametrize("shard_of", [Shard.zero3(), Shard.zero1()], ids=["zero3", "zero1"])
+@pytest.mark.parametrize(
+    "shard_of", [ReshardPolicy.zero3(), ReshardPolicy.zero1()], ids=["zero3", "zero1"]
+)
 @ranks(2)
-def test_no_gradient_buffer_has_two_owners(rank: int, shard_of: Shard) -> None:
+def test_no_gradient_buffer_has_two_owners(rank: int, shard_of: ReshardPolicy) -> None:
     """Looked at whenever a reduce starts or has ended.
 
     Buffers of one size come back while those of another are taken, and are then taken one after

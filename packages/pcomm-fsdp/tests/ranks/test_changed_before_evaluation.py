@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 
-STRATEGIES = {"zero3": Shard.zero3(), "zero2": Shard.zero2(), "zero1": Shard.zero1()}
+STRATEGIES = {
+    "zero3": ReshardPolicy.zero3(),
+    "zero2": ReshardPolicy.zero2(),
+    "zero1": ReshardPolicy.zero1(),
+}
 
 
 class Layer(nn.Linear):

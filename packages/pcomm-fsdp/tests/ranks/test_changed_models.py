@@ -11,15 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.strategy import Shard
 
-STRATEGIES = {"zero3": Shard.zero3(), "zero2": Shard.zero2(), "zero1": Shard.zero1()}
+STRATEGIES = {
+    "zero3": ReshardPolicy.zero3(),
+    "zero2": ReshardPolicy.zero2(),
+    "zero1": ReshardPolicy.zero1(),
+}
 
 both = pytest.mark.parametrize("strategy", ["zero3", "zero1"])
 every = pytest.mark.parametrize("strategy", STRATEGIES)

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import RankPool, ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import RankPool, ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.checkpoint import load_checkpoint, model_regions, save_checkpoint
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
+from pcomm.fsdp.state.checkpoint import load_checkpoint, model_shard_views, save_checkpoint
 from pcomm.fsdp.testing.resumed import train_and_save
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
@@ -23,16 +23,16 @@ from pcomm.fsdp.testing.small_models import Block, SmallModel
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((4, Shard.zero3(), 1), (2, Shard.zero2(), 1)),
-        ((4, Shard.zero3(), 2), (3, Shard.zero3(), 1)),
-        ((3, Shard.zero1(), 1), (1, Shard.zero3(), 1)),
-        ((1, Shard.zero3(), 1), (2, Shard.zero1(), 2)),
+        ((4, ReshardPolicy.zero3(), 1), (2, ReshardPolicy.zero2(), 1)),
+        ((4, ReshardPolicy.zero3(), 2), (3, ReshardPolicy.zero3(), 1)),
+        ((3, ReshardPolicy.zero1(), 1), (1, ReshardPolicy.zero3(), 1)),
+        ((1, ReshardPolicy.zero3(), 1), (2, ReshardPolicy.zero1(), 2)),
     ],
     ids=str,
 )
 def test_other_ranks_go_on(
-    before: tuple[int, Shard, int],
-    after: tuple[int, Shard, int],
+    before: tuple[int, ReshardPolicy, int],
+    after: tuple[int, ReshardPolicy, int],
     tmp_path: Path,
     rank_pool: RankPool,
 ) -> None:
@@ -60,10 +60,10 @@ def test_a_checkpoint_of_another_model(rank: int, tmp_path: Path) -> None:
     with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
         roles = Roles(groups["dp"], groups["dp"])
         saved = fully_shard(SmallModel(), roles, units=[Block])
-        save_checkpoint(tmp_path / "saved", model_regions(saved), groups["dp"])
+        save_checkpoint(tmp_path / "saved", model_shard_views(saved), groups["dp"])
         other = fully_shard(SmallModel(dim=6), roles, units=[Block])
         with pytest.raises(ConfigError, match=r"shape \(5, 16\) under that name"):
-            load_checkpoint(tmp_path / "saved", model_regions(other), groups["dp"])
+            load_checkpoint(tmp_path / "saved", model_shard_views(other), groups["dp"])
 
 
 @ranks(3)
@@ -74,9 +74,11 @@ def test_buffers_of_one_rank_are_saved_together(rank: int, tmp_path: Path) -> No
         model = nn.Sequential(nn.BatchNorm1d(64, affine=False), nn.Linear(64, 6))
         sharded = fully_shard(model, roles, units=[nn.Linear])
         model(torch.randn(9, 64, generator=torch.Generator().manual_seed(rank)))
-        save_checkpoint(tmp_path / "saved", model_regions(sharded), groups["dp"])
+        save_checkpoint(tmp_path / "saved", model_shard_views(sharded), groups["dp"])
         model(torch.randn(9, 64))
-        load_checkpoint(tmp_path / "saved", model_regions(sharded), groups["dp"], sharded=sharded)
+        load_checkpoint(
+            tmp_path / "saved", model_shard_views(sharded), groups["dp"], sharded=sharded
+        )
     first = nn.BatchNorm1d(64, affine=False)
     first(torch.randn(9, 64, generator=torch.Generator().manual_seed(0)))
     for name, expected in first.named_buffers():

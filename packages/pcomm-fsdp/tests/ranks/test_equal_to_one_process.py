@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import CommPolicy
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.policy import CommPolicy
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 STRATEGIES = {
-    "zero3": Shard.zero3(),
-    "zero3, reduced once": Shard.zero3(reduce="step"),
-    "kept for backward": Shard(keep="backward"),
-    "zero2": Shard.zero2(),
-    "zero1": Shard.zero1(),
+    "zero3": ReshardPolicy.zero3(),
+    "zero3, reduced once": ReshardPolicy.zero3(reduce="step"),
+    "kept for backward": ReshardPolicy(keep="backward"),
+    "zero2": ReshardPolicy.zero2(),
+    "zero1": ReshardPolicy.zero1(),
 }
 STEPS, MICRO = 4, 2
 MAX_NORM = 0.3
@@ -99,7 +99,9 @@ def train(model: SmallModel, sharded: Sharded, rank: int) -> tuple[list[float], 
     return losses, norms
 
 
-def check(rank: int, size: int, shard: Shard, *, with_fsdp2: bool = True, **options: object) -> str:
+def check(
+    rank: int, size: int, shard: ReshardPolicy, *, with_fsdp2: bool = True, **options: object
+) -> str:
     """Compare, and return the schedule's fingerprint."""
     comm = options.pop("comm", CommPolicy())
     expected_losses, expected_norms, expected = one_process(size, **options)
@@ -144,10 +146,10 @@ def test_four_ranks(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("recompute", ["blocks", "reentrant", "inside", "all blocks at once"])
 @ranks(2)
 def test_recompute(rank: int, recompute: str) -> None:
-    found = check(rank, 2, Shard.zero3(), with_fsdp2=False, recompute=recompute)
+    found = check(rank, 2, ReshardPolicy.zero3(), with_fsdp2=False, recompute=recompute)
     if recompute in ("blocks", "inside"):
         # Computing again changes nothing about who is gathered and reduced when.
-        assert found == check(rank, 2, Shard.zero3(), with_fsdp2=False)
+        assert found == check(rank, 2, ReshardPolicy.zero3(), with_fsdp2=False)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1"])
@@ -171,4 +173,4 @@ def test_tied(rank: int, strategy: str) -> None:
 )
 @ranks(3)
 def test_policies(rank: int, comm: CommPolicy) -> None:
-    check(rank, 3, Shard.zero3(), with_fsdp2=False, comm=comm)
+    check(rank, 3, ReshardPolicy.zero3(), with_fsdp2=False, comm=comm)

@@ -11,24 +11,24 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import ConfigError
-from pcomm.core.groups import open_groups
+from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.flat_group import FlatGroup
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.local_group import LocalGroup
-from pcomm.fsdp.policy import CommPolicy, Precision
-from pcomm.fsdp.roles import Roles, Scope
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.runtime.flat_group import FlatGroup
+from pcomm.fsdp.runtime.local_group import LocalGroup
+from pcomm.fsdp.settings.policy import CommPolicy, Precision
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 STRATEGIES = {
-    "zero3": Shard.zero3(),
-    "zero3, reduced once": Shard.zero3(reduce="step"),
-    "zero2": Shard.zero2(),
-    "zero1": Shard.zero1(),
+    "zero3": ReshardPolicy.zero3(),
+    "zero3, reduced once": ReshardPolicy.zero3(reduce="step"),
+    "zero2": ReshardPolicy.zero2(),
+    "zero1": ReshardPolicy.zero1(),
 }
 STEPS, MICRO = 3, 2
 

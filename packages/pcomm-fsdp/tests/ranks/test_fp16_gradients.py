@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import Precision
-from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.policy import Precision
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 
 FP16 = torch.float16
 LARGE = 40_000.0
@@ -65,7 +65,7 @@ def test_as_fsdp2_divides(rank: int, reduce: str) -> None:
                     model,
                     roles,
                     units=[],
-                    shard=Shard(reduce=reduce),  # type: ignore[arg-type]
+                    shard=ReshardPolicy(reduce=reduce),  # type: ignore[arg-type]
                     precision=Precision(FP16, FP16, torch.float32),
                     divisor=divisor,
                 )

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from pcomm.core.collectives.protocol import Collectives, Pending, Reduction
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.groups import Groups, open_groups
+from pcomm.core.groups.groups import Groups, open_groups
 from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.flat_group import FlatGroup
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import Precision
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.runtime.flat_group import FlatGroup
+from pcomm.fsdp.settings.policy import Precision
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 # -- gradients of shards -----------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_a_gradient_is_copied_unless_it_is_all_there_is(
             model,
             Roles(groups["dp"], reduce),
             units=list(model),
-            shard=Shard("use", reduces),
+            shard=ReshardPolicy("use", reduces),
             precision=Precision(reduce_dtype=reduce_dtype),
         )
         made: list[int] = []

@@ -16,11 +16,11 @@ from torch.nn import functional
 from torch.optim import optimizer as torch_optimizer
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.roles import Roles, Scope
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.roles import Roles, Scope
 
 
 class Experts(nn.Module):

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from pcomm.core.errors import ClosedError, PcommError
-from pcomm.core.groups import Groups, open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import Groups, open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.flat_group import FlatGroup
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.roles import Roles, Scope
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.runtime.flat_group import FlatGroup
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
@@ -117,7 +117,7 @@ RUNS: list[Callable[[SmallModel, Sharded], object]] = [
 def run(do: Callable[[SmallModel, Sharded], object]) -> list[weakref.ref[object]]:
     held = []
     with opened() as groups:
-        for strategy in (Shard.zero3(), Shard.zero1()):
+        for strategy in (ReshardPolicy.zero3(), ReshardPolicy.zero1()):
             model = SmallModel()
             sharded = shard(model, groups, shard=strategy)
             do(model, sharded)

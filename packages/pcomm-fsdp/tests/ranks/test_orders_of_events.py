@@ -11,24 +11,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from pcomm.core.groups import Groups, open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import Groups, open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.departures import Departures
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import CommPolicy
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.runtime.departures import Departures
+from pcomm.fsdp.settings.policy import CommPolicy
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.strategy import Shard
 
 # B batch, D model dim
 
 STRATEGIES = {
-    "zero3": Shard.zero3(),
-    "zero3, reduced once": Shard.zero3(reduce="step"),
-    "kept for backward": Shard(keep="backward"),
-    "zero2": Shard.zero2(),
-    "zero1": Shard.zero1(),
+    "zero3": ReshardPolicy.zero3(),
+    "zero3, reduced once": ReshardPolicy.zero3(reduce="step"),
+    "kept for backward": ReshardPolicy(keep="backward"),
+    "zero2": ReshardPolicy.zero2(),
+    "zero1": ReshardPolicy.zero1(),
 }
 STEPS = 6
 

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.errors import PeerError
-from pcomm.core.group import Group
-from pcomm.core.groups import GroupSpec, open_groups
-from pcomm.core.options import CommOptions
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.options import CommOptions
+from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.patience import PATIENCE_S
-from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.roles import Roles
 
 DEPTH = 6
 

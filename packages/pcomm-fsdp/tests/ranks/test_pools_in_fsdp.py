@@ -12,28 +12,28 @@ from torch import Tensor, nn
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError, UnsupportedError
-from pcomm.core.groups import Groups, open_groups
-from pcomm.core.pools.fake import FakeCommunicator, FakePools
-from pcomm.core.pools.registry import PoolRegistry
+from pcomm.core.groups.groups import Groups, open_groups
+from pcomm.core.memory.pools.fake import FakeCommunicator, FakePools
+from pcomm.core.memory.pools.registry import PoolRegistry
 from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.patience import PATIENCE_S
-from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp import pooled_memory
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import CommPolicy, Precision
-from pcomm.fsdp.pool_plan import ArenaPlan
-from pcomm.fsdp.roles import Roles, Scope
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.memory import registered as pooled_memory
+from pcomm.fsdp.memory.pool_plan import ArenaPlan
+from pcomm.fsdp.settings.policy import CommPolicy, Precision
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 STRATEGIES = {
-    "zero3": Shard.zero3(),
-    "zero3, reduced once": Shard.zero3(reduce="step"),
-    "kept for backward": Shard(keep="backward"),
-    "zero2": Shard.zero2(),
-    "zero1": Shard.zero1(),
+    "zero3": ReshardPolicy.zero3(),
+    "zero3, reduced once": ReshardPolicy.zero3(reduce="step"),
+    "kept for backward": ReshardPolicy(keep="backward"),
+    "zero2": ReshardPolicy.zero2(),
+    "zero1": ReshardPolicy.zero1(),
 }
 SPECS = [("dp", "gather"), ("dp", "reduce"), ("dp", "control")]
 STEPS, MICRO = 2, 2
@@ -342,16 +342,16 @@ def test_recompute(rank: int, recompute: str) -> None:
     with open_groups(Topology({"dp": 2}), SPECS) as groups:
         roles = roles_of(groups)
 
-        def trained(shard: Shard, pools: PoolRegistry | None) -> dict[str, Tensor]:
+        def trained(shard: ReshardPolicy, pools: PoolRegistry | None) -> dict[str, Tensor]:
             model = model_of(recompute=recompute)
             sharded = fully_shard(model, roles, units=[Block], shard=shard, pools=pools)
             return train(model, sharded, rank)
 
-        shard = Shard()
+        shard = ReshardPolicy()
         if recompute == "all blocks at once":
             with pytest.raises(PcommError, match=r"fsdp gather dp\[gather\](.|\n)*are in use"):
                 trained(shard, opened(groups)[1])
-            shard = Shard("backward", "step")
+            shard = ReshardPolicy("backward", "step")
         expected = trained(shard, None)
         for name, value in trained(shard, opened(groups)[1]).items():
             assert_equal(value, expected[name])

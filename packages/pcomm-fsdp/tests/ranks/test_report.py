@@ -11,35 +11,35 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.group import Group
-from pcomm.core.groups import open_groups
-from pcomm.core.pools.fake import FakePools
-from pcomm.core.pools.registry import PoolRegistry
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.memory.pools.fake import FakePools
+from pcomm.core.memory.pools.registry import PoolRegistry
 from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
 from pcomm.core.simulate.engine import simulate
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.patience import PATIENCE_S
-from pcomm.core.testing.ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.core.trace.event import COMPUTE
 from pcomm.core.trace.recorder import Recorder
 from pcomm.core.trace.traced import traced
-from pcomm.fsdp.engine import Engine
-from pcomm.fsdp.flat_group import FlatGroup
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.peak_memory import KINDS, PeakMemory, peak_memory
-from pcomm.fsdp.policy import CommPolicy, Precision
-from pcomm.fsdp.roles import Roles, Scope
-from pcomm.fsdp.schedule import Step
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.analysis.peak_memory import KINDS, PeakMemory, peak_memory
+from pcomm.fsdp.analysis.simulated import Costs, program, queues_of, stretches
+from pcomm.fsdp.runtime.engine import Engine
+from pcomm.fsdp.runtime.flat_group import FlatGroup
+from pcomm.fsdp.runtime.schedule import Step
+from pcomm.fsdp.settings.policy import CommPolicy, Precision
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.simulated import Costs, program, queues_of, stretches
-from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 STRATEGIES = {
-    "zero3": Shard.zero3(),
-    "zero3, reduced once": Shard.zero3(reduce="step"),
-    "zero2": Shard.zero2(),
-    "zero1": Shard.zero1(),
+    "zero3": ReshardPolicy.zero3(),
+    "zero3, reduced once": ReshardPolicy.zero3(reduce="step"),
+    "zero2": ReshardPolicy.zero2(),
+    "zero1": ReshardPolicy.zero1(),
 }
 MICRO = 2
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])

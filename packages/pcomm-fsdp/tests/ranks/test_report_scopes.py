@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups, open_groups
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import Groups, open_groups
 from pcomm.core.simulate.cost import loads
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.limits import sent_bytes
-from pcomm.fsdp.report import ROLES, ideal_bytes
-from pcomm.fsdp.roles import Roles, Scope
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.analysis.limits import sent_bytes
+from pcomm.fsdp.analysis.report import ROLES, ideal_bytes
+from pcomm.fsdp.analysis.simulated import Costs, program, queues_of
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.simulated import Costs, program, queues_of
-from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 MICRO = 2
@@ -38,7 +38,7 @@ def roles_of(groups: Groups, name: str) -> Roles:
     return Roles(groups[name, "gather"], groups[name, "reduce"], rep)
 
 
-def formula(elements: int, size: int, replicas: int, shard: Shard) -> dict[str, float]:
+def formula(elements: int, size: int, replicas: int, shard: ReshardPolicy) -> dict[str, float]:
     """fp32 bytes of one rank: (N-1)/N P to gather or reduce, 2 (M-1)/M P/N to sum."""
     moved = 4 * elements * (size - 1) / size
     # All gathers of a step, of which the last units of a micro-batch save some in backward.
@@ -67,7 +67,7 @@ def test_bytes_of_each_scope_are_those_of_its_own_groups(
     )
     names = [(name, role) for name in ("dp", "expert.edp") for role in ("gather", "reduce")]
     # The scopes differ in what they keep, too.
-    kept = (Shard.zero3(), Shard.zero1())
+    kept = (ReshardPolicy.zero3(), ReshardPolicy.zero1())
     shards = dict(zip(SCOPES, kept if strategy == "zero3" else reversed(kept), strict=True))
     with open_groups(topology, [*names, "rep", "expert.rep", "expert.ep"]) as groups:
         roles = dict(zip(SCOPES, (roles_of(groups, n) for n in ("dp", "expert.edp")), strict=True))
@@ -106,7 +106,11 @@ def step_of(model: SmallModel, sharded: Sharded) -> None:
 
 
 def check_report(
-    sharded: Sharded, roles: dict[str, Roles], shards: dict[str, Shard], seen: Seen, replicas: int
+    sharded: Sharded,
+    roles: dict[str, Roles],
+    shards: dict[str, ReshardPolicy],
+    seen: Seen,
+    replicas: int,
 ) -> None:
     """A scope's plans beside the spies of its groups and the formula; the report is their sum."""
     report = sharded.report(micro_batches=MICRO)

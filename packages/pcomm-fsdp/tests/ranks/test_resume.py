@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pcomm.core.errors import ConfigError, DivergenceError
-from pcomm.core.groups import Groups, open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import Groups, open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.checkpoint import (
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.roles import Roles
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.state.checkpoint import (
     load_checkpoint,
-    model_regions,
-    optimizer_regions,
+    model_shard_views,
+    optimizer_shard_views,
     save_checkpoint,
 )
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.sharded import Sharded
 
 
 class Counting(Optimizer):
@@ -88,7 +88,7 @@ def train(sharded: Sharded, optimizer: Optimizer, rank: int, steps: range) -> No
 
 
 def regions_of(sharded: Sharded, optimizer: Optimizer) -> dict[str, Any]:
-    return {**model_regions(sharded), **optimizer_regions(sharded, optimizer)}
+    return {**model_shard_views(sharded), **optimizer_shard_views(sharded, optimizer)}
 
 
 def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], message: str) -> None:
@@ -155,7 +155,7 @@ def test_state_that_cannot_be_saved(rank: int, tmp_path: Path) -> None:
             with pytest.raises(error, match=found):
                 save_checkpoint(tmp_path, regions_of(sharded, optimizer), groups["dp"])
             # What is left out by name does not stand in the way.
-            kept = optimizer_regions(sharded, optimizer, keys=["momentum_buffer"])
+            kept = optimizer_shard_views(sharded, optimizer, keys=["momentum_buffer"])
             save_checkpoint(tmp_path, kept, groups["dp"])
 
 
@@ -168,7 +168,7 @@ def test_a_schedule_of_rates_and_hooks_are_left_alone(rank: int) -> None:
         called: list[int] = []
         optimizer.register_step_pre_hook(lambda *_: called.append(1))
         before = [part.clone() for part in sharded.parameters()]
-        optimizer_regions(sharded, optimizer)
+        optimizer_shard_views(sharded, optimizer)
         assert not optimizer.state
         assert not called
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.groups import open_groups
+from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import Precision
-from pcomm.fsdp.roles import Roles, Scope
-from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.policy import Precision
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 SPECS = [("dp", "gather"), ("dp", "reduce")]
@@ -63,7 +63,7 @@ def test_a_scope_with_a_precision_of_its_own(rank: int, keep: str) -> None:
         gather, reduce = (groups[key] for key in SPECS)
         roles = Roles(gather, reduce)
         spy = gather.collectives = SpyCollectives(gather.collectives)
-        wide = Scope(is_wide, roles, precision=Precision(), shard=Shard(keep=keep))
+        wide = Scope(is_wide, roles, precision=Precision(), shard=ReshardPolicy(keep=keep))
         sharded = fully_shard(
             model, roles, units=[Block], scopes={"wide": wide}, precision=BF16, divisor=1
         )

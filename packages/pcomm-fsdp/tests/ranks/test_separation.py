@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp import fully_shard as module
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.measure import Separation, measure_separation
-from pcomm.fsdp.policy import CommPolicy
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.analysis.separation import Separation, measure_separation
+from pcomm.fsdp.settings.policy import CommPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 MEASURED = Separation("dp[gather]", "dp[reduce]", 0.1, 0.2, 0.3, 0.2, None)

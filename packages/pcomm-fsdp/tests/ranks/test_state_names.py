@@ -19,17 +19,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.checkpoint import (
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.roles import Roles
+from pcomm.fsdp.state.checkpoint import (
     load_checkpoint,
-    model_regions,
-    optimizer_regions,
+    model_shard_views,
+    optimizer_shard_views,
     save_checkpoint,
 )
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.roles import Roles
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 
@@ -141,14 +141,14 @@ def test_state_is_that_of_the_unsharded_model(rank: int, tmp_path: Path) -> None
             again.load_full_state_dict(other.state_dict())
 
             # One file of parts, whose names need no wrapper.
-            regions = model_regions(sharded)
+            regions = model_shard_views(sharded)
             assert not [name for name in regions if "_checkpoint" in name or "_orig" in name]
             shapes = [tuple(r.logical_shape) for n, r in regions.items() if "extra" not in n]
             expected = [tuple(p.shape) for p in (*plain.parameters(), *plain.buffers())]
             assert sorted(shapes) == sorted(expected)
             folder = tmp_path / change.__name__
             save_checkpoint(folder, regions, groups["dp"])
-            load_checkpoint(folder, model_regions(again), groups["dp"], sharded=again)
+            load_checkpoint(folder, model_shard_views(again), groups["dp"], sharded=again)
             same(again.full_state_dict(), plain.state_dict())
 
 
@@ -162,7 +162,7 @@ def test_wrappers_do_not_show_in_a_checkpoint(rank: int, tmp_path: Path) -> None
             model = model_of(change, seed=len(states))
             sharded = fully_shard(model, roles, units=[Block])
             optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.01)
-            regions = model_regions(sharded) | optimizer_regions(sharded, optimizer)
+            regions = model_shard_views(sharded) | optimizer_shard_views(sharded, optimizer)
             if states:
                 load_checkpoint(tmp_path, regions, groups["dp"], sharded=sharded)
             else:
@@ -197,7 +197,7 @@ def test_a_hook_that_computes(rank: int) -> None:
         sharded = fully_shard(model, Roles(groups["dp"], groups["dp"]), units=[nn.Linear])
         same(sharded.full_state_dict(), plain.state_dict())
         with pytest.raises(ConfigError, match=r"hooks of the state dict make: \['0\.norm'\]"):
-            model_regions(sharded)
+            model_shard_views(sharded)
 
 
 @ranks(2)

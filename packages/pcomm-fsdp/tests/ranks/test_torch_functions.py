@@ -22,11 +22,11 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pcomm.core.errors import PcommError
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
@@ -334,19 +334,19 @@ RAISES: dict[str, tuple[Callable[[Case], object], str]] = {
     ),
     "get_optimizer_state_dict(model, optimizer)": (
         lambda c: dcp_state.get_optimizer_state_dict(c.model, c.stepped(torch.optim.AdamW)),
-        "optimizer_regions",
+        "optimizer_shard_views",
     ),
     "optimizer.state_dict()": (
         lambda c: c.stepped(torch.optim.AdamW).state_dict(),
-        "optimizer_regions",
+        "optimizer_shard_views",
     ),
     "optimizer.load_state_dict(state)": (
         lambda c: c.stepped(torch.optim.AdamW).load_state_dict({}),
-        "optimizer_regions",
+        "optimizer_shard_views",
     ),
     "optimizer.load_state_dict(unsharded) before its first step": (
         loads_whole_state,
-        "optimizer_regions",
+        "optimizer_shard_views",
     ),
     "copy.deepcopy(model)": (lambda c: copy.deepcopy(c.model), "sharded.parameters()"),
     "copy.deepcopy(model.blocks)": (

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard as ShardedOn
+from torch.distributed.tensor import ReshardPolicy as ShardedOn
 from torch.distributed.tensor import distribute_tensor
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.groups import open_groups
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import CommPolicy
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.policy import CommPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
 
 

@@ -21,7 +21,7 @@ from pcomm.fsdp.bench.forms import (
     Fsdp2Form,
     OurForm,
 )
-from pcomm.fsdp.policy import CommPolicy
+from pcomm.fsdp.settings.policy import CommPolicy
 
 BY_NAME = {form.name: form for form in FORMS}
 

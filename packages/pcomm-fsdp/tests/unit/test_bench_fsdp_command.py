@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from pcomm.core.bench import options
-from pcomm.core.cli import main
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.command.bench import options
+from pcomm.core.command.main import main
 from pcomm.core.testing import namespaces
 from pcomm.core.testing.patience import PATIENCE_S, wait_until
 from pcomm.core.testing.virtual import run_virtual

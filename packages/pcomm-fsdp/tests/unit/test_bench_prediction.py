@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.group import Group
+from pcomm.core.groups.group import Group
 from pcomm.core.simulate.cluster import Cluster
 from pcomm.core.testing.timing import Timing
 from pcomm.core.testing.virtual import run_virtual
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.analysis.simulated import Costs
 from pcomm.fsdp.bench.bounds import Step
 from pcomm.fsdp.bench.forms import CHANGES, FSDP2, ONE, OURS, THEIRS, TWO, TWO_RAILS
 from pcomm.fsdp.bench.measure import Found
@@ -24,15 +26,13 @@ from pcomm.fsdp.bench.prediction import (
 )
 from pcomm.fsdp.bench.report import rows_of, tables_of
 from pcomm.fsdp.bench.settings import Link, Settings
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.group_plan import GroupPlan
-from pcomm.fsdp.policy import Precision
-from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.schedule import Schedule
-from pcomm.fsdp.simulated import Costs
+from pcomm.fsdp.plan.group_plan import GroupPlan
+from pcomm.fsdp.plan.units import ROOT
+from pcomm.fsdp.runtime.schedule import Schedule
+from pcomm.fsdp.settings.policy import Precision
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing.schedules import chain, chain_costs, plan_of, step_of
 from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.units import ROOT
 
 UNITS, RANKS, RATE = 6, 4, 1000.0
 # Of one gather, or of one reduce: 3 of 4 shards of 160 fp32 numbers.

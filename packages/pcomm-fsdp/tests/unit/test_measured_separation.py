@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.group import Group
+from pcomm.core.groups.group import Group
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.fsdp import measure
-from pcomm.fsdp.measure import Separation, measure_separation
+from pcomm.fsdp.analysis import separation as measure
+from pcomm.fsdp.analysis.separation import Separation, measure_separation
 
 SIZE = 2
 MOST = 1024

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.group import Group
+from pcomm.core.groups.group import Group
 from pcomm.core.testing.close import assert_equal
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import CommPolicy, Precision
-from pcomm.fsdp.roles import Roles, Scope
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.policy import CommPolicy, Precision
+from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 ALONE = Roles(Group("dp", (0,), None, role="gather"), Group("dp", (0,), None, role="reduce"))

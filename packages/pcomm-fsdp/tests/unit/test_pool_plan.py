@@ -10,24 +10,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups
-from pcomm.core.pools.fake import FakePools
-from pcomm.core.pools.registry import PoolRegistry
-from pcomm.fsdp.compiler import OnDemand, compile_schedule
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.group_plan import GroupPlan
-from pcomm.fsdp.policy import CommPolicy, Precision
-from pcomm.fsdp.pool_plan import ArenaPlan, plan_arenas
-from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.schedule import Buffer, Mark, Phase, Step
-from pcomm.fsdp.strategy import Shard
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import Groups
+from pcomm.core.memory.pools.fake import FakePools
+from pcomm.core.memory.pools.registry import PoolRegistry
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.memory.pool_plan import ArenaPlan, plan_arenas
+from pcomm.fsdp.plan.group_plan import GroupPlan
+from pcomm.fsdp.plan.units import ROOT
+from pcomm.fsdp.runtime.compiler import OnDemand, compile_schedule
+from pcomm.fsdp.runtime.schedule import Buffer, Mark, Phase, Step
+from pcomm.fsdp.settings.policy import CommPolicy, Precision
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing.schedules import PlannedGroup, plan_of
 from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.units import ROOT
 
 Tree = dict[str, "Tree"]
-SHARDS = [Shard(), Shard(reduce="step"), Shard("backward"), Shard.zero2(), Shard.zero1()]
+SHARDS = [
+    ReshardPolicy(),
+    ReshardPolicy(reduce="step"),
+    ReshardPolicy("backward"),
+    ReshardPolicy.zero2(),
+    ReshardPolicy.zero1(),
+]
 
 
 def group(role: str, communicator: object, name: str = "dp") -> Group:
@@ -139,7 +145,7 @@ trees = st.recursive(
 def models(draw: st.DrawFn) -> tuple[Tree, list[GroupPlan]]:
     """Nested units with up to two parameter groups each, of a few sizes and strategies."""
     tree = draw(trees)
-    shards = st.sampled_from([Shard(), *draw(st.sampled_from([[], SHARDS]))])
+    shards = st.sampled_from([ReshardPolicy(), *draw(st.sampled_from([[], SHARDS]))])
     plans = []
     for unit in (ROOT, *units_of(tree)):
         for number in range(draw(st.integers(1, 2))):

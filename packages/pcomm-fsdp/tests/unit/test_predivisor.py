@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pcomm.core.group import Group
-from pcomm.fsdp.roles import Roles
+from pcomm.core.groups.group import Group
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing.schedules import plan_of
 
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.core.group import Group
+from pcomm.core.groups.group import Group
 from pcomm.core.simulate.cluster import Rail
 from pcomm.core.trace.event import Event
-from pcomm.fsdp.flat_layout import FlatLayout
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.group_plan import GroupPlan
-from pcomm.fsdp.policy import Precision
-from pcomm.fsdp.report import Overlap, ideal_bytes, report_of
-from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.schedule import Schedule, Step
-from pcomm.fsdp.simulated import Costs
-from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.analysis.report import Overlap, ideal_bytes, report_of
+from pcomm.fsdp.analysis.simulated import Costs
+from pcomm.fsdp.plan.flat_layout import FlatLayout
+from pcomm.fsdp.plan.group_plan import GroupPlan
+from pcomm.fsdp.runtime.schedule import Schedule, Step
+from pcomm.fsdp.settings.policy import Precision
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 ALONE = Roles(Group("dp", (0,), None), Group("dp", (0,), None))
 
 
-def plan_of(shard: Shard, *, num_replicas: int = 1, is_trainable: bool = True) -> GroupPlan:
+def plan_of(shard: ReshardPolicy, *, num_replicas: int = 1, is_trainable: bool = True) -> GroupPlan:
     """100 parameters in 120 places of 4 ranks: bf16 on the wire, fp32 gradients."""
     everyone = (0, 1, 2, 3)
     return GroupPlan(
@@ -47,14 +47,14 @@ def plan_of(shard: Shard, *, num_replicas: int = 1, is_trainable: bool = True) -
 @pytest.mark.parametrize(
     ("shard", "gathers", "reduces"),
     [
-        (Shard.zero3(), 6, 3),
-        (Shard.zero3(reduce="step"), 6, 1),
-        (Shard("backward", "micro_batch"), 3, 3),
-        (Shard.zero2(), 1, 3),
-        (Shard.zero1(), 1, 1),
+        (ReshardPolicy.zero3(), 6, 3),
+        (ReshardPolicy.zero3(reduce="step"), 6, 1),
+        (ReshardPolicy("backward", "micro_batch"), 3, 3),
+        (ReshardPolicy.zero2(), 1, 3),
+        (ReshardPolicy.zero1(), 1, 1),
     ],
 )
-def test_the_formula(shard: Shard, gathers: int, reduces: int) -> None:
+def test_the_formula(shard: ReshardPolicy, gathers: int, reduces: int) -> None:
     """Reference: (N-1)/N P b; 2k, k or 1 gathers; k or 1 reduces; 2 (M-1)/M P/N b."""
     ideal = ideal_bytes([plan_of(shard, num_replicas=2)], 3)
     assert ideal == {
@@ -87,7 +87,7 @@ def schedule() -> Schedule:
 
 
 def test_a_step_by_hand() -> None:
-    plan = plan_of(Shard.zero3(), num_replicas=2)
+    plan = plan_of(ReshardPolicy.zero3(), num_replicas=2)
     report = report_of(
         "plans",
         [schedule()],
@@ -120,7 +120,9 @@ def test_a_step_by_hand() -> None:
 
 def test_latencies_on_one_link_may_overlap() -> None:
     """The sum of all bytes is a bound there, that of all latencies is none."""
-    report = report_of("", [schedule()], [plan_of(Shard.zero3())], link=Rail("nic", 1e12, 1.0))
+    report = report_of(
+        "", [schedule()], [plan_of(ReshardPolicy.zero3())], link=Rail("nic", 1e12, 1.0)
+    )
     assert report.limits is not None
     assert report.limits.one_link_s == pytest.approx(report.limits.independent_s)
 
@@ -139,11 +141,11 @@ def test_the_share_that_is_hidden_is_that_of_intervals() -> None:
         event("dp:reduce", 4, 12),
         event("wait", 7, 8, blocks=True),
     ]
-    report = report_of("", [], [plan_of(Shard.zero3())], events=events)
+    report = report_of("", [], [plan_of(ReshardPolicy.zero3())], events=events)
     # On its way from 1 to 12; not computed from 7 to 8 and from 10 on. Both from 4 to 5.
     assert report.overlap == Overlap(pytest.approx(8 / 11), pytest.approx(1 / 4))
     assert "hidden behind computing 72.7%" in str(report)
-    only = report_of("", [], [plan_of(Shard.zero3())], events=events[:2])
+    only = report_of("", [], [plan_of(ReshardPolicy.zero3())], events=events[:2])
     assert only.overlap == Overlap(1.0, None)
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.fsdp.compiler import OnDemand, compile_schedule
-from pcomm.fsdp.schedule import Buffer, Mark, Schedule, Step
-from pcomm.fsdp.strategy import Keep
+from pcomm.fsdp.plan.units import ROOT
+from pcomm.fsdp.runtime.compiler import OnDemand, compile_schedule
+from pcomm.fsdp.runtime.schedule import Buffer, Mark, Schedule, Step
+from pcomm.fsdp.settings.reshard_policy import Keep
 from pcomm.fsdp.testing.random_marks import random_marks
 from pcomm.fsdp.testing.schedules import chain
-from pcomm.fsdp.units import ROOT
 
 
 def buffers_of(

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pcomm.core.collectives.protocol import Pending
-from pcomm.core.group import Group
-from pcomm.fsdp import measure
-from pcomm.fsdp.measure import measure_separation
+from pcomm.core.groups.group import Group
+from pcomm.fsdp.analysis import separation as measure
+from pcomm.fsdp.analysis.separation import measure_separation
 
 CASES = [["gather: gather"], ["reduce: reduce"]]
 BOTH = [["gather: reduce", "gather: gather"], ["reduce: reduce", "gather: gather"]]

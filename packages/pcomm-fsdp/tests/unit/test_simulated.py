@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, DivergenceError
-from pcomm.core.group import Group
+from pcomm.core.groups.group import Group
 from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
 from pcomm.core.simulate.deadlock import DeadlockError
 from pcomm.core.simulate.engine import simulate
@@ -18,26 +18,26 @@ from pcomm.core.simulate.issue_order import check_issue_order
 from pcomm.core.simulate.task import Task
 from pcomm.core.simulate.timeline import Timeline
 from pcomm.core.trace.recorder import Recorder
+from pcomm.fsdp.analysis.compute_recorder import ComputeRecorder
+from pcomm.fsdp.analysis.limits import limits_of
+from pcomm.fsdp.analysis.simulated import Costs, program, queues_of, stretches
 from pcomm.fsdp.bench.bounds import Step as BenchStep
 from pcomm.fsdp.bench.bounds import lower_bounds_s
-from pcomm.fsdp.group_plan import GroupPlan
-from pcomm.fsdp.limits import limits_of
-from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.schedule import Schedule
-from pcomm.fsdp.simulated import Costs, program, queues_of, stretches
-from pcomm.fsdp.strategy import Shard
-from pcomm.fsdp.stretch_recorder import StretchRecorder
+from pcomm.fsdp.plan.group_plan import GroupPlan
+from pcomm.fsdp.plan.units import ROOT
+from pcomm.fsdp.runtime.schedule import Schedule
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing import schedules as without_model
 from pcomm.fsdp.testing.random_marks import random_marks
 from pcomm.fsdp.testing.schedules import PlannedGroup, chain, chain_costs, step_of
-from pcomm.fsdp.units import ROOT
 
 SHARDS = {
-    "zero3": Shard.zero3(),
-    "zero3, reduced once": Shard.zero3(reduce="step"),
-    "kept to backward": Shard("backward", "micro_batch"),
-    "zero2": Shard.zero2(),
-    "zero1": Shard.zero1(),
+    "zero3": ReshardPolicy.zero3(),
+    "zero3, reduced once": ReshardPolicy.zero3(reduce="step"),
+    "kept to backward": ReshardPolicy("backward", "micro_batch"),
+    "zero2": ReshardPolicy.zero2(),
+    "zero1": ReshardPolicy.zero1(),
 }
 
 
@@ -47,7 +47,7 @@ def plan_of(
     *,
     elements: int = 640,
     separate: bool = True,
-    shard: Shard = SHARDS["zero3"],
+    shard: ReshardPolicy = SHARDS["zero3"],
     reduce_dtype: torch.dtype = torch.float32,
     num_replicas: int = 1,
 ) -> GroupPlan:
@@ -296,7 +296,7 @@ def test_costs_are_recorded_without_the_time_of_the_engine() -> None:
     """A clock that counts: computing takes 1 a stretch, the engine 10 each time."""
     now = [0.0]
     recorder = Recorder(clock=lambda: now[0])
-    stretch = StretchRecorder(recorder)
+    stretch = ComputeRecorder(recorder)
     marks = chain(2)
     for _ in range(3):
         for mark in marks:
@@ -314,7 +314,7 @@ def test_costs_are_recorded_without_the_time_of_the_engine() -> None:
 
 def test_what_a_failed_step_left_open_is_forgotten() -> None:
     recorder = Recorder(clock=iter(map(float, range(50))).__next__)
-    stretch = StretchRecorder(recorder)
+    stretch = ComputeRecorder(recorder)
     for mark in (*chain(1)[:2], *chain(1)):
         stretch.pause(mark)
         stretch.resume()

@@ -11,24 +11,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, DivergenceError
-from pcomm.core.group import Group
+from pcomm.core.groups.group import Group
 from pcomm.core.simulate.cluster import Algorithm, Cluster, Communicator, Rail
 from pcomm.core.simulate.deadlock import DeadlockError
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.simulate.issue_order import check_issue_order
 from pcomm.core.simulate.task import Task
-from pcomm.fsdp.group_plan import GroupPlan
-from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.schedule import Mark, Schedule
-from pcomm.fsdp.simulated import Costs, program
-from pcomm.fsdp.strategy import Shard
+from pcomm.fsdp.analysis.simulated import Costs, program
+from pcomm.fsdp.plan.group_plan import GroupPlan
+from pcomm.fsdp.plan.units import ROOT
+from pcomm.fsdp.runtime.schedule import Mark, Schedule
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing.schedules import chain, chain_costs, plan_of, step_of
-from pcomm.fsdp.units import ROOT
 
 # R replicas, E expert-data-parallel ranks, P expert-parallel ranks; a rank is (r E + e) P + p.
 AXES = ("rep", "edp", "ep")
 RATE = 1e3
-SHARDS = (Shard.zero3(), Shard.zero3(reduce="step"), Shard.zero2(), Shard.zero1())
+SHARDS = (
+    ReshardPolicy.zero3(),
+    ReshardPolicy.zero3(reduce="step"),
+    ReshardPolicy.zero2(),
+    ReshardPolicy.zero1(),
+)
 
 Partition = tuple[tuple[int, ...], ...]
 

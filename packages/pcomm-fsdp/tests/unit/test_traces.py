@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pcomm.fsdp.compiler import OnDemand, compile_schedule
-from pcomm.fsdp.schedule import NOTHING_OWED, Buffer, Mark, Step, marks_of
+from pcomm.fsdp.plan.units import ROOT
+from pcomm.fsdp.runtime.compiler import OnDemand, compile_schedule
+from pcomm.fsdp.runtime.schedule import NOTHING_OWED, Buffer, Mark, Step, marks_of
+from pcomm.fsdp.runtime.traces import MOST_TRACES, Traces
 from pcomm.fsdp.testing.schedules import chain
-from pcomm.fsdp.traces import MOST_TRACES, Traces
-from pcomm.fsdp.units import ROOT
 
 
 def without(dropped: Sequence[int], num_units: int = 6) -> tuple[Mark, ...]:

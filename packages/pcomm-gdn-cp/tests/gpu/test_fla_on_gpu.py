@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import UnsupportedError
-from pcomm.gdn_cp.cores.choice import Kernels, choose_kernels
-from pcomm.gdn_cp.cores.gated_delta import chunk_gated_delta_rule
-from pcomm.gdn_cp.cores.state_space import chunk_state_space
+from pcomm.gdn_cp.ops.backend import Kernels, choose_kernels
+from pcomm.gdn_cp.ops.gated_delta_rule.rule import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd.ssd import chunk_state_space
 from pcomm.gdn_cp.testing.slow_decay import (
     delta_inputs,
     gradients,

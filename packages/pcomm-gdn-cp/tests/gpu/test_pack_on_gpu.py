@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pcomm.core.testing.close import assert_close, assert_equal
-from pcomm.gdn_cp.head_share import HeadShare
-from pcomm.gdn_cp.messages.choice import choose_packing
+from pcomm.gdn_cp.packing.backend import choose_packing
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp.strategies.head_share import HeadShare
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.cli import main
-from pcomm.core.group import Group
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.command.main import main
+from pcomm.core.groups.group import Group
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.gdn_cp.bench import measure
 from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers
 from pcomm.gdn_cp.bench.measure import check_and_count

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.group import Group
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.group import Group
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.gdn_cp.plan import Plan, make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
 from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.errors import ConfigError, DivergenceError, PeerError
-from pcomm.core.group import Group
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.group import Group
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.gdn_cp.plan import Plan, make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Spec
 from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import DivergenceError, LayoutError, PeerError
-from pcomm.core.group import Group
-from pcomm.core.testing.ranks import ranks
+from pcomm.core.groups.group import Group
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.gdn_cp.plan import Plan, make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
 from pcomm.gdn_cp.testing import planned_mixers

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pcomm.core.bench import options
-from pcomm.core.cli import main
-from pcomm.core.collectives.differentiable import differentiable
+from pcomm.core.collectives.autograd import differentiable
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.command.bench import options
+from pcomm.core.command.main import main
 from pcomm.core.testing.virtual import run_virtual
 from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers, held_rows
 from pcomm.gdn_cp.bench.forms import FORMS, build_form, obstacle

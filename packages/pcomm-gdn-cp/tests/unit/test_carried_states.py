@@ -17,10 +17,10 @@ from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.head_share import HeadShare
-from pcomm.gdn_cp.pieces import Pieces
+from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
 from pcomm.gdn_cp.plan import Plan, make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec
+from pcomm.gdn_cp.strategies.head_share import HeadShare
 from pcomm.gdn_cp.testing.planned_mixers import Carried, continued, weights_of
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 
@@ -254,18 +254,20 @@ def detach(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def mix_up_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Pieces.end_rows
-    monkeypatch.setattr(Pieces, "end_rows", lambda self, **named: right(self, **named).roll(1, 0))
+    right = SequenceSegments.end_rows
+    monkeypatch.setattr(
+        SequenceSegments, "end_rows", lambda self, **named: right(self, **named).roll(1, 0)
+    )
 
 
 def take_the_halo_of_the_first_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Pieces.halo_rows
+    right = SequenceSegments.halo_rows
 
-    def broken(self: Pieces, rank: int, *, is_continued: bool) -> Tensor:
+    def broken(self: SequenceSegments, rank: int, *, is_continued: bool) -> Tensor:
         rows, behind = right(self, rank, is_continued=is_continued), sum(self.tail_counts)
         return torch.where(rows < behind, rows, behind + (rows - behind) % self.reach)
 
-    monkeypatch.setattr(Pieces, "halo_rows", broken)
+    monkeypatch.setattr(SequenceSegments, "halo_rows", broken)
 
 
 def count_copies_as_heads(monkeypatch: pytest.MonkeyPatch) -> None:

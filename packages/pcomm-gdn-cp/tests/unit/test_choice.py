@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
-from pcomm.gdn_cp.cores import choice
-from pcomm.gdn_cp.cores.choice import Kernels, choose_kernels
-from pcomm.gdn_cp.cores.gated_delta import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops import choice
+from pcomm.gdn_cp.ops.backend import Kernels, choose_kernels
+from pcomm.gdn_cp.ops.gated_delta_rule.rule import chunk_gated_delta_rule
 from pcomm.gdn_cp.testing.slow_decay import (
     delta_inputs,
     gradients,

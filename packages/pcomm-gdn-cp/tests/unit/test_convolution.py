@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.close import assert_as_accurate, assert_equal
-from pcomm.gdn_cp.cores.convolution import causal_convolution, convolution_step
+from pcomm.gdn_cp.ops.causal_conv1d import causal_convolution, convolution_step
 from pcomm.gdn_cp.testing.slow_decay import gradients, offsets, relative_error
 
 Tensors = tuple[Tensor, ...]

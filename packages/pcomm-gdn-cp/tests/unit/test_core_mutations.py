@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.gdn_cp.cores import gated_delta_chunks, state_space_chunks
-from pcomm.gdn_cp.cores.gated_delta import chunk_gated_delta_rule
-from pcomm.gdn_cp.cores.gated_delta_recurrent import recurrent_gated_delta_rule
-from pcomm.gdn_cp.cores.state_space import chunk_state_space
-from pcomm.gdn_cp.cores.state_space_recurrent import recurrent_state_space
+from pcomm.gdn_cp.ops import gated_delta_chunks, state_space_chunks
+from pcomm.gdn_cp.ops.gated_delta_rule.recurrent import recurrent_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.rule import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd.recurrent import recurrent_state_space
+from pcomm.gdn_cp.ops.mamba2_ssd.ssd import chunk_state_space
 from pcomm.gdn_cp.testing.slow_decay import (
     delta_inputs,
     gradients,

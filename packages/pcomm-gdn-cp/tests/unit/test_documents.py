@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import LayoutError
-from pcomm.gdn_cp.document_cuts import document_cuts
-from pcomm.gdn_cp.documents import Documents, DocumentsRoute
+from pcomm.gdn_cp.layout.token_layout import TokenLayout
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec
-from pcomm.gdn_cp.tokens import Tokens
+from pcomm.gdn_cp.strategies.document_cuts import document_cuts
+from pcomm.gdn_cp.strategies.documents import Documents, DocumentsRoute
 
 SPEC, ATTENTION = GdnSpec(1, 2, 2, 2), AttentionSpec(2, 1, 4)
 
@@ -77,13 +77,13 @@ def test_no_fewer_cuts_inside_documents_would_do(
 def test_long_packs_stay_within_the_limit(lengths: list[int], size: int) -> None:
     lengths.append(-sum(lengths) % size)
     offsets = tuple(accumulate(lengths, initial=0))
-    documents = Documents.of(Tokens(offsets, size, "contiguous"), are_whole=False)
+    documents = Documents.of(TokenLayout(offsets, size, "contiguous"), are_whole=False)
     assert documents.imbalance <= 0.1
     assert sum(documents.layout.sizes) == offsets[-1]
     num_cuts = inside(list(offsets), documents.cuts)
     assert documents.num_straddlers <= num_cuts <= size - 1
     # A cut of a document pays only where whole documents would be too uneven.
-    whole = Documents.of(Tokens(offsets, size, "contiguous"), are_whole=True)
+    whole = Documents.of(TokenLayout(offsets, size, "contiguous"), are_whole=True)
     assert (num_cuts == 0) == (whole.imbalance <= 0.1)
 
 
@@ -98,7 +98,7 @@ def test_moved_rows_are_those_of_a_walk_through_the_pack(
     chunks: list[int], size: int, layout: Literal["zigzag", "contiguous"], are_whole: bool
 ) -> None:
     offsets = tuple(accumulate((c * 2 * size for c in chunks), initial=0))
-    tokens = Tokens(offsets, size, layout)
+    tokens = TokenLayout(offsets, size, layout)
     documents = Documents.of(tokens, are_whole)
     source, target = (
         [set(one.positions(rank)) for rank in range(size)]
@@ -128,7 +128,7 @@ def test_cuts_of_a_few_packs(
 ) -> None:
     offsets = tuple(accumulate(lengths, initial=0))
     assert document_cuts(offsets, size) == expected
-    documents = Documents.of(Tokens(offsets, size, "contiguous"), are_whole=False)
+    documents = Documents.of(TokenLayout(offsets, size, "contiguous"), are_whole=False)
     assert documents.num_straddlers == num_straddlers
 
 
@@ -139,21 +139,21 @@ def test_among_the_best_cuts_the_even_ones_are_taken() -> None:
 
 
 def test_without_a_state_a_document_far_above_a_share_is_refused_with_the_figures() -> None:
-    tokens = Tokens((0, 96, 112, 128), 4, "zigzag")
+    tokens = TokenLayout((0, 96, 112, 128), 4, "zigzag")
     with pytest.raises(LayoutError, match="96 of 128 tokens on one rank, 200% above"):
         DocumentsRoute(ATTENTION, tokens, 0)
     assert DocumentsRoute(SPEC, tokens, 0).imbalance <= 0.1
 
 
 def test_imbalance_is_what_the_busiest_rank_has_above_the_average() -> None:
-    route = DocumentsRoute(ATTENTION, Tokens((0, 24, 40), 2, "zigzag"), 1)
+    route = DocumentsRoute(ATTENTION, TokenLayout((0, 24, 40), 2, "zigzag"), 1)
     assert route.imbalance == pytest.approx(24 / 20 - 1)
     assert route.cu_seqlens == (0, 16)
     assert route.core_tokens().tolist() == list(range(24, 40))
 
 
 def test_a_rank_may_be_left_without_documents() -> None:
-    tokens = Tokens((0, 12, 24), 3, "zigzag")
+    tokens = TokenLayout((0, 12, 24), 3, "zigzag")
     routes = [DocumentsRoute(ATTENTION, tokens, rank) for rank in range(3)]
     assert sorted(route.core_rows for route in routes) == [0, 12, 12]
     (empty,) = [route for route in routes if not route.core_rows]
@@ -161,9 +161,9 @@ def test_a_rank_may_be_left_without_documents() -> None:
 
 
 def test_mixers_share_the_documents_unless_one_is_cut() -> None:
-    even = Tokens((0, 12, 24), 2, "zigzag")
+    even = TokenLayout((0, 12, 24), 2, "zigzag")
     assert DocumentsRoute(SPEC, even, 0).documents is DocumentsRoute(ATTENTION, even, 0).documents
-    cut = Tokens((0, 8, 32), 2, "zigzag")
+    cut = TokenLayout((0, 8, 32), 2, "zigzag")
     one, other = (DocumentsRoute(spec, cut, 1) for spec in (SPEC, ATTENTION))
     assert (one.num_straddlers, other.num_straddlers) == (1, 0)
     assert one.carry.needs_summary
@@ -172,7 +172,7 @@ def test_mixers_share_the_documents_unless_one_is_cut() -> None:
 
 @pytest.mark.parametrize(("longest", "is_refused"), [(63, False), (64, False), (65, True)])
 def test_whole_documents_are_refused_above_twice_a_share(longest: int, is_refused: bool) -> None:
-    tokens = Tokens((0, longest, 96, 112, 128), 4, "contiguous")
+    tokens = TokenLayout((0, longest, 96, 112, 128), 4, "contiguous")
     if is_refused:
         with pytest.raises(LayoutError, match=r"65 of 128 tokens on one rank, 103% above"):
             DocumentsRoute(ATTENTION, tokens, 0)

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.close import assert_as_accurate, assert_equal
-from pcomm.gdn_cp.cores.gated_delta import chunk_gated_delta_rule, gated_delta_rule
-from pcomm.gdn_cp.cores.gated_delta_recurrent import gated_delta_step, recurrent_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.recurrent import gated_delta_step, recurrent_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.rule import chunk_gated_delta_rule, gated_delta_rule
 from pcomm.gdn_cp.testing.slow_decay import (
     DeltaInputs,
     awkward_lengths,

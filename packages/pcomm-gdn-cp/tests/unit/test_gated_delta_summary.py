@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcomm.core.testing.close import assert_equal
-from pcomm.gdn_cp.cores.gated_delta import chunk_gated_delta_rule
-from pcomm.gdn_cp.cores.gated_delta_chunks import DeltaChunks
-from pcomm.gdn_cp.cores.gated_delta_recurrent import recurrent_gated_delta_rule
-from pcomm.gdn_cp.cores.gated_delta_summary import apply_summary, compose, gated_delta_summary
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import DeltaChunks
+from pcomm.gdn_cp.ops.gated_delta_rule.recurrent import recurrent_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.rule import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.summary import apply_summary, compose, gated_delta_summary
 from pcomm.gdn_cp.testing.slow_decay import (
     awkward_lengths,
     delta_inputs,

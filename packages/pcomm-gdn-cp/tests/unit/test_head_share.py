@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.close import assert_equal
-from pcomm.gdn_cp.head_share import HeadShare
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec
+from pcomm.gdn_cp.strategies.head_share import HeadShare
 
 
 @given(

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.testing.close import assert_close, assert_equal
-from pcomm.gdn_cp.cores.norms import gate_then_rms_norm, l2_normalise, rms_norm_then_gate
+from pcomm.gdn_cp.ops.norms import gate_then_rms_norm, l2_normalise, rms_norm_then_gate
 
 
 def test_l2_normalise_gives_length_one_and_leaves_zero() -> None:

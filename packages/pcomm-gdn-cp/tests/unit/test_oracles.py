@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.testing.close import assert_as_accurate
-from pcomm.gdn_cp.cores.gated_delta import (
+from pcomm.gdn_cp.ops.gated_delta_rule.recurrent import recurrent_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.rule import (
     chunk_gated_delta_rule,
     gated_delta_rule,
     normalise_queries_keys,
 )
-from pcomm.gdn_cp.cores.gated_delta_recurrent import recurrent_gated_delta_rule
-from pcomm.gdn_cp.cores.state_space import chunk_state_space
-from pcomm.gdn_cp.cores.state_space_recurrent import recurrent_state_space
+from pcomm.gdn_cp.ops.mamba2_ssd.recurrent import recurrent_state_space
+from pcomm.gdn_cp.ops.mamba2_ssd.ssd import chunk_state_space
 from pcomm.gdn_cp.testing.slow_decay import (
     DeltaInputs,
     StateSpaceInputs,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.gdn_cp.messages import choice
-from pcomm.gdn_cp.messages.choice import choose_packing
+from pcomm.gdn_cp.packing import choice
+from pcomm.gdn_cp.packing.backend import choose_packing
 from pcomm.gdn_cp.plan import make_plan
 from pcomm.gdn_cp.specs import GdnSpec
 
@@ -70,7 +70,7 @@ def test_a_plan_says_what_packs(installed: bool) -> None:
 def test_packing_by_torch_does_not_import_triton() -> None:
     """Which takes a second, and is not there on every system."""
     code = (
-        "import sys, torch; from pcomm.gdn_cp.messages.choice import choose_packing; "
+        "import sys, torch; from pcomm.gdn_cp.packing.backend import choose_packing; "
         "x = torch.ones(4, 2); choose_packing(x.device, x.dtype).take_rows([x, x], None); "
         "assert not {name for name in sys.modules if name.split('.')[0] == 'triton'}"
     )

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.gdn_cp.head_share import HeadShare
 from pcomm.gdn_cp.specs import GdnSpec
+from pcomm.gdn_cp.strategies.head_share import HeadShare
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
@@ -44,7 +44,7 @@ def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def launch_of(case: str, size: int) -> Any:
-    from pcomm.gdn_cp.messages import triton_packing as packing
+    from pcomm.gdn_cp.packing import triton_packing as packing
 
     shares = HeadShare(SPEC, size, 0).sections
     columns = packing.columns_of(shares)

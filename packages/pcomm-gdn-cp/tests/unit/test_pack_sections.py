@@ -21,13 +21,13 @@ from torch import Tensor
 from pcomm.core.testing.close import assert_close, assert_equal
 from pcomm.core.testing.poison import poisoned_memory
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp import heads
-from pcomm.gdn_cp.head_share import HeadShare, SectionShare
-from pcomm.gdn_cp.messages.choice import Packing
+from pcomm.gdn_cp.packing.backend import Packing
 from pcomm.gdn_cp.plan import make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp.strategies import heads
+from pcomm.gdn_cp.strategies.head_share import HeadShare, SectionShare
 
-MODULES = ("pcomm.gdn_cp.messages.kernels", "pcomm.gdn_cp.messages.triton_packing")
+MODULES = ("pcomm.gdn_cp.packing.kernels", "pcomm.gdn_cp.packing.triton_packing")
 # Copies on other ranks, copies on the same rank, none; heads as wide as a tile and odd ones.
 SPECS = [
     pytest.param(GdnSpec(2, 8, 6, 3), 4, id="gdn, 2 copies"),

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.layout import Layout
-from pcomm.gdn_cp.pieces import Pieces
-from pcomm.gdn_cp.tokens import Tokens
+from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
+from pcomm.gdn_cp.layout.token_layout import TokenLayout
 
 
 @st.composite
@@ -19,7 +19,7 @@ def packs(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
     if draw(st.booleans()):
         chunks = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
         cu_seqlens = tuple(accumulate((c * 2 * size for c in chunks), initial=0))
-        return cu_seqlens, Tokens(cu_seqlens, size, "zigzag").layout
+        return cu_seqlens, TokenLayout(cu_seqlens, size, "zigzag").layout
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
     cu_seqlens = tuple(accumulate(lengths, initial=0))
     # Uneven stretches, some of them empty.
@@ -51,7 +51,7 @@ def test_slots_tails_and_halos_are_those_of_a_walk_through_the_pack(
     pack: tuple[tuple[int, ...], Layout], reach: int
 ) -> None:
     cu_seqlens, layout = pack
-    pieces, expected = Pieces(cu_seqlens, layout, reach), walked(cu_seqlens, layout)
+    pieces, expected = SequenceSegments(cu_seqlens, layout, reach), walked(cu_seqlens, layout)
     sequences = list(enumerate(pairwise(cu_seqlens)))
     end_of = {t: e for _, (s, e) in sequences for t in range(s, e)}
     begin_of = {t: s for _, (s, e) in sequences for t in range(s, e)}
@@ -120,18 +120,18 @@ def test_slots_tails_and_halos_are_those_of_a_walk_through_the_pack(
     ] == [last.get(n, n) for n, _ in sequences]
 
 
-def pieces_of(tokens: Tokens, reach: int) -> Pieces:
-    return Pieces(tokens.cu_seqlens, tokens.layout, reach)
+def pieces_of(tokens: TokenLayout, reach: int) -> SequenceSegments:
+    return SequenceSegments(tokens.cu_seqlens, tokens.layout, reach)
 
 
 def test_one_sequence_over_all_ranks() -> None:
-    pieces = pieces_of(Tokens((0, 12), 3, "contiguous"), 3)
+    pieces = pieces_of(TokenLayout((0, 12), 3, "contiguous"), 3)
     assert pieces.slot_counts == (1, 1, 0)
     assert pieces.num_before(2).tolist() == [2]
     assert torch.equal(pieces.halo_rows(1, is_continued=False), torch.tensor([[0, 1, 2]]))
 
 
 def test_whole_sequences_on_every_rank_have_nothing_to_say() -> None:
-    pieces = pieces_of(Tokens((0, 2, 4, 8), 2, "contiguous"), 3)
+    pieces = pieces_of(TokenLayout((0, 2, 4, 8), 2, "contiguous"), 3)
     assert pieces.num_slots == 0
     assert pieces.tail_counts == (0, 0)

@@ -14,11 +14,11 @@ import torch
 
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
-from pcomm.core.group import Group
+from pcomm.core.groups.group import Group
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.cost import Link
 from pcomm.gdn_cp.plan import Plan, make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec
+from pcomm.gdn_cp.strategies.cost import Link
 
 # The shape of Qwen3-Next, as far as a plan goes.
 GDN, ATTENTION = GdnSpec(16, 32, 128, 128), AttentionSpec(16, 2, 256)

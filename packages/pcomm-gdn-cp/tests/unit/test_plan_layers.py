@@ -16,13 +16,13 @@ from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.cost import Link
-from pcomm.gdn_cp.handover import Handover
-from pcomm.gdn_cp.head_share import HeadShare, SectionShare
-from pcomm.gdn_cp.heads import HeadsRoute
-from pcomm.gdn_cp.pieces import Pieces
+from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
 from pcomm.gdn_cp.plan import Plan, make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp.strategies.cost import Link
+from pcomm.gdn_cp.strategies.head_share import HeadShare, SectionShare
+from pcomm.gdn_cp.strategies.heads import HeadsRoute
+from pcomm.gdn_cp.strategies.state_passing import StatePassing
 from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 
@@ -191,48 +191,48 @@ def test_a_rank_without_a_token_takes_part_when_others_share_a_document(longest:
 
 
 def drop_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Handover.entry_states
-    monkeypatch.setattr(Handover, "entry_states", lambda *given: right(*given) * 0)
+    right = StatePassing.entry_states
+    monkeypatch.setattr(StatePassing, "entry_states", lambda *given: right(*given) * 0)
 
 
 def stop_state_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Handover.entry_states
+    right = StatePassing.entry_states
 
-    def broken(self: Handover, *given: Any) -> Tensor:
+    def broken(self: StatePassing, *given: Any) -> Tensor:
         states = right(self, *given)
         assert states is not None
         # Still a collective in backward, but of nothing.
         return states.detach() + 0 * states
 
-    monkeypatch.setattr(Handover, "entry_states", broken)
+    monkeypatch.setattr(StatePassing, "entry_states", broken)
 
 
 def leak_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence starts in what the sequence before has left."""
-    right = Pieces._spans_of
+    right = SequenceSegments._spans_of
 
-    def broken(self: Pieces, rank: int) -> tuple[Tensor, Tensor]:
+    def broken(self: SequenceSegments, rank: int) -> tuple[Tensor, Tensor]:
         first, last = right(self, rank)
         return (first - 1).clamp(min=0), last
 
-    monkeypatch.setattr(Pieces, "_spans_of", broken)
+    monkeypatch.setattr(SequenceSegments, "_spans_of", broken)
 
 
 def drop_halos(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Handover.conv_halo
-    monkeypatch.setattr(Handover, "conv_halo", lambda *given: right(*given) * 0)
+    right = StatePassing.conv_halo
+    monkeypatch.setattr(StatePassing, "conv_halo", lambda *given: right(*given) * 0)
 
 
 def shift_halos(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Pieces.halo_rows
+    right = SequenceSegments.halo_rows
     monkeypatch.setattr(
-        Pieces, "halo_rows", lambda *given, **named: right(*given, **named).roll(1, 1)
+        SequenceSegments, "halo_rows", lambda *given, **named: right(*given, **named).roll(1, 1)
     )
 
 
 def skip_the_last_composition(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Handover._steps_on
-    monkeypatch.setattr(Handover, "_steps_on", lambda *given: right(*given)[:-1])
+    right = StatePassing._steps_on
+    monkeypatch.setattr(StatePassing, "_steps_on", lambda *given: right(*given)[:-1])
 
 
 def swap_the_permutations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.cores.flash_linear_attention import filled_sequences
+from pcomm.gdn_cp.ops.flash_linear_attention import filled_sequences
 from pcomm.gdn_cp.plan import Plan, make_plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
 from pcomm.gdn_cp.testing.planned_mixers import CHUNK, Carried, continued, mixer, weights_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.exchange import Exchange
+from pcomm.core.exchange.exchange import Exchange
 from pcomm.core.layout import Layout
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual

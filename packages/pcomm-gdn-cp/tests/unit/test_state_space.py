@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.close import assert_as_accurate, assert_equal
-from pcomm.gdn_cp.cores.state_space import chunk_state_space
-from pcomm.gdn_cp.cores.state_space_chunks import StateSpaceChunks
-from pcomm.gdn_cp.cores.state_space_recurrent import recurrent_state_space, state_space_step
-from pcomm.gdn_cp.cores.state_space_summary import (
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import StateSpaceChunks
+from pcomm.gdn_cp.ops.mamba2_ssd.recurrent import recurrent_state_space, state_space_step
+from pcomm.gdn_cp.ops.mamba2_ssd.ssd import chunk_state_space
+from pcomm.gdn_cp.ops.mamba2_ssd.summary import (
     apply_decay_summary,
     compose_decays,
     state_space_summary,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, LayoutError
-from pcomm.gdn_cp.tokens import Tokens, contiguous, zigzag
+from pcomm.gdn_cp.layout.token_layout import TokenLayout, contiguous, zigzag
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
@@ -66,7 +66,7 @@ def test_local_offsets_count_what_a_rank_holds_of_each_sequence(
     name: str, chunks: list[int], size: int
 ) -> None:
     cu_seqlens = tuple(accumulate((c * 2 * size for c in chunks), initial=0))
-    tokens = Tokens(cu_seqlens, size, name)  # type: ignore[arg-type]
+    tokens = TokenLayout(cu_seqlens, size, name)  # type: ignore[arg-type]
     for rank in range(size):
         mine = tokens.layout.positions(rank)
         counts = [sum(a <= token < b for token in mine) for a, b in pairwise(cu_seqlens)]
@@ -75,7 +75,7 @@ def test_local_offsets_count_what_a_rank_holds_of_each_sequence(
 
 
 def test_a_thousand_sequences_are_a_partition() -> None:
-    tokens = Tokens(tuple(range(0, 16_001, 16)), 8, "zigzag")
+    tokens = TokenLayout(tuple(range(0, 16_001, 16)), 8, "zigzag")
     assert sorted(tokens.order.tolist()) == list(range(16_000))
     assert tokens.layout.sizes == (2000,) * 8
 
@@ -102,7 +102,7 @@ def test_packs_that_do_not_fit_are_refused(build: object, words: str) -> None:
 
 def test_an_unknown_layout_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'zigzag'"):
-        Tokens((0, 8), 2, "zig-zag")  # type: ignore[arg-type]
+        TokenLayout((0, 8), 2, "zig-zag")  # type: ignore[arg-type]
 
 
 def test_one_rank_takes_any_lengths() -> None:

@@ -9,10 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from pcomm.core.checkpoint.planners import RegionLoadPlanner
-from pcomm.core.checkpoint.region import Region
-from pcomm.core.errors import ConfigError, PcommError
-from pcomm.core.group import Group
+from pcomm.core import Group, PcommError
+from pcomm.core.checkpoint import ShardLoadPlanner, ShardView
+from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.folders import Checkpoint
 from pcomm.integration.checkpoint.index import SafeReader
 
@@ -33,7 +32,9 @@ def check_index(checkpoint: Checkpoint) -> None:
         raise _damaged(checkpoint, error) from error
 
 
-def read(checkpoint: Checkpoint, regions: Mapping[str, Region], group: Group | None = None) -> None:
+def read(
+    checkpoint: Checkpoint, regions: Mapping[str, ShardView], group: Group | None = None
+) -> None:
     """Fill `regions` in place from a checkpoint written by any number of ranks.
 
     Runs nothing that the files name: see `SafeReader`. Whether they are as they were written is
@@ -56,7 +57,7 @@ def read(checkpoint: Checkpoint, regions: Mapping[str, Region], group: Group | N
             dcp.load(
                 dict(regions),
                 storage_reader=SafeReader(checkpoint.folder),
-                planner=RegionLoadPlanner(),
+                planner=ShardLoadPlanner(),
                 process_group=None if group is None else group.process_group,
                 no_dist=alone,
             )

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pcomm.core.checkpoint.planners import RegionSavePlanner
-from pcomm.core.checkpoint.region import Region
+from pcomm.core import Group
+from pcomm.core.checkpoint import ShardSavePlanner, ShardView
 from pcomm.core.errors import ConfigError
-from pcomm.core.group import Group
 from pcomm.integration.checkpoint.folders import commit, newest, partial_folder
 from pcomm.integration.checkpoint.hashing import HashingFileSystem
 from pcomm.integration.finite import NotFiniteError, is_finite
@@ -45,7 +44,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: ThreadFuture[None] | None = None
 
-    def save(self, step: int, regions: Mapping[str, Region], state: dict[str, Any]) -> None:
+    def save(self, step: int, regions: Mapping[str, ShardView], state: dict[str, Any]) -> None:
         """Write a checkpoint. Collective: every rank calls it with the same step and names.
 
         Waits for the one before, copies the tensors, and writes the copies.
@@ -94,7 +93,7 @@ class Saver:
             # The other ranks may be gone; what is half written stays partial.
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, step: int, regions: dict[str, Region], state: dict[str, Any]) -> None:
+    def _write(self, step: int, regions: dict[str, ShardView], state: dict[str, Any]) -> None:
         planner = _FinitePlanner(partial_folder(self._run_dir, step))
         writer = _Writer(
             partial_folder(self._run_dir, step), {"step": step, **state}, keep=self._keep
@@ -127,7 +126,7 @@ class Saver:
             ) from failed
 
 
-class _FinitePlanner(RegionSavePlanner):
+class _FinitePlanner(ShardSavePlanner):
     """Refuses to save what is not finite; torch tells all ranks before any of them writes."""
 
     def __init__(self, partial: Path) -> None:

@@ -8,37 +8,39 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pcomm.core.checkpoint.region import Region
-from pcomm.core.placement import Placement, placements_of
+from pcomm.core.checkpoint import ShardView
+from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 
 __all__ = [
     "MOMENTS",
     "make_moments",
-    "model_regions",
-    "optimizer_regions",
+    "model_shard_views",
+    "optimizer_shard_views",
     "set_optimizer_step",
 ]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def model_regions(model: nn.Module, ranks: Mapping[str, int] | None = None) -> dict[str, Region]:
+def model_shard_views(
+    model: nn.Module, ranks: Mapping[str, int] | None = None
+) -> dict[str, ShardView]:
     """The parameters of `model`, as this rank holds them. Local.
 
     Args:
         model: This rank's part.
-        ranks: This rank's place by the scope of `Placement`; without it, one rank has everything.
+        ranks: This rank's place by the scope of `ParamLayout`; without it, one rank has everything.
     """
-    placements = placements_of(model)
+    placements = param_layouts_of(model)
     return {
         f"model.{name}": _region(parameter.detach(), placements[name], ranks)
         for name, parameter in model.named_parameters()
     }
 
 
-def optimizer_regions(
+def optimizer_shard_views(
     optimizer: Optimizer, model: nn.Module, ranks: Mapping[str, int] | None = None
-) -> dict[str, Region]:
+) -> dict[str, ShardView]:
     """AdamW's two averages of every parameter, spread as the parameter is. Local.
 
     Averages that do not exist yet are made, as zeros, with a step count of zero; so the same
@@ -47,10 +49,10 @@ def optimizer_regions(
     Args:
         optimizer: Of the parameters of `model`.
         model: This rank's part.
-        ranks: See `model_regions`.
+        ranks: See `model_shard_views`.
     """
-    placements = placements_of(model)
-    regions: dict[str, Region] = {}
+    placements = param_layouts_of(model)
+    regions: dict[str, ShardView] = {}
     make_moments(optimizer, model.parameters())
     for name, parameter in model.named_parameters():
         for moment in MOMENTS:
@@ -79,5 +81,5 @@ def set_optimizer_step(optimizer: Optimizer, step: int) -> None:
         counted.fill_(float(step))
 
 
-def _region(tensor: Tensor, placement: Placement, ranks: Mapping[str, int] | None) -> Region:
-    return Region(tensor, placement, (ranks or {}).get(placement.scope, 0))
+def _region(tensor: Tensor, placement: ParamLayout, ranks: Mapping[str, int] | None) -> ShardView:
+    return ShardView(tensor, placement, (ranks or {}).get(placement.scope, 0))

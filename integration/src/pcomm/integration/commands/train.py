@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from pcomm.core import env, logs
 from pcomm.core.errors import ConfigError
+from pcomm.core.process import environment, logs
 from pcomm.integration.config import Config
 from pcomm.integration.config_file import load_config
 from pcomm.integration.config_rules import validate
@@ -65,7 +65,8 @@ class TrainCommand:
         if arguments.ranks == 1:
             return train_rank(config, arguments.out, arguments.restart, trace)
         # Imported late: until here a mistake is reported without waiting for torch.
-        from pcomm.core.local_ranks import RankError, run_local
+        from pcomm.core import run_local
+        from pcomm.core.process import RankError
 
         threads = max(1, (os.cpu_count() or 1) // arguments.ranks)
         try:
@@ -84,12 +85,12 @@ class TrainCommand:
 
 def train_rank(config: Config, run_dir: Path, must_restart: bool, trace: Path | None) -> int:
     """One rank of `pcomm train`; the first one writes. Returns the exit code."""
-    from pcomm.core.world import connect
+    from pcomm.core import connect
     from pcomm.integration.generate.writer import Writer
     from pcomm.integration.train.run import run_training
 
     with connect() as world:
-        logs.configure(env.log_level(), world.rank)
+        logs.configure(environment.log_level(), world.rank)
         outcome = run_training(config, run_dir, must_restart=must_restart, trace=trace)
         if world.rank:
             return _INTERRUPTED if outcome.is_interrupted else 0

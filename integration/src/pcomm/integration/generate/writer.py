@@ -12,7 +12,7 @@ from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import check_index, read
-from pcomm.integration.checkpoint.state import model_regions
+from pcomm.integration.checkpoint.state import model_shard_views
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.config_file import load_config
 from pcomm.integration.config_rules import validate
@@ -72,7 +72,7 @@ class Writer:
         model = LanguageModel(config.model, config.data.vocabulary, device=device)
         check_index(checkpoint)
         check_files(checkpoint)
-        read(checkpoint, model_regions(model))
+        read(checkpoint, model_shard_views(model))
         return cls(model.eval(), load_tokenizer(run_dir / "tokenizer.json"), checkpoint.step)
 
     def write(self, prompt: str, *, max_tokens: int, temperature: float, seed: int) -> Text:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcomm.core.layout import Layout
-from pcomm.gdn_cp.specs import AttentionSpec
+from pcomm.core import Layout
+from pcomm.gdn_cp import AttentionSpec
 from pcomm.integration.models.context import Context, KeyValueCache
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.rotary import Rotation, rotate

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pcomm.gdn_cp.plan import Plan
-from pcomm.gdn_cp.specs import Spec
+from pcomm.gdn_cp import Plan, Spec
 from pcomm.integration.models.moe.balance import Balance
 from pcomm.integration.models.rotary import Rotation
 

@@ -10,16 +10,18 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.layout import Layout
-from pcomm.core.placement import Placement
-from pcomm.gdn_cp.cores.convolution import causal_convolution, convolution_step
-from pcomm.gdn_cp.cores.gated_delta import delta_gates, normalise_queries_keys
-from pcomm.gdn_cp.cores.gated_delta_chunks import DeltaChunks
-from pcomm.gdn_cp.cores.gated_delta_recurrent import gated_delta_step
-from pcomm.gdn_cp.cores.norms import rms_norm_then_gate
-from pcomm.gdn_cp.head_share import HeadShare
-from pcomm.gdn_cp.plan import Plan
-from pcomm.gdn_cp.specs import GdnSpec
+from pcomm.core import Layout
+from pcomm.core.tensor_parallel import ParamLayout
+from pcomm.gdn_cp import GdnSpec, HeadShare, Plan
+from pcomm.gdn_cp.ops import (
+    DeltaChunks,
+    causal_convolution,
+    convolution_step,
+    delta_gates,
+    gated_delta_step,
+    normalise_queries_keys,
+    rms_norm_then_gate,
+)
 from pcomm.integration.models.context import Context, RecurrentCache
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.rotary import Rotation
@@ -64,11 +66,11 @@ class GatedDeltaNet(nn.Module):
         self.norm_weight = build.parameter(value_dim, value=1.0)
         nn.init.normal_(self.conv_weight, std=config.conv_width**-0.5)
         self.placements = {
-            "conv_weight": Placement(channels),
-            "a_log": Placement(heads),
-            "dt_bias": Placement(heads),
+            "conv_weight": ParamLayout(channels),
+            "a_log": ParamLayout(heads),
+            "dt_bias": ParamLayout(heads),
             # All heads share it, and each rank has only some heads.
-            "norm_weight": Placement(has_partial_gradient=build.collectives.size > 1),
+            "norm_weight": ParamLayout(has_partial_gradient=build.collectives.size > 1),
         }
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

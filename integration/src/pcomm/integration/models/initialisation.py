@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.placement import placements_of, take_shard
+from pcomm.core.tensor_parallel import param_layouts_of, take_shard
 from pcomm.integration.config import ModelConfig
 
 __all__ = ["KnowsFirstValues", "initialise"]
@@ -52,10 +52,10 @@ def initialise(
         model: Its parameters are filled.
         config: With every size filled in.
         seed: Of the run.
-        ranks: This rank's place by the scope of `Placement`; without it, one rank has everything.
+        ranks: This rank's place by the scope of `ParamLayout`; without it, one rank has everything.
     """
     ranks = ranks or {}
-    placements = placements_of(model)
+    placements = param_layouts_of(model)
     for name, parameter in model.named_parameters():
         placement = placements[name]
         generator = torch.Generator().manual_seed(_seed_of(seed, name))

@@ -11,15 +11,13 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.group import Group
-from pcomm.core.placement import placements_of
-from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
-from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.route import Mode
-from pcomm.gdn_cp.specs import AttentionSpec, Spec
+from pcomm.core import Collectives, Group, IdentityCollectives
+from pcomm.core.tensor_parallel import (
+    VocabularyParallelEmbedding,
+    param_layouts_of,
+    vocabulary_parallel_cross_entropy,
+)
+from pcomm.gdn_cp import AttentionSpec, Mode, Plan, Spec, make_plan
 from pcomm.integration.config import ModelConfig
 from pcomm.integration.config_rules import expert_blocks, mixers
 from pcomm.integration.models.attention import Attention
@@ -188,7 +186,7 @@ class LanguageModel(nn.Module):
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, whatever part of them this rank has; local."""
-        placements = placements_of(self)
+        placements = param_layouts_of(self)
         return sum(
             placements[name].logical_shape(parameter.shape).numel()
             for name, parameter in self.named_parameters()

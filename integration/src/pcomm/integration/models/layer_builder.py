@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pcomm.gdn_cp.cores.choice import Kernels, choose_kernels
+from pcomm.core import Collectives, IdentityCollectives, Layout
+from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from pcomm.gdn_cp.ops import Kernels, choose_kernels
 from pcomm.integration.config import ModelConfig
 from pcomm.integration.models.norm import RMSNorm
 

@@ -11,15 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.layout import Layout
-from pcomm.core.placement import Placement
-from pcomm.gdn_cp.cores.convolution import causal_convolution, convolution_step
-from pcomm.gdn_cp.cores.norms import gate_then_rms_norm
-from pcomm.gdn_cp.cores.state_space_chunks import StateSpaceChunks
-from pcomm.gdn_cp.cores.state_space_recurrent import state_space_step
-from pcomm.gdn_cp.head_share import HeadShare
-from pcomm.gdn_cp.plan import Plan
-from pcomm.gdn_cp.specs import Mamba2Spec
+from pcomm.core import Layout
+from pcomm.core.tensor_parallel import ParamLayout
+from pcomm.gdn_cp import HeadShare, Mamba2Spec, Plan
+from pcomm.gdn_cp.ops import (
+    StateSpaceChunks,
+    causal_convolution,
+    convolution_step,
+    gate_then_rms_norm,
+    state_space_step,
+)
 from pcomm.integration.models.context import Context, RecurrentCache
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.rotary import Rotation
@@ -77,12 +78,12 @@ class Mamba2(nn.Module):
         self.norm_weight = build.parameter(build.own(inner), value=1.0)
         nn.init.normal_(self.conv_weight, std=config.conv_width**-0.5)
         self.placements = {
-            "conv_weight": Placement(channels),
-            "conv_bias": Placement(channels),
-            "a_log": Placement(heads),
-            "dt_bias": Placement(heads),
-            "d": Placement(heads),
-            "norm_weight": Placement(inner),
+            "conv_weight": ParamLayout(channels),
+            "conv_bias": ParamLayout(channels),
+            "a_log": ParamLayout(heads),
+            "dt_bias": ParamLayout(heads),
+            "d": ParamLayout(heads),
+            "norm_weight": ParamLayout(inner),
         }
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

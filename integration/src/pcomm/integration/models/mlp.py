@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcomm.core.layout import Layout
+from pcomm.core import Layout
 from pcomm.integration.models.layer_builder import LayerBuilder
 
 __all__ = ["SwiGLU", "swiglu"]

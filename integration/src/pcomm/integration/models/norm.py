@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcomm.core.placement import Placement
+from pcomm.core.tensor_parallel import ParamLayout
 
 __all__ = ["RMSNorm"]
 
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
-        self.placements = {"weight": Placement(has_partial_gradient=has_partial_gradient)}
+        self.placements = {"weight": ParamLayout(has_partial_gradient=has_partial_gradient)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""

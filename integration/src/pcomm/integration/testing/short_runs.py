@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pcomm.core.checkpoint.region import Region
-from pcomm.core.world import connect
+from pcomm.core import connect
+from pcomm.core.checkpoint import ShardView
 from pcomm.integration import recipes
 from pcomm.integration.config import Config
 from pcomm.integration.config_rules import validate
@@ -33,7 +33,7 @@ class Steps:
     """
 
     rows: list[list[float]]
-    regions: dict[str, Region]
+    regions: dict[str, ShardView]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ def train_steps(config: Config, run_dir: Path, dtype: torch.dtype, steps: int) -
     return Steps([[row["loss"], row["grad_norm"]] for row in rows], regions)
 
 
-def worst_difference(regions: dict[str, Region], whole: dict[str, Tensor]) -> tuple[float, str]:
+def worst_difference(regions: dict[str, ShardView], whole: dict[str, Tensor]) -> tuple[float, str]:
     """How far this rank's parts are from those of the whole tensors, and where. Local."""
     assert regions.keys() == whole.keys()
     found = []

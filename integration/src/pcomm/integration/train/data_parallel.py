@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core import Collectives, Pending
 
 __all__ = ["ReplicaGradients"]
 

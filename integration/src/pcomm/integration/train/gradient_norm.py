@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.placement import placements_of
-from pcomm.core.squares import sum_of_squares
+from pcomm.core import Collectives
+from pcomm.core.tensor_parallel import param_layouts_of, sum_of_squares
 
 __all__ = ["clip_by_global_norm", "sum_partial_gradients"]
 
@@ -18,11 +17,11 @@ def sum_partial_gradients(model: nn.Module, collectives: Collectives) -> None:
     """Add up the gradients of parameters that all ranks hold but each used in part.
 
     Collective over the tensor-parallel group: one all-reduce for all of them together. Those are
-    norms under sequence parallelism and norms shared by heads; see `Placement`.
+    norms under sequence parallelism and norms shared by heads; see `ParamLayout`.
     """
     if collectives.size == 1:
         return
-    placements = placements_of(model)
+    placements = param_layouts_of(model)
     # Each rank's part of a gradient is added to the same part on others.
     partial = [
         parameter.grad.as_subclass(Tensor)
@@ -54,14 +53,14 @@ def clip_by_global_norm(
 
     Args:
         model: Its gradients are summed over replicas already.
-        collectives: Of the group that splits the parameters of each scope of `Placement`.
+        collectives: Of the group that splits the parameters of each scope of `ParamLayout`.
         max_norm: 0 for no limit.
         holders: Of the group that holds the shards of a scope's parameters, where they are sharded.
 
     Returns:
         The norm before, a number in fp64, the same on all ranks.
     """
-    placements = placements_of(model)
+    placements = param_layouts_of(model)
     # The ranks that hold the other parts of a gradient add up below.
     named = [
         (placements[name], parameter.grad.as_subclass(Tensor))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.protocol import Collectives
+from pcomm.core import Collectives
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.config import TrainConfig
 from pcomm.integration.finite import NotFiniteError, is_finite

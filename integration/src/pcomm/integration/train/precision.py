@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.integration.models.moe.experts import Experts
 
 __all__ = ["autocast", "names_used_in_bf16"]

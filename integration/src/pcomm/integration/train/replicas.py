@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
-from pcomm.core.checkpoint.region import Region
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.integration.checkpoint.state import model_regions, optimizer_regions
+from pcomm.core import Collectives
+from pcomm.core.checkpoint import ShardView
+from pcomm.integration.checkpoint.state import model_shard_views, optimizer_shard_views
 from pcomm.integration.parallelize import Parallel
 from pcomm.integration.train.data_parallel import ReplicaGradients
 
@@ -63,10 +63,10 @@ class Replicas:
         """Wait until every gradient is summed. Collective over the replicas."""
         self._gradients.finish_step()
 
-    def regions(self, optimizer: Optimizer) -> dict[str, Region]:
+    def regions(self, optimizer: Optimizer) -> dict[str, ShardView]:
         """This rank's part of everything that a checkpoint holds. Local."""
         model, ranks = self._model, self._ranks
-        return {**model_regions(model, ranks), **optimizer_regions(optimizer, model, ranks)}
+        return {**model_shard_views(model, ranks), **optimizer_shard_views(optimizer, model, ranks)}
 
     def parameters_changed(self) -> None:
         """Nothing to do: the parameters are what forward reads."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, TypeVar, cast
 
-from pcomm.core.errors import PcommError, PeerError
-from pcomm.core.world import World, connect
+from pcomm.core import PcommError, connect
+from pcomm.core.errors import PeerError
+from pcomm.core.process import World
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.identity import identity_of

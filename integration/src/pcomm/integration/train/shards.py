@@ -9,14 +9,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pcomm.core.checkpoint.region import Region
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.placement import placements_of
-from pcomm.fsdp.checkpoint import model_regions, optimizer_regions
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import Precision
-from pcomm.fsdp.roles import Scope
-from pcomm.fsdp.strategy import Shard
+from pcomm.core import Collectives
+from pcomm.core.checkpoint import ShardView
+from pcomm.core.tensor_parallel import param_layouts_of
+from pcomm.fsdp import (
+    Precision,
+    ReshardPolicy,
+    Scope,
+    fully_shard,
+    model_shard_views,
+    optimizer_shard_views,
+)
 from pcomm.integration.checkpoint.state import MOMENTS, make_moments
 from pcomm.integration.models.block import Block
 from pcomm.integration.parallelize import Parallel
@@ -24,7 +27,7 @@ from pcomm.integration.train.precision import names_used_in_bf16
 
 __all__ = ["Shards"]
 
-_STAGES = {1: Shard.zero1, 2: Shard.zero2, 3: Shard.zero3}
+_STAGES = {1: ReshardPolicy.zero1, 2: ReshardPolicy.zero2, 3: ReshardPolicy.zero3}
 
 # A gradient is rounded once, by the product it comes from. Sums over ranks and micro-batches in
 # bf16 would round it again for each of them, and lose what is small beside the sum so far.
@@ -48,7 +51,7 @@ class Shards:
     """
 
     def __init__(self, parallel: Parallel, dtype: str = "fp32") -> None:
-        self._placements = placements_of(parallel.model)
+        self._placements = param_layouts_of(parallel.model)
         self._ranks = parallel.ranks
         dense, *others = (scope.name for scope in parallel.scopes)
         scopes = {name: self._scope(name, parallel, dtype) for name in others}
@@ -88,13 +91,13 @@ class Shards:
     def finish_step(self) -> None:
         """Gradients are summed when the last backward returns."""
 
-    def regions(self, optimizer: Optimizer) -> dict[str, Region]:
+    def regions(self, optimizer: Optimizer) -> dict[str, ShardView]:
         """This rank's part of everything that a checkpoint holds. Local."""
         sharded, placements, ranks = self.sharded, self._placements, self._ranks
         make_moments(optimizer, (p for p in sharded.parameters() if p.requires_grad))
         return {
-            **model_regions(sharded, placements=placements, ranks=ranks),
-            **optimizer_regions(
+            **model_shard_views(sharded, placements=placements, ranks=ranks),
+            **optimizer_shard_views(
                 sharded, optimizer, keys=MOMENTS, placements=placements, ranks=ranks
             ),
         }

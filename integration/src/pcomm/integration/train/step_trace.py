@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups
-from pcomm.core.trace.chrome import write_chrome_trace
-from pcomm.core.trace.gathering import gather_events
-from pcomm.core.trace.overlap import exposed_communication_s
-from pcomm.core.trace.recorder import Recorder
-from pcomm.core.trace.traced import traced_groups
+from pcomm.core import Group, Groups
+from pcomm.core.trace import (
+    Recorder,
+    exposed_communication_s,
+    gather_events,
+    traced_groups,
+    write_chrome_trace,
+)
 
 __all__ = ["StepTrace"]
 

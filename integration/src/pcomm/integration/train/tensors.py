@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pcomm.gdn_cp.plan import Plan
+from pcomm.gdn_cp import Plan
 from pcomm.integration.data.packing import Batch
 
 __all__ = ["BatchTensors"]

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch.optim import AdamW
 
-from pcomm.core.checkpoint.region import Region
-from pcomm.core.trace.recorder import Recorder
-from pcomm.gdn_cp.plan import Plan
+from pcomm.core.checkpoint import ShardView
+from pcomm.core.trace import Recorder
+from pcomm.gdn_cp import Plan
 from pcomm.integration.checkpoint.state import set_optimizer_step
 from pcomm.integration.config import Config
 from pcomm.integration.config_rules import expert_blocks
@@ -139,7 +139,7 @@ class Trainer:
         """Which tensor is to blame after a step; see `not_finite.first_not_finite`. Collective."""
         return first_not_finite(self.parallel.model, self.parallel.groups[EVERYONE].collectives)
 
-    def regions(self) -> dict[str, Region]:
+    def regions(self) -> dict[str, ShardView]:
         """Everything that a checkpoint holds of this rank. Local."""
         return self.data.regions(self.optimizer)
 

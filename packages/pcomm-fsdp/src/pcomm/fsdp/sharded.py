@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from pcomm.core.simulate.cluster import Rail
 from pcomm.core.trace.event import Event
 from pcomm.core.trace.recorder import Recorder
-from pcomm.fsdp.clip import scale_gradients, sum_of_squares
-from pcomm.fsdp.engine import Engine
-from pcomm.fsdp.flat_group import FlatGroup
-from pcomm.fsdp.group_plan import GroupPlan
-from pcomm.fsdp.guards import Guards
-from pcomm.fsdp.local_group import LocalGroup
-from pcomm.fsdp.measure import Separation
-from pcomm.fsdp.names import NameTable, read_names
-from pcomm.fsdp.pooled_memory import PooledMemory
-from pcomm.fsdp.report import Report, report_of
-from pcomm.fsdp.schedule import NOTHING_OWED, Schedule
-from pcomm.fsdp.simulated import Costs
-from pcomm.fsdp.stretch_recorder import StretchRecorder
-from pcomm.fsdp.whole_state import load_whole, whole_state
+from pcomm.fsdp.analysis.compute_recorder import ComputeRecorder
+from pcomm.fsdp.analysis.report import Report, report_of
+from pcomm.fsdp.analysis.separation import Separation
+from pcomm.fsdp.analysis.simulated import Costs
+from pcomm.fsdp.guards.clip import scale_gradients, sum_of_squares
+from pcomm.fsdp.guards.torch_functions import Guards
+from pcomm.fsdp.memory.registered import PooledMemory
+from pcomm.fsdp.plan.group_plan import GroupPlan
+from pcomm.fsdp.plan.names import NameTable, read_names
+from pcomm.fsdp.runtime.engine import Engine
+from pcomm.fsdp.runtime.flat_group import FlatGroup
+from pcomm.fsdp.runtime.local_group import LocalGroup
+from pcomm.fsdp.runtime.schedule import NOTHING_OWED, Schedule
+from pcomm.fsdp.state.full_state import load_whole, whole_state
 
 __all__ = ["Sharded"]
 
@@ -143,7 +143,7 @@ class Sharded:
 
         Waits for communication are left out. `Costs.from_events` makes costs of the events.
         """
-        self._engine.stretches = StretchRecorder(recorder)
+        self._engine.stretches = ComputeRecorder(recorder)
         try:
             yield
         finally:

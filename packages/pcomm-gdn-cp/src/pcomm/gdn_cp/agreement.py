@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pcomm.core.errors import UnsupportedError
-from pcomm.core.group import Group
-from pcomm.core.group_agreement import agree_in_group
+from pcomm.core.groups.agreement import agree_in_group
+from pcomm.core.groups.group import Group
 
 if TYPE_CHECKING:
     from pcomm.gdn_cp.plan import Plan

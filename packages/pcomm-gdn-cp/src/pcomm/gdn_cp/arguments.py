@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
-from pcomm.core.group import Group
-from pcomm.gdn_cp.cost import Link
+from pcomm.core.groups.group import Group
+from pcomm.gdn_cp.layout.token_layout import LayoutName, TokenLayout
 from pcomm.gdn_cp.specs import Spec, is_integer
-from pcomm.gdn_cp.tokens import LayoutName, Tokens
+from pcomm.gdn_cp.strategies.cost import Link
 
 __all__ = ["GroupLike", "Place", "all_specs", "link_of", "pack_of", "place_in"]
 
@@ -135,7 +135,7 @@ def link_of(link: Link | None) -> Link:
 
 def pack_of(
     cu_seqlens: Sequence[int] | Tensor, size: int, layout: LayoutName, num_tokens: int | None
-) -> Tokens:
+) -> TokenLayout:
     """The pack, whose last offset is the length of the buffer where that is given.
 
     Raises:
@@ -154,7 +154,7 @@ def pack_of(
             why="A plan is made from integers of the host: reading a device would wait for it.",
             fix="Keep the offsets on the host where the pack is made, as a tuple of integers.",
         ) from None
-    tokens = Tokens(offsets, size, layout)
+    tokens = TokenLayout(offsets, size, layout)
     if num_tokens is not None and num_tokens != tokens.num_tokens:
         raise LayoutError(
             f"make_plan: a buffer of {num_tokens} tokens",

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pcomm.gdn_cp.cost import Candidate
-from pcomm.gdn_cp.messages.choice import choose_packing
-from pcomm.gdn_cp.route import Traffic
+from pcomm.gdn_cp.packing.backend import choose_packing
+from pcomm.gdn_cp.strategies.cost import Candidate
+from pcomm.gdn_cp.strategies.route import Traffic
 
 if TYPE_CHECKING:
-    from pcomm.gdn_cp.planned_pack import PlannedPack
+    from pcomm.gdn_cp.layout.planned_pack import PlannedPack
 
 __all__ = ["describe_plan"]
 

@@ -31,12 +31,12 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.gdn_cp.agreement import agree_on_plan
 from pcomm.gdn_cp.arguments import GroupLike, all_specs, link_of, pack_of, place_in
-from pcomm.gdn_cp.cost import Link, Sizes, decide
 from pcomm.gdn_cp.graph_breaks import outside_graphs
-from pcomm.gdn_cp.planned_pack import PlannedPack
-from pcomm.gdn_cp.route import Mode
+from pcomm.gdn_cp.layout.planned_pack import PlannedPack
+from pcomm.gdn_cp.layout.token_layout import LayoutName
 from pcomm.gdn_cp.specs import Spec
-from pcomm.gdn_cp.tokens import LayoutName
+from pcomm.gdn_cp.strategies.cost import Link, Sizes, decide
+from pcomm.gdn_cp.strategies.route import Mode
 
 __all__ = ["Plan", "make_plan"]
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.gdn_cp.plan import Plan
+from pcomm.core import Collectives
+from pcomm.gdn_cp import Plan
 from pcomm.integration.models.moe.dispatch import count
 from pcomm.integration.models.moe.router import Routing
 from pcomm.integration.models.moe.token_shares import token_layout

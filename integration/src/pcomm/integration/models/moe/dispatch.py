@@ -21,10 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.adjoint import with_adjoint
-from pcomm.core.collectives.differentiable import differentiable
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.positions import inverse_order
+from pcomm.core import Collectives
+from pcomm.core.collectives import differentiable, with_adjoint
+from pcomm.core.exchange.index import inverse_order
 
 __all__ = ["Dispatch", "count"]
 

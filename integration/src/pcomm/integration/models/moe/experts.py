@@ -7,9 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.layout import Layout
-from pcomm.core.placement import Placement
+from pcomm.core import Collectives, Layout
+from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.integration.models.mlp import swiglu
 from pcomm.integration.models.moe.grouped_linear import grouped_linear
 
@@ -53,7 +52,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(own, width, hidden_width, device=device, dtype=dtype))
         for weight in (self.gate_up, self.down):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-        spread = Placement(layout, scope="expert")
+        spread = ParamLayout(layout, scope="expert")
         self.placements = {"gate_up": spread, "down": spread}
 
     def forward(self, x_ND: Tensor, row_counts_e: Tensor) -> Tensor:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pcomm.core.collectives.adjoint import with_adjoint
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.layout import Layout
-from pcomm.core.placement import take_shard
+from pcomm.core import Collectives, Layout
+from pcomm.core.collectives import with_adjoint
+from pcomm.core.tensor_parallel import take_shard
 
 __all__ = ["join_tokens", "split_tokens", "token_layout"]
 

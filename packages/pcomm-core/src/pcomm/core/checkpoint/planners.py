@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from pcomm.core.checkpoint.coverage import Box, first_gap
-from pcomm.core.checkpoint.region import Region
+from pcomm.core.checkpoint.shard_view import ShardView
 from pcomm.core.errors import ConfigError
 
-__all__ = ["RegionLoadPlanner", "RegionSavePlanner"]
+__all__ = ["ShardLoadPlanner", "ShardSavePlanner"]
 
 
-class RegionSavePlanner(DefaultSavePlanner):
+class ShardSavePlanner(DefaultSavePlanner):
     """Writes each region's pieces; a piece that several replicas hold is written by one."""
 
     def __init__(self) -> None:
@@ -46,18 +46,18 @@ class RegionSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """All pieces that this rank holds; the global plan removes duplicates."""
-        regions: Mapping[str, Region] = self.state_dict
+        regions: Mapping[str, ShardView] = self.state_dict
         self.plan = SavePlan([i for name, r in regions.items() for i in r.write_items(name)])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """The piece that a write item names."""
-        region: Region = self.state_dict[index.fqn]
+        region: ShardView = self.state_dict[index.fqn]
         assert index.offset is not None
         return region.piece_at(index.offset)
 
 
-class RegionLoadPlanner(LoadPlanner):
+class ShardLoadPlanner(LoadPlanner):
     """Reads into each region the parts of saved pieces that overlap it, whatever wrote them."""
 
     def set_up_planner(
@@ -68,7 +68,7 @@ class RegionLoadPlanner(LoadPlanner):
     ) -> None:
         """Remember what is wanted and what there is."""
         assert metadata is not None
-        self._regions: Mapping[str, Region] = state_dict
+        self._regions: Mapping[str, ShardView] = state_dict
         self._saved = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:

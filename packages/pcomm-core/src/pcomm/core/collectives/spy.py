@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pcomm.core.collectives.observed import ObservedCollectives, Operation
+from pcomm.core.collectives.instrumented import InstrumentedCollectives, Operation
 from pcomm.core.collectives.protocol import Collectives, Pending
 
 __all__ = ["Call", "SpyCollectives"]
@@ -23,7 +23,7 @@ class Call:
         input_shape: Shape of the tensor that went in.
         input_bytes: Its size.
         sent_bytes: Least number of bytes that this rank must send; see
-            `pcomm.core.collectives.observed.Operation`.
+            `pcomm.core.collectives.instrumented.Operation`.
         is_async: Whether it was started and waited for separately.
     """
 
@@ -34,7 +34,7 @@ class Call:
     is_async: bool
 
 
-class SpyCollectives(ObservedCollectives):
+class SpyCollectives(InstrumentedCollectives):
     """Passes everything on to `inner` and keeps a list of `calls`.
 
     Put it under the differentiable ones to see backward too:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from pcomm.core import env
 from pcomm.core.control import generations
 from pcomm.core.control.meeting import Meeting, Missed
 from pcomm.core.control.rank_sets import spelled, word_for
@@ -25,6 +24,7 @@ from pcomm.core.errors import (
     PeerTimeoutError,
     TopologyError,
 )
+from pcomm.core.process import environment
 
 __all__ = ["Control"]
 
@@ -84,7 +84,7 @@ class Control:
         Raises:
             PeerTimeoutError: No such generation began within `timeout_s` seconds.
         """
-        limit_s = env.timeout_s() if timeout_s is None else timeout_s
+        limit_s = environment.timeout_s() if timeout_s is None else timeout_s
         end_s, newest, ranks = time.monotonic() + limit_s, 0, tuple[int, ...]()
         while True:
             following = generations.decided(store, newest + 1)
@@ -164,7 +164,7 @@ class Control:
         for choice in (timeout_s, self.timeout_s):
             if choice is not None:
                 return choice
-        return env.timeout_s()
+        return environment.timeout_s()
 
     def check_fence(self) -> None:
         """Raise `FencedError` if a newer generation has begun. Local."""

@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 
 from pcomm.core.control.control import Control
 from pcomm.core.errors import ConfigError
-from pcomm.core.group import Group
+from pcomm.core.groups.group import Group
 
 __all__ = ["control_of_group", "default_control"]
 

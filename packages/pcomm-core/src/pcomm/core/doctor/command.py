@@ -12,7 +12,7 @@ __all__ = ["DoctorCommand", "command"]
 
 
 class DoctorCommand:
-    """See `pcomm.core.subcommands.Command`."""
+    """See `pcomm.core.command.subcommands.Command`."""
 
     name = "doctor"
     help = "what this machine can do for pcomm, and why not"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pcomm.core import env
 from pcomm.core.doctor.probe import Probe
 from pcomm.core.doctor.report import Finding
 from pcomm.core.errors import ConfigError
+from pcomm.core.process import environment
 
 __all__ = ["check_packages", "check_torch", "check_triton", "check_variables"]
 
@@ -88,7 +88,7 @@ def check_variables(probe: Probe) -> Iterable[Finding]:
 
 def _own_variables(environ: Mapping[str, str]) -> Iterable[Finding]:
     try:
-        env.check(environ)
+        environment.check(environ)
     except ConfigError as error:
         yield Finding("variables", "broken", f"{error.asked}: {error.found}", error.why, error.fix)
 

@@ -102,7 +102,7 @@ class ThisMachine:
 
     def all_reduce(self, timeout_s: float) -> float:
         """Add 1 and 2 over two gloo ranks on this machine and return the sum."""
-        from pcomm.core.local_ranks import RankError, run_local
+        from pcomm.core.process.local_ranks import RankError, run_local
 
         try:
             sums = run_local(_add_ranks, 2, timeout_s=timeout_s)

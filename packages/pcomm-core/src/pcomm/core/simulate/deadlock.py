@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pcomm.core.errors import PcommError
-from pcomm.core.simulate.actors import Actor, Cast
+from pcomm.core.simulate.rank_classes import Actor, Cast
 from pcomm.core.simulate.run import Run, TaskId
 
 __all__ = ["DeadlockError", "deadlock", "rank_text"]

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pcomm.core.simulate.actors import Cast, Meeting, cast
 from pcomm.core.simulate.cluster import Cluster, Rail
 from pcomm.core.simulate.deadlock import deadlock
+from pcomm.core.simulate.rank_classes import Cast, Meeting, cast
 from pcomm.core.simulate.run import Run, TaskId
 from pcomm.core.simulate.sharing import Port, Ports
 from pcomm.core.simulate.task import Programs
@@ -36,7 +36,7 @@ def simulate(programs: Programs, cluster: Cluster, *, collapse: bool = True) -> 
     Raises:
         DeadlockError: Tasks are left that wait for each other.
         ConfigError, TopologyError, DivergenceError: Programs and cluster do not fit together, see
-            `pcomm.core.simulate.actors.cast`.
+            `pcomm.core.simulate.rank_classes.cast`.
     """
     players = cast(programs, cluster, collapse=collapse)
     run = Run.of(players)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 
 from pcomm.core.errors import DivergenceError
-from pcomm.core.simulate.actors import Cast, cast
 from pcomm.core.simulate.cluster import Cluster
 from pcomm.core.simulate.deadlock import rank_text
+from pcomm.core.simulate.rank_classes import Cast, cast
 from pcomm.core.simulate.task import Programs
 
 __all__ = ["check_issue_order"]

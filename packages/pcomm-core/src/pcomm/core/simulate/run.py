@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pcomm.core.simulate.actors import Cast
+from pcomm.core.simulate.rank_classes import Cast
 
 __all__ = ["Run", "TaskId"]
 

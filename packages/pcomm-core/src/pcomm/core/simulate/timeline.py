@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pcomm.core.errors import ConfigError, near_misses
-from pcomm.core.simulate.actors import Cast
 from pcomm.core.simulate.deadlock import rank_text
+from pcomm.core.simulate.rank_classes import Cast
 from pcomm.core.simulate.run import Run, TaskId
 from pcomm.core.simulate.task import Kind
 from pcomm.core.trace.event import Event

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import LayoutError, UnsupportedError
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.shares import (
+from pcomm.core.tensor_parallel.checks import (
     check_ids,
     check_partition,
     check_rank_order,

@@ -10,21 +10,21 @@ from torch.nn import functional as F
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout
-from pcomm.core.placement import Placement
-from pcomm.core.tensor_parallel.direct import DirectModule
-from pcomm.core.tensor_parallel.regions import leave, scatter_tokens
-from pcomm.core.tensor_parallel.shares import (
+from pcomm.core.tensor_parallel.checks import (
     check_ids,
     check_partition,
     check_rank_order,
     first_position,
     take_parameters,
 )
+from pcomm.core.tensor_parallel.fast_module import FastModule
+from pcomm.core.tensor_parallel.mappings import leave, scatter_tokens
+from pcomm.core.tensor_parallel.param_layout import ParamLayout
 
 __all__ = ["VocabularyParallelEmbedding"]
 
 
-class VocabularyParallelEmbedding(DirectModule):
+class VocabularyParallelEmbedding(FastModule):
     """Rows of a table, looked up on the rank that holds them and summed over all.
 
     On one rank this is `F.embedding` and nothing else. Otherwise collective: an all-reduce, or
@@ -62,7 +62,7 @@ class VocabularyParallelEmbedding(DirectModule):
         check_partition("VocabularyParallelEmbedding", layout, collectives)
         check_rank_order("VocabularyParallelEmbedding", layout)
         self.layout, self.collectives = layout, collectives
-        self.placements = {"weight": Placement(layout)}
+        self.placements = {"weight": ParamLayout(layout)}
         whole = nn.Embedding(layout.length, width, device=device, dtype=dtype)
         take_parameters(self, whole, collectives.rank)
         if collectives.size == 1:

@@ -10,21 +10,21 @@ from torch.nn import functional as F
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout
-from pcomm.core.placement import Placement
-from pcomm.core.tensor_parallel.direct import DirectModule
-from pcomm.core.tensor_parallel.regions import (
+from pcomm.core.tensor_parallel.checks import check_partition, check_rank_order, take_parameters
+from pcomm.core.tensor_parallel.fast_module import FastModule
+from pcomm.core.tensor_parallel.mappings import (
     enter,
     gather_columns,
     gather_tokens,
     leave,
     scatter_tokens,
 )
-from pcomm.core.tensor_parallel.shares import check_partition, check_rank_order, take_parameters
+from pcomm.core.tensor_parallel.param_layout import ParamLayout
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 
-class ColumnParallelLinear(DirectModule):
+class ColumnParallelLinear(FastModule):
     """`y = x W^T + b` where each rank holds some of the outputs.
 
     On one rank this is `F.linear` and nothing else. Otherwise collective: an all-gather of
@@ -70,7 +70,7 @@ class ColumnParallelLinear(DirectModule):
         if gather_output:
             check_rank_order("ColumnParallelLinear: gather_output", layout)
         self.layout, self.collectives = layout, collectives
-        self.placements = {"weight": Placement(layout), "bias": Placement(layout)}
+        self.placements = {"weight": ParamLayout(layout), "bias": ParamLayout(layout)}
         whole = nn.Linear(in_features, layout.length, bias=bias, device=device, dtype=dtype)
         take_parameters(self, whole, collectives.rank)
         if collectives.size == 1:
@@ -86,7 +86,7 @@ class ColumnParallelLinear(DirectModule):
         return gather_columns(self._split(x), self.layout, self.collectives)
 
 
-class RowParallelLinear(DirectModule):
+class RowParallelLinear(FastModule):
     """`y = x W^T + b` where each rank holds some of the inputs, and the results are summed.
 
     On one rank this is `F.linear` and nothing else. Otherwise collective: an all-reduce, or a
@@ -125,8 +125,8 @@ class RowParallelLinear(DirectModule):
         check_partition("RowParallelLinear", layout, collectives)
         self.layout, self.collectives = layout, collectives
         self.placements = {
-            "weight": Placement(layout, dim=1),
-            "bias": Placement(has_partial_gradient=sequence_parallel and collectives.size > 1),
+            "weight": ParamLayout(layout, dim=1),
+            "bias": ParamLayout(has_partial_gradient=sequence_parallel and collectives.size > 1),
         }
         whole = nn.Linear(layout.length, out_features, bias=bias, device=device, dtype=dtype)
         take_parameters(self, whole, collectives.rank)

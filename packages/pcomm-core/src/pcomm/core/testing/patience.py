@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 
-from pcomm.core import env
+from pcomm.core.process import environment
 
 __all__ = ["LONGEST_S", "PATIENCE_S", "load_factor", "rank_limit_s", "scaled_s", "wait_until"]
 
@@ -41,7 +41,7 @@ def scaled_s(quiet_s: float) -> float:
 
 def rank_limit_s() -> float:
     """The limit of one test on ranks: `PCOMM_RANKS_TIMEOUT_S`, scaled."""
-    return scaled_s(env.ranks_timeout_s())
+    return scaled_s(environment.ranks_timeout_s())
 
 
 def wait_until(claim: Callable[[], object], what: str, *, within_s: float | None = None) -> None:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pcomm.core.testing.on_ranks import RankPool
     from pcomm.core.testing.programs import Programs
-    from pcomm.core.testing.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """Warm local ranks that live as long as the test session."""
     # Imported here, so that tests of somebody else's project do not import torch.
-    from pcomm.core.testing.ranks import RankPool
+    from pcomm.core.testing.on_ranks import RankPool
 
     pool = RankPool()
     yield pool

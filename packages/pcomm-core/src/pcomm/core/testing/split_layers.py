@@ -17,9 +17,14 @@ from torch.nn import functional as F
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout
-from pcomm.core.placement import Placement, join_shards, placements_of, take_shard
 from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pcomm.core.tensor_parallel.param_layout import (
+    ParamLayout,
+    join_shards,
+    param_layouts_of,
+    take_shard,
+)
 
 __all__ = ["Comparison", "LayerCase", "compare_layer"]
 
@@ -127,7 +132,7 @@ def compare_layer(
     generator = torch.Generator().manual_seed(1000 * seed + rank + 1)
     for parameter in layer.parameters():
         parameter.detach().copy_(torch.randn(parameter.shape, generator=generator))
-    placements = placements_of(layer)
+    placements = param_layouts_of(layer)
     wholes = {
         name: _joined(parameter.detach(), placements[name], collectives)
         for name, parameter in layer.named_parameters()
@@ -194,7 +199,7 @@ def _plain(
     return [output.detach(), *gradients]
 
 
-def _joined(share: Tensor, placement: Placement, collectives: Collectives) -> Tensor:
+def _joined(share: Tensor, placement: ParamLayout, collectives: Collectives) -> Tensor:
     """The whole parameter from every rank's share; rank 0's where all hold it."""
     layout, dim = placement.layout, placement.dim
     if layout is None:
@@ -203,7 +208,7 @@ def _joined(share: Tensor, placement: Placement, collectives: Collectives) -> Te
     return join_shards(shares.split(list(layout.sizes), dim), layout, dim=dim)
 
 
-def _part(placement: Placement, rank: int) -> Callable[[Tensor], Tensor]:
+def _part(placement: ParamLayout, rank: int) -> Callable[[Tensor], Tensor]:
     layout = placement.layout
     if layout is None:
         return lambda whole: whole

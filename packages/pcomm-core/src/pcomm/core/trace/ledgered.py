@@ -7,19 +7,19 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pcomm.core.collectives.observed import ObservedCollectives, Operation
+from pcomm.core.collectives.instrumented import InstrumentedCollectives, Operation
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.control.control import Control
 from pcomm.core.control.default import control_of_group
 from pcomm.core.errors import ConfigError
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import Groups
 from pcomm.core.trace.ledger import Ledger
 
 __all__ = ["LedgeredCollectives", "ledgered", "ledgered_groups"]
 
 
-class LedgeredCollectives(ObservedCollectives):
+class LedgeredCollectives(InstrumentedCollectives):
     """What `ledgered` returns; `close` it when the group is done.
 
     A call that blocks is issued as its asynchronous twin and waited for, so that this rank stays

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pcomm.core.collectives.observed import ObservedCollectives, Operation
+from pcomm.core.collectives.instrumented import InstrumentedCollectives, Operation
 from pcomm.core.collectives.protocol import Collectives, Pending
-from pcomm.core.groups import Groups
+from pcomm.core.groups.groups import Groups
 from pcomm.core.trace.event import WAIT, Event, StopIs, queue_of
 from pcomm.core.trace.recorder import Recorder
 
@@ -42,7 +42,7 @@ def traced_groups(groups: Groups, recorder: Recorder) -> Groups:
     )
 
 
-class TracedCollectives(ObservedCollectives):
+class TracedCollectives(InstrumentedCollectives):
     """What `traced` returns.
 
     An operation starts when it is issued and stops when it has ended, though nobody may wait for

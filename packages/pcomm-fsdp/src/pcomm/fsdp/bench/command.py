@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pcomm.core.bench.options import check_can_plot, numbers
+from pcomm.core.command.bench.options import check_can_plot, numbers
 from pcomm.core.errors import ConfigError
 from pcomm.fsdp.bench.forms import FORMS
 from pcomm.fsdp.bench.settings import MODELS, Link, Settings
@@ -27,7 +27,7 @@ _QUICK = Settings(ranks=(2,), links=(Link(2000.0, 4),), rounds=3, alone_rounds=3
 
 
 class FsdpBenchmark:
-    """See `pcomm.core.subcommands.Command`."""
+    """See `pcomm.core.command.subcommands.Command`."""
 
     name = "fsdp"
     help = "time sharded training over rate-limited links, next to torch FSDP2 (needs root)"
@@ -72,7 +72,7 @@ class FsdpBenchmark:
 
 
 def _measure(settings: Settings) -> list[Found]:
-    from pcomm.core.local_ranks import run_local
+    from pcomm.core.process.local_ranks import run_local
     from pcomm.core.testing.namespaces import rated_network
     from pcomm.fsdp.bench.measure import measure_alone, measure_on_rank
 

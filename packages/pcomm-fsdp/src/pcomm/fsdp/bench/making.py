@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.group import Group
+from pcomm.core.groups.group import Group
 from pcomm.fsdp.bench.forms import Form, Fsdp2Form, OurForm
 from pcomm.fsdp.bench.fsdp2 import Fsdp2
 from pcomm.fsdp.bench.models import Problem
 from pcomm.fsdp.bench.trainings import Sharding, Training
 from pcomm.fsdp.bench.without_pairs import WithoutPairs
-from pcomm.fsdp.policy import CommPolicy
+from pcomm.fsdp.settings.policy import CommPolicy
 
 __all__ = ["make"]
 

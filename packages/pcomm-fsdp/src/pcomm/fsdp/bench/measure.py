@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.group import Group
-from pcomm.core.groups import GroupSpec, open_groups
-from pcomm.core.options import CommOptions
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.options import CommOptions
+from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.process.world import connect
 from pcomm.core.testing.namespaces import RatedNetwork
 from pcomm.core.testing.timing import Timing
 from pcomm.core.topology import Topology
-from pcomm.core.world import connect
 from pcomm.fsdp.bench.bounds import Step, lower_bounds_s
 from pcomm.fsdp.bench.forms import FSDP2, NO_PAIRS, ONE, OURS, THEIRS, UNSHARDED, Form
 from pcomm.fsdp.bench.fsdp2 import Fsdp2

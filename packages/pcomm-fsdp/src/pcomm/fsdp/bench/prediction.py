@@ -21,10 +21,10 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.trace.recorder import Recorder
-from pcomm.fsdp.group_plan import GroupPlan
-from pcomm.fsdp.schedule import Schedule
+from pcomm.fsdp.analysis.simulated import Costs, program, queues_of, stretches
+from pcomm.fsdp.plan.group_plan import GroupPlan
+from pcomm.fsdp.runtime.schedule import Schedule
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.simulated import Costs, program, queues_of, stretches
 
 __all__ = [
     "Prediction",

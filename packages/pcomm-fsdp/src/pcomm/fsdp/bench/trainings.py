@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.group import Group
+from pcomm.core.groups.group import Group
+from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.bench.models import Problem
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import CommPolicy
-from pcomm.fsdp.roles import Roles
+from pcomm.fsdp.settings.policy import CommPolicy
+from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
 
 __all__ = ["Sharding", "Training", "Unsharded", "gradients_of", "run_step"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.group import Group
-from pcomm.core.groups import Groups
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import Groups
 
 __all__ = ["on_gloo_and_nccl", "one_rank_groups"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pcomm.fsdp.schedule import Mark
-from pcomm.fsdp.units import ROOT
+from pcomm.fsdp.plan.units import ROOT
+from pcomm.fsdp.runtime.schedule import Mark
 
 __all__ = ["random_marks"]
 

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.groups import open_groups
+from pcomm.core.groups.groups import open_groups
 from pcomm.core.topology import Topology
-from pcomm.fsdp.checkpoint import (
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings.policy import CommPolicy
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
+from pcomm.fsdp.state.checkpoint import (
     load_checkpoint,
-    model_regions,
-    optimizer_regions,
+    model_shard_views,
+    optimizer_shard_views,
     save_checkpoint,
 )
-from pcomm.fsdp.fully_shard import fully_shard
-from pcomm.fsdp.policy import CommPolicy
-from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.strategy import Shard
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 
 __all__ = ["train_and_save"]
@@ -29,7 +29,7 @@ _BATCH = 12
 
 
 def train_and_save(
-    size: int, shard: Shard, folder: Path, steps: range, replicas: int = 1
+    size: int, shard: ReshardPolicy, folder: Path, steps: range, replicas: int = 1
 ) -> dict[str, Tensor]:
     """Train some steps, from a checkpoint if they begin in the middle, and save.
 
@@ -59,7 +59,7 @@ def train_and_save(
             comm=CommPolicy(max_padding=0.0 if size == 3 else 0.1),
         )
         optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.03)
-        regions = model_regions(sharded) | optimizer_regions(sharded, optimizer)
+        regions = model_shard_views(sharded) | optimizer_shard_views(sharded, optimizer)
         if steps.start:
             load_checkpoint(folder, regions, groups["rep_dp"], sharded=sharded)
         for step in steps:

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from pcomm.core.group import Group
-from pcomm.fsdp.compiler import compile_schedule
-from pcomm.fsdp.flat_layout import FlatLayout
-from pcomm.fsdp.group_plan import GroupPlan
-from pcomm.fsdp.roles import Roles
-from pcomm.fsdp.schedule import Buffer, Mark, Owed, Schedule
-from pcomm.fsdp.simulated import Costs
-from pcomm.fsdp.strategy import Shard
-from pcomm.fsdp.units import ROOT
+from pcomm.core.groups.group import Group
+from pcomm.fsdp.analysis.simulated import Costs
+from pcomm.fsdp.plan.flat_layout import FlatLayout
+from pcomm.fsdp.plan.group_plan import GroupPlan
+from pcomm.fsdp.plan.units import ROOT
+from pcomm.fsdp.runtime.compiler import compile_schedule
+from pcomm.fsdp.runtime.schedule import Buffer, Mark, Owed, Schedule
+from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
+from pcomm.fsdp.settings.roles import Roles
 
 __all__ = ["PlannedGroup", "chain", "chain_costs", "plan_of", "step_of"]
 
@@ -69,7 +69,7 @@ def plan_of(
     *,
     scope: str = "",
     elements: int = 640,
-    shard: Shard | None = None,
+    shard: ReshardPolicy | None = None,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> GroupPlan:
     """The plan of one parameter of a unit, a row of fp32 numbers that is cut anywhere.
@@ -97,7 +97,7 @@ def plan_of(
         reduce_dtype=reduce_dtype,
         main_dtype=torch.float32,
         is_trainable=True,
-        shard=shard or Shard(),
+        shard=shard or ReshardPolicy(),
         layout=FlatLayout(((elements,),), (0,), -(-elements // size), size, True),
     )
 

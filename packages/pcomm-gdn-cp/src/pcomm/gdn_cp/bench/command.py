@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pcomm.core.bench.options import check_can_plot, numbers
+from pcomm.core.command.bench.options import check_can_plot, numbers
 from pcomm.core.errors import ConfigError
 from pcomm.gdn_cp.bench.settings import Settings
 
@@ -26,7 +26,7 @@ _DEFAULT, _QUICK = Settings(), Settings(sequences=(1, 8), num_tokens=1024, round
 
 
 class GdnCpBenchmark:
-    """See `pcomm.core.subcommands.Command`."""
+    """See `pcomm.core.command.subcommands.Command`."""
 
     name = "gdn-cp"
     help = "time the exchange of one Gated DeltaNet layer: four modes and what they replace"
@@ -80,7 +80,7 @@ def _settings(arguments: argparse.Namespace, world_size: int) -> Settings:
 
 
 def _measure(settings: Settings, *, is_launched: bool) -> tuple[list[OfSize], list[PlanTime]]:
-    from pcomm.core.local_ranks import run_local
+    from pcomm.core.process.local_ranks import run_local
     from pcomm.gdn_cp.bench.measure import measure_on_rank
     from pcomm.gdn_cp.bench.plan_time import time_plans
 

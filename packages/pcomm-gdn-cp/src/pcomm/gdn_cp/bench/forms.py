@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from pcomm.core.collectives.differentiable import differentiable
+from pcomm.core.collectives.autograd import differentiable
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.gdn_cp.bench.exchange_case import Case, Numbers
 from pcomm.gdn_cp.bench.fused_exchange import column_order, fused_exchange

@@ -10,18 +10,18 @@ import torch
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.groups import open_groups
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.process.world import connect
 from pcomm.core.testing.timing import Timing
 from pcomm.core.topology import Topology
-from pcomm.core.world import connect
 from pcomm.gdn_cp.bench.exchange_case import Numbers
 from pcomm.gdn_cp.bench.forms import FORMS, build_form, obstacle
 from pcomm.gdn_cp.bench.measured_link import measure_link
 from pcomm.gdn_cp.bench.planned_forms import plan_of
 from pcomm.gdn_cp.bench.rounds import time_together
 from pcomm.gdn_cp.bench.settings import HIDDEN_DIM, SPEC, Pack, Settings
-from pcomm.gdn_cp.cost import Link
 from pcomm.gdn_cp.plan import make_plan
+from pcomm.gdn_cp.strategies.cost import Link
 
 __all__ = ["Counted", "OfPack", "OfSize", "check_and_count", "measure_on_rank"]
 

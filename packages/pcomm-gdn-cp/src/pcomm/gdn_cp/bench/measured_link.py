@@ -8,7 +8,7 @@ import time
 import torch
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.gdn_cp.cost import Link
+from pcomm.gdn_cp.strategies.cost import Link
 
 __all__ = ["measure_link"]
 

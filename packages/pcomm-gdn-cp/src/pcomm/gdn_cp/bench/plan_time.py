@@ -13,7 +13,7 @@ import torch
 from pcomm.core.testing.timing import Timing, time_cases
 from pcomm.gdn_cp.bench.settings import SPEC, random_lengths
 from pcomm.gdn_cp.plan import make_plan
-from pcomm.gdn_cp.route import Mode
+from pcomm.gdn_cp.strategies.route import Mode
 
 __all__ = ["MODES", "PlanTime", "time_plans"]
 

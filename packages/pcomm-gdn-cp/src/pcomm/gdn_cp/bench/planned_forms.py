@@ -20,7 +20,7 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers
 from pcomm.gdn_cp.bench.settings import HIDDEN_DIM, SPEC
 from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.route import Mode
+from pcomm.gdn_cp.strategies.route import Mode
 
 __all__ = ["documents_case", "gather_case", "heads_case", "plan_of", "state_case"]
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pcomm.gdn_cp.cores.convolution import causal_convolution
-from pcomm.gdn_cp.cores.gated_delta import delta_gates, normalise_queries_keys
-from pcomm.gdn_cp.cores.gated_delta_chunks import DeltaChunks
-from pcomm.gdn_cp.cores.norms import rms_norm_then_gate
-from pcomm.gdn_cp.cores.state_space_chunks import StateSpaceChunks
+from pcomm.gdn_cp.ops.causal_conv1d import causal_convolution
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import DeltaChunks
+from pcomm.gdn_cp.ops.gated_delta_rule.rule import delta_gates, normalise_queries_keys
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import StateSpaceChunks
+from pcomm.gdn_cp.ops.norms import rms_norm_then_gate
 from pcomm.gdn_cp.plan import Plan
 from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
 from pcomm.gdn_cp.testing.slow_decay import slow_parameters

@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pcomm.gdn_cp.cores.gated_delta import delta_gates, normalise_queries_keys
+from pcomm.gdn_cp.ops.gated_delta_rule.rule import delta_gates, normalise_queries_keys
 
 __all__ = [
     "DeltaInputs",

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pcomm.gdn_cp.cores.convolution import causal_convolution
-from pcomm.gdn_cp.cores.gated_delta import delta_gates, gated_delta_rule
-from pcomm.gdn_cp.cores.norms import gate_then_rms_norm, rms_norm_then_gate
-from pcomm.gdn_cp.cores.state_space import chunk_state_space
+from pcomm.gdn_cp.ops.causal_conv1d import causal_convolution
+from pcomm.gdn_cp.ops.gated_delta_rule.rule import delta_gates, gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd.ssd import chunk_state_space
+from pcomm.gdn_cp.ops.norms import gate_then_rms_norm, rms_norm_then_gate
 from pcomm.gdn_cp.testing.slow_decay import slow_parameters
 
 __all__ = ["LayerRun", "gated_delta_net_of_cores", "mamba2_of_cores", "one_by_one", "set_slow"]

@@ -1,0 +1,219 @@
+"""Operations that run one after another beside their caller, as on a communicator of NCCL."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Protocol
+
+__all__ = ["Operation", "Transfer", "WorkQueue"]
+
+
+class Operation(Protocol):
+    """What is done in two parts, so that the next one follows without a gap."""
+
+    def begin(self) -> bool:
+        """Announce what can be announced without waiting; whether that is all there is."""
+        ...
+
+    def finish(self, has_announced: Callable[[], None]) -> None:
+        """Wait until it has ended. Calls `has_announced` as soon as nothing is left to announce."""
+        ...
+
+
+class Transfer:
+    """An operation that waits for its turn, is running, or has ended. Made by `WorkQueue.start`."""
+
+    __slots__ = (
+        "_calls",
+        "_error",
+        "_has_ended",
+        "_is_over",
+        "_lock",
+        "operation",
+        "problem_of_begin",
+    )
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation: Operation | None = operation
+        self.problem_of_begin: BaseException | None = None
+        self._calls: list[Callable[[], None]] = []
+        self._error: BaseException | None = None
+        self._has_ended = False
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._is_over.is_set()
+
+    def wait(self) -> None:
+        """Block until it has ended. Local.
+
+        Raises:
+            RuntimeError: Torch's, if a peer has gone or the group's time is up; ours, if an
+                operation before this one failed.
+        """
+        self._is_over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def on_done(self, call: Callable[[], None]) -> bool:
+        """See `Pending.on_done`; the end can always be seen here."""
+        with self._lock:
+            if not self._has_ended:
+                self._calls.append(call)
+                return True
+        call()
+        return True
+
+    def end(self, error: BaseException | None) -> None:
+        """It has ended: tell those who asked."""
+        self._error = error
+        # Its memory is free by the time that anybody hears of its end, unless it failed.
+        self.operation = None
+        with self._lock:
+            self._has_ended = True
+            calls, self._calls = self._calls, []
+        for call in calls:
+            with suppress(Exception):
+                call()
+        self._is_over.set()
+
+
+class WorkQueue:
+    """A queue of operations. Each begins when the one before has nothing left to announce.
+
+    A thread, made for the first operation that nobody waits for at once, finishes them. It keeps
+    their memory until then, whoever has lost interest.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._not_begun: deque[Transfer] = deque()
+        self._is_open = True
+        # Words and not the exception, which would hold the frames of all who have raised it.
+        self._failure: str | None = None
+        # What failed, or had begun behind it: the peers may still read and write its memory.
+        self._abandoned: list[Operation] = []
+        self._last: Transfer | None = None
+        self._to_finish: SimpleQueue[tuple[Callable[[Transfer], None], Transfer] | None] = (
+            SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+
+    def rest(self) -> None:
+        """End the thread once all that was started has ended. Local.
+
+        It returns without waiting for operations that are still under way, since a peer that never
+        answers must not keep this rank from closing.
+        """
+        thread = self._end_thread()
+        is_idle = self._last is None or self._last.is_over
+        if thread is not None and is_idle:
+            thread.join()
+
+    def forget(self) -> None:
+        """Drop the memory of operations that failed; no peer can reach it any more. Local."""
+        self._end_thread()
+        self._abandoned.clear()
+
+    def start(self, operation: Operation, *, is_async: bool) -> Transfer:
+        """Have `operation` done after all that were started before. Called by one thread.
+
+        After an operation that failed all others fail, since nobody knows what is on its way.
+
+        Args:
+            operation: What to do.
+            is_async: Whether to return at once; if not, it has ended on return.
+        """
+        transfer = Transfer(operation)
+        is_alone = self._last is None or self._last.is_over
+        try:
+            with self._lock:
+                self._not_begun.append(transfer)
+                self._begin_next()
+            if is_async or not is_alone:
+                self._last = transfer
+                self._finish_later(transfer)
+            else:
+                self._finish(transfer)
+        except BaseException as problem:  # an interrupt between two lines
+            self._fail(problem, transfer)
+            raise
+        if not is_async:
+            transfer.wait()
+        return transfer
+
+    def _begin_next(self) -> None:
+        while self._is_open and self._failure is None and self._not_begun:
+            transfer = self._not_begun.popleft()
+            assert transfer.operation is not None
+            try:
+                self._is_open = transfer.operation.begin()
+            except BaseException as problem:  # raised where it is waited for
+                # Those before it may still end well, so it counts when its turn has come.
+                transfer.problem_of_begin, self._is_open = problem, False
+
+    def _has_announced(self) -> None:
+        with self._lock:
+            self._is_open = True
+            self._begin_next()
+
+    def _finish(self, transfer: Transfer) -> None:
+        assert transfer.operation is not None
+        error = transfer.problem_of_begin
+        if self._failure is not None:
+            error = RuntimeError(f"An operation before this one failed with {self._failure}")
+        elif error is None:
+            try:
+                transfer.operation.finish(self._has_announced)
+            except BaseException as problem:  # raised where it is waited for
+                error = problem
+        if error is not None:
+            self._fail(error, transfer)
+        transfer.end(error)
+
+    def _fail(self, problem: BaseException, transfer: Transfer) -> None:
+        with self._lock:
+            if self._failure is None:
+                self._failure = f"{type(problem).__name__}: {problem}"
+            if transfer in self._not_begun:
+                self._not_begun.remove(transfer)
+            elif transfer.operation is not None:
+                self._abandoned.append(transfer.operation)
+
+    def _end_thread(self) -> threading.Thread | None:
+        """Tell the thread to end, and return it if it was there and is another one."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._to_finish.put(None)
+        return None if thread is threading.current_thread() else thread
+
+    def _finish_later(self, transfer: Transfer) -> None:
+        if self._thread is None:
+            # A daemon: a peer that never answers must not keep the process from ending.
+            self._thread = threading.Thread(
+                target=_finish_all, args=(self._to_finish,), name="pcomm in order", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._to_finish.put, None)
+        self._to_finish.put((self._finish, transfer))
+
+
+def _finish_all(
+    to_finish: SimpleQueue[tuple[Callable[[Transfer], None], Transfer] | None],
+) -> None:
+    """Finish transfers until None comes. Holds no `WorkQueue` between them, so that it can go."""
+    while True:
+        found = to_finish.get()
+        if found is None:
+            return
+        finish, transfer = found
+        finish(transfer)
+        del found, finish, transfer

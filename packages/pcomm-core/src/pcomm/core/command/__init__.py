@@ -1,0 +1,1 @@
+"""The `pcomm` command and how it finds its subcommands."""

@@ -1,0 +1,1 @@
+"""Process groups with roles: described, opened together, shared where equal, and closed."""

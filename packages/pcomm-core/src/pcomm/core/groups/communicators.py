@@ -1,0 +1,144 @@
+"""Torch's process groups: made under a name that their members agreed on, shared, and closed.
+
+Ranks match the operations of a communicator by their order. What keeps that order on one rank (the
+tags of messages, the queue of large operations) therefore belongs to the communicator, and every
+`Group` around it shares it, however many there are and whoever made the process group.
+
+`torch.distributed.new_group` names a group made by its members alone after their ranks and the
+number of groups that the process already has, and its members find each other in the store
+under that name. Members that own different numbers of groups then wait for each other under
+different names, and a group that is opened again after a close finds the addresses of the first
+one. With a name of ours neither happens. The function beneath `new_group` takes a name; it is
+private to torch, so this file is the only one that calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from pcomm.core.collectives.autograd import differentiable
+from pcomm.core.collectives.backend import new_collectives
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.groups.options import Granted
+
+__all__ = ["Communicator", "close_communicator", "communicator_of", "new_communicator"]
+
+
+class Communicator:
+    """One torch process group with its collectives. Made by `communicator_of` alone.
+
+    It holds the process group weakly: the owner, torch's registry for most, decides how long it
+    lives, and a handle that somebody has forgotten keeps no connections and no threads.
+
+    Attributes:
+        collectives: Operations without gradients.
+        differentiable: The same with gradients.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._inner = new_collectives(process_group)
+        self.collectives: Collectives = self._inner
+        self.differentiable: Collectives = differentiable(self._inner)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Torch's group.
+
+        Raises:
+            ClosedError: It was closed.
+        """
+        return self._inner.process_group
+
+    def rest(self) -> None:
+        """End threads that have nothing to do; the next operation begins one again. Local."""
+        self._inner.rest()
+
+    def close(self) -> None:
+        """Refuse all further operations and end the thread of the queue. Local."""
+        self._inner.close()
+
+
+# Torch's process groups take no attributes, so what belongs to one is kept beside it: as long as
+# the process group lives, and no longer.
+_communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
+
+
+def communicator_of(process_group: dist.ProcessGroup) -> Communicator:
+    """The communicator of a process group, the same one at each call. Local.
+
+    Args:
+        process_group: A group that this rank belongs to.
+    """
+    found = _communicators.get(process_group)
+    if found is None:
+        found = _communicators[process_group] = Communicator(process_group)
+    return found
+
+
+def new_communicator(
+    name: str, ranks: Sequence[int], granted: Granted, *, description: str
+) -> dist.ProcessGroup:
+    """A communicator of `ranks`, owned by the caller. Collective: its members call it, no others.
+
+    Args:
+        name: The same on all members, and never used before in this job.
+        ranks: Global ranks, ascending; this process's rank is one of them.
+        granted: Backend and options.
+        description: What torch's own reports call it.
+    """
+    default = distributed_c10d._get_default_group()
+    backend = dist.Backend(granted.backend)
+    timeout = granted.timeout or distributed_c10d._get_default_timeout(backend)
+    if granted.pg_options is not None:
+        # Torch warns where the two differ.
+        granted.pg_options._timeout = timeout
+    # Torch asks the backend for this device at once, which one of CPU tensors does not have.
+    device = default.bound_device_id if "nccl" in granted.backend else None
+    with _without_splitting(default):
+        process_group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(default.rank()),
+            list(ranks),
+            backend,
+            distributed_c10d._get_default_store(),
+            name,  # type: ignore[arg-type]
+            backend_options=granted.pg_options,
+            timeout=timeout,
+            device_id=device,
+            group_desc=description,
+        )
+    distributed_c10d._world.pg_group_ranks[process_group] = {r: i for i, r in enumerate(ranks)}
+    assert isinstance(process_group, dist.ProcessGroup)
+    return process_group
+
+
+def close_communicator(process_group: dist.ProcessGroup) -> None:
+    """Close what `new_communicator` made, if torch.distributed has not ended since. Collective."""
+    communicator_of(process_group).close()
+    # Torch's registry: empty after its end, and without this one after a new beginning.
+    if process_group in distributed_c10d._world.pg_map:
+        dist.destroy_process_group(process_group)
+
+
+@contextmanager
+def _without_splitting(default: dist.ProcessGroup) -> Iterator[None]:
+    """Make torch open connections of their own for a new group.
+
+    With a device bound to the default group, torch splits new NCCL groups off that group's
+    communicator, and then every rank of it has to take part, members or not. Here only the members
+    do: others may belong to another topology, or have failed.
+    """
+    device = default.bound_device_id
+    if device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device

@@ -1,0 +1,369 @@
+"""All groups that a program uses, opened together and closed together.
+
+Every rank first describes, line by line, the topology and the groups it is about to open, and
+the ranks compare descriptions through the store. Only then are communicators made, in the order
+of the list, each rank taking part in its own only. Nothing is kept outside the returned object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+
+import torch.distributed as dist
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.control.control import Control
+from pcomm.core.control.default import default_control
+from pcomm.core.control.rank_sets import spelled
+from pcomm.core.errors import PcommError, TopologyError, near_misses
+from pcomm.core.groups.closing import Closing
+from pcomm.core.groups.communicators import close_communicator, new_communicator
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.options import Granted, Rails, grant
+from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.groups.table import table_of_groups
+from pcomm.core.process import environment
+from pcomm.core.topology import Topology
+
+__all__ = ["Groups", "open_groups"]
+
+
+class Groups(Mapping[str | tuple[str, str], Group]):
+    """Groups by axes, or by axes and role: `groups["tp"]`, `groups["dp_cp", "gather"]`.
+
+    A context manager that closes the communicators it owns, in reverse order. Groups whose ranks,
+    role and options are all equal (such as `dp` and `dp_cp` when cp is 1) share a communicator.
+
+    Args:
+        groups: The groups of this rank.
+        owned: Communicators to close, in the order in which they were made.
+        topology: What the groups run along, where it is known.
+        closing: What ends before the communicators; that of `groups`.
+        control: By which the ranks that opened them together agree, where it is known.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        owned: Sequence[dist.ProcessGroup] = (),
+        topology: Topology | None = None,
+        closing: Closing | None = None,
+        control: Control | None = None,
+    ) -> None:
+        self.topology, self.control = topology, control
+        self._groups: dict[str | tuple[str, str], Group] = {}
+        for group in groups:
+            self._groups[group.name, group.role] = group
+            if not group.role:
+                self._groups[group.name] = group
+        self._owned = list(owned)
+        self._closing = Closing() if closing is None else closing
+
+    @classmethod
+    def from_process_groups(
+        cls, process_groups: Mapping[str | tuple[str, str], dist.ProcessGroup]
+    ) -> Groups:
+        """Groups around communicators that somebody else made and will close. Local.
+
+        For a Megatron-style collection pass its attributes by the names wanted here:
+        `Groups.from_process_groups({"tp": c.tp, ("dp_cp", "gather"): c.dp_cp_ag})`.
+        """
+        groups, closing = [], Closing()
+        for key, process_group in process_groups.items():
+            name, role = (key, "") if isinstance(key, str) else key
+            group = Group.from_process_group(name, process_group, role=role, closing=closing)
+            groups.append(group)
+        return cls(groups, closing=closing)
+
+    def __getitem__(self, key: str | tuple[str, str]) -> Group:
+        try:
+            return self._groups[key]
+        except KeyError:
+            raise self._missing(key) from None
+
+    def __iter__(self) -> Iterator[str | tuple[str, str]]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._groups
+
+    def explain(self) -> str:
+        """A table of this rank's groups: ranks, communicator, options asked and granted. Local."""
+        return table_of_groups(self._distinct())
+
+    def own(self, communicator: dist.ProcessGroup) -> None:
+        """Have `communicator` closed with these groups, before those that are there already."""
+        self._owned.append(communicator)
+
+    def before_close(self, call: Callable[[], object]) -> Callable[[], None]:
+        """Have `call` called when these groups close, while their communicators still work.
+
+        Local. The last one given is called first. What it raises is raised by `close`, after the
+        communicators are closed. It is kept until then with all that it refers to, so what may go
+        before the groups do should be referred to weakly.
+
+        Returns:
+            What takes `call` back; calling it again does nothing.
+        """
+        return self._closing.add(call)
+
+    def with_collectives(self, make: Callable[[Group], Collectives]) -> Groups:
+        """The same groups, whose operations go through what `make` returns for each. Local.
+
+        Both use the same communicators; closing one closes those of the other too.
+        """
+        others = [group.with_collectives(make(group)) for group in self._distinct()]
+        groups = Groups(others, topology=self.topology, control=self.control, closing=self._closing)
+        groups._owned = self._owned
+        return groups
+
+    def close(self) -> None:
+        """Close the communicators that these groups own, last opened first. Collective.
+
+        What stands on the groups ends first (see `before_close`), then the communicators and their
+        threads. Handles that somebody has kept raise `ClosedError` from then on. Calling it again
+        does nothing. Communicators that ended with torch.distributed need no closing, also where it
+        was begun again since, and those of others are left alone.
+        """
+        self._groups = {}
+        with contextlib.ExitStack() as last_first:
+            for communicator in self._owned:
+                last_first.callback(close_communicator, communicator)
+            for call in self._closing.take_all():
+                last_first.callback(call)
+            # In place: groups made by `with_collectives` hold the same list.
+            self._owned.clear()
+
+    def __enter__(self) -> Groups:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as problem:
+            if value is None:
+                raise
+            # What went wrong in the block is why closing went wrong.
+            value.add_note(f"closing the groups: {type(problem).__name__}: {problem}")
+
+    def _distinct(self) -> list[Group]:
+        return [group for key, group in self._groups.items() if isinstance(key, tuple)]
+
+    def _missing(self, key: str | tuple[str, str]) -> TopologyError:
+        name, role = (key, "") if isinstance(key, str) else key
+        known = [group.key for group in self._distinct()]
+        return TopologyError(
+            f"groups[{key!r}]",
+            found=f"open groups {known}",
+            why="Only groups named to open_groups have a communicator, and they are still open.",
+            fix=near_misses(f"{name}[{role}]" if role else name, known),
+        )
+
+
+def open_groups(
+    topology: Topology,
+    specs: Sequence[str | tuple[str, str] | GroupSpec],
+    *,
+    backend: str = "gloo",
+    timeout_s: float | None = None,
+    control: Control | None = None,
+) -> Groups:
+    """Open the groups that this rank belongs to. Collective: every rank of the topology calls it.
+
+    With one rank nothing is initialised and nothing needs to be. With more, torch.distributed
+    must be (see `pcomm.core.process.world.connect`). Failed ranks do not call it. Each call makes
+    communicators of its own; if one cannot be made, those made before it are closed.
+
+    Who calls it is what `control` says: its ranks, and the topology must be of exactly these.
+    Without one, all processes of torch.distributed call it, or, for a topology with an offset
+    above 0, its ranks alone. So the first ranks of a job open groups of their own with
+    `control=default_control(topology.ranks)`.
+
+    Args:
+        topology: Axes, sizes and order; its ranks that have not failed are those that call it.
+        specs: Groups by axes, `(axes, role)`, or `GroupSpec`. The order is the creation order.
+        backend: `"gloo"` or `"nccl"`.
+        timeout_s: Seconds to wait for other ranks; by default that of `control`, or
+            `PCOMM_TIMEOUT_S`.
+        control: By which the ranks that call it agree.
+
+    Raises:
+        ConfigError: A `PCOMM_*` variable cannot be used.
+        TopologyError: Unknown axes, a group named twice, or other ranks than those that call.
+        UnsupportedError: An option of a strict `CommOptions` is not granted.
+        PeerError: Another rank has one of these errors, or could not make a communicator.
+        DivergenceError: Ranks ask for different groups; names the first difference, on every rank.
+        PeerTimeoutError: A rank did not arrive.
+        FencedError: A newer generation than that of `control` has begun.
+    """
+    callers = _participants(topology) if control is None else control
+    error: PcommError | None = None
+    wanted: list[GroupSpec] = []
+    granted: list[Granted] = []
+    wait_s = environment.TIMEOUT_S.default if timeout_s is None else timeout_s
+    try:
+        environment.check()
+        wait_s = callers.wait_s(timeout_s)
+        _check_world(topology, callers, is_given=control is not None)
+        wanted = [_normalised(topology, spec) for spec in specs]
+        _check_distinct(wanted)
+        granted = [grant(spec.options, spec.backend or backend, group=spec.axes) for spec in wanted]
+    except PcommError as problem:
+        error = problem
+    lines = [f"topology {topology.describe()}", f"backend {backend}"]
+    rails = Rails()
+    lines += [spec.describe(rails) for spec in wanted]
+    agreement = callers.agree("open_groups", lines, error=error, timeout_s=wait_s)
+    opened: list[Group] = []
+    closing = Closing()
+    made: dict[tuple[object, ...], dist.ProcessGroup] = {}
+    failure: Exception | None = None
+    with contextlib.ExitStack() as undo:
+        undo.callback(lambda: Groups([], owned=list(made.values())).close())
+        try:
+            for spec, grants in zip(wanted, granted, strict=True):
+                group = _open(topology, spec, grants, callers, agreement, made, closing)
+                opened.append(group)
+        except Exception as problem:  # whatever the backend raises, the other ranks hear of it
+            failure = problem
+        # A communicator that is closed while a peer still connects to it is an error there, so
+        # nobody goes on before all are done.
+        callers.fail_together("open_groups: connecting", failure, timeout_s=wait_s)
+        undo.pop_all()
+    return Groups(
+        opened,
+        owned=list(made.values()),
+        topology=topology,
+        control=callers,
+        closing=closing,
+    )
+
+
+def _open(
+    topology: Topology,
+    spec: GroupSpec,
+    granted: Granted,
+    control: Control,
+    agreement: str,
+    made: dict[tuple[object, ...], dist.ProcessGroup],
+    closing: Closing,
+) -> Group:
+    """One group, whose communicator is found in `made` or added there."""
+    rank = control.rank
+    members = topology.members(rank, spec.axes)
+    own = control.among(members)
+    if len(members) == 1:
+        return Group(
+            spec.axes,
+            members,
+            None,
+            role=spec.role,
+            asked=spec.options.asked,
+            closing=closing,
+            control=own,
+        )
+    identity = (members, spec.role, spec.options, granted.backend)
+    if identity not in made:
+        # Only members create a group: at 100,000 ranks nobody can create all of them.
+        key = f"{spec.axes}:{spec.role}"
+        name = f"{agreement}/{key}/{members[0]}"
+        made[identity] = new_communicator(name, members, granted, description=f"pcomm:{key}")
+    return Group(
+        spec.axes,
+        members,
+        made[identity],
+        role=spec.role,
+        rank=members.index(rank),
+        asked=spec.options.asked,
+        granted=granted.fields,
+        refused=granted.refused,
+        closing=closing,
+        control=own,
+    )
+
+
+def _normalised(topology: Topology, spec: str | tuple[str, str] | GroupSpec) -> GroupSpec:
+    if isinstance(spec, str):
+        spec = GroupSpec(spec)
+    elif isinstance(spec, tuple):
+        spec = GroupSpec(*spec)
+    canonical = topology.canonical_name(spec.axes)
+    if canonical != spec.axes:
+        raise TopologyError(
+            f"open_groups: group {spec.axes!r}",
+            found=f"order {topology.order}, in which it is {canonical!r}",
+            why="A group has one name, its axes from the slowest to the fastest.",
+            fix=f"Ask for {canonical!r}.",
+        )
+    return spec
+
+
+def _check_distinct(specs: Sequence[GroupSpec]) -> None:
+    seen: dict[tuple[str, str], GroupSpec] = {}
+    for spec in specs:
+        other = seen.setdefault((spec.axes, spec.role), spec)
+        if other is not spec:
+            raise TopologyError(
+                f"open_groups: group {spec.axes!r} with role {spec.role!r}",
+                found=f"asked for twice, with {other.options.asked} and {spec.options.asked}",
+                why="Axes and role are the key under which a group is found.",
+                fix="Remove one, or give it a role of its own.",
+            )
+
+
+def _participants(topology: Topology) -> Control:
+    """By what the ranks agree that open groups together, where the caller does not say."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Control(None, (topology.offset,), topology.offset)
+    rank = dist.get_rank()
+    # Without an offset every process of the job is meant, also where the sizes do not multiply to
+    # their number: that is a mistake, and all of them have to hear of it.
+    called: Sequence[int] = topology.ranks if topology.offset else range(dist.get_world_size())
+    if topology.failed:
+        called = [r for r in called if r not in topology.failed]
+    if len(called) == 1 or rank not in called:
+        return Control(None, (rank,), rank)
+    return default_control(called)
+
+
+def _check_world(topology: Topology, callers: Control, *, is_given: bool) -> None:
+    """Make sure that the callers are the ranks of the topology, and that this is one of them."""
+    connected = dist.is_available() and dist.is_initialized()
+    size, rank = dist.get_world_size() if connected else 1, callers.rank
+    alive = tuple(r for r in topology.ranks if r not in topology.failed)
+    fix = (
+        "Start as many processes as the sizes multiply to (torchrun, or --ranks), "
+        "or change the sizes."
+    )
+    if is_given and alive != callers.ranks:
+        found = f"a control of ranks {spelled(callers.ranks)}"
+        fix = "Give control.among(...) of the ranks of this topology, or change its sizes."
+    elif connected and rank != dist.get_rank():
+        found = f"this is rank {dist.get_rank()} of torch.distributed, and {rank} of the control"
+        fix = "Make the control with the rank of torch.distributed."
+    elif not is_given and connected and size != topology.world_size and topology.offset == 0:
+        found = f"torch.distributed has {size} ranks"
+        fix += " If only some of the processes open it: control=default_control(topology.ranks)."
+    elif not connected and topology.world_size > 1:
+        found = "torch.distributed is not initialised, so there is one process"
+    elif rank not in alive:
+        found = f"this is rank {rank} of {size}"
+    else:
+        return
+    raise TopologyError(
+        f"open_groups: {topology.describe()}, ranks {topology.ranks[0]} to {topology.ranks[-1]}",
+        found=found,
+        why="Every rank of the topology is one process, and every process has a place in it.",
+        fix=fix,
+    )

@@ -1,0 +1,160 @@
+"""Pools and communicators without a GPU, with torch's semantics of registration.
+
+They are asymmetric, and that is why this file exists. Registering notes the pool first and its
+segments one by one after that; what is registered already passes. De-registering demands that the
+pool was noted and that each segment is registered. So registering twice is no error and
+de-registering twice is one, and a registration that fails half-way leaves the pool noted.
+
+Source: ProcessGroupNCCL.cpp and NCCLUtils.cpp of torch 2.13, read, not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from pcomm.core.groups.group import Group
+from pcomm.core.memory.pools.backend import Communicator
+
+__all__ = ["FakeCommunicator", "FakePool", "FakePools"]
+
+
+@dataclass
+class FakePool:
+    """Memory that is only numbers: address and bytes of each segment.
+
+    Storages are real ones with memory elsewhere, and have a place here for as long as they have
+    any.
+    """
+
+    number: int
+    segments: dict[int, int] = field(default_factory=dict)
+    _places: list[tuple[weakref.ref[torch.UntypedStorage], int, int]] = field(default_factory=list)
+
+    def allocate(self, num_bytes: int) -> int:
+        """Add a segment and return its address."""
+        address = (self.number + 1) << 48
+        for start, size in self.segments.items():
+            address = max(address, start + size)
+        self.segments[address] = num_bytes
+        return address
+
+    def place(self, storage: torch.UntypedStorage) -> int:
+        """The address of the first gap that is large enough, else of a new segment."""
+        num_bytes, kept = storage.nbytes(), []
+        for known in self._places:
+            other = known[0]()
+            if other is not None and other is not storage and other.nbytes():
+                kept.append(known)
+        address = self._gap(num_bytes, sorted((start, size) for _, start, size in kept))
+        if address is None:
+            address = self.allocate(num_bytes)
+        self._places = [*kept, (weakref.ref(storage), address, num_bytes)]
+        return address
+
+    def _gap(self, num_bytes: int, taken: list[tuple[int, int]]) -> int | None:
+        for segment, length in self.segments.items():
+            begin, end = segment, segment + length
+            for start, size in taken:
+                if segment <= start < end:
+                    if start - begin >= num_bytes:
+                        return begin
+                    begin = start + size
+            if end - begin >= num_bytes:
+                return begin
+        return None
+
+
+@dataclass
+class FakeCommunicator:
+    """What torch's `ProcessGroupNCCL` does with pools.
+
+    Args:
+        name: For errors and the log.
+        log: Calls of all communicators of a backend, in order.
+        is_ready: Whether it is initialised, and not yet closed.
+        refused: Addresses that NCCL cannot register.
+    """
+
+    name: str
+    log: list[str] = field(default_factory=list)
+    is_ready: bool = True
+    refused: Collection[int] = ()
+    pools: set[int] = field(default_factory=set)
+    segments: dict[int, int] = field(default_factory=dict)
+
+    def register_mem_pool(self, pool: FakePool, symm: bool = False) -> None:
+        """Note the pool, then register what is not registered yet."""
+        self._enter("register", pool)
+        self.pools.add(pool.number)
+        for address, num_bytes in pool.segments.items():
+            if address in self.segments:
+                continue
+            if address in self.refused:
+                raise RuntimeError(f"{self.name}: NCCL cannot register segment {address:#x}")
+            self.segments[address] = num_bytes
+
+    def deregister_mem_pool(self, pool: FakePool) -> None:
+        """Forget the pool, then each segment; the first that is missing is an error."""
+        self._enter("deregister", pool)
+        if pool.number not in self.pools:
+            raise RuntimeError(f"{self.name}: pool {pool.number} was not registered before")
+        self.pools.remove(pool.number)
+        for address in pool.segments:
+            if address not in self.segments:
+                raise RuntimeError(f"{self.name}: segment {address:#x} is not registered")
+            del self.segments[address]
+
+    def _enter(self, what: str, pool: FakePool) -> None:
+        self.log.append(f"{what} {pool.number} {self.name}")
+        if not self.is_ready:
+            raise RuntimeError(f"{self.name}: the communicator is not initialised")
+
+
+class FakePools:
+    """The `PoolBackend` of fakes: one communicator for each key of a group.
+
+    Attributes:
+        communicators: By key of the group; put one under two keys to have it shared.
+        log: Every call of register and deregister, in order.
+    """
+
+    def __init__(self) -> None:
+        self.communicators: dict[str, FakeCommunicator] = {}
+        self.log: list[str] = []
+        self._numbers = itertools.count()
+
+    def new_pool(self) -> FakePool:
+        """An empty pool."""
+        return FakePool(next(self._numbers))
+
+    def allocating(self, pool: FakePool) -> AbstractContextManager[FakePool]:
+        """The pool itself, whose `allocate` adds segments; storages get a place by `address`."""
+        return contextlib.nullcontext(pool)
+
+    def segments(self, pool: FakePool) -> tuple[tuple[int, int], ...]:
+        """Address and bytes of every segment, oldest first."""
+        return tuple(pool.segments.items())
+
+    def address(self, pool: FakePool, storage: torch.UntypedStorage) -> int:
+        """Where `storage` would lie if memory of CPUs could be had from a pool."""
+        return pool.place(storage)
+
+    def quiesce(self) -> None:
+        """There is no device to wait for."""
+
+    def communicator(self, group: Group) -> Communicator:
+        """That of the group's key, made when it is asked for first."""
+        made = self.communicators.setdefault(group.key, FakeCommunicator(group.key, log=self.log))
+        return Communicator(made.name, group.ranks, made)
+
+    def registered(self) -> Iterator[tuple[str, int]]:
+        """Name and address of all that is registered now."""
+        for communicator in {id(c): c for c in self.communicators.values()}.values():
+            yield from ((communicator.name, address) for address in communicator.segments)

@@ -1,0 +1,85 @@
+"""What the layers ask of a layout before they trust it, and the share of parameters it gives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.errors import LayoutError
+from pcomm.core.layout import Layout
+from pcomm.core.tensor_parallel.param_layout import ParamLayout, take_shard
+
+__all__ = ["check_ids", "check_partition", "check_rank_order", "first_position", "take_parameters"]
+
+
+def check_partition(layer: str, layout: Layout, collectives: Collectives) -> None:
+    """Refuse a layout over other ranks than the group's, or that holds a position twice or never.
+
+    Args:
+        layer: Who asks, for the message.
+        layout: Along which the layer is split.
+        collectives: Of the group that the layer runs on.
+    """
+    if layout.size != collectives.size:
+        raise LayoutError(
+            f"{layer}: a layout over {layout.size} ranks",
+            found=f"a group of {collectives.size}",
+            why="The layout names the share of every rank of the group.",
+            fix="Build the layout with the size of the group.",
+        )
+    if not layout.is_partition:
+        raise LayoutError(
+            f"{layer}: {layout.describe()}",
+            found="positions that several ranks hold, or none",
+            why="Sums over the ranks would count a position twice, or leave it out.",
+            fix="Use Layout.even, balanced or uneven, or sections of these.",
+        )
+
+
+def check_rank_order(layer: str, layout: Layout) -> None:
+    """Refuse a layout whose shares do not lie one after another in rank order."""
+    if not layout.is_contiguous:
+        raise LayoutError(
+            f"{layer}: {layout.describe()}",
+            found="shares that do not lie one after another in rank order",
+            why="Gathering joins shares in rank order, and an id is found from a rank's first.",
+            fix="Use Layout.even, balanced or uneven; of sections, keep the output split.",
+        )
+
+
+def first_position(layout: Layout, rank: int) -> int:
+    """The first position that `rank` holds of a layout in rank order."""
+    return sum(layout.sizes[:rank])
+
+
+def check_ids(layer: str, ids: Tensor, layout: Layout, *, ignored: int | None = None) -> None:
+    """Refuse ids outside the layout: no rank holds them, and a sum over ranks would hide it.
+
+    On the CPU it is an error here, on all ranks. Elsewhere looking would wait for the stream, so
+    torch asserts it on the device, as it does within `F.embedding`.
+    """
+    is_known = (ids >= 0) & (ids < layout.length)
+    if ignored is not None:
+        is_known |= ids == ignored
+    if not ids.is_cpu:
+        torch._assert_async(is_known.all())
+    elif not is_known.all():
+        raise LayoutError(
+            f"{layer}: ids {int(ids.min())} to {int(ids.max())}",
+            found=f"a layout of {layout.length} positions",
+            why="No rank holds an id outside the layout.",
+            fix="Check that the ids come from a tokenizer of this vocabulary.",
+        )
+
+
+def take_parameters(module: nn.Module, whole: nn.Module, rank: int) -> None:
+    """Give `module` this rank's share of the parameters of `whole`, by its placements."""
+    placements: dict[str, ParamLayout] = module.placements  # type: ignore[assignment]
+    for name, parameter in whole._parameters.items():
+        layout = placements[name].layout
+        if parameter is not None and layout is not None:
+            share = take_shard(parameter.detach(), layout, rank, dim=placements[name].dim)
+            # A copy, so that the whole parameter is freed.
+            parameter = nn.Parameter(share.clone(memory_format=torch.contiguous_format))
+        module.register_parameter(name, parameter)

@@ -1,0 +1,91 @@
+"""Borders between replicated and split activations, forward and backward.
+
+Inside a tensor-parallel layer a value is *replicated* (the same on all ranks, its loss counted
+once), *partial* (the ranks' values add up), or *split* (each rank has some tokens or columns).
+A border is a linear map, and its backward the transpose under that reading, which is again a
+border: they come in pairs, and so derivatives of any order are right.
+
+| border | forward | backward |
+|---|---|---|
+| `enter` replicated -> used by every rank | nothing | `leave` |
+| `leave` partial -> replicated | all-reduce | `enter` |
+| `gather_tokens` split -> used by every rank | all-gather | `scatter_tokens` |
+| `scatter_tokens` partial -> split | reduce-scatter | `gather_tokens` |
+| `gather_columns` split -> replicated | all-gather | `split_columns` |
+| `split_columns` replicated -> split | own part | `gather_columns` |
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022.
+"""
+
+# Shape suffixes: T tokens, D columns; x_t is one rank's share of x_T.
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pcomm.core.collectives.adjoint import with_adjoint
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.layout import Layout
+from pcomm.core.tensor_parallel.checks import check_rank_order
+from pcomm.core.tensor_parallel.param_layout import take_shard
+
+__all__ = [
+    "enter",
+    "gather_columns",
+    "gather_tokens",
+    "leave",
+    "scatter_tokens",
+    "split_columns",
+]
+
+
+def enter(x: Tensor, collectives: Collectives) -> Tensor:
+    """`x`, replicated, into a computation that every rank does in part. Collective in backward."""
+    return with_adjoint(x, lambda x: x, lambda gradient: leave(gradient, collectives))
+
+
+def leave(x: Tensor, collectives: Collectives) -> Tensor:
+    """The sum of the ranks' partial results, replicated. Collective in forward."""
+    return with_adjoint(x, collectives.all_reduce, lambda gradient: enter(gradient, collectives))
+
+
+def gather_tokens(x_tD: Tensor, collectives: Collectives) -> Tensor:
+    """All tokens `[T, D]` from each rank's share `[T / size, D]`. Collective both ways."""
+    return with_adjoint(
+        x_tD, collectives.all_gather, lambda gradient: scatter_tokens(gradient, collectives)
+    )
+
+
+def scatter_tokens(x_TD: Tensor, collectives: Collectives) -> Tensor:
+    """This rank's tokens of the sum of partial results. Collective both ways."""
+    return with_adjoint(
+        x_TD, collectives.reduce_scatter, lambda gradient: gather_tokens(gradient, collectives)
+    )
+
+
+def gather_columns(x: Tensor, layout: Layout, collectives: Collectives) -> Tensor:
+    """All columns, replicated, from each rank's part by `layout`. Collective in forward.
+
+    Raises:
+        LayoutError: The layout's parts do not lie in rank order.
+    """
+    check_rank_order("gather_columns", layout)
+    return with_adjoint(
+        x,
+        lambda x: collectives.all_gather(x, dim=-1, sizes=layout.sizes),
+        lambda gradient: split_columns(gradient, layout, collectives),
+    )
+
+
+def split_columns(x: Tensor, layout: Layout, collectives: Collectives) -> Tensor:
+    """This rank's columns, by `layout`, of replicated ones. Collective in backward.
+
+    Raises:
+        LayoutError: The layout's parts do not lie in rank order.
+    """
+    check_rank_order("split_columns", layout)
+    return with_adjoint(
+        x,
+        lambda x: take_shard(x, layout, collectives.rank, dim=-1),
+        lambda gradient: gather_columns(gradient, layout, collectives),
+    )

@@ -1,0 +1,132 @@
+"""Whether a second communicator pays, found out by trying both."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from pcomm.core.groups.group import Group
+
+__all__ = ["Separation", "measure_separation"]
+
+_ROUNDS = 5
+_LEAST_GAIN = 0.03
+# Enough to be mostly bandwidth, so that a large model does not make the start slow.
+_MOST_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Separation:
+    """What was measured for one pair of groups, the same on all ranks.
+
+    Args:
+        gather: The gather group.
+        reduce: The reduce group.
+        gather_s: Seconds of a gather alone.
+        reduce_s: Seconds of a reduce alone.
+        shared_s: Seconds of both at once on the gather group's communicator.
+        separate_s: Seconds of both at once, each on its own.
+        extra_bytes: Device memory that the second communicator took; None where it cannot be seen,
+            as on the CPU.
+    """
+
+    gather: str
+    reduce: str
+    gather_s: float
+    reduce_s: float
+    shared_s: float
+    separate_s: float
+    extra_bytes: int | None
+
+    @property
+    def gain(self) -> float:
+        """Part of the shared time that separation saves; negative if it takes longer."""
+        return 1 - self.separate_s / self.shared_s
+
+    @property
+    def pays(self) -> bool:
+        """Whether it saves at least 3 %."""
+        return self.gain >= _LEAST_GAIN
+
+    def describe(self) -> str:
+        """One line for a report."""
+        alone = f"gather {self.gather_s * 1e3:.2f} ms, reduce {self.reduce_s * 1e3:.2f} ms"
+        both = f"both {self.shared_s * 1e3:.2f} ms shared, {self.separate_s * 1e3:.2f} ms separate"
+        memory = "unknown" if self.extra_bytes is None else f"{self.extra_bytes / 2**20:.0f} MiB"
+        choice = "separate" if self.pays else "shared"
+        return (
+            f"{self.gather} and {self.reduce}: {alone}; {both}: gain {self.gain:.1%}, "
+            f"extra memory {memory}; {choice}"
+        )
+
+
+def measure_separation(
+    gather: Group,
+    reduce: Group,
+    *,
+    num_elements: int,
+    gather_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    device: torch.device,
+) -> Separation:
+    """Time a gather and a reduce, alone and together, on one and on two communicators.
+
+    Collective over both groups, which have the same ranks. Cases are interleaved, each is the
+    median of five rounds, and of the ranks the slowest counts. A few milliseconds to a few hundred.
+
+    Args:
+        gather: The gather group.
+        reduce: The reduce group.
+        num_elements: Of a buffer of all shares; large ones are cut.
+        gather_dtype: Of what is gathered.
+        reduce_dtype: Of what is reduced.
+        device: Where buffers are.
+    """
+    size = gather.size
+    most = _MOST_BYTES // max(gather_dtype.itemsize, reduce_dtype.itemsize)
+    share = max(1, min(num_elements, most) // size)
+    part = torch.zeros(share, dtype=gather_dtype, device=device)
+    whole = torch.zeros(share * size, dtype=gather_dtype, device=device)
+    gradient = torch.zeros(share * size, dtype=reduce_dtype, device=device)
+
+    def run(gathers: Group | None, reduces: Group | None) -> float:
+        _synchronise(device)
+        gather.collectives.all_reduce(torch.zeros(1, device=device))
+        # On a GPU the ranks have only been asked to meet by then; if the clock ran already, every
+        # case would carry the same wait, and separation would seem to save less than it does.
+        _synchronise(device)
+        start = time.perf_counter()
+        pending = []
+        if reduces is not None:
+            pending.append(reduces.collectives.reduce_scatter_async(gradient))
+        if gathers is not None:
+            pending.append(gathers.collectives.all_gather_async(part, out=whole))
+        for one in pending:
+            one.wait()
+        _synchronise(device)
+        return time.perf_counter() - start
+
+    run(gather, gather)
+    before = _free_bytes(device)
+    run(gather, reduce)
+    after = _free_bytes(device)
+    cases = [(gather, None), (None, reduce), (gather, gather), (gather, reduce)]
+    times = [[run(*case) for case in cases] for _ in range(_ROUNDS)]
+    medians = [statistics.median(column) for column in zip(*times, strict=True)]
+    slowest = torch.tensor(medians, dtype=torch.float64, device=device)
+    gather.collectives.all_reduce(slowest, op="max", out=slowest)
+    extra = None if before is None or after is None else max(0, before - after)
+    gather_s, reduce_s, shared_s, separate_s = slowest.tolist()
+    return Separation(gather.key, reduce.key, gather_s, reduce_s, shared_s, separate_s, extra)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

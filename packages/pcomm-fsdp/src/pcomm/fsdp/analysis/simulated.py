@@ -1,0 +1,228 @@
+"""A schedule as a program for `pcomm.core.simulate`: the same steps, in virtual time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pcomm.core.errors import ConfigError
+from pcomm.core.groups.group import Group
+from pcomm.core.simulate.task import Kind, Task
+from pcomm.core.trace.event import COMPUTE, Event, queue_of
+from pcomm.fsdp.plan.group_plan import GroupPlan
+from pcomm.fsdp.runtime.schedule import Phase, Schedule
+
+__all__ = ["Costs", "program", "queues_of", "stretches"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that units compute, for each of their uses, without the units inside them.
+
+    Args:
+        forward_s: By unit.
+        backward_s: By unit.
+    """
+
+    forward_s: Mapping[str, float]
+    backward_s: Mapping[str, float]
+
+    @classmethod
+    def even(cls, schedule: Schedule, *, forward_s: float, backward_s: float) -> Costs:
+        """The time of a whole micro-batch, divided evenly over the uses of units."""
+        uses = [step for step in schedule.steps if step.kind == "use"]
+        names = {step.name for step in uses}
+        numbers = Counter(step.phase for step in uses)
+        return cls(
+            dict.fromkeys(names, forward_s / max(1, numbers["forward"])),
+            dict.fromkeys(names, backward_s / max(1, numbers["backward"])),
+        )
+
+    @classmethod
+    def from_events(cls, events: Iterable[Event], schedule: Schedule, micro_batches: int) -> Costs:
+        """Means of what `Sharded.recording` records over so many micro-batches.
+
+        Args:
+            events: Also others; those named `forward UNIT` and `backward UNIT` count.
+            schedule: Says how often each unit is used.
+            micro_batches: That were recorded.
+        """
+        total: dict[tuple[str, str], float] = {}
+        for event in events:
+            phase, _, unit = event.operation.partition(" ")
+            if event.queue == COMPUTE:
+                total[phase, unit] = total.get((phase, unit), 0.0) + event.seconds
+        uses = Counter((step.phase, step.name) for step in schedule.steps if step.kind == "use")
+        forward_s, backward_s = (
+            {
+                unit: total[of, unit] / (number * micro_batches)
+                for (of, unit), number in uses.items()
+                if of == phase and (of, unit) in total
+            }
+            for phase in ("forward", "backward")
+        )
+        return cls(forward_s, backward_s)
+
+    def of(self, unit: str, phase: Phase) -> float:
+        """Seconds of one use.
+
+        Raises:
+            ConfigError: The unit has none.
+        """
+        known = self.forward_s if phase == "forward" else self.backward_s
+        if unit not in known:
+            raise ConfigError(
+                f"Costs: {phase} of unit {unit!r}",
+                found=f"seconds of {len(known)} other units",
+                why="A unit without a time would look as if communication behind it were exposed.",
+                fix="Give every unit its seconds, 0 for one that computes nothing itself.",
+            )
+        return known[unit]
+
+
+def stretches(schedule: Schedule, costs: Costs) -> dict[int, float]:
+    """Seconds of computing after each use and done, by the place of that step.
+
+    The innermost unit computes. Its seconds are divided evenly over the stretches that other units
+    inside it leave.
+    """
+    open_uses: list[tuple[int, str]] = []
+    user: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for place, step in enumerate(schedule.steps):
+        if step.kind == "use":
+            open_uses.append((place, step.name))
+            seconds[place] = costs.of(step.name, step.phase)
+        elif step.kind == "done":
+            for at in range(len(open_uses) - 1, -1, -1):
+                if open_uses[at][1] == step.name:
+                    del open_uses[at]
+                    break
+        if step.kind in ("use", "done") and open_uses:
+            user[place] = open_uses[-1][0]
+    shares = Counter(user.values())
+    return {place: seconds[use] / shares[use] for place, use in user.items()}
+
+
+def queues_of(plans: Iterable[GroupPlan]) -> dict[str, str]:
+    """The queue of every group, by its key; groups that share a communicator share a queue."""
+    by_communicator: dict[int, str] = {}
+    queues: dict[str, str] = {}
+    for plan in plans:
+        for group in (plan.gather, plan.reduce, plan.replicate):
+            if group is not None:
+                own = queue_of(group.name, group.role)
+                if group.process_group is not None:
+                    own = by_communicator.setdefault(id(group.process_group), own)
+                queues.setdefault(group.key, own)
+    return queues
+
+
+def program(
+    schedules: Sequence[Schedule],
+    plans: Sequence[GroupPlan],
+    costs: Costs,
+    *,
+    num_shards: int | Mapping[str, int] | None = None,
+) -> list[Task]:
+    """What one rank does in a step, as tasks for `pcomm.core.simulate`. Local.
+
+    A collective is issued when all that comes before it in the schedule has been computed and
+    waited for: a host that computes itself is there only then, and on a GPU its stream waits for
+    that of the computation. Copies and sums on the rank itself take no time.
+
+    Tasks are named as steps are: `forward gather blocks.0`, `backward blocks.0`,
+    `backward reduce blocks.0`; a second one of a name has ` (2)` behind it.
+
+    Args:
+        schedules: Of each micro-batch of the step, in order.
+        plans: Of all parameter groups; their groups name the queues, as `dp:gather`.
+        costs: Seconds of computing.
+        num_shards: Predict for so many ranks in each gather and reduce group instead of those of
+            the plans; padding stays as it is. With scopes, a number for each by its name, `""` for
+            the model's own; those left out stay as they are.
+
+    Returns:
+        The tasks of every rank that has these plans; `dict.fromkeys(ranks, tasks)` runs them.
+
+    Raises:
+        ConfigError: One number for several scopes.
+    """
+    scopes = dict.fromkeys(plan.scope for plan in plans)
+    if isinstance(num_shards, int):
+        if len(scopes) > 1:
+            raise _ambiguous(num_shards, list(scopes))
+        num_shards = dict.fromkeys(scopes, num_shards)
+    writer = _Writer(plans, num_shards or {})
+    for schedule in schedules:
+        seconds = stretches(schedule, costs)
+        for place, step in enumerate(schedule.steps):
+            if step.is_anchor:
+                if step.kind == "use" or seconds.get(place):
+                    unit = step.name if step.kind == "use" else f"after {step.name}"
+                    writer.compute(f"{step.phase} {unit}", seconds[place])
+            elif step.is_blocking:
+                writer.wait(step.name)
+            elif step.kind != "release":
+                writer.issue(step.kind, step.phase, step.name)
+    return writer.tasks
+
+
+class _Writer:
+    """Writes tasks, and keeps what the rank has waited for."""
+
+    def __init__(self, plans: Sequence[GroupPlan], num_shards: Mapping[str, int]) -> None:
+        self.tasks: list[Task] = []
+        self._plans = {plan.name: plan for plan in plans}
+        self._queues = queues_of(plans)
+        self._num_shards = num_shards
+        self._before: tuple[str, ...] = ()
+        self._on_the_way: dict[str, str] = {}
+        self._count: Counter[str] = Counter()
+
+    def compute(self, name: str, seconds: float) -> None:
+        name = self._unique(name)
+        self.tasks.append(Task(name, COMPUTE, "compute", seconds=seconds, after=self._before))
+        self._before = (name,)
+
+    def issue(self, kind: str, phase: Phase, name: str) -> None:
+        plan = self._plans[name]
+        group, is_alone = self._group(plan, kind)
+        if is_alone:
+            return
+        share = plan.layout.length / self._num_shards.get(plan.scope, plan.gather.size)
+        task = self._unique(f"{phase} {kind} {name}")
+        queue = self._queues[group.key]
+        operation: Kind = "all_reduce"
+        size = share * plan.main_dtype.itemsize
+        if kind == "gather":
+            operation, size = "all_gather", share * plan.param_dtype.itemsize
+        elif kind == "reduce":
+            operation, size = "reduce_scatter", plan.layout.length * plan.reduce_dtype.itemsize
+        self.tasks.append(Task(task, queue, operation, num_bytes=size, after=self._before))
+        self._on_the_way[name] = task
+
+    def wait(self, name: str) -> None:
+        if name in self._on_the_way:
+            self._before += (self._on_the_way.pop(name),)
+
+    def _group(self, plan: GroupPlan, kind: str) -> tuple[Group, bool]:
+        if kind == "replicate":
+            assert plan.replicate is not None
+            return plan.replicate, False
+        group = plan.gather if kind == "gather" else plan.reduce
+        return group, self._num_shards.get(plan.scope, group.size) == 1
+
+    def _unique(self, name: str) -> str:
+        self._count[name] += 1
+        return name if self._count[name] == 1 else f"{name} ({self._count[name]})"
+
+
+def _ambiguous(num_shards: int, scopes: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"program(num_shards={num_shards})",
+        found=f"parameters of {len(scopes)} scopes: {', '.join(map(repr, scopes))}",
+        why="The groups of a scope, such as those of experts, have another number of ranks.",
+        fix=f"Give one for each, such as num_shards={{{scopes[0]!r}: {num_shards}, ...}}.",
+    )

@@ -1,0 +1,224 @@
+"""Mistakes that can be seen before anything is sharded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from pcomm.core.errors import ConfigError, TopologyError
+from pcomm.fsdp.settings.roles import Roles
+
+__all__ = [
+    "check_entry_points",
+    "check_memory",
+    "check_no_hooks",
+    "check_no_optimizer",
+    "check_not_sharded",
+    "check_plain",
+    "check_roles",
+    "device_of",
+]
+
+
+def check_roles(scope: str, roles: Roles) -> None:
+    """Gather and reduce have the same ranks; replicas lie across them. Local.
+
+    Raises:
+        TopologyError: They do not.
+    """
+    name = f"fully_shard: scope {scope!r}" if scope else "fully_shard"
+    if roles.gather.ranks != roles.reduce.ranks:
+        raise TopologyError(
+            f"{name}: gather {roles.gather.key}, reduce {roles.reduce.key}",
+            found=f"ranks {list(roles.gather.ranks)} and {list(roles.reduce.ranks)}",
+            why="Each rank gathers from the shards whose gradients the same ranks reduce.",
+            fix="Open both along the same axes, with different roles.",
+        )
+    outer = roles.replicate
+    if outer is not None:
+        mine = roles.gather.ranks[roles.gather.rank]
+        if set(outer.ranks) & set(roles.gather.ranks) != {mine}:
+            raise TopologyError(
+                f"{name}: gather {roles.gather.key}, replicate {outer.key}",
+                found=f"ranks {list(roles.gather.ranks)} and {list(outer.ranks)}",
+                why="Replicas hold the same shard, so this rank alone is in both groups.",
+                fix="Open the replicate group along an axis that the gather group does not have.",
+            )
+
+
+def check_entry_points(model: nn.Module, names: Sequence[str]) -> None:
+    """The model has methods of these names. Local.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    for name in names:
+        if not callable(getattr(model, name, None)):
+            raise ConfigError(
+                f"fully_shard: entry point {name!r}",
+                found=f"{type(model).__name__} has no such method",
+                why="Parameters are gathered when one of the model's entry points is called.",
+                fix="Name methods of the model that compute its output or its loss.",
+            )
+
+
+def check_not_sharded(parameters: Mapping[str, nn.Parameter]) -> None:
+    """No parameter is a shard already. Local.
+
+    Raises:
+        ConfigError: One is.
+    """
+    for name, parameter in parameters.items():
+        if hasattr(parameter, "is_pcomm_shard"):
+            raise ConfigError(
+                f"fully_shard: parameter {name!r}",
+                found=f"a shard of shape {tuple(parameter.shape)}",
+                why="The model, or a part of it, has been sharded before.",
+                fix="Shard the whole model once; parts of it are `units`.",
+            )
+
+
+def check_plain(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Every parameter is a dense tensor of this rank's. Local.
+
+    Raises:
+        ConfigError: One is a DTensor, or another kind of tensor that flat memory cannot hold.
+    """
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"fully_shard: parameter {name!r}",
+                found=f"a DTensor with placements {list(parameter.placements)}",
+                why="Parameters become views of a flat buffer, which knows nothing of a mesh.",
+                fix="Shard with the layers of pcomm.core.tensor_parallel, which hold plain "
+                "tensors, or leave DTensors to torch's fully_shard.",
+            )
+        if parameter.layout != torch.strided:
+            raise ConfigError(
+                f"fully_shard: parameter {name!r}",
+                found=f"layout {parameter.layout}",
+                why="Parameters become views of a flat buffer of dense memory.",
+                fix="Keep what is not dense in a buffer, or make it dense.",
+            )
+
+
+def check_no_optimizer(parameters: Mapping[str, nn.Parameter]) -> None:
+    """No optimizer holds a parameter that is about to be sharded. Local.
+
+    Raises:
+        ConfigError: One does; its step would change tensors that the model no longer has.
+    """
+    by_id = {id(parameter): name for name, parameter in parameters.items()}
+    for thing in gc.get_objects():
+        # By type, since isinstance would run code of lazy objects.
+        if not issubclass(type(thing), Optimizer) or not hasattr(thing, "param_groups"):
+            continue
+        for group in thing.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in by_id:
+                    raise ConfigError(
+                        f"fully_shard: parameter {by_id[id(parameter)]!r}",
+                        found=f"an optimizer of type {type(thing).__name__} that holds it",
+                        why="Its steps would change tensors that the model no longer uses.",
+                        fix="Shard first, then make the optimizer of sharded.parameters().",
+                    )
+
+
+def check_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """No parameter has a hook of autograd's. Local.
+
+    Raises:
+        ConfigError: One has; it would stay with a tensor that the model no longer has.
+    """
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"fully_shard: parameter {name!r}",
+                found="a hook of autograd's on it",
+                why="The gathered parameter takes its place, and the hook would never be called.",
+                fix="Change gradients after backward, or register the hook inside forward.",
+            )
+
+
+def check_memory(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Parameters share no memory with each other, nor with what else a module holds. Local.
+
+    Raises:
+        ConfigError: Two do; changes of one would no longer be seen by the other.
+    """
+    end, owner = 0, ""
+    ranges = [(*_extent(p), name) for name, p in parameters.items() if p.numel() and not p.is_meta]
+    for begin, stop, name in sorted(ranges):
+        if begin < end:
+            raise _shared(name, f"parameter {owner!r}")
+        end, owner = stop, name
+    storages = {
+        p.untyped_storage().data_ptr(): name for name, p in parameters.items() if not p.is_meta
+    }
+    ids = {id(parameter): name for name, parameter in parameters.items()}
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            # Its list of weights is made again in a forward that finds others.
+            continue
+        for attribute, value in vars(module).items():
+            if attribute == "_parameters":
+                continue
+            for leaf in tree_leaves(value):
+                if not isinstance(leaf, Tensor):
+                    continue
+                found = ids.get(id(leaf))
+                if found is None and leaf.numel() and leaf.layout == torch.strided:
+                    place = 0 if leaf.is_meta else leaf.untyped_storage().data_ptr()
+                    found = storages.get(place)
+                if found is not None:
+                    raise _shared(found, f"{attribute} of module {module_name or '(root)'!r}")
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """First address of a tensor's memory, and the one after its last."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize
+
+
+def _shared(name: str, other: str) -> ConfigError:
+    return ConfigError(
+        f"fully_shard: parameter {name!r}",
+        found=f"{other} lies in the same memory",
+        why="Each becomes a part of a flat buffer of its own, and no longer follows the other.",
+        fix="Tie modules by one Parameter object; compute views of it inside forward; or clone.",
+    )
+
+
+def device_of(
+    parameters: Mapping[str, nn.Parameter], device: torch.device | str | None
+) -> torch.device:
+    """The one device of all parameters, or `device` for those on the meta device. Local.
+
+    Raises:
+        ConfigError: They are on several, not on `device`, or on meta without a device to go to.
+    """
+    found: dict[torch.device, str] = {}
+    for name, parameter in parameters.items():
+        found.setdefault(parameter.device, name)
+    real = [place for place in found if place.type != "meta"]
+    device = None if device is None else torch.device(device)
+    if device is not None and device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if not found:
+        return device or torch.device("cpu")
+    target = device or (real[0] if len(real) == len(found) else None)
+    if target is None or any(place != target for place in real):
+        where = ", ".join(f"{name!r} on {place}" for place, name in found.items())
+        raise ConfigError(
+            f"fully_shard: device {'of the parameters' if device is None else device}",
+            found=where,
+            why="A flat buffer lies on one device, and the meta device holds no numbers.",
+            fix="Move the model to one device first; for a meta model pass device= as well.",
+        )
+    return target

@@ -1,0 +1,1 @@
+"""What happens while a sharded model runs: hooks, the schedule, buffers and collectives."""

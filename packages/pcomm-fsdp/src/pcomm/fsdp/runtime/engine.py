@@ -1,0 +1,384 @@
+"""Runs the schedule: turns what modules do into collectives at the right moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pcomm.core.errors import ConfigError, PcommError, PeerError
+from pcomm.fsdp.analysis.compute_recorder import ComputeRecorder
+from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.memory.buffer_pool import BufferPool
+from pcomm.fsdp.plan.units import ROOT
+from pcomm.fsdp.runtime.departures import Departures
+from pcomm.fsdp.runtime.flat_group import FlatGroup
+from pcomm.fsdp.runtime.forward_pass import ForwardPass
+from pcomm.fsdp.runtime.local_group import LocalGroup
+from pcomm.fsdp.runtime.peers import Peers
+from pcomm.fsdp.runtime.schedule import Mark, Owed, Phase, Schedule, Step
+from pcomm.fsdp.runtime.stepper import Stepper
+from pcomm.fsdp.runtime.unit import Unit
+from pcomm.fsdp.settings.policy import CommPolicy
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """The state of one sharded model between and within micro-batches.
+
+    Hooks tell it what modules do. A micro-batch is a forward, with its backward if that follows
+    before the next forward; or a backward alone, of a forward further back. What it has never done
+    is gathered on demand and recorded; what it has done before is replayed from a schedule.
+
+    It owns what the model was sharded into, until it is closed.
+
+    Args:
+        units: All units that communicate or convert, the root first.
+        groups: All parameter groups, those of one rank too.
+        policy: Depths.
+        peers: The ranks that take part.
+        reuse: Gradient buffers, to be freed at the end of a step.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        groups: Sequence[FlatGroup | LocalGroup],
+        policy: CommPolicy,
+        peers: Peers,
+        reuse: BufferPool,
+    ) -> None:
+        self.units = {unit.name: unit for unit in units}
+        self.is_last = True
+        self.phase: Phase | None = None
+        self.current = ForwardPass(0)
+        self.depth = 0
+        self.num_backwards = 0
+        self.issued: Counter[str] = Counter()
+        self.stretches: ComputeRecorder | None = None
+        self._peers, self._reuse = peers, reuse
+        self._all_groups = tuple(groups)
+        self._groups = {group.plan.name: group for unit in units for group in unit.groups}
+        plans = [group.plan for group in self._groups.values()]
+        departures = Departures(peers.groups, self._raise_if_heard)
+        self._stepper = Stepper(plans, policy, departures)
+        self._recomputed = ForwardPass(0)
+        self._entered: set[ForwardPass] = set()
+        self._in_backward: list[Unit] = []
+        # Forwards up to this one were part of a micro-batch that was given up.
+        self._last_given_up = 0
+        self._failure = ""
+        self._num_recoveries = 0
+        self._is_broken = False
+        self._endings: list[Callable[[], object]] = []
+        self.is_closed = False
+
+    # -- what hooks report -----------------------------------------------------------------
+
+    def begin(self, entry_point: str) -> None:
+        """A forward of the model begins."""
+        if self.phase == "backward":
+            self._stop("the step before ended with an error in backward")
+        if self._failure:
+            self._recover()
+        elif self.phase is not None:
+            # That forward had gradients, and its backward comes later or never.
+            self._end("forward")
+        grad = torch.is_grad_enabled()
+        for group in self._groups.values():
+            group.check(trains=grad)
+        versions = tuple(group.version for group in self._groups.values())
+        self.current = ForwardPass(self.current.token + 1, versions)
+        self._begin("forward", f"{entry_point} {'train' if grad else 'eval'}")
+
+    def use(self, unit: Unit, phase: Phase) -> None:
+        """A unit's module is about to compute."""
+        self._mark(Mark("use", unit.name, phase))
+        if phase == "backward":
+            unit.is_in_backward = True
+            self._in_backward.append(unit)
+
+    def done(self, unit: Unit, phase: Phase) -> None:
+        """A unit's module has computed."""
+        if phase == "backward":
+            unit.is_in_backward = False
+            unit.passes.clear()
+            self._in_backward.remove(unit)
+        self._mark(Mark("done", unit.name, phase))
+
+    def end_forward(self, has_graph: bool) -> None:
+        """The model's forward has ended; `has_graph` if a backward can follow."""
+        if not has_graph:
+            self._end("forward")
+
+    def begin_backward(self, forward: ForwardPass) -> bool:
+        """A gradient has reached an output of a unit; true for the first one of a backward.
+
+        Args:
+            forward: The forward that the output is of.
+
+        Raises:
+            ConfigError: That forward has had its backward, or was given up, or weights have changed
+                since.
+        """
+        if forward in self._entered:
+            return False
+        if self.is_closed:
+            raise refusals.closed("backward of a sharded model")
+        if self.depth:
+            raise _within_forward()
+        if forward.is_over or forward.token <= self._last_given_up:
+            raise _over()
+        if forward.versions != tuple(group.version for group in self._groups.values()):
+            raise _changed_weights()
+        self._entered.add(forward)
+        if self.phase == "backward":
+            # One loss of several forwards.
+            return False
+        if self.phase is None:
+            self._begin("backward", "backward")
+        else:
+            self._stepper.set_last(self.is_last)
+        self.phase = "backward"
+        self.num_backwards += 1
+        self._recomputed = ForwardPass(0)
+        return True
+
+    def watched_by(self, unit: Unit) -> ForwardPass | None:
+        """The forward that is to learn when backward passes what `unit` computes now.
+
+        None for what is computed again for a graph that is there already.
+        """
+        if self.phase == "forward":
+            return self.current
+        if any(unit.name in forward.watched for forward in (*self._entered, self._recomputed)):
+            return None
+        # Under a reentrant checkpoint there was no graph before.
+        unit.passes.add(self._recomputed)
+        return self._recomputed
+
+    def end_backward(self) -> None:
+        """Autograd has finished."""
+        for unit in reversed(list(self._in_backward)):
+            self.done(unit, "backward")
+        self._end("backward")
+
+    def fail(self, error: BaseException) -> None:
+        """The model's forward or backward raised: tell the others, and be ready for another step.
+
+        If every rank raised at the same place, such as for a batch that all of them refuse, the
+        next step goes on. If not, it is an error on all ranks.
+        """
+        self._stop(f"{type(error).__name__}: {error}")
+
+    def heard(self) -> str | None:
+        """What a rank said that failed since all ranks last went on together.
+
+        Not in this micro-batch alone: with gradients that are reduced once a step, a rank may have
+        gone on to the next one before it needs the rank that failed.
+
+        Raises:
+            DivergenceError: A rank does something else than this one.
+        """
+        message = self._peers.heard(round_number=self._num_recoveries)
+        if message is None:
+            self._stepper.check_peers()
+        return message
+
+    # -- ownership -------------------------------------------------------------------------
+
+    @property
+    def all_groups(self) -> tuple[FlatGroup | LocalGroup, ...]:
+        """All parameter groups.
+
+        Raises:
+            ClosedError: The model was closed.
+        """
+        if self.is_closed:
+            raise refusals.closed("a part of a sharded model")
+        return self._all_groups
+
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Have `call` called when this closes."""
+        self._endings.append(call)
+
+    def close(self) -> None:
+        """Take the model off its groups, and let go of everything. Local.
+
+        The model keeps this rank's parts as parameters, and refuses to compute. Collectives that
+        are on their way are not waited for: a peer may never join them. Calling it again does
+        nothing.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        endings, self._endings = self._endings[::-1], []
+        for call in endings:
+            call()
+        for group in self._all_groups:
+            group.close()
+        self._reuse.clear()
+        self.phase, self.depth, self.stretches = None, 0, None
+        self.units, self._groups, self._all_groups = {}, {}, ()
+        self._in_backward.clear()
+        self._entered.clear()
+        self._peers = Peers([])
+        self._stepper.close()
+
+    # -- schedules -------------------------------------------------------------------------
+
+    def schedule(
+        self, *, is_last: bool, gathered: frozenset[str] | None = None, owed: Owed | None = None
+    ) -> Schedule | None:
+        """The schedule of the next micro-batch if it trains as the last one that did. Local.
+
+        Args:
+            is_last: Whether it is the last one of its step.
+            gathered: What is gathered before it; None for what is now.
+            owed: What earlier ones have left to it; None for what they have now.
+        """
+        trace = self._stepper.last_training
+        if trace is None:
+            return None
+        return self._stepper.schedule(trace, is_last=is_last, gathered=gathered, owed=owed)
+
+    def unused(self) -> list[str]:
+        """Units that took part in no micro-batch of late. Local."""
+        seen = self._stepper.seen
+        return [name for name, unit in self.units.items() if unit.groups and name not in seen]
+
+    def invalidate(self) -> None:
+        """The shards have changed: gather before the next use."""
+        self._stepper.invalidate()
+
+    def forget_gradients(self) -> None:
+        """The gradients of earlier micro-batches were dropped."""
+        self._stepper.forget_gradients()
+
+    # -- execution -------------------------------------------------------------------------
+
+    def _begin(self, phase: Phase, context: str) -> None:
+        self.phase = phase
+        for unit in self.units.values():
+            unit.begin()
+        self._stepper.begin(context, is_last=self.is_last)
+
+    def _mark(self, mark: Mark) -> None:
+        if self.stretches is not None:
+            self.stretches.pause(mark)
+        try:
+            for step in self._stepper.steps_for(mark):
+                self._do(step)
+            if self.stretches is not None:
+                self.stretches.resume()
+        except PcommError as error:
+            # Out of forward the entry point says so; backward has no one else who would.
+            if self.phase == "backward":
+                self.fail(error)
+            raise
+
+    def _do(self, step: Step) -> None:
+        kind = step.kind
+        if kind == "use":
+            for group in self.units[step.name].groups:
+                group.attach()
+                if step.phase == "backward":
+                    group.expect_gradients()
+        elif kind not in ("done", "end"):
+            group = self._groups[step.name]
+            if kind in ("gather", "reduce", "replicate"):
+                self.issued[kind] += 1
+            getattr(group, kind)()
+            if kind == "release":
+                group.leave()
+
+    def _end(self, phase: Phase) -> None:
+        self._mark(Mark("end", ROOT, phase))
+        self._stepper.end()
+        for group in self._groups.values():
+            group.end()
+        self._reuse.clear()
+        for forward in self._entered:
+            forward.is_over = True
+        self._entered.clear()
+        self.phase = None
+
+    # -- errors ----------------------------------------------------------------------------
+
+    def _raise_if_heard(self) -> None:
+        message = self._peers.heard(round_number=self._num_recoveries)
+        if message is not None:
+            raise PeerError(
+                "fsdp: what units do",
+                found=f"an error on {message}",
+                why="What was not foreseen in the schedule is done by all ranks or none.",
+                fix="Repair what that rank reports.",
+            )
+
+    def _stop(self, reason: str) -> None:
+        """Give this micro-batch up, and say so to ranks that wait in it."""
+        self._failure = self._failure or reason
+        try:
+            for group in self._groups.values():
+                group.drain()
+        except PcommError:
+            # What is still on its way may write into its buffers at any time.
+            self._is_broken = True
+        self._peers.sound(reason, round_number=self._num_recoveries)
+        self.phase, self.depth = None, 0
+        self._last_given_up = self.current.token
+        self._stepper.give_up()
+        self._in_backward.clear()
+        self._entered.clear()
+        self._reuse.clear()
+        for group in self._groups.values():
+            group.detach()
+            if not self._is_broken:
+                group.reset()
+
+    def _recover(self) -> None:
+        """Go on after an error if it left all ranks at the same place. Collective."""
+        error = _broken(self._failure) if self._is_broken else None
+        counts = [f"{kind}s issued: {self.issued[kind]}" for kind in ("gather", "reduce")]
+        self._peers.agree("fsdp: step after an error", counts, error=error)
+        self._failure = ""
+        self._num_recoveries += 1
+        self._stepper.begin_again(self._num_recoveries)
+
+
+def _over() -> ConfigError:
+    return ConfigError(
+        "backward of a sharded model",
+        found="the graph of a forward that has had its backward, or was given up after an error",
+        why="A unit's gradients are reduced, and its parameters released, once for each forward.",
+        fix="Call backward once for each forward, for all its losses together.",
+    )
+
+
+def _within_forward() -> ConfigError:
+    return ConfigError(
+        "backward of a sharded model",
+        found="its forward, which is still running",
+        why="A unit is in its forward or in its backward; its parameters are released after each.",
+        fix="Compute gradients within the forward of one unit, or after that of the model.",
+    )
+
+
+def _changed_weights() -> ConfigError:
+    return ConfigError(
+        "backward of a sharded model",
+        found="parameters that were written after the forward that it belongs to",
+        why="They are gathered again for backward, which would compute with other weights.",
+        fix="Call backward before the optimizer steps and before parameters are loaded.",
+    )
+
+
+def _broken(reason: str) -> PeerError:
+    return PeerError(
+        "fsdp: step after an error",
+        found=f"collectives that some ranks never joined, after: {reason}",
+        why="The next collective would meet what is left of the last ones.",
+        fix="Open new groups and shard the model again, or restart from a checkpoint.",
+    )

@@ -1,0 +1,291 @@
+"""Where modules and autograd tell the engine what they do."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from pcomm.core.errors import ConfigError
+from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.runtime.engine import Engine
+from pcomm.fsdp.runtime.forward_pass import ForwardPass
+from pcomm.fsdp.runtime.lent_containers import LentContainers
+from pcomm.fsdp.runtime.unit import Unit
+
+__all__ = ["install_hooks"]
+
+
+def install_hooks(
+    engine: Engine, root: Unit, units: Sequence[Unit], entry_points: Sequence[str]
+) -> None:
+    """Let `engine` hear of every forward and backward of the units, until it closes. Local.
+
+    Args:
+        engine: Who is told. The modules own it, autograd refers to it weakly.
+        root: The whole model.
+        units: All others.
+        entry_points: Methods of the model that compute a forward.
+    """
+    vars(root.module)["__deepcopy__"] = _no_copy
+    for name in entry_points:
+        setattr(root.module, name, _entry(engine, root, name, getattr(root.module, name)))
+    handles = []
+    for unit in units:
+        hooks = _UnitHooks(engine, unit)
+        handles.append(
+            unit.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+        )
+        handles.append(unit.module.register_forward_hook(hooks.after))
+    engine.at_end(functools.partial(_take_off, root, units, entry_points, handles))
+
+
+def _take_off(
+    root: Unit,
+    units: Sequence[Unit],
+    entry_points: Sequence[str],
+    handles: Sequence[torch.utils.hooks.RemovableHandle],
+) -> None:
+    """Leave nothing at the modules but a refusal to compute with parts of parameters."""
+    for handle in handles:
+        handle.remove()
+    for unit in units:
+        refuse = functools.partial(_refuse, f"the forward of unit {unit.name!r}")
+        unit.module.register_forward_pre_hook(refuse, prepend=True)
+    for name in entry_points:
+        refuse = functools.partial(_refuse, f"{type(root.module).__name__}.{name}")
+        setattr(root.module, name, refuse)
+
+
+def _refuse(asked: str, *_args: object, **_options: object) -> NoReturn:
+    raise refusals.closed(asked)
+
+
+def _entry(engine: Engine, root: Unit, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` as the beginning and the end of a micro-batch's forward."""
+    hooks = _UnitHooks(engine, root)
+    device_type = next((group.shard.device.type for group in root.groups), "cpu")
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if engine.depth or (engine.phase == "backward" and _is_in_autograd()):
+            # Called by another entry point, or computed again for backward.
+            return method(*args, **kwargs)
+        if torch.is_autocast_enabled(device_type):
+            # What it keeps of weights belongs to the graph, and to the values, of one forward.
+            torch.clear_autocast_cache()
+        try:
+            engine.begin(name)
+            engine.depth = 1
+            args, kwargs = hooks.before(root.module, args, kwargs)
+            output = hooks.after(root.module, args, method(*args, **kwargs))
+            engine.depth = 0
+            engine.end_forward(_has_graph(output))
+            return output
+        except BaseException as error:
+            engine.fail(error)
+            raise
+
+    return run
+
+
+class _UnitHooks:
+    """The hooks of one unit. What autograd holds refers to it weakly."""
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self._engine, self._unit = engine, unit
+        self._self = weakref.ref(self)
+        # Of each use that has begun and not ended, the innermost last, and of which forward it is.
+        self._lent: list[tuple[int, LentContainers | None]] = []
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Have the parameters gathered, and learn when backward has left the unit."""
+        engine, unit = self._engine, self._unit
+        if not engine.depth and engine.phase != "backward":
+            raise ConfigError(
+                f"fsdp: unit {unit.name!r} called by itself",
+                found="the model's forward is not running",
+                why="The schedule begins with an entry point of the model.",
+                fix="Call the model, or name the method that calls this unit in entry_points.",
+            )
+        if engine.phase == "forward":
+            engine.use(unit, "forward")
+        elif not unit.is_in_backward:
+            engine.use(unit, "backward")
+        given = args, kwargs
+        if unit.input_dtype is not None:
+            args, kwargs = tree_map_only(
+                Tensor, functools.partial(_cast, dtype=unit.input_dtype), (args, kwargs)
+            )
+        if torch.is_grad_enabled():
+            forward = engine.watched_by(unit)
+            if forward is not None:
+                args, kwargs = self._watch_inputs(forward, args, kwargs)
+        self._lend(given, (args, kwargs))
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Have the parameters released, and learn when backward comes to the unit."""
+        engine, unit = self._engine, self._unit
+        lent = self._lent.pop()[1] if self._lent else None
+        left_in_inputs = lent.hand_back() if lent is not None else []
+        if engine.phase == "forward":
+            engine.done(unit, "forward")
+            if torch.is_grad_enabled():
+                tell = functools.partial(_come_to_output, self._self, engine.current)
+                for tensor in _tensors((output, left_in_inputs)):
+                    if tensor.requires_grad:
+                        tensor.register_hook(tell)
+        return output
+
+    def come_to_output(self, forward: ForwardPass) -> None:
+        """Backward has come to the unit."""
+        engine, unit = self._engine, self._unit
+        if engine.begin_backward(forward):
+            Variable._execution_engine.queue_callback(_BackwardEnd(engine, forward.thread))
+        if not unit.is_in_backward:
+            engine.use(unit, "backward")
+        unit.passes.add(forward)
+
+    def pass_input(self, forward: ForwardPass) -> None:
+        """Backward has passed one use of the unit."""
+        engine, unit = self._engine, self._unit
+        forward.open_inputs[unit.name] -= 1
+        if unit.is_in_backward and forward.has_passed(unit.name) and unit.has_passed():
+            engine.done(unit, "backward")
+
+    def _lend(self, given: tuple[Any, Any], used: tuple[Any, Any]) -> None:
+        """Remember whose the containers are that the unit gets copies of."""
+        token = self._engine.current.token
+        # What ended with an error has handed nothing back.
+        self._lent = [one for one in self._lent if one[0] == token]
+        (args, kwargs), (own_args, own_kwargs) = given, used
+        lent = None
+        if args is not own_args or kwargs is not own_kwargs:
+            lent = LentContainers((*args, *kwargs.values()), (*own_args, *own_kwargs.values()))
+        self._lent.append((token, lent or None))
+
+    def _watch_inputs(
+        self, forward: ForwardPass, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        name = self._unit.name
+        forward.watched.add(name)
+        flat, spec = tree_flatten((args, kwargs))
+        places = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
+        if not places:
+            # Nothing tells when backward has passed this use of the unit, but its very end does.
+            forward.unbounded.add(name)
+            return args, kwargs
+        forward.open_inputs[name] += 1
+        tell = functools.partial(_pass_input, self._self, forward)
+        watched = _Watch.apply(  # type: ignore[no-untyped-call]
+            tell, *(flat[i] for i in places)
+        )
+        for place, tensor in zip(places, watched, strict=True):
+            flat[place] = tensor
+        args, kwargs = tree_unflatten(flat, spec)
+        return args, kwargs
+
+
+def _come_to_output(
+    hooks: weakref.ref[_UnitHooks], forward: ForwardPass, _gradient: Tensor
+) -> None:
+    found = hooks()
+    if found is None:
+        raise refusals.gone()
+    found.come_to_output(forward)
+
+
+def _pass_input(hooks: weakref.ref[_UnitHooks], forward: ForwardPass) -> None:
+    found = hooks()
+    if found is not None:
+        found.pass_input(forward)
+
+
+class _BackwardEnd:
+    """What autograd calls when backward has ended, and only drops when backward has raised.
+
+    Nobody else holds it, so it goes with autograd's own record of this backward, before the error
+    reaches whoever called backward. That is the moment to tell the ranks that wait for this one.
+
+    Args:
+        engine: In backward.
+        thread: That of the forward.
+    """
+
+    def __init__(self, engine: Engine, thread: int) -> None:
+        self._engine, self._number, self._thread = engine, engine.num_backwards, thread
+
+    def __call__(self) -> None:
+        self._engine.end_backward()
+
+    def __del__(self) -> None:
+        engine = self._engine
+        is_open = engine.phase == "backward" and engine.num_backwards == self._number
+        # On a GPU a thread of autograd's may be the last to drop it, while the caller's goes on
+        # with the error. Two threads must not change the engine: there the next forward finds out.
+        if is_open and threading.get_ident() == self._thread:
+            engine.fail(_backward_raised(engine))
+
+
+def _backward_raised(engine: Engine) -> RuntimeError:
+    """What is known of an error that autograd holds: where it was, and not what it says."""
+    open_units = [name for name, unit in engine.units.items() if unit.is_in_backward]
+    place = f"within unit {open_units[-1]!r}" if open_units else "at its beginning"
+    return RuntimeError(f"backward raised, {place}; the traceback of this rank says what")
+
+
+class _Watch(torch.autograd.Function):
+    """Returns its inputs; calls back when backward has reached all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tell: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tell = tell
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.tell()
+        return (None, *gradients)
+
+
+def _is_in_autograd() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found = []
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+    return found
+
+
+def _no_copy(_memo: object) -> nn.Module:
+    raise ConfigError(
+        "copy.deepcopy of a sharded model",
+        found="entry points and hooks that belong to the model it is a copy of",
+        why="The copy would compute with the parameters of the original.",
+        fix="Copy the model before fully_shard, or keep copies of sharded.parameters().",
+    )
+
+
+def _has_graph(output: Any) -> bool:
+    return any(tensor.requires_grad for tensor in _tensors(output))

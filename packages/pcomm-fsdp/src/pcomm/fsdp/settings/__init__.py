@@ -1,0 +1,1 @@
+"""What a caller of `fully_shard` chooses: roles, scopes, communication, precision, resharding."""

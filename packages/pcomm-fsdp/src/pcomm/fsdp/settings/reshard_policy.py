@@ -1,0 +1,45 @@
+"""How much is sharded, as data: what stays whole for how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Keep", "Reduce", "ReshardPolicy"]
+
+Keep = Literal["use", "backward", "step", "always"]
+Reduce = Literal["micro_batch", "step"]
+
+
+@dataclass(frozen=True)
+class ReshardPolicy:
+    """What a scope of parameters keeps whole, and for how long.
+
+    Optimizer state and main weights are always shards. HSDP is none of these fields: it is a
+    `replicate` group in `Roles`, and goes with each of them.
+
+    Args:
+        keep: Until when gathered parameters stay: `"use"` to the end of the unit's forward and of
+            its backward, `"backward"` from its forward to the end of its backward, `"step"` to
+            the last backward of the step, `"always"` until new values take the same memory.
+        reduce: Gradients are reduced in each `"micro_batch"`, into the shard, or once a `"step"`;
+            until then they add up whole, which is memory for communication.
+    """
+
+    keep: Keep = "use"
+    reduce: Reduce = "micro_batch"
+
+    @classmethod
+    def zero1(cls) -> ReshardPolicy:
+        """Optimizer state sharded; parameters whole, gradients whole until the end of the step."""
+        return cls("always", "step")
+
+    @classmethod
+    def zero2(cls) -> ReshardPolicy:
+        """Gradients sharded too: reduced in each micro-batch; parameters gathered once a step."""
+        return cls("step", "micro_batch")
+
+    @classmethod
+    def zero3(cls, *, reduce: Reduce = "micro_batch") -> ReshardPolicy:
+        """Parameters sharded too: gathered for each use."""
+        return cls("use", reduce)

@@ -1,0 +1,1 @@
+"""Parameters and optimizer state of a sharded model: initialisation, checkpoints, state dicts."""

@@ -1,1 +1,0 @@
-"""The mixers' mathematics on one process: packed sequences in, packed sequences out."""

@@ -1,0 +1,57 @@
+"""The tokens that somebody works on, and index tensors that are made once for each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pcomm.gdn_cp.layout.token_layout import TokenLayout
+
+__all__ = ["LocalTokenIndices", "TokenIndices"]
+
+
+class TokenIndices:
+    """Some tokens of a pack in some order; here all of them as they come.
+
+    Args:
+        tokens: The pack.
+        rank: Whose view it is.
+    """
+
+    def __init__(self, tokens: TokenLayout, rank: int) -> None:
+        self.tokens, self.rank = tokens, rank
+        self._known: dict[tuple[str, tuple[int, ...], torch.device], Tensor] = {}
+
+    def core_tokens(self) -> Tensor:
+        """Which tokens of the pack, in what order; int64 on the CPU."""
+        return torch.arange(self.tokens.num_tokens)
+
+    def core_positions(self) -> Tensor:
+        """The place of each of these tokens in its sequence; int64 on the CPU."""
+        return self.tokens.derived(_positions)[self.core_tokens()]
+
+    def on(self, device: torch.device, make: Callable[..., Tensor], *arguments: int) -> Tensor:
+        """The tensor that `make`, a method of this view, computes, on `device`; kept."""
+        key = (make.__name__, arguments, device)
+        if key not in self._known:
+            # A tensor made in inference mode could not be used in training, and these are kept.
+            with torch.inference_mode(False):
+                self._known[key] = make(*arguments).to(device)
+        return self._known[key]
+
+
+class LocalTokenIndices(TokenIndices):
+    """What a rank holds between layers."""
+
+    def core_tokens(self) -> Tensor:
+        """This rank's tokens, as they lie."""
+        return self.tokens.of_rank(self.rank)
+
+
+def _positions(tokens: TokenLayout) -> Tensor:
+    """The place of every token of the pack in its sequence."""
+    offsets = torch.tensor(tokens.cu_seqlens)
+    first = offsets[:-1].repeat_interleave(offsets.diff(), output_size=tokens.num_tokens)
+    return torch.arange(tokens.num_tokens) - first

@@ -1,0 +1,223 @@
+"""Which rank holds which tokens of a packed buffer, between the layers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from pcomm.core.errors import ConfigError, LayoutError, near_misses
+from pcomm.core.exchange.index import expand_ranges
+from pcomm.core.layout import Layout
+from pcomm.gdn_cp.ops.offsets import PackOffsets
+
+__all__ = ["LayoutName", "TokenLayout", "contiguous", "zigzag"]
+
+LayoutName = Literal["zigzag", "contiguous"]
+_Made = TypeVar("_Made")
+
+LAYOUTS: tuple[LayoutName, ...] = ("zigzag", "contiguous")
+
+
+def zigzag(cu_seqlens: Sequence[int], size: int) -> Layout:
+    """Each sequence in 2 x `size` equal chunks, of which rank r holds chunk r and the r-th last.
+
+    A rank's tensor holds its two chunks of the first sequence, then those of the second, and so
+    on. Under causal attention every rank then has the same work. Sequences may be empty. One rank
+    holds all tokens as they are, whatever the lengths.
+
+    Args:
+        cu_seqlens: Offsets of the sequences, from 0 to the number of tokens of all ranks.
+        size: Number of ranks.
+
+    Raises:
+        LayoutError: The offsets do not start at 0 or fall, or a length is no multiple.
+    """
+    offsets = _checked_zigzag(cu_seqlens, size)
+    if size == 1:
+        # Both chunks of a sequence lie side by side, so its length does not matter.
+        return Layout.even(offsets[-1], 1)
+    starts_RN2, lengths_RN2 = _chunks([*dict.fromkeys(offsets)], size)
+    edges_R = torch.stack([starts_RN2, starts_RN2 + lengths_RN2], -1).flatten(1).numpy()
+    return Layout.of_edges(offsets[-1], (array("q", own.tobytes()) for own in edges_R))
+
+
+def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
+    """The r-th of `size` equal stretches of the buffer on rank r, wherever sequences begin.
+
+    Args:
+        cu_seqlens: Offsets of the sequences, from 0 to the number of tokens of all ranks.
+        size: Number of ranks.
+
+    Raises:
+        LayoutError: The offsets do not start at 0 or fall, or the last one is no multiple.
+    """
+    return Layout.even(_checked_contiguous(cu_seqlens, size)[-1], size)
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """A pack of sequences and how its tokens lie on the ranks; integers only.
+
+    Args:
+        cu_seqlens: Offsets of the sequences, from 0 to the number of tokens of all ranks.
+        size: Number of ranks.
+        layout_name: `zigzag` or `contiguous`.
+
+    Raises:
+        ConfigError: No such layout.
+        LayoutError: See there.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    size: int
+    layout_name: LayoutName
+
+    def __post_init__(self) -> None:
+        if self.layout_name not in LAYOUTS:
+            raise ConfigError(
+                f"make_plan: layout={self.layout_name!r}",
+                found="no such layout",
+                why="A plan must know which tokens each rank holds between the layers.",
+                fix=near_misses(str(self.layout_name), LAYOUTS),
+            )
+        # Here, so that a pack which does not fit is refused when the plan is made.
+        {"zigzag": _checked_zigzag, "contiguous": _checked_contiguous}[self.layout_name](
+            self.cu_seqlens, self.size
+        )
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The runs of tokens that each rank holds."""
+        return {"zigzag": zigzag, "contiguous": contiguous}[self.layout_name](
+            self.cu_seqlens, self.size
+        )
+
+    @cached_property
+    def offsets(self) -> PackOffsets:
+        """`cu_seqlens`, with the index tensors that cores make of whole sequences."""
+        return PackOffsets.of(self.cu_seqlens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all ranks together."""
+        return self.cu_seqlens[-1]
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of each rank."""
+        return self.num_tokens // self.size
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences, empty ones included."""
+        return len(self.cu_seqlens) - 1
+
+    @cached_property
+    def order(self) -> Tensor:
+        """The tokens of the first rank, then those of the second, and so on; on the CPU."""
+        # Kept, so it must not be a tensor of inference mode, which training cannot use.
+        with torch.inference_mode(False):
+            if self.layout_name == "contiguous" or self.size == 1:
+                return torch.arange(self.num_tokens)
+            # The same as that of the layout, whose thousands of runs few modes need.
+            starts_RN2, lengths_RN2 = _chunks(self.cu_seqlens, self.size)
+            return expand_ranges(starts_RN2.flatten(), lengths_RN2.flatten())
+
+    def of_rank(self, rank: int) -> Tensor:
+        """The tokens of `rank`, as they lie there; on the CPU."""
+        first = rank * self.local_tokens
+        return self.order.narrow(0, first, self.local_tokens).clone()
+
+    @cached_property
+    def is_natural(self) -> bool:
+        """Whether `order` is the order of the pack."""
+        return torch.equal(self.order, torch.arange(self.num_tokens))
+
+    def derived(self, make: Callable[..., _Made], *arguments: int) -> _Made:
+        """What `make(self, *arguments)` returns, made once and shared by all mixers.
+
+        It must not hold the pack itself: without a cycle, index tensors are freed with the plan.
+        """
+        known = self.__dict__.setdefault("_derived", {})
+        if (make, arguments) not in known:
+            with torch.inference_mode(False):
+                known[make, arguments] = make(self, *arguments)
+        made: _Made = known[make, arguments]
+        return made
+
+    def __reduce__(self) -> tuple[type[TokenLayout], tuple[tuple[int, ...], int, LayoutName]]:
+        # Without what was derived: a pickle is integers.
+        return TokenLayout, (self.cu_seqlens, self.size, self.layout_name)
+
+    def local_cu_seqlens(self, rank: int) -> tuple[int, ...]:
+        """Offsets, in the tensor of `rank`, of what it holds of each sequence."""
+        if self.layout_name == "zigzag":
+            return tuple(offset // self.size for offset in self.cu_seqlens)
+        first = rank * self.local_tokens
+        return tuple(min(max(o - first, 0), self.local_tokens) for o in self.cu_seqlens)
+
+
+def _chunks(offsets: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
+    """`[R, N, 2]` each: first token and length of the two chunks of each sequence on each rank."""
+    offsets_N = torch.tensor(offsets)
+    chunk_N1 = (offsets_N.diff() // (2 * size))[:, None]
+    early_R = torch.arange(size)
+    place_R12 = torch.stack([early_R, 2 * size - 1 - early_R], -1)[:, None]
+    starts_RN2 = offsets_N[:-1, None] + place_R12 * chunk_N1
+    return starts_RN2, chunk_N1.expand_as(starts_RN2)
+
+
+def _checked_zigzag(cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
+    offsets = _checked("zigzag", cu_seqlens, size)
+    chunks = 2 * size
+    wrong = [n for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % chunks]
+    if wrong and size > 1:
+        n = wrong[0]
+        raise LayoutError(
+            f"zigzag: {len(offsets) - 1} sequences over {size} ranks",
+            found=f"sequence {n} has {offsets[n + 1] - offsets[n]} tokens; so {len(wrong)} in all "
+            f"are no multiple of {chunks}",
+            why=f"Each sequence is cut into {chunks} equal chunks, two for each rank.",
+            fix=f"Pad every sequence to a multiple of {chunks}, or use the contiguous layout.",
+        )
+    return offsets
+
+
+def _checked_contiguous(cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
+    offsets = _checked("contiguous", cu_seqlens, size)
+    if offsets[-1] % size:
+        raise LayoutError(
+            f"contiguous: {offsets[-1]} tokens over {size} ranks",
+            found=f"a remainder of {offsets[-1] % size}",
+            why="Every rank holds an equal stretch of the buffer.",
+            fix=f"Pad the buffer to a multiple of {size}, as a sequence of its own or of the last.",
+        )
+    return offsets
+
+
+def _checked(asked: str, cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
+    offsets = tuple(cu_seqlens)
+    if size < 1:
+        raise LayoutError(
+            asked,
+            found=f"{size} ranks",
+            why="Tokens lie on at least one rank.",
+            fix="Pass the size of the context-parallel group.",
+        )
+    falls = [n for n, (a, b) in enumerate(pairwise(offsets)) if b < a]
+    if not offsets or offsets[0] or falls or {*map(type, offsets)} != {int}:
+        near = falls[0] if falls else 0
+        raise LayoutError(
+            f"{asked}: cu_seqlens",
+            found=f"{list(offsets[near : near + 3])} from place {near} of {len(offsets)}",
+            why="They are the integers where each sequence starts, and where the last one ends.",
+            fix="Start at 0 and let no offset be smaller than the one before it.",
+        )
+    return offsets

@@ -1,0 +1,163 @@
+"""The work inside the chunks of a Mamba-2 state space, done once for whatever follows."""
+
+# T tokens, N sequences, M chunks, C tokens of a chunk, G groups, H heads, R heads of a group,
+# P head dim, S state dim
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pcomm.gdn_cp.graph_breaks import outside_graphs
+from pcomm.gdn_cp.ops.carried_state import state_for_scan, state_for_user
+from pcomm.gdn_cp.ops.chunk_layout import ChunkLayout, default_chunk, from_chunks, to_chunks
+from pcomm.gdn_cp.ops.decayed_read import log_decay_since_start, pairwise_decay, read_chunks
+from pcomm.gdn_cp.ops.inputs import check_group, check_shape, check_tokens
+from pcomm.gdn_cp.ops.mamba2_ssd.scan import decay_scan
+from pcomm.gdn_cp.ops.precision import compute_dtype
+
+__all__ = ["StateSpaceChunks", "check_state_space_inputs", "time_steps"]
+
+
+@dataclass(frozen=True)
+class StateSpaceChunks:
+    """Inputs, input matrices and decays of a pack in chunks.
+
+    Make it with `StateSpaceChunks.of`; gradients flow to what it was made from.
+    """
+
+    layout: ChunkLayout
+    x_THP: Tensor
+    b_MGCS: Tensor
+    values_MGRCP: Tensor
+    decay_MGRC: Tensor
+
+    @classmethod
+    @outside_graphs
+    def of(
+        cls,
+        x_THP: Tensor,
+        dt_TH: Tensor,
+        a_log_H: Tensor,
+        b_TGS: Tensor,
+        *,
+        dt_bias_H: Tensor,
+        cu_seqlens: Sequence[int],
+        chunk: int | None = None,
+    ) -> StateSpaceChunks:
+        """Cut the pack into chunks.
+
+        Args:
+            x_THP: `[T, H, P]` inputs; `H` is a multiple of `G`.
+            dt_TH: `[T, H]` time steps as projected: the bias and the softplus are applied here.
+            a_log_H: `[H]` parameter, `A_log`.
+            b_TGS: `[T, G, S]` input matrix of each token; head h belongs to group h // (H / G).
+            dt_bias_H: `[H]` parameter.
+            cu_seqlens: Offsets of the sequences, on the host; the last one is `T`.
+            chunk: Tokens of a chunk; `default_chunk` says by default.
+
+        Raises:
+            LayoutError: The offsets fall, or do not end at `T`.
+            ConfigError: Shapes that do not fit, or a chunk without tokens.
+        """
+        chunk = default_chunk(b_TGS.shape[-1]) if chunk is None else chunk
+        layout = ChunkLayout.of(cu_seqlens, chunk)
+        check_state_space_inputs(
+            "StateSpaceChunks", layout.cu_seqlens, x_THP, dt_TH, a_log_H, b_TGS, dt_bias_H
+        )
+        dtype, num_groups = compute_dtype(x_THP), b_TGS.shape[1]
+        time_TH = time_steps(dt_TH, dt_bias_H, dtype)
+        g_TH = -a_log_H.to(dtype).exp() * time_TH
+        x, b, time, g = (to_chunks(x, layout).to(dtype) for x in (x_THP, b_TGS, time_TH, g_TH))
+        values = (x * time.unsqueeze(-1)).unflatten(1, (num_groups, -1))
+        return cls(layout, x_THP, b, values, log_decay_since_start(g, num_groups))
+
+    @outside_graphs
+    def outputs(
+        self, c_TGS: Tensor, *, d_H: Tensor | None = None, initial_state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the output matrices read, and the states after the sequences.
+
+        Args:
+            c_TGS: `[T, G, S]` output matrix of each token.
+            d_H: `[H]` weight of the input that skips the state, or nothing.
+            initial_state: `[N, H, S, P]`, the state before each sequence; zeros by default.
+
+        Returns:
+            `[T, H, P]` in the dtype of the inputs, and `[N, H, S, P]` in fp32, or in fp64 if the
+            inputs are.
+
+        Raises:
+            ConfigError: Another shape.
+        """
+        num_groups, state_dim = self.b_MGCS.shape[1], self.b_MGCS.shape[-1]
+        asked = "StateSpaceChunks.outputs"
+        check_shape(f"{asked}: c", c_TGS, (self.layout.num_tokens, num_groups, state_dim))
+        states, final = self._scan(self.values_MGRCP, initial_state)
+        read_MGRCP = read_chunks(
+            to_chunks(c_TGS, self.layout).to(self.values_MGRCP.dtype),
+            self.b_MGCS,
+            self.values_MGRCP,
+            states,
+            self.decay_MGRC,
+            pairwise_decay(self.decay_MGRC),
+        )
+        y_THP = from_chunks(read_MGRCP.flatten(1, 2), self.layout)
+        if d_H is not None:
+            check_shape(f"{asked}: d", d_H, (self.x_THP.shape[1],))
+            y_THP = torch.addcmul(y_THP, self.x_THP.to(y_THP.dtype), d_H.to(y_THP.dtype)[:, None])
+        return y_THP.to(self.x_THP.dtype), final
+
+    @outside_graphs
+    def summary(self) -> tuple[Tensor, Tensor]:
+        """What each sequence does to a state that enters it: S becomes M S + B.
+
+        Returns:
+            M, one number a head, `[N, H, 1, 1]`, and B, `[N, H, S, P]`, in fp32, or in fp64 if
+            the inputs are.
+        """
+        # All rows of a state decay alike, and its columns are independent. So the decay of the
+        # whole sequence is what becomes of ones that enter in one more column.
+        num_sequences, num_heads = self.layout.num_sequences, self.x_THP.shape[1]
+        values = F.pad(self.values_MGRCP, (1, 0))
+        width, state_dim = values.shape[-1], self.b_MGCS.shape[-1]
+        ones = values.new_zeros(num_sequences, num_heads, state_dim, width)
+        ones[..., 0] = 1
+        _, final = self._scan(values, ones)
+        return final[..., :1, :1], final[..., 1:]
+
+    def _scan(self, values: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The state that enters each chunk, and those after the sequences, as users see them."""
+        num_groups, state_dim = self.b_MGCS.shape[1], self.b_MGCS.shape[-1]
+        asked = "StateSpaceChunks.outputs"
+        initial = state_for_scan(asked, initial_state, self.layout, values, num_groups, state_dim)
+        sizes = self.layout.step_sizes
+        states, final = decay_scan(self.b_MGCS, values, self.decay_MGRC, initial, sizes)
+        return states, state_for_user(final, self.layout)
+
+
+def time_steps(dt_TH: Tensor, dt_bias_H: Tensor, dtype: torch.dtype) -> Tensor:
+    """`softplus(dt + dt_bias)`: how long each token lasts for the state."""
+    return F.softplus(dt_TH.to(dtype) + dt_bias_H.to(dtype))
+
+
+def check_state_space_inputs(
+    asked: str,
+    cu_seqlens: Sequence[int],
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    a_log_H: Tensor,
+    b_TGS: Tensor,
+    dt_bias_H: Tensor,
+) -> None:
+    """Inputs, time steps and matrices are of one pack and have matching heads."""
+    check_tokens(asked, cu_seqlens, x=x_THP, dt=dt_TH, b=b_TGS)
+    num_heads = x_THP.shape[1]
+    check_group(asked, num_heads, b_TGS.shape[1])
+    check_shape(f"{asked}: dt", dt_TH, (len(x_THP), num_heads))
+    for name, parameter in (("a_log", a_log_H), ("dt_bias", dt_bias_H)):
+        check_shape(f"{asked}: {name}", parameter, (num_heads,))

@@ -1,0 +1,190 @@
+"""Packing by Triton kernels: one launch for all sections. Importing this file imports Triton.
+
+A launch is an object of plain arguments, so that the same launch can be compiled where there is
+no GPU, and looked at.
+"""
+
+# t tokens of this rank, T of all, R ranks, W columns of a rank in all sections, C of a section
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pcomm.gdn_cp.packing.kernels import pack_kernel, unpack_kernel
+from pcomm.gdn_cp.strategies.head_share import SectionShare
+
+__all__ = [
+    "Columns",
+    "Launch",
+    "columns_of",
+    "pack_launch",
+    "pack_sections",
+    "side_by_side",
+    "take_rows",
+    "unpack_launch",
+    "unpack_sections",
+]
+
+# 16 bytes, four times for each of 128 threads.
+_TILE_BYTES, _ACCESS_BYTES = 8192, 16
+_WIDE_TILES = (128, 256, 512)
+
+
+class Columns(NamedTuple):
+    """How the columns of one section lie in the message."""
+
+    offset: int
+    width: int
+    copies: int
+    num_heads: int
+    head_width: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid and its arguments.
+
+    Args:
+        kernel: One of `kernels`.
+        num_programs: Length of the one-dimensional grid.
+        arguments: By name.
+        device: Where the tensors are.
+    """
+
+    kernel: Any
+    num_programs: int
+    arguments: dict[str, Any]
+    device: torch.device
+
+    def run(self) -> None:
+        """Enqueue it on the current stream of its device; nothing where there is nothing to do."""
+        if not self.num_programs:
+            return
+        on_cuda = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():
+            self.kernel[(self.num_programs,)](**self.arguments)
+
+
+def pack_sections(
+    sections_tC: Sequence[Tensor], shares: Sequence[SectionShare], num_ranks: int
+) -> Tensor:
+    """`[R * t, W]`: for each rank in turn its heads of all sections; see `Packing`."""
+    num_rows, width = len(sections_tC[0]), sum(share.width for share in shares)
+    message_TW = sections_tC[0].new_empty(num_ranks * num_rows, width)
+    pack_launch(sections_tC, columns_of(shares), message_TW, None, num_ranks).run()
+    return message_TW
+
+
+def take_rows(parts: Sequence[Tensor], order_T: Tensor | None) -> Tensor:
+    """`[T, W]`: the parts side by side, their rows in the order of `order_T`; see `Packing`."""
+    widths = [part.shape[1] for part in parts]
+    rows_TW = parts[0].new_empty(len(parts[0]), sum(widths))
+    pack_launch(parts, side_by_side(widths), rows_TW, order_T, 1).run()
+    return rows_TW
+
+
+def unpack_sections(
+    message_TW: Tensor, shares: Sequence[SectionShare], num_ranks: int
+) -> tuple[Tensor, ...]:
+    """`[t, C]` of each section, copies of a head added up; see `Packing`."""
+    num_rows = len(message_TW) // num_ranks
+    sections = tuple(message_TW.new_empty(num_rows, s.section.width) for s in shares)
+    unpack_launch(message_TW, columns_of(shares), sections).run()
+    return sections
+
+
+def side_by_side(widths: Sequence[int]) -> list[Columns]:
+    """Parts of these widths, of which a row of the message has all columns."""
+    offsets = accumulate(widths, initial=0)
+    return [Columns(o, width, 1, 1, width) for o, width in zip(offsets, widths, strict=False)]
+
+
+def columns_of(shares: Sequence[SectionShare]) -> list[Columns]:
+    """The sections side by side; what needs no copies is as good as one head for each rank."""
+    columns = side_by_side([share.width for share in shares])
+    return [
+        c._replace(copies=s.copies, num_heads=s.num_heads, head_width=s.section.head_width)
+        if s.copies > 1
+        else c
+        for c, s in zip(columns, shares, strict=True)
+    ]
+
+
+def pack_launch(
+    parts: Sequence[Tensor],
+    columns: Sequence[Columns],
+    message: Tensor,
+    order: Tensor | None,
+    num_ranks: int,
+) -> Launch:
+    """Rows of the parts into the message, for each rank the columns of its heads."""
+    num_rows, size = len(parts[0]), message.element_size()
+    units = [_unit(part) for part in parts]
+    tiles = [_tile(column.width, size) for column in columns]
+    shapes = [(*c, *tile, unit) for c, tile, unit in zip(columns, tiles, units, strict=True)]
+    arguments = {
+        "parts": tuple(parts),
+        "row_units": tuple(x.stride(0) // unit for x, unit in zip(parts, units, strict=True)),
+        "column_strides": tuple(part.stride(1) for part in parts),
+        "message": message,
+        # Never read without an order; a pointer all the same, so that there is one signature.
+        "order": message if order is None else order,
+        "num_rows": num_rows,
+        "num_ranks": num_ranks,
+        "SHAPES": tuple(shapes),
+        "MESSAGE_WIDTH": message.shape[1],
+        "HAS_ORDER": order is not None,
+    }
+    widths = (column.width for column in columns)
+    num_programs = num_ranks * _num_tiles(num_rows, widths, tiles)
+    return Launch(pack_kernel, num_programs, arguments, message.device)
+
+
+def unpack_launch(
+    message: Tensor, columns: Sequence[Columns], sections: Sequence[Tensor]
+) -> Launch:
+    """Each head of the sections from where the message has it, copies added up."""
+    num_rows, size = len(sections[0]), message.element_size()
+    tiles = [_tile(section.shape[1], size) for section in sections]
+    shapes = [
+        (c.offset, section.shape[1], *c[2:], *tile)
+        for c, section, tile in zip(columns, sections, tiles, strict=True)
+    ]
+    arguments = {
+        "message": message.contiguous(),
+        "sections": tuple(sections),
+        "num_rows": num_rows,
+        "SHAPES": tuple(shapes),
+        "MESSAGE_WIDTH": message.shape[1],
+        "WIDEN": message.is_floating_point() and size == 2,
+    }
+    widths = (section.shape[1] for section in sections)
+    return Launch(unpack_kernel, _num_tiles(num_rows, widths, tiles), arguments, message.device)
+
+
+def _tile(width: int, element_bytes: int) -> tuple[int, int]:
+    """Rows and columns, powers of two: the fewest columns past the end, then the most."""
+    columns = 1 << (width - 1).bit_length()
+    if columns > _WIDE_TILES[0]:
+        columns = min(_WIDE_TILES, key=lambda tile: (-(-width // tile) * tile, -tile))
+    return _TILE_BYTES // element_bytes // columns, columns
+
+
+def _num_tiles(num_rows: int, widths: Iterable[int], tiles: Iterable[tuple[int, int]]) -> int:
+    pairs = zip(widths, tiles, strict=True)
+    return sum(-(-num_rows // rows) * -(-width // columns) for width, (rows, columns) in pairs)
+
+
+def _unit(part: Tensor) -> int:
+    """The widest access, in elements, that every row starts at a multiple of."""
+    unit = _ACCESS_BYTES // part.element_size()
+    while part.stride(0) % unit:
+        unit //= 2
+    return unit

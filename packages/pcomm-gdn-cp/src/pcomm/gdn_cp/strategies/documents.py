@@ -1,0 +1,245 @@
+"""Mode `docs`: each rank gets a stretch of the pack as hidden states and runs the layer on it.
+
+Hidden states are narrower than what is projected from them, and heads need not divide. What has to
+be found is where to cut: at borders of documents, where that gives all ranks about the same number
+of tokens. Where a document is too long for that it is cut as well; it is a *straddler* then, and
+its pieces hand over states as in mode `state`. Softmax attention has no state to hand over, so it
+gets whole documents only.
+"""
+
+# t tokens of this rank between layers, D model dim
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pcomm.core.collectives.adjoint import with_adjoint
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.errors import LayoutError
+from pcomm.core.exchange.exchange import Exchange
+from pcomm.core.exchange.index import layout_edges, run_ranks
+from pcomm.core.layout import Layout
+from pcomm.gdn_cp.layout.boundary_states import BoundaryStates
+from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
+from pcomm.gdn_cp.layout.token_indices import TokenIndices
+from pcomm.gdn_cp.layout.token_layout import TokenLayout
+from pcomm.gdn_cp.ops.offsets import PackOffsets
+from pcomm.gdn_cp.specs import AttentionSpec, Spec
+from pcomm.gdn_cp.strategies.document_cuts import TOLERATED_IMBALANCE, document_cuts
+from pcomm.gdn_cp.strategies.route import Route, Traffic
+from pcomm.gdn_cp.strategies.state_passing import StatePassing
+
+__all__ = ["Documents", "DocumentsRoute"]
+
+# A rank with more than twice its share: the others would wait for it longer than the exchange of
+# heads takes, and the documents in question are longer than a share.
+MAX_IMBALANCE = 1.0
+
+
+@dataclass(frozen=True)
+class Documents:
+    """How the documents of a pack are dealt out; the same for every mixer that allows as much.
+
+    Args:
+        cu_seqlens: Offsets of the documents.
+        source: The tokens of each rank between layers.
+        are_whole: Whether no document may be cut.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    source: Layout
+    are_whole: bool
+
+    @classmethod
+    def of(cls, tokens: TokenLayout, are_whole: bool) -> Documents:
+        """Those of a pack, which keeps them by `TokenLayout.derived`."""
+        return cls(tokens.cu_seqlens, tokens.layout, are_whole)
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """The tokens where the stretches of the ranks begin, and where the last one ends."""
+        limit = None if self.are_whole else TOLERATED_IMBALANCE
+        return document_cuts(self.cu_seqlens, self.source.size, limit=limit)
+
+    @cached_property
+    def num_straddlers(self) -> int:
+        """Documents that are cut."""
+        offsets = self.cu_seqlens
+        inside = set(self.cuts).difference(offsets)
+        return len({bisect_right(offsets, cut) for cut in inside})
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The stretch of the pack on each rank."""
+        return Layout.uneven([b - a for a, b in pairwise(self.cuts)])
+
+    @cached_property
+    def are_in_place(self) -> bool:
+        """Whether every rank has its documents already, in their order: nothing has to move."""
+        return self.source == self.layout
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """From the tokens between layers to documents."""
+        return Exchange({0: self.source}, {0: self.layout})
+
+    @cached_property
+    def imbalance(self) -> float:
+        """By how much the busiest rank has more tokens than the average."""
+        total, size = self.source.length, self.source.size
+        # One rounding, so that what is just within a limit stays within it.
+        return (max(self.layout.sizes) * size - total) / total if total else 0.0
+
+    @cached_property
+    def moved_rows(self) -> Tensor:
+        """`[ranks, ranks]`: how many tokens go from one to the other."""
+        # From runs, which are far fewer than tokens: of each rank, how many lie before each cut.
+        layout, beyond = self.source, self.source.length + 1
+        begin_R, end_R = layout_edges(layout).T.contiguous()
+        rank_R = run_ranks(layout)
+        key_R, order_R = (rank_R * beyond + begin_R).sort()
+        begin_R, end_R = begin_R[order_R], end_R[order_R]
+        total_R1 = torch.nn.functional.pad((end_R - begin_R).cumsum(0), (1, 0))
+        cuts = torch.tensor(self.cuts)
+        place = torch.searchsorted(key_R, torch.arange(layout.size)[:, None] * beyond + cuts)
+        # The last run that begins before the cut may go on behind it.
+        last = (place - 1).clamp(min=0)
+        over = (end_R[last] - cuts).clamp(min=0) if len(key_R) else torch.zeros_like(place)
+        before = total_R1[place] - over * (place > place[:, :1])
+        return before.diff(dim=1)
+
+
+class DocumentsRoute(Route):
+    """A stretch of the pack on each rank, with all heads: whole documents as far as possible.
+
+    Raises:
+        LayoutError: The mixer needs whole documents, and however they are dealt out, a rank has
+            more than twice its share.
+    """
+
+    mode = "docs"
+
+    def __init__(self, spec: Spec, tokens: TokenLayout, rank: int) -> None:
+        super().__init__(spec, tokens, rank)
+        if self.imbalance > MAX_IMBALANCE:
+            counts = self.documents.layout.sizes
+            raise LayoutError(
+                f"make_plan: mode 'docs' for {tokens.num_sequences} sequences over "
+                f"{tokens.size} ranks and {spec}",
+                found=f"at best {max(counts)} of {tokens.num_tokens} tokens on one rank, "
+                f"{self.imbalance:.0%} above the average",
+                why="A mixer without a state needs whole documents, and one that is longer than a "
+                f"share holds all up; above {MAX_IMBALANCE:.0%} this mode is refused.",
+                fix="Use mode 'heads' for it with packs of such documents, or 'auto'.",
+            )
+
+    @cached_property
+    def documents(self) -> Documents:
+        """How the documents are dealt out; in the same way for all mixers unless one is cut."""
+        documents = self.tokens.derived(Documents.of, False)
+        if self.spec.has_state or not documents.num_straddlers:
+            return documents
+        return self.tokens.derived(Documents.of, True)
+
+    @cached_property
+    def pieces(self) -> SequenceSegments:
+        """The documents, and pieces of documents, on all ranks."""
+        reach = 0 if isinstance(self.spec, AttentionSpec) else self.spec.conv_width - 1
+        return self.tokens.derived(_pieces, self.documents.are_whole, reach)
+
+    @cached_property
+    def carry(self) -> BoundaryStates:
+        """What the pieces of straddlers take from those before them."""
+        view = TokenIndices(self.tokens, self.rank)
+        if self.spec.has_state:
+            return StatePassing(self.share, view, self.pieces)
+        return BoundaryStates(self.share, view)
+
+    @property
+    def num_straddlers(self) -> int:
+        """Documents that are cut."""
+        return self.documents.num_straddlers
+
+    @property
+    def cu_seqlens(self) -> PackOffsets:
+        """Offsets of this rank's documents and pieces, without empty ones."""
+        return self.pieces.offsets_of(self.rank)
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the busiest rank has more tokens than the average."""
+        return self.documents.imbalance
+
+    @property
+    def core_rows(self) -> int:
+        """Tokens of this rank's documents."""
+        return self.documents.layout.sizes[self.rank]
+
+    @property
+    def layer_rows(self) -> int:
+        """The same: the whole layer runs on them."""
+        return self.core_rows
+
+    def core_tokens(self) -> Tensor:
+        """The tokens of this rank's documents."""
+        return torch.arange(*self.documents.cuts[self.rank : self.rank + 2])
+
+    def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
+        """Hidden states of the tokens that move, there and back, and what straddlers hand over."""
+        inner = Traffic()
+        if isinstance(self.carry, StatePassing):
+            inner = self.carry.traffic(rank, element_bytes)
+        if self.documents.are_in_place:
+            return inner
+        moved = self.documents.moved_rows
+        leaving = int(moved[rank].sum() - moved[rank, rank])
+        coming = int(moved[:, rank].sum() - moved[rank, rank])
+        sent = (leaving + coming) * (hidden_dim or 0) * element_bytes
+        return Traffic(
+            ("all_to_all", *inner.forward, "all_to_all"),
+            ("all_to_all", *inner.backward, "all_to_all"),
+            sent + inner.forward_bytes,
+            sent + inner.backward_bytes,
+        )
+
+    def enter(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
+        """Hidden states of this rank's documents, one all-to-all unless they are here."""
+        self.check_rows("Plan.enter", hidden_tD, self.tokens.local_tokens)
+        if self.documents.are_in_place:
+            return hidden_tD
+        exchange = self.documents.exchange
+        return _moved(hidden_tD, exchange, exchange.inverse, collectives)
+
+    def leave(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
+        """Hidden states of this rank's tokens, what `enter` undoes."""
+        self.check_rows("Plan.leave", hidden_tD, self.layer_rows)
+        if self.documents.are_in_place:
+            return hidden_tD
+        exchange = self.documents.exchange
+        return _moved(hidden_tD, exchange.inverse, exchange, collectives)
+
+    def prepare(self, device: torch.device) -> None:
+        """The rows of the exchange, both ways."""
+        if not self.documents.are_in_place:
+            self.documents.exchange.prepare(self.rank, device)
+
+
+def _moved(x: Tensor, there: Exchange, back: Exchange, collectives: Collectives) -> Tensor:
+    """One way of an exchange, whose gradient takes the other one: both have index tensors."""
+    return with_adjoint(
+        x,
+        lambda x: there.apply(x, collectives),
+        lambda gradient: _moved(gradient, back, there, collectives),
+    )
+
+
+def _pieces(tokens: TokenLayout, are_whole: bool, reach: int) -> SequenceSegments:
+    return SequenceSegments(
+        tokens.cu_seqlens, tokens.derived(Documents.of, are_whole).layout, reach
+    )

@@ -1,0 +1,96 @@
+"""Every package has a face: the names that its users import, and that the documents use."""
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from code_blocks import code_blocks
+from repository import PACKAGES, ROOT, module_name, pages, sources
+
+# Packages that are a name so far have nothing to show.
+EMPTY = {"pcomm.nvls", "pcomm.ntp", "pcomm.inference"}
+# A module whose public names are all meant for users.
+ERRORS = "pcomm.core.errors"
+
+
+def module_of(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    module = ".".join(parts[len(parts) - parts[::-1].index("src") :])
+    return module.removesuffix(".__init__")
+
+
+def faces() -> dict[str, Path]:
+    """Packages, and rooms of packages, whose `__init__.py` shows names."""
+    found = {module_of(p): p for p in sources() if p.name == "__init__.py"}
+    return {module: path for module, path in found.items() if "__getattr__" in path.read_text()}
+
+
+def imported_for_types(source: str) -> dict[str, str]:
+    """Names below `if TYPE_CHECKING`, with the modules that they come from."""
+    (block,) = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def pcomm_imports(source: str) -> Iterator[tuple[str, str]]:
+    """`(module, name)` of everything that Python code takes from a package of ours."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("pcomm."):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("module", faces())
+def test_a_face_shows_what_type_checkers_see(module: str) -> None:
+    found = importlib.import_module(module)
+    typed = imported_for_types(faces()[module].read_text())
+    assert sorted(typed) == sorted(found.__all__)
+    for name, home in typed.items():
+        assert getattr(found, name) is getattr(importlib.import_module(home), name)
+        assert name in dir(found)
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
+        found.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_a_package_shows_5_to_15_names(package: Path) -> None:
+    module = module_name(package)
+    assert (module in faces()) == (module not in EMPTY)
+    if module not in EMPTY:
+        assert 5 <= len(importlib.import_module(module).__all__) <= 15
+
+
+@pytest.mark.parametrize("module", faces())
+def test_a_name_is_not_that_of_a_module_which_would_hide_it(module: str) -> None:
+    beside = {p.stem if p.suffix == ".py" else p.name for p in faces()[module].parent.iterdir()}
+    assert not beside & set(importlib.import_module(module).__all__)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_import_from_faces_alone(page: Path) -> None:
+    shown = {*faces(), ERRORS}
+    for block in code_blocks(page.read_text()):
+        if block.language != "python":
+            continue
+        for module, name in pcomm_imports(block.text):
+            assert module in shown, f"{page.name}: {name} of {module}"
+    assert not re.search(r"from pcomm\.\w+\.\w+\.\w+ import", page.read_text())
+
+
+def test_integration_imports_packages_by_their_faces() -> None:
+    shown = {*faces(), ERRORS}
+    inside = [p for p in sources() if module_of(p).startswith("pcomm.integration")]
+    wrong = [
+        f"{module_of(path)}: {name} of {module}"
+        for path in inside
+        for module, name in pcomm_imports(path.read_text())
+        if not module.startswith("pcomm.integration") and module not in shown
+    ]
+    assert wrong == []
