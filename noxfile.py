@@ -64,9 +64,10 @@ def train(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
-    """Run every test, in two processes; words after `--` go to pytest, such as `-n 0 --pdb`."""
-    # Files of tests that start ranks stay together: their ranks are shared (see conftest.py).
-    at_once = ["-n", "2", "--dist", "loadgroup"]
+    """Run every test, in three processes; words after `--` go to pytest, such as `-n 0 --pdb`."""
+    # One more than the cores of a small machine, for while ranks wait for each other. Tests of a
+    # file stay together: what its fixtures make is shared.
+    at_once = ["-n", "3", "--dist", "loadfile"]
     run_in_environment(session, "python", "-m", "pytest", *at_once, *session.posargs)
 
 
@@ -203,11 +204,13 @@ def run_in_environment(
     home = session.cache_dir.parent / "environment"
     binaries = home / ("Scripts" if os.name == "nt" else "bin")
     path = os.pathsep.join([str(binaries), os.environ["PATH"]])
+    # Tests start hundreds of processes, and each would compile the sources anew.
+    variables = {"PATH": path, "PYTHONDONTWRITEBYTECODE": None}
     session.run(
         str(binaries / command),
         *words,
         external=True,
-        env={"PATH": path},
+        env=variables,
         success_codes=success_codes,
     )
 

@@ -8,6 +8,7 @@ import tomllib
 import pytest
 
 from code_blocks import code_blocks, program
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 from repository import ROOT, pages
 from shell_words import commands, complaint
 
@@ -23,7 +24,13 @@ def test_python_blocks_run_in_order_without_a_warning(page, tmp_path):
     command = [sys.executable, "-W", "error", str(script)]
     environ = {**os.environ, "PYTHONWARNINGS": "error"}
     answer = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=50, check=False
+        command,
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=scaled_s(PATIENCE_S),
+        check=False,
     )
     assert answer.returncode == 0, f"{page}, with its own line numbers:\n{answer.stderr}"
 

@@ -5,6 +5,7 @@ import zipfile
 
 import pytest
 
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 from repository import PACKAGES, module_name, project
 
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
@@ -20,7 +21,8 @@ def test_namespace_folder_holds_one_module_and_no_file(package):
 @each_package
 def test_wheel_is_typed_licensed_and_leaves_the_namespace_open(package, tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=package, check=True, capture_output=True, timeout=60)
+    limit_s = scaled_s(PATIENCE_S)
+    subprocess.run(command, cwd=package, check=True, capture_output=True, timeout=limit_s)
     (wheel,) = tmp_path.iterdir()
     names = zipfile.ZipFile(wheel).namelist()
     folder = module_name(package).replace(".", "/")

@@ -152,5 +152,6 @@ def test_peak_memory_is_that_of_all_threads_and_of_the_fullest_moment(
     gc.collect()
     base = in_use_bytes()
     found = peak_bytes(run, base)
-    assert 32 * MEBI <= found < 37 * MEBI
+    # What other threads of this process free meanwhile is some KiB.
+    assert 31 * MEBI < found < 37 * MEBI
     assert in_use_bytes() - base < MEBI

@@ -47,7 +47,10 @@ def interpreted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         for name in MODULES:
-            # Set before it is deleted, so that what is imported here goes when the tests are over.
+            # Set before it is deleted, so that what is imported here goes when the tests are over;
+            # the package that holds a module refers to it, too.
+            package, _, leaf = name.rpartition(".")
+            patch.setattr(import_module(package), leaf, None, raising=False)
             patch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
             del sys.modules[name]
         for name in MODULES:
