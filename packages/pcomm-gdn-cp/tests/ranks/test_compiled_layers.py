@@ -82,8 +82,8 @@ def test_compiled_layers_on_two_ranks_are_the_layers(rank: int, backend: str) ->
     group = Group.from_process_group("cp", _world())
     layers, leaves = layers_of([GDN])
     compiled: Any = torch.compile(layers, backend=backend, dynamic=False)
-    for mode in ("heads", "docs", "state", "gather"):
-        plan = make_plan((0, 72, 96), group, GDN, mode=mode, layout="contiguous")  # type: ignore[arg-type]
+    for strategy in ("heads", "docs", "state", "gather"):
+        plan = make_plan((0, 72, 96), group, GDN, strategy=strategy, layout="contiguous")  # type: ignore[arg-type]
         actual, expected = step(compiled, plan, leaves), step(layers, plan, leaves)
         assert relative_error(actual, expected) < BOUND
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

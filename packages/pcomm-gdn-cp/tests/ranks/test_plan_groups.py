@@ -102,9 +102,11 @@ def test_plans_leave_no_tensors_threads_or_collectives(rank: int) -> None:
 
     def many(packs: range) -> None:
         for n in packs:
-            mode: Any = ("heads", "docs", "state", "gather")[n // 2 % 4]
+            strategy: Any = ("heads", "docs", "state", "gather")[n // 2 % 4]
             pack = (0, 48, 48, 52 + 4 * n, 160)
-            layers(make_plan(pack, (group, world())[n % 2], SPECS, mode=mode).prepare("cpu"))
+            layers(
+                make_plan(pack, (group, world())[n % 2], SPECS, strategy=strategy).prepare("cpu")
+            )
 
     many(range(8))
     before = count()

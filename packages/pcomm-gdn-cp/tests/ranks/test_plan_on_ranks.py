@@ -31,14 +31,14 @@ def world() -> Group:
     return Group.from_process_group("cp", dist.group.WORLD)
 
 
-def check_modes(mode: str, layout: str, dtype: torch.dtype) -> None:
+def check_strategies(strategy: str, layout: str, dtype: torch.dtype) -> None:
     """Three layers in a row, of as many kinds."""
     plan = make_plan(
         PACK,
         world(),
         SPECS,
         layout=layout,  # type: ignore[arg-type]
-        mode=mode,  # type: ignore[arg-type]
+        strategy=strategy,  # type: ignore[arg-type]
         hidden_dim=DIM,
         verify=True,
     )
@@ -69,24 +69,24 @@ def check_layers(plan: Plan, specs: list[Spec], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather", "auto"])
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather", "auto"])
 @ranks(2)
-def test_two_ranks_are_one(rank: int, mode: str, layout: str, dtype: torch.dtype) -> None:
-    check_modes(mode, layout, dtype)
+def test_two_ranks_are_one(rank: int, strategy: str, layout: str, dtype: torch.dtype) -> None:
+    check_strategies(strategy, layout, dtype)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("mode", ["docs", "state"])
+@pytest.mark.parametrize("strategy", ["docs", "state"])
 @ranks(3)
-def test_three_ranks_are_one(rank: int, mode: str, layout: str) -> None:
-    check_modes(mode, layout, torch.float64)
+def test_three_ranks_are_one(rank: int, strategy: str, layout: str) -> None:
+    check_strategies(strategy, layout, torch.float64)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
 @ranks(4)
-def test_four_ranks_are_one(rank: int, mode: str, layout: str) -> None:
-    check_modes(mode, layout, torch.float64)
+def test_four_ranks_are_one(rank: int, strategy: str, layout: str) -> None:
+    check_strategies(strategy, layout, torch.float64)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -101,7 +101,7 @@ def test_documents_longer_than_a_share_are_cut(
         world(),
         specs,
         layout=layout,  # type: ignore[arg-type]
-        mode="docs",
+        strategy="docs",
         hidden_dim=DIM,
         verify=True,
     )
@@ -109,9 +109,9 @@ def test_documents_longer_than_a_share_are_cut(
     check_layers(plan, specs, torch.float64)
 
 
-@pytest.mark.parametrize("mode", ["docs", "state", "gather"])
+@pytest.mark.parametrize("strategy", ["docs", "state", "gather"])
 @ranks(3)
-def test_states_go_on_from_pack_to_pack(rank: int, mode: str) -> None:
+def test_states_go_on_from_pack_to_pack(rank: int, strategy: str) -> None:
     """Two packs on three ranks, and on one; the losses of the ranks differ, and are added up."""
     group, spec = world(), SPECS[0]
     assert isinstance(spec, GdnSpec)
@@ -126,7 +126,9 @@ def test_states_go_on_from_pack_to_pack(rank: int, mode: str) -> None:
     arriving = [[random(*x.shape) for x in before] for _ in range(3)]
     results = []
     for place in (group, (0, 1)):
-        plans = [make_plan(pack, place, spec, layout="contiguous", mode=mode) for pack in packs]  # type: ignore[arg-type]
+        plans = [
+            make_plan(pack, place, spec, layout="contiguous", strategy=strategy) for pack in packs
+        ]  # type: ignore[arg-type]
         x = [p.shard(h).clone().requires_grad_() for p, h in zip(plans, hidden, strict=True)]
         start = now = Carried(*(part.clone().requires_grad_() for part in before))
         weights = weights_of(spec, DIM)
@@ -162,7 +164,7 @@ def test_heads_are_one_exchange_each_way_whatever_the_number_of_sequences(
     spec = SPECS[0]
     group = world()
     spy = SpyCollectives(group.collectives)
-    plan = make_plan(tuple(range(0, 8 * num_sequences + 1, 8)), spy, spec, mode="heads")
+    plan = make_plan(tuple(range(0, 8 * num_sequences + 1, 8)), spy, spec, strategy="heads")
     sections = [torch.randn(4 * num_sequences, s.width).requires_grad_() for s in spec.sections]
     output = plan.from_heads(spec, plan.to_heads(spec, sections)[2] * 2)
     assert spy.counts == {"all_to_all": 2}
@@ -176,9 +178,11 @@ def test_packs_that_differ_between_ranks_are_refused_on_all_of_them(rank: int) -
     pack = (0, 12, 24) if rank != 2 else (0, 24, 24)
     group = world()
     with pytest.raises(DivergenceError, match=r"'cu_seqlens\[1\] = 12', rank 2 has .* = 24'"):
-        make_plan(pack, group, SPECS[0], mode="state", verify=True)
+        make_plan(pack, group, SPECS[0], strategy="state", verify=True)
     # Nobody is left waiting: the next plan is made as if nothing had happened.
-    assert make_plan((0, 12, 24), group, SPECS[0], mode="state", verify=True).modes == ("state",)
+    assert make_plan((0, 12, 24), group, SPECS[0], strategy="state", verify=True).strategies == (
+        "state",
+    )
 
 
 @ranks(3)
@@ -186,7 +190,7 @@ def test_an_error_on_one_rank_is_one_on_all(rank: int) -> None:
     pack = (0, 12, 24) if rank != 1 else (0, 13, 24)
     kind, words = (LayoutError, "13 tokens") if rank == 1 else (PeerError, "rank 1: LayoutError")
     with pytest.raises(kind, match=words):
-        make_plan(pack, world(), SPECS[0], mode="state", verify=True)
+        make_plan(pack, world(), SPECS[0], strategy="state", verify=True)
 
 
 @ranks(2)
@@ -201,7 +205,7 @@ def test_messages_of_megabytes(rank: int) -> None:
     by_four = (4, 4, 4, 0, 516, 36, 2500, 4, 1028)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned_mixers, "CHUNK", 64)
-        for mode, layout, lengths in (
+        for strategy, layout, lengths in (
             ("heads", "zigzag", by_four),
             ("docs", "contiguous", any_lengths),
             ("state", "contiguous", any_lengths),
@@ -209,7 +213,7 @@ def test_messages_of_megabytes(rank: int) -> None:
         ):
             pack = tuple(accumulate(lengths, initial=0))
             assert pack[-1] == 4096
-            plan = make_plan(pack, world(), spec, layout=layout, mode=mode, element_bytes=4)  # type: ignore[arg-type]
-            if mode in ("heads", "gather"):
+            plan = make_plan(pack, world(), spec, layout=layout, strategy=strategy, element_bytes=4)  # type: ignore[arg-type]
+            if strategy in ("heads", "gather"):
                 assert plan.traffic(spec).forward_bytes > 1 << 21
             check_layers(plan, [spec], torch.float32)

@@ -51,7 +51,7 @@ def test_rows_of_a_rank_are_those_of_the_known_example_and_of_a_plan() -> None:
         [2, 3, 4, 5],
     ]
     for rank in range(4):
-        plan = make_plan(PACK, (rank, 4), SPEC, mode="heads")
+        plan = make_plan(PACK, (rank, 4), SPEC, strategy="heads")
         assert torch.equal(held_rows(PACK, rank, 4), plan.shard(torch.arange(64)))
 
 

@@ -87,15 +87,17 @@ def on_one(spec: Mixer, packs: Packs, size: int, before: Carried | None) -> list
 
 
 def on_ranks(
-    spec: Mixer, packs: Packs, size: int, before: Carried | None, modes: Any, layout: str
+    spec: Mixer, packs: Packs, size: int, before: Carried | None, strategies: Any, layout: str
 ) -> list[Tensor]:
     places = in_the_long_pack(packs)
     hidden, upstream = (random(sum(map(sum, packs)), DIM, seed=seed) for seed in (1, 2))
 
     def on_rank(group: VirtualCollectives) -> Any:
         plans = [
-            make_plan(offsets(lengths), group, spec, mode=mode, layout=layout, hidden_dim=DIM)  # type: ignore[arg-type]
-            for lengths, mode in zip(packs, modes, strict=True)
+            make_plan(
+                offsets(lengths), group, spec, strategy=strategy, layout=layout, hidden_dim=DIM
+            )  # type: ignore[arg-type]
+            for lengths, strategy in zip(packs, strategies, strict=True)
         ]
         inputs, outputs, arriving = [], [], []
         weights, start = weights_of(spec, DIM), leaves(before)
@@ -129,30 +131,30 @@ def together(plan: Plan, parts: list[Tensor]) -> Tensor:
 
 
 def off(
-    spec: Mixer, size: int, modes: Any, layout: str, *, begins: bool = False, packs: Any = None
+    spec: Mixer, size: int, strategies: Any, layout: str, *, begins: bool = False, packs: Any = None
 ) -> float:
     packs = packs or PACKS[layout]
     before = None if begins else carried(spec, len(packs[0]), 5)
     expected = on_one(spec, packs, size, before)
-    return relative_error(on_ranks(spec, packs, size, before, modes, layout), expected)
+    return relative_error(on_ranks(spec, packs, size, before, strategies, layout), expected)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
 @pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
-def test_two_packs_are_one_long_pack(spec: Mixer, mode: str, size: int, layout: str) -> None:
-    assert off(spec, size, (mode, mode), layout) < BOUND
+def test_two_packs_are_one_long_pack(spec: Mixer, strategy: str, size: int, layout: str) -> None:
+    assert off(spec, size, (strategy, strategy), layout) < BOUND
 
 
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
-def test_the_first_pack_of_all_starts_from_nothing(mode: str) -> None:
-    assert off(GDN, 2, (mode, mode), "contiguous", begins=True) < BOUND
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+def test_the_first_pack_of_all_starts_from_nothing(strategy: str) -> None:
+    assert off(GDN, 2, (strategy, strategy), "contiguous", begins=True) < BOUND
 
 
-@pytest.mark.parametrize("modes", [("heads", "state"), ("state", "docs"), ("docs", "gather")])
-def test_the_second_pack_may_take_another_mode(modes: tuple[str, str]) -> None:
-    assert off(GDN, 3, modes, "zigzag") < BOUND
+@pytest.mark.parametrize("strategies", [("heads", "state"), ("state", "docs"), ("docs", "gather")])
+def test_the_second_pack_may_take_another_strategy(strategies: tuple[str, str]) -> None:
+    assert off(GDN, 3, strategies, "zigzag") < BOUND
 
 
 @pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
@@ -160,10 +162,10 @@ def test_a_rank_without_tokens_takes_part(spec: Mixer) -> None:
     assert off(spec, 12, ("docs", "docs"), "contiguous", packs=LEFT_OUT) < BOUND
 
 
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
-def test_a_pack_without_a_token_hands_on_what_it_was_given(mode: str) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+def test_a_pack_without_a_token_hands_on_what_it_was_given(strategy: str) -> None:
     def on_rank(group: VirtualCollectives) -> None:
-        plan = make_plan((0, 0, 0), group, GDN, mode=mode)  # type: ignore[arg-type]
+        plan = make_plan((0, 0, 0), group, GDN, strategy=strategy)  # type: ignore[arg-type]
         before, weights = carried(GDN, 2, 5), weights_of(GDN, DIM)
         _, after = continued(plan, GDN, torch.zeros(0, DIM).double(), weights, before)
         assert_equal(after.states.detach(), before.states)
@@ -176,15 +178,17 @@ def test_a_pack_without_a_token_hands_on_what_it_was_given(mode: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
-def test_states_cost_a_gather_each_and_initial_ones_nothing(mode: str, size: int) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+def test_states_cost_a_gather_each_and_initial_ones_nothing(strategy: str, size: int) -> None:
     def on_rank(group: VirtualCollectives) -> None:
         spy = SpyCollectives(group)
-        plan = make_plan(offsets(PADDED[0]), spy, GDN, mode=mode, hidden_dim=DIM, element_bytes=8)  # type: ignore[arg-type]
+        plan = make_plan(
+            offsets(PADDED[0]), spy, GDN, strategy=strategy, hidden_dim=DIM, element_bytes=8
+        )  # type: ignore[arg-type]
         weights, before = weights_of(GDN, DIM), leaves(carried(GDN, 5, 5))
         x = plan.shard(random(72, DIM, seed=1)).requires_grad_()
         y, after = continued(plan, GDN, x, weights, before)
-        traffic, extra = plan.traffic(GDN), 0 if mode == "gather" or size == 1 else 2
+        traffic, extra = plan.traffic(GDN), 0 if strategy == "gather" or size == 1 else 2
         counts = {name: traffic.forward.count(name) for name in traffic.forward}
         counts["all_gather"] = counts.get("all_gather", 0) + extra
         assert spy.counts == {name: count for name, count in counts.items() if count}
@@ -198,11 +202,13 @@ def test_states_cost_a_gather_each_and_initial_ones_nothing(mode: str, size: int
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
-def test_states_that_do_not_fit_are_refused_before_anything_is_sent(mode: str, size: int) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+def test_states_that_do_not_fit_are_refused_before_anything_is_sent(
+    strategy: str, size: int
+) -> None:
     def on_rank(group: VirtualCollectives) -> None:
         attention = AttentionSpec(6, 2, 4)
-        plan = make_plan(offsets([12] * 6), group, [GDN, attention], mode=mode)  # type: ignore[arg-type]
+        plan = make_plan(offsets([12] * 6), group, [GDN, attention], strategy=strategy)  # type: ignore[arg-type]
         inputs = torch.zeros(0, GDN.conv_channels)
         with pytest.raises(LayoutError, match=r"conv_halo: initial.*\n.*\(6, 3, 42\)"):
             plan.conv_halo(GDN, inputs, initial=torch.zeros(5, 3, 42))
@@ -284,13 +290,14 @@ NAMES = ("conv_halo", "entry_states", "final_states", "final_halo")
 
 @pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
 @pytest.mark.parametrize(
-    ("mistake", "mode"),
+    ("mistake", "strategy"),
     [
-        *[(forget(name), mode) for name in NAMES[:2]
-          for mode in ("heads", "docs", "state", "gather")],
-        *[(forget(name), mode) for name in NAMES[2:] for mode in ("docs", "state")],
-        *[(detach(name), mode) for name in NAMES for mode in ("heads", "docs", "state", "gather")],
-        *[(mix_up_ends, mode) for mode in ("docs", "state")],
+        *[(forget(name), strategy) for name in NAMES[:2]
+          for strategy in ("heads", "docs", "state", "gather")],
+        *[(forget(name), strategy) for name in NAMES[2:] for strategy in ("docs", "state")],
+        *[(detach(name), strategy) for name in NAMES
+          for strategy in ("heads", "docs", "state", "gather")],
+        *[(mix_up_ends, strategy) for strategy in ("docs", "state")],
         (take_the_halo_of_the_first_sequence, "state"),
         (count_copies_as_heads, "heads"),
     ],
@@ -298,7 +305,7 @@ NAMES = ("conv_halo", "entry_states", "final_states", "final_halo")
 )  # fmt: skip
 def test_a_mistake_is_noticed(
     mistake: Callable[[pytest.MonkeyPatch], None],
-    mode: str,
+    strategy: str,
     spec: Mixer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -307,7 +314,7 @@ def test_a_mistake_is_noticed(
 
     def wrong() -> float:
         return relative_error(
-            on_ranks(spec, AWKWARD, 3, before, (mode, mode), "contiguous"), expected
+            on_ranks(spec, AWKWARD, 3, before, (strategy, strategy), "contiguous"), expected
         )
 
     assert wrong() < BOUND

@@ -149,7 +149,7 @@ def test_mistakes_are_named() -> None:
         share.split(torch.zeros(2, 17), ("q", "k", "v"))
     with pytest.raises(LayoutError, match="'docs' or 'state' or 'gather'"):
         HeadShare(GdnSpec(2, 4, 3, 5), 3, 0)
-    with pytest.raises(LayoutError, match="mode 'docs' or 'gather'"):
+    with pytest.raises(LayoutError, match="strategy 'docs' or 'gather'"):
         HeadShare(AttentionSpec(4, 2, 8), 8, 0)
 
 

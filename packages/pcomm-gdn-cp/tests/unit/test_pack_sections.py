@@ -201,7 +201,7 @@ def test_a_plan_moves_the_same_by_kernels_as_by_torch(
         monkeypatch.setattr(heads, "choose_packing", lambda *_, name=name: Packing(name, "test"))
 
         def on_rank(collectives: VirtualCollectives) -> list[Tensor]:
-            plan = make_plan(cu_seqlens, collectives, spec, layout=layout, mode="heads")
+            plan = make_plan(cu_seqlens, collectives, spec, layout=layout, strategy="heads")
             mine = [
                 plan.shard(numbered(80, s.width, torch.float64)).requires_grad_()
                 for s in spec.sections

@@ -24,10 +24,10 @@ SIZE, DIM = 3, 6
 GDN, MAMBA, ATTENTION = GdnSpec(3, 6, 3, 5), Mamba2Spec(6, 3, 3, 5), AttentionSpec(6, 3, 4)
 EVEN, ODD = (0, 48, 48, 96), (0, 1, 2, 3, 3, 40, 41, 96)
 CASES = [
-    pytest.param(spec, mode, id=f"{type(spec).__name__}-{mode}")
+    pytest.param(spec, strategy, id=f"{type(spec).__name__}-{strategy}")
     for spec in (GDN, MAMBA, ATTENTION)
-    for mode in ("heads", "docs", "state", "gather")
-    if mode != "state" or spec.has_state
+    for strategy in ("heads", "docs", "state", "gather")
+    if strategy != "state" or spec.has_state
 ]
 # Roundings of values near one, in another order.
 BOUND = 1e-12
@@ -67,13 +67,13 @@ def result(
 
 
 def distance(
-    spec: Spec, mode: Any, pack: tuple[int, ...], run: Run, dtype: torch.dtype = torch.float64
+    spec: Spec, strategy: Any, pack: tuple[int, ...], run: Run, dtype: torch.dtype = torch.float64
 ) -> float:
     """Between three ranks and one."""
     layout: Any = "contiguous" if pack == ODD else "zigzag"
 
     def on_rank(collectives: VirtualCollectives) -> tuple[Plan, Any]:
-        plan = make_plan(pack, collectives, spec, mode=mode, layout=layout, hidden_dim=DIM)
+        plan = make_plan(pack, collectives, spec, strategy=strategy, layout=layout, hidden_dim=DIM)
         return plan, result(plan, spec, run, dtype)
 
     found = run_virtual(on_rank, SIZE)
@@ -141,38 +141,38 @@ def after_an_evaluation(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
     ],
     ids=lambda run: run.__name__,
 )
-@pytest.mark.parametrize(("spec", "mode"), CASES)
-def test_three_ranks_are_one(spec: Spec, mode: str, run: Run, pack: tuple[int, ...]) -> None:
-    assert distance(spec, mode, pack, run) < BOUND
+@pytest.mark.parametrize(("spec", "strategy"), CASES)
+def test_three_ranks_are_one(spec: Spec, strategy: str, run: Run, pack: tuple[int, ...]) -> None:
+    assert distance(spec, strategy, pack, run) < BOUND
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("spec", "mode"), CASES)
+@pytest.mark.parametrize(("spec", "strategy"), CASES)
 def test_half_precision_is_as_near_as_its_roundings(
-    spec: Spec, mode: str, dtype: torch.dtype
+    spec: Spec, strategy: str, dtype: torch.dtype
 ) -> None:
     """Weights' gradients are sums of three roundings instead of one; a lost state is off by 1."""
-    assert distance(spec, mode, ODD, plainly, dtype) < 6 * torch.finfo(dtype).eps
+    assert distance(spec, strategy, ODD, plainly, dtype) < 6 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize(("spec", "mode"), CASES)
-def test_autocast_is_that_of_one_rank(spec: Spec, mode: str) -> None:
+@pytest.mark.parametrize(("spec", "strategy"), CASES)
+def test_autocast_is_that_of_one_rank(spec: Spec, strategy: str) -> None:
     def run(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x)
         return (y * upstream).sum()
 
-    assert distance(spec, mode, ODD, run, torch.float32) < 6 * torch.finfo(torch.bfloat16).eps
+    assert distance(spec, strategy, ODD, run, torch.float32) < 6 * torch.finfo(torch.bfloat16).eps
 
 
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
-def test_one_plan_serves_several_dtypes(mode: Any) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+def test_one_plan_serves_several_dtypes(strategy: Any) -> None:
     """One after another and back again; what is kept from one dtype must fit the next."""
     bounds = {torch.float32: 1e-4, torch.bfloat16: 6 * torch.finfo(torch.bfloat16).eps}
     kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float32]
 
     def on_rank(collectives: VirtualCollectives) -> tuple[Plan, list[list[Tensor]]]:
-        plan = make_plan(EVEN, collectives, GDN, mode=mode)
+        plan = make_plan(EVEN, collectives, GDN, strategy=strategy)
         return plan, [result(plan, GDN, plainly, dtype)[0] for dtype in kinds]
 
     found = run_virtual(on_rank, SIZE)
@@ -185,11 +185,11 @@ def test_one_plan_serves_several_dtypes(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("spec", [GDN, ATTENTION], ids=["gdn", "attention"])
-@pytest.mark.parametrize("mode", ["heads", "docs", "gather", "state"])
-def test_second_derivatives_pass_through_what_moves(spec: Spec, mode: Any) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "gather", "state"])
+def test_second_derivatives_pass_through_what_moves(spec: Spec, strategy: Any) -> None:
     """Of the movement alone: the convolution and the recurrences say that they have one only."""
-    if mode == "state" and not spec.has_state:
-        mode = "heads"
+    if strategy == "state" and not spec.has_state:
+        strategy = "heads"
 
     def derivatives(plan: Plan) -> list[Tensor]:
         x = plan.shard(tensor_of(1)).clone().requires_grad_()
@@ -208,12 +208,12 @@ def test_second_derivatives_pass_through_what_moves(spec: Spec, mode: Any) -> No
         return [grad.detach(), second]
 
     def on_rank(collectives: VirtualCollectives) -> tuple[Plan, list[Tensor]]:
-        plan = make_plan(EVEN, collectives, spec, mode=mode)
+        plan = make_plan(EVEN, collectives, spec, strategy=strategy)
         return plan, derivatives(plan)
 
     found = run_virtual(on_rank, SIZE)
     actual = [together([p for p, _ in found], [d[i] for _, d in found]) for i in range(2)]
-    if mode == "heads":
+    if strategy == "heads":
         # Each rank has means of its own heads there; what they are of is the same on one rank.
         expected = derivatives_of_heads(spec)
     else:

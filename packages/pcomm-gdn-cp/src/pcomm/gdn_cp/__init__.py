@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from pcomm.gdn_cp.plan import Plan, make_plan
     from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Section, Spec
     from pcomm.gdn_cp.strategies.head_share import HeadShare
-    from pcomm.gdn_cp.strategies.route import Mode
+    from pcomm.gdn_cp.strategies.strategy import StrategyName
 
 __all__ = [
     "AttentionSpec",
     "GdnSpec",
     "HeadShare",
     "Mamba2Spec",
-    "Mode",
     "Plan",
     "Section",
     "Spec",
+    "StrategyName",
     "make_plan",
 ]
 
@@ -31,7 +31,7 @@ __getattr__, __dir__ = face(
         "GdnSpec": "specs",
         "HeadShare": "strategies.head_share",
         "Mamba2Spec": "specs",
-        "Mode": "strategies.route",
+        "StrategyName": "strategies.strategy",
         "Plan": "plan",
         "Section": "specs",
         "Spec": "specs",

@@ -51,5 +51,7 @@ def _facts(plan: Plan | None) -> list[str]:
     if plan is None:
         return []
     facts = [f"layout {plan.tokens.layout_name}"]
-    facts += [f"{spec} {mode}" for spec, mode in zip(plan.specs, plan.modes, strict=True)]
+    facts += [
+        f"{spec} {strategy}" for spec, strategy in zip(plan.specs, plan.strategies, strict=True)
+    ]
     return facts + [f"cu_seqlens[{n}] = {o}" for n, o in enumerate(plan.tokens.cu_seqlens)]

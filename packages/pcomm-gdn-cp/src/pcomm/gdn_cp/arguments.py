@@ -118,7 +118,7 @@ def all_specs(specs: Spec | Sequence[Spec]) -> tuple[Spec, ...]:
 
 
 def link_of(link: Link | None) -> Link:
-    """The link that modes are weighed with; by default a guess.
+    """The link that strategies are weighed with; by default a guess.
 
     Raises:
         ConfigError: Not a link.

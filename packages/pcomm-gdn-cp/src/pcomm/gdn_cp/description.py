@@ -1,4 +1,4 @@
-"""A plan in words, for logs: which modes, why, at what cost, and what was rejected."""
+"""A plan in words, for logs: which strategies, why, at what cost, and what was rejected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from pcomm.gdn_cp.packing.backend import choose_packing
 from pcomm.gdn_cp.strategies.cost import Candidate
-from pcomm.gdn_cp.strategies.route import Traffic
+from pcomm.gdn_cp.strategies.strategy import Traffic
 
 if TYPE_CHECKING:
     from pcomm.gdn_cp.layout.planned_pack import PlannedPack
@@ -26,13 +26,13 @@ def describe_plan(plan: PlannedPack) -> str:
         f"{tokens.num_tokens} tokens, {tokens.layout_name} between layers"
     ]
     for spec, choice in zip(plan.specs, plan.choices, strict=True):
-        lines.append(f"{spec}: {choice.mode} ({choice.reason})")
+        lines.append(f"{spec}: {choice.strategy} ({choice.reason})")
         lines.append(f"  {_traffic(plan.traffic(spec))}")
-        if choice.mode == "docs":
+        if choice.strategy == "docs":
             known = "" if plan.sizes.hidden_dim else "; bytes unknown without hidden_dim"
             cut = _cut(plan.num_straddlers(spec))
             lines.append(f"  imbalance {plan.imbalance(spec):.1%}, {cut}{known}")
-        if choice.mode == "heads" and plan.tokens.size > 1:
+        if choice.strategy == "heads" and plan.tokens.size > 1:
             lines.append(f"  {_packing()}")
         lines += [f"  not {_rejected(candidate)}" for candidate in choice.rejected]
     return "\n".join(lines)
@@ -64,5 +64,5 @@ def _calls(operations: Sequence[str]) -> str:
 
 def _rejected(candidate: Candidate) -> str:
     if candidate.obstacle:
-        return f"{candidate.mode}: {candidate.obstacle}"
-    return f"{candidate.mode}: {candidate.time_us:.1f} us, {_traffic(candidate.traffic)}"
+        return f"{candidate.strategy}: {candidate.obstacle}"
+    return f"{candidate.strategy}: {candidate.time_us:.1f} us, {_traffic(candidate.traffic)}"

@@ -1,12 +1,12 @@
 """One plan for a micro-batch: how the tensors of every mixer travel between the ranks.
 
 Made once from host integers, before any layer runs, and shared by all layers, by recompute and by
-backward. A layer calls the same six operations whatever the mode:
+backward. A layer calls the same six operations whatever the strategy:
 
-    x = plan.enter(spec, hidden)                       # whole documents, in mode `docs`
-    q, k, v, b, a = plan.to_heads(spec, projections)   # all tokens of my heads, in mode `heads`
-    halo = plan.conv_halo(spec, inputs)                # what came before my pieces, in mode `state`
-    state = plan.entry_states(spec, summary)           # and in `docs` where a document is cut
+    x = plan.enter(spec, hidden)                       # `docs`: whole documents
+    q, k, v, b, a = plan.to_heads(spec, projections)   # `heads`: all tokens of my heads
+    halo = plan.conv_halo(spec, inputs)                # `state`: what precedes my segments
+    state = plan.entry_states(spec, summary)           # `state`, and `docs` where one is cut
     y = plan.from_heads(spec, output)
     out = plan.leave(spec, y)
 
@@ -36,7 +36,7 @@ from pcomm.gdn_cp.layout.planned_pack import PlannedPack
 from pcomm.gdn_cp.layout.token_layout import LayoutName
 from pcomm.gdn_cp.specs import Spec
 from pcomm.gdn_cp.strategies.cost import Link, Sizes, decide
-from pcomm.gdn_cp.strategies.route import Mode
+from pcomm.gdn_cp.strategies.strategy import StrategyName
 
 __all__ = ["Plan", "make_plan"]
 
@@ -62,7 +62,7 @@ class Plan(PlannedPack):
     def enter(self, spec: Spec, hidden_tD: Tensor) -> Tensor:
         """Hidden states as the projections of this mixer want them.
 
-        Documents in mode `docs`, in one all-to-all; the input itself in the others.
+        Documents with strategy `docs`, in one all-to-all; the input itself in the others.
         Collective, like all that follow: every rank calls it, in the same order. Differentiable,
         and backward is collective too: a rank that got no document runs the layer on no tokens.
 
@@ -76,7 +76,7 @@ class Plan(PlannedPack):
                 anything is sent.
         """
         self._check_width("Plan.enter", hidden_tD)
-        return self._route(spec).enter(hidden_tD, self._group)
+        return self._strategy(spec).enter(hidden_tD, self._group)
 
     @outside_graphs
     def leave(self, spec: Spec, hidden: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Plan(PlannedPack):
             LayoutError: See `enter`.
         """
         self._check_width("Plan.leave", hidden)
-        return self._route(spec).leave(hidden, self._group)
+        return self._strategy(spec).leave(hidden, self._group)
 
     @outside_graphs
     def to_heads(self, spec: Spec, sections: Sequence[Tensor], *, fused: int = 1) -> list[Tensor]:
@@ -96,19 +96,19 @@ class Plan(PlannedPack):
         Args:
             spec: One of the plan's.
             sections: The sections of `spec.sections`, `[t, heads * width]` each, any strides, of
-                one dtype. In mode `docs`, those of the tokens that `enter` returned.
+                one dtype. With strategy `docs`, those of the tokens that `enter` returned.
             fused: How many of the first sections to return as one tensor, side by side, which is
                 how a convolution wants them; nothing is copied for it where tensors travel.
 
         Returns:
             The sections, `[T, heads * width]` of this rank's heads, in the order of
-            `cu_seqlens_of(spec)`; views of one buffer in modes `heads` and `gather`.
+            `cu_seqlens_of(spec)`; views of one buffer with strategies `heads` and `gather`.
 
         Raises:
             ConfigError: See `enter`.
             LayoutError: Other shapes or several dtypes; raised before anything is sent.
         """
-        return self._route(spec).to_heads(sections, self._group, fused)
+        return self._strategy(spec).to_heads(sections, self._group, fused)
 
     @outside_graphs
     def from_heads(self, spec: Spec, output_TW: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Plan(PlannedPack):
             ConfigError: See `enter`.
             LayoutError: Another shape; raised before anything is sent.
         """
-        return self._route(spec).from_heads(output_TW, self._group)
+        return self._strategy(spec).from_heads(output_TW, self._group)
 
     @outside_graphs
     def conv_halo(
@@ -145,7 +145,7 @@ class Plan(PlannedPack):
             ConfigError: See `enter`; `initial` for a mixer without a state.
             LayoutError: Another shape; raised before anything is sent.
         """
-        return self._route(spec).carry.conv_halo(x_TW, self._group, initial)
+        return self._strategy(spec).carry.conv_halo(x_TW, self._group, initial)
 
     @outside_graphs
     def entry_states(
@@ -173,7 +173,7 @@ class Plan(PlannedPack):
             ConfigError: See `conv_halo`; no summary where one is needed.
             LayoutError: Another shape; raised before anything is sent.
         """
-        return self._route(spec).carry.entry_states(summary, self._group, initial)
+        return self._strategy(spec).carry.entry_states(summary, self._group, initial)
 
     @outside_graphs
     def final_states(
@@ -182,9 +182,9 @@ class Plan(PlannedPack):
         """The states after the whole pack, the same on every rank: `initial` of the next pack.
 
         One gather, and in backward one reduce-scatter, on top of `traffic`; none on one rank and
-        in mode `gather`. All ranks use the result in their graphs, or none does. The gradient is
-        that of the sum of what the ranks make of it, so a loss of the states themselves belongs on
-        one rank, or on each divided by their number.
+        with strategy `gather`. All ranks use the result in their graphs, or none does. The gradient
+        is that of the sum of the ranks' losses, so a loss of the states themselves belongs on one
+        rank, or on each divided by the number of ranks.
 
         Args:
             spec: One of the plan's.
@@ -198,7 +198,7 @@ class Plan(PlannedPack):
             ConfigError: See `enter`; a mixer without a state.
             LayoutError: Another shape; raised before anything is sent.
         """
-        return self._route(spec).carry.final_states(final_FHKV, self._group, initial)
+        return self._strategy(spec).carry.final_states(final_FHKV, self._group, initial)
 
     @outside_graphs
     def final_halo(self, spec: Spec, halo_FPW: Tensor, *, initial: Tensor | None = None) -> Tensor:
@@ -216,7 +216,7 @@ class Plan(PlannedPack):
             ConfigError: See `final_states`.
             LayoutError: See `final_states`.
         """
-        return self._route(spec).carry.final_halo(halo_FPW, self._group, initial)
+        return self._strategy(spec).carry.final_halo(halo_FPW, self._group, initial)
 
     # -- inside --------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Plan(PlannedPack):
             raise LayoutError(
                 f"{asked}: hidden_dim={said} in make_plan",
                 found=f"shape {tuple(hidden.shape)}, so {found} columns",
-                why="The modes were chosen, and traffic is counted, for another width.",
+                why="The strategies were chosen, and traffic is counted, for another width.",
                 fix="Pass the width of hidden states to make_plan, or leave hidden_dim away.",
             )
 
@@ -251,7 +251,7 @@ class Plan(PlannedPack):
         return self
 
     def __reduce__(self) -> tuple[type[Plan], tuple[Any, ...]]:
-        kept = (self.tokens, self.rank, self.specs, self.modes, self.choices, self.sizes)
+        kept = (self.tokens, self.rank, self.specs, self.strategies, self.choices, self.sizes)
         return Plan, (*kept, None)
 
 
@@ -261,7 +261,7 @@ def make_plan(
     specs: Spec | Sequence[Spec],
     *,
     layout: LayoutName = "zigzag",
-    mode: Literal["auto"] | Mode = "auto",
+    strategy: Literal["auto"] | StrategyName = "auto",
     hidden_dim: int | None = None,
     element_bytes: int = 2,
     link: Link | None = None,
@@ -281,8 +281,9 @@ def make_plan(
             carried out, where `(0, 1)` is a process alone.
         specs: The mixers of the model, with the counts of this tensor-parallel rank.
         layout: How tokens lie on the ranks between layers.
-        mode: For all mixers, or `auto` for the one that costs least by the model of `cost`. With
-            `state`, a mixer without a state takes `heads`, or `gather` if its heads do not divide.
+        strategy: Strategy of all mixers, or `auto` for the one that costs least by the model of
+            `cost`. With `state`, a mixer without a state takes `heads`, or `gather` if its heads do
+            not divide.
         hidden_dim: Width of hidden states; without it `auto` cannot weigh `docs`.
         element_bytes: Bytes of an element of activations, for the model and `describe`.
         link: The slowest link between the ranks, for the model.
@@ -290,8 +291,8 @@ def make_plan(
         verify: Compare what all ranks passed.
 
     Raises:
-        ConfigError: No such mode or layout; no mixer; offsets that are not integers on the host;
-            sizes that cannot be; `group` is no group, or a mesh of several dimensions.
+        ConfigError: No such strategy or layout; no mixer; offsets that are not integers on the
+            host; sizes that cannot be; `group` is no group, or a mesh of several dimensions.
         LayoutError: Offsets, lengths or heads that do not fit; a buffer of another length.
         UnsupportedError: `verify` with collectives or a pair of numbers.
         DivergenceError: With `verify`: the ranks did not pass the same, on all of them.
@@ -303,11 +304,11 @@ def make_plan(
         tokens = pack_of(cu_seqlens, place.size, layout, num_tokens)
         sizes, wanted = Sizes(hidden_dim, element_bytes), all_specs(specs)
         weighed = link_of(link)
-        choices = tuple(decide(s, tokens, mode, sizes, weighed) for s in wanted)
-        modes = tuple(choice.mode for choice in choices)
-        plan = Plan(tokens, place.rank, wanted, modes, choices, sizes, place.collectives)
-        # A mode that does not work is refused now, not in the first layer.
-        _ = plan._routes
+        choices = tuple(decide(s, tokens, strategy, sizes, weighed) for s in wanted)
+        strategies = tuple(choice.strategy for choice in choices)
+        plan = Plan(tokens, place.rank, wanted, strategies, choices, sizes, place.collectives)
+        # A strategy that does not work is refused now, not in the first layer.
+        _ = plan._strategies
         return plan
 
     return agree_on_plan(place.group, group, build) if verify else build()

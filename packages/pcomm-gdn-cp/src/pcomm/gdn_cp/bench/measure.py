@@ -52,8 +52,8 @@ class OfPack:
         counted: Of each form.
         timings: Of each form that was timed.
         left_out: Why others were not.
-        imbalance: By how much the busiest rank has more tokens than the average in mode `docs`.
-        auto: The mode that a plan takes by itself, for the link that was measured.
+        imbalance: Tokens of the busiest rank over the average, less 1, with strategy `docs`.
+        auto: The strategy that a plan takes by itself, for the link that was measured.
     """
 
     pack: Pack
@@ -115,7 +115,7 @@ def _measure_pack(pack: Pack, settings: Settings, collectives: Collectives, link
         pack.cu_seqlens, collectives, SPEC, hidden_dim=HIDDEN_DIM, element_bytes=4, link=link
     )
     imbalance = plan_of(pack.cu_seqlens, collectives, "docs").imbalance(SPEC)
-    return OfPack(pack, counted, timings, left_out, imbalance, chosen.mode_of(SPEC))
+    return OfPack(pack, counted, timings, left_out, imbalance, chosen.strategy_of(SPEC))
 
 
 def check_and_count(name: str, numbers: Numbers, collectives: Collectives) -> Counted:

@@ -1,4 +1,4 @@
-"""The four modes of a plan as cases: what each of them moves for one layer.
+"""The four strategies of a plan as cases: what each of them moves for one layer.
 
 Those of `heads` and `gather` start from the same projections as the baselines and do the same job;
 z stays where it is. In `docs` hidden states travel, and the projections run on the other side. In
@@ -20,15 +20,15 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers
 from pcomm.gdn_cp.bench.settings import HIDDEN_DIM, SPEC
 from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.strategies.route import Mode
+from pcomm.gdn_cp.strategies.strategy import StrategyName
 
 __all__ = ["documents_case", "gather_case", "heads_case", "plan_of", "state_case"]
 
 
-def plan_of(cu_seqlens: tuple[int, ...], collectives: Collectives, mode: Mode) -> Plan:
-    """A plan of this mode, with its index tensors made."""
+def plan_of(cu_seqlens: tuple[int, ...], collectives: Collectives, strategy: StrategyName) -> Plan:
+    """A plan of this strategy, with its index tensors made."""
     return make_plan(
-        cu_seqlens, collectives, SPEC, mode=mode, hidden_dim=HIDDEN_DIM, element_bytes=4
+        cu_seqlens, collectives, SPEC, strategy=strategy, hidden_dim=HIDDEN_DIM, element_bytes=4
     ).prepare("cpu")
 
 
@@ -143,7 +143,7 @@ def _handover(numbers: Numbers, plan: Plan, rows_t: Tensor, pieces: list[list[in
 
     Args:
         numbers: Those of the pack.
-        plan: In mode `docs` or `state`.
+        plan: With strategy `docs` or `state`.
         rows_t: The tokens of this rank's core.
         pieces: Of each rank the first tokens of its pieces, as they lie there.
     """
@@ -206,7 +206,7 @@ def _documents(plan: Plan) -> list[list[int]]:
     """Of each rank the tokens where its documents and pieces begin, and where the last one ends."""
     offsets, found, begin = plan.tokens.cu_seqlens, [], 0
     for rank in range(plan.tokens.size):
-        pair = make_plan(offsets, (rank, plan.tokens.size), SPEC, mode="docs")
+        pair = make_plan(offsets, (rank, plan.tokens.size), SPEC, strategy="docs")
         ends = [begin + offset for offset in pair.cu_seqlens_of(SPEC)]
         found.append(ends)
         begin = ends[-1]

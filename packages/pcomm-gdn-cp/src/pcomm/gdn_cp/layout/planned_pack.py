@@ -19,9 +19,9 @@ from pcomm.gdn_cp.layout.token_layout import TokenLayout
 from pcomm.gdn_cp.ops.offsets import PackOffsets
 from pcomm.gdn_cp.ops.prepared import prepare_cores
 from pcomm.gdn_cp.specs import AttentionSpec, Spec
-from pcomm.gdn_cp.strategies.cost import ROUTES, Choice, Sizes
+from pcomm.gdn_cp.strategies.cost import STRATEGIES, Choice, Sizes
 from pcomm.gdn_cp.strategies.head_share import HeadShare
-from pcomm.gdn_cp.strategies.route import Mode, Route, Traffic
+from pcomm.gdn_cp.strategies.strategy import Strategy, StrategyName, Traffic
 
 __all__ = ["PlannedPack"]
 
@@ -34,7 +34,7 @@ class PlannedPack:
         tokens: The pack and its layout between layers.
         rank: This rank's place in the group.
         specs: The mixers.
-        modes: The mode of each.
+        strategies: The strategy of each.
         choices: Why.
         sizes: What `make_plan` was told about activations.
     """
@@ -42,26 +42,26 @@ class PlannedPack:
     tokens: TokenLayout
     rank: int
     specs: tuple[Spec, ...]
-    modes: tuple[Mode, ...]
+    strategies: tuple[StrategyName, ...]
     choices: tuple[Choice, ...] = field(compare=False, repr=False)
     sizes: Sizes = field(compare=False, repr=False)
 
     # -- what the core sees --------------------------------------------------------------
 
     @outside_graphs
-    def mode_of(self, spec: Spec) -> Mode:
-        """The mode of this mixer."""
-        return self.modes[self._place(spec)]
+    def strategy_of(self, spec: Spec) -> StrategyName:
+        """The strategy of this mixer."""
+        return self.strategies[self._place(spec)]
 
     @outside_graphs
     def needs_summary(self, spec: Spec) -> bool:
         """Whether pieces of sequences cross ranks, so that `entry_states` wants a summary."""
-        return self._route(spec).carry.needs_summary
+        return self._strategy(spec).carry.needs_summary
 
     @outside_graphs
     def head_share(self, spec: Spec) -> HeadShare:
         """The heads of this rank, and its slices of parameters."""
-        return self._route(spec).share
+        return self._strategy(spec).share
 
     @outside_graphs
     def cu_seqlens_of(self, spec: Spec) -> PackOffsets:
@@ -69,16 +69,16 @@ class PlannedPack:
 
         A tuple of integers. Cores keep their index tensors in it, so pass it on as it is.
         """
-        return self._route(spec).cu_seqlens
+        return self._strategy(spec).cu_seqlens
 
     @outside_graphs
     def positions_of(self, spec: Spec, device: torch.device | str = "cpu") -> Tensor:
         """`[T]`, int64: the place in its sequence of each token that the core of this rank sees.
 
-        For rotary embeddings after `to_heads`, whatever the mode.
+        For rotary embeddings after `to_heads`, whatever the strategy.
         """
-        route = self._route(spec)
-        return route.on(torch.device(device), route.core_positions)
+        strategy = self._strategy(spec)
+        return strategy.on(torch.device(device), strategy.core_positions)
 
     # -- what lies between layers --------------------------------------------------------
 
@@ -116,18 +116,18 @@ class PlannedPack:
         For `docs` hidden states count with `hidden_dim`, and not at all if that is unknown.
         """
         sizes = self.sizes
-        return self._route(spec).traffic(self.rank, sizes.element_bytes, sizes.hidden_dim)
+        return self._strategy(spec).traffic(self.rank, sizes.element_bytes, sizes.hidden_dim)
 
     def imbalance(self, spec: Spec) -> float:
         """By how much the busiest rank has more tokens than the average: 0.1 is 10 % more."""
-        return self._route(spec).imbalance
+        return self._strategy(spec).imbalance
 
     def num_straddlers(self, spec: Spec) -> int:
-        """Documents that mode `docs` cuts for this mixer, because no cuts between them would do."""
-        return self._route(spec).num_straddlers
+        """Number of documents that strategy `docs` cuts for this mixer."""
+        return self._strategy(spec).num_straddlers
 
     def describe(self) -> str:
-        """The mode of each mixer, why, what it costs, and what was rejected."""
+        """The strategy of each mixer, why, what it costs, and what was rejected."""
         return describe_plan(self)
 
     def prepare(
@@ -147,11 +147,11 @@ class PlannedPack:
             ConfigError: A chunk without tokens.
         """
         device = torch.device(device)
-        for spec, route in zip(self.specs, self._routes, strict=True):
-            route.prepare(device)
-            route.carry.prepare(device, is_continued)
-            route.on(device, route.core_positions)
-            offsets = route.cu_seqlens
+        for spec, strategy in zip(self.specs, self._strategies, strict=True):
+            strategy.prepare(device)
+            strategy.carry.prepare(device, is_continued)
+            strategy.on(device, strategy.core_positions)
+            offsets = strategy.cu_seqlens
             if not isinstance(spec, AttentionSpec):
                 prepare_cores(offsets, spec, device, chunk)
         for make in (self._local.core_tokens, self._local.core_positions):
@@ -161,18 +161,18 @@ class PlannedPack:
     # -- inside --------------------------------------------------------------------------
 
     @cached_property
-    def _routes(self) -> tuple[Route, ...]:
+    def _strategies(self) -> tuple[Strategy, ...]:
         if self.tokens.size == 1:
-            return tuple(Route(spec, self.tokens, 0) for spec in self.specs)
-        pairs = zip(self.specs, self.modes, strict=True)
-        return tuple(ROUTES[mode](spec, self.tokens, self.rank) for spec, mode in pairs)
+            return tuple(Strategy(spec, self.tokens, 0) for spec in self.specs)
+        pairs = zip(self.specs, self.strategies, strict=True)
+        return tuple(STRATEGIES[strategy](spec, self.tokens, self.rank) for spec, strategy in pairs)
 
     @cached_property
     def _local(self) -> LocalTokenIndices:
         return LocalTokenIndices(self.tokens, self.rank)
 
-    def _route(self, spec: Spec) -> Route:
-        return self._routes[self._place(spec)]
+    def _strategy(self, spec: Spec) -> Strategy:
+        return self._strategies[self._place(spec)]
 
     def _place(self, spec: Spec) -> int:
         if spec not in self.specs:

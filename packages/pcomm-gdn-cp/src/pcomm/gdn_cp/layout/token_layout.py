@@ -126,7 +126,7 @@ class TokenLayout:
         with torch.inference_mode(False):
             if self.layout_name == "contiguous" or self.size == 1:
                 return torch.arange(self.num_tokens)
-            # The same as that of the layout, whose thousands of runs few modes need.
+            # The same as that of the layout, whose thousands of runs few strategies need.
             starts_RN2, lengths_RN2 = _chunks(self.cu_seqlens, self.size)
             return expand_ranges(starts_RN2.flatten(), lengths_RN2.flatten())
 

@@ -1,8 +1,8 @@
-"""Which mode costs least: a model of latency and bytes, the same integers on every rank.
+"""Which strategy costs least: a model of latency and bytes, the same integers on every rank.
 
 It counts what is sent, not what is computed: the summaries of `state` and the waiting that an
 imbalance causes are left out, and `gather`, which computes everything on every rank, is taken only
-where nothing else works. Ties go to the mode named first.
+where nothing else works. Ties go to the strategy named first.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pcomm.core.errors import ConfigError, PcommError, near_misses
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
 from pcomm.gdn_cp.specs import Spec, is_integer
 from pcomm.gdn_cp.strategies.document_cuts import TOLERATED_IMBALANCE
-from pcomm.gdn_cp.strategies.documents import DocumentsRoute
-from pcomm.gdn_cp.strategies.gather import GatherRoute
-from pcomm.gdn_cp.strategies.heads import HeadsRoute
-from pcomm.gdn_cp.strategies.route import Mode, Route, Traffic
-from pcomm.gdn_cp.strategies.state import StateRoute
+from pcomm.gdn_cp.strategies.documents import DocumentsStrategy
+from pcomm.gdn_cp.strategies.gather import GatherStrategy
+from pcomm.gdn_cp.strategies.heads import HeadsStrategy
+from pcomm.gdn_cp.strategies.state import StateStrategy
+from pcomm.gdn_cp.strategies.strategy import Strategy, StrategyName, Traffic
 
 __all__ = ["Candidate", "Choice", "Link", "Sizes", "choose", "decide"]
 
-ROUTES: dict[Mode, type[Route]] = {
-    "heads": HeadsRoute,
-    "docs": DocumentsRoute,
-    "state": StateRoute,
-    "gather": GatherRoute,
+STRATEGIES: dict[StrategyName, type[Strategy]] = {
+    "heads": HeadsStrategy,
+    "docs": DocumentsStrategy,
+    "state": StateStrategy,
+    "gather": GatherStrategy,
 }
 
 
@@ -82,7 +82,7 @@ class Sizes:
             raise ConfigError(
                 f"make_plan: hidden_dim={width!r}",
                 found="no integer >= 1",
-                why="It is the number of columns of hidden states, which mode 'docs' sends.",
+                why="It is the number of columns of hidden states, which strategy 'docs' sends.",
                 fix="Pass the width of the model, or leave it away if it is unknown.",
             )
         if not (is_integer(self.element_bytes) and self.element_bytes in (1, 2, 4, 8, 16)):
@@ -96,16 +96,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mode, and what became of it.
+    """A strategy, and what became of it.
 
     Args:
-        mode: Its name.
+        strategy: Its name.
         obstacle: Why it cannot or shall not be taken; empty if it can.
         time_us: Estimate for the rank that sends most; infinite if it cannot be taken.
         traffic: Of that rank.
     """
 
-    mode: Mode
+    strategy: StrategyName
     obstacle: str
     time_us: float = float("inf")
     traffic: Traffic = field(default_factory=Traffic)
@@ -113,48 +113,52 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The mode of one mixer.
+    """The strategy of one mixer.
 
     Args:
-        mode: What was taken.
+        strategy: What was taken.
         reason: Why.
         rejected: The others that were weighed.
     """
 
-    mode: Mode
+    strategy: StrategyName
     reason: str
     rejected: tuple[Candidate, ...] = ()
 
 
 def decide(
-    spec: Spec, tokens: TokenLayout, mode: Literal["auto"] | Mode, sizes: Sizes, link: Link
+    spec: Spec,
+    tokens: TokenLayout,
+    strategy: Literal["auto"] | StrategyName,
+    sizes: Sizes,
+    link: Link,
 ) -> Choice:
-    """The mode that was asked for, or with `auto` the one that costs least.
+    """The strategy that was asked for, or with `auto` the one that costs least.
 
     Raises:
-        ConfigError: No such mode.
+        ConfigError: No such strategy.
     """
-    if mode not in ("auto", *ROUTES):
+    if strategy not in ("auto", *STRATEGIES):
         raise ConfigError(
-            f"make_plan: mode={mode!r}",
-            found="no such mode",
-            why="Tensors travel by one of the modes, or by the one that costs least.",
-            fix=near_misses(str(mode), ("auto", *ROUTES)),
+            f"make_plan: strategy={strategy!r}",
+            found="no such strategy",
+            why="Tensors travel by one of the strategies, or by the one that costs least.",
+            fix=near_misses(str(strategy), ("auto", *STRATEGIES)),
         )
     if tokens.size == 1:
-        return Choice("heads" if mode == "auto" else mode, "one rank, so nothing moves")
-    if mode == "auto":
+        return Choice("heads" if strategy == "auto" else strategy, "one rank, so nothing moves")
+    if strategy == "auto":
         return choose(spec, tokens, sizes, link)
-    if mode == "state" and not spec.has_state:
+    if strategy == "state" and not spec.has_state:
         divides = spec.output.num_heads % tokens.size == 0
         return Choice("heads" if divides else "gather", "asked for 'state', and it has none")
-    return Choice(mode, "asked for")
+    return Choice(strategy, "asked for")
 
 
 def choose(spec: Spec, tokens: TokenLayout, sizes: Sizes, link: Link) -> Choice:
-    """The mode with the least time among those that work. The same on every rank."""
-    found = [_weigh(mode, spec, tokens, sizes, link) for mode in ROUTES]
-    sound = [c for c in found if not c.obstacle and c.mode != "gather"]
+    """The strategy with the least time among those that work. The same on every rank."""
+    found = [_weigh(strategy, spec, tokens, sizes, link) for strategy in STRATEGIES]
+    sound = [c for c in found if not c.obstacle and c.strategy != "gather"]
     best = min(sound or found[-1:], key=lambda candidate: candidate.time_us)
     reason = (
         f"least by the model: {best.time_us:.1f} us forward and backward at "
@@ -162,27 +166,31 @@ def choose(spec: Spec, tokens: TokenLayout, sizes: Sizes, link: Link) -> Choice:
         if sound
         else "nothing else works"
     )
-    return Choice(best.mode, reason, tuple(c for c in found if c is not best))
+    return Choice(best.strategy, reason, tuple(c for c in found if c is not best))
 
 
-def _weigh(mode: Mode, spec: Spec, tokens: TokenLayout, sizes: Sizes, link: Link) -> Candidate:
+def _weigh(
+    name: StrategyName, spec: Spec, tokens: TokenLayout, sizes: Sizes, link: Link
+) -> Candidate:
     try:
-        route = ROUTES[mode](spec, tokens, 0)
+        strategy = STRATEGIES[name](spec, tokens, 0)
     except PcommError as problem:
-        return Candidate(mode, problem.found)
-    traffic, time_us = _busiest(route, sizes, link, range(tokens.size))
+        return Candidate(name, problem.found)
+    traffic, time_us = _busiest(strategy, sizes, link, range(tokens.size))
     obstacle = ""
-    if mode == "docs" and sizes.hidden_dim is None:
+    if name == "docs" and sizes.hidden_dim is None:
         obstacle, time_us = "hidden_dim was not given, so its bytes are unknown", float("inf")
-    elif route.imbalance > TOLERATED_IMBALANCE:
+    elif strategy.imbalance > TOLERATED_IMBALANCE:
         # The others would wait for longer than the model, which counts only bytes, can weigh.
-        obstacle = f"{route.imbalance:.0%} above the average on the busiest rank"
-    elif mode == "gather":
+        obstacle = f"{strategy.imbalance:.0%} above the average on the busiest rank"
+    elif name == "gather":
         obstacle = f"computes everything {tokens.size} times"
-    return Candidate(mode, obstacle, time_us, traffic)
+    return Candidate(name, obstacle, time_us, traffic)
 
 
-def _busiest(route: Route, sizes: Sizes, link: Link, ranks: Iterable[int]) -> tuple[Traffic, float]:
-    each = [route.traffic(rank, sizes.element_bytes, sizes.hidden_dim) for rank in ranks]
+def _busiest(
+    strategy: Strategy, sizes: Sizes, link: Link, ranks: Iterable[int]
+) -> tuple[Traffic, float]:
+    each = [strategy.traffic(rank, sizes.element_bytes, sizes.hidden_dim) for rank in ranks]
     slowest = max(each, key=link.time_us)
     return slowest, link.time_us(slowest)

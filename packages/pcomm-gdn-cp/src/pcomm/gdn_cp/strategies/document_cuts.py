@@ -8,7 +8,7 @@ from collections.abc import Sequence
 __all__ = ["TOLERATED_IMBALANCE", "document_cuts"]
 
 # By how much the busiest rank may have more than its share for the sake of whole documents: above
-# it a document is cut, and `auto` takes another mode where none can be. A first guess; no
+# it a document is cut, and `auto` takes another strategy where none can be. A first guess; no
 # measurement stands behind it yet.
 TOLERATED_IMBALANCE = 0.1
 

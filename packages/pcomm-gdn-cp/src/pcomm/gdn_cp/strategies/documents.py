@@ -1,10 +1,10 @@
-"""Mode `docs`: each rank gets a stretch of the pack as hidden states and runs the layer on it.
+"""Strategy `docs`: each rank gets a stretch of the pack as hidden states and runs the layer on it.
 
 Hidden states are narrower than what is projected from them, and heads need not divide. What has to
 be found is where to cut: at borders of documents, where that gives all ranks about the same number
 of tokens. Where a document is too long for that it is cut as well; it is a *straddler* then, and
-its pieces hand over states as in mode `state`. Softmax attention has no state to hand over, so it
-gets whole documents only.
+its pieces hand over states as with strategy `state`. Softmax attention has no state to hand over,
+so it gets whole documents only.
 """
 
 # t tokens of this rank between layers, D model dim
@@ -32,10 +32,10 @@ from pcomm.gdn_cp.layout.token_layout import TokenLayout
 from pcomm.gdn_cp.ops.offsets import PackOffsets
 from pcomm.gdn_cp.specs import AttentionSpec, Spec
 from pcomm.gdn_cp.strategies.document_cuts import TOLERATED_IMBALANCE, document_cuts
-from pcomm.gdn_cp.strategies.route import Route, Traffic
 from pcomm.gdn_cp.strategies.state_passing import StatePassing
+from pcomm.gdn_cp.strategies.strategy import Strategy, Traffic
 
-__all__ = ["Documents", "DocumentsRoute"]
+__all__ = ["Documents", "DocumentsStrategy"]
 
 # A rank with more than twice its share: the others would wait for it longer than the exchange of
 # heads takes, and the documents in question are longer than a share.
@@ -115,7 +115,7 @@ class Documents:
         return before.diff(dim=1)
 
 
-class DocumentsRoute(Route):
+class DocumentsStrategy(Strategy):
     """A stretch of the pack on each rank, with all heads: whole documents as far as possible.
 
     Raises:
@@ -123,20 +123,20 @@ class DocumentsRoute(Route):
             more than twice its share.
     """
 
-    mode = "docs"
+    name = "docs"
 
     def __init__(self, spec: Spec, tokens: TokenLayout, rank: int) -> None:
         super().__init__(spec, tokens, rank)
         if self.imbalance > MAX_IMBALANCE:
             counts = self.documents.layout.sizes
             raise LayoutError(
-                f"make_plan: mode 'docs' for {tokens.num_sequences} sequences over "
+                f"make_plan: strategy 'docs' for {tokens.num_sequences} sequences over "
                 f"{tokens.size} ranks and {spec}",
                 found=f"at best {max(counts)} of {tokens.num_tokens} tokens on one rank, "
                 f"{self.imbalance:.0%} above the average",
                 why="A mixer without a state needs whole documents, and one that is longer than a "
-                f"share holds all up; above {MAX_IMBALANCE:.0%} this mode is refused.",
-                fix="Use mode 'heads' for it with packs of such documents, or 'auto'.",
+                f"share holds all up; above {MAX_IMBALANCE:.0%} this strategy is refused.",
+                fix="Use strategy 'heads' for it with packs of such documents, or 'auto'.",
             )
 
     @cached_property

@@ -67,10 +67,10 @@ class HeadShare:
         num_heads = self.spec.output.num_heads
         if num_heads % self.size:
             raise LayoutError(
-                f"make_plan: mode 'heads' for {self.spec}",
+                f"make_plan: strategy 'heads' for {self.spec}",
                 found=f"{num_heads} heads over {self.size} ranks",
                 why="Every rank works on the same number of whole heads, on at least one.",
-                fix=f"Use a context-parallel size that divides {num_heads}, or mode "
+                fix=f"Use a context-parallel size that divides {num_heads}, or strategy "
                 f"{' or '.join(_others(self.spec))}, which need no heads to divide.",
             )
 

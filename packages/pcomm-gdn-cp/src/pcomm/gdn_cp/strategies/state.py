@@ -1,4 +1,4 @@
-"""Mode `state`: tokens stay where they are, and what travels is what each piece does to a state.
+"""Strategy `state`: tokens stay, and what each segment does to a state travels.
 
 Each rank holds pieces of sequences, with all heads. See `handover` for what passes between them.
 """
@@ -15,29 +15,29 @@ from pcomm.gdn_cp.layout.token_indices import TokenIndices
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
 from pcomm.gdn_cp.ops.offsets import PackOffsets
 from pcomm.gdn_cp.specs import AttentionSpec, Spec
-from pcomm.gdn_cp.strategies.route import Route, Traffic
 from pcomm.gdn_cp.strategies.state_passing import StatePassing
+from pcomm.gdn_cp.strategies.strategy import Strategy, Traffic
 
-__all__ = ["StateRoute"]
+__all__ = ["StateStrategy"]
 
 
-class StateRoute(Route):
+class StateStrategy(Strategy):
     """The tokens of this rank as pieces of sequences, with all heads.
 
     Raises:
         UnsupportedError: The mixer has no state.
     """
 
-    mode = "state"
+    name = "state"
 
     def __init__(self, spec: Spec, tokens: TokenLayout, rank: int) -> None:
         super().__init__(spec, tokens, rank)
         if isinstance(spec, AttentionSpec):
             raise UnsupportedError(
-                f"make_plan: mode 'state' for {spec}",
+                f"make_plan: strategy 'state' for {spec}",
                 found="a mixer without a state",
                 why="Softmax attention has to see every token before, not a summary of them.",
-                fix="Use mode 'heads', 'docs' or 'gather' for it.",
+                fix="Use strategy 'heads', 'docs' or 'gather' for it.",
             )
         self._reach = spec.conv_width - 1
 

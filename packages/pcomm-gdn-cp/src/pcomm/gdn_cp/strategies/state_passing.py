@@ -28,7 +28,7 @@ from pcomm.gdn_cp.ops.gated_delta_rule.summary import apply_summary
 from pcomm.gdn_cp.ops.mamba2_ssd.summary import apply_decay_summary
 from pcomm.gdn_cp.ops.offsets import PackOffsets
 from pcomm.gdn_cp.strategies.head_share import HeadShare
-from pcomm.gdn_cp.strategies.route import Traffic
+from pcomm.gdn_cp.strategies.strategy import Traffic
 
 __all__ = ["StatePassing"]
 

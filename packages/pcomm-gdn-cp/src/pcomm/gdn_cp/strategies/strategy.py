@@ -1,7 +1,7 @@
 """How the tensors of one mixer travel. This one is for a rank alone: nothing moves.
 
-The other modes replace what differs. All take the group's collectives as an argument, so that a
-route is integers and nothing else, the same whoever carries it out.
+The other strategies override what differs. All take the group's collectives as an argument, so a
+strategy holds integers only.
 """
 
 # t tokens of this rank between layers, T tokens that the core sees, D model dim, W columns
@@ -25,9 +25,9 @@ from pcomm.gdn_cp.ops.offsets import PackOffsets
 from pcomm.gdn_cp.specs import Spec
 from pcomm.gdn_cp.strategies.head_share import HeadShare
 
-__all__ = ["Mode", "Route", "Traffic"]
+__all__ = ["Strategy", "StrategyName", "Traffic"]
 
-Mode = Literal["heads", "docs", "state", "gather"]
+StrategyName = Literal["heads", "docs", "state", "gather"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Traffic:
         return self.forward_bytes + self.backward_bytes
 
 
-class Route(TokenIndices):
+class Strategy(TokenIndices):
     """The way of one mixer on one rank; this one stays where it is.
 
     Args:
@@ -66,7 +66,7 @@ class Route(TokenIndices):
         rank: This rank's place in the group.
     """
 
-    mode: ClassVar[Mode] = "heads"
+    name: ClassVar[StrategyName] = "heads"
 
     def __init__(self, spec: Spec, tokens: TokenLayout, rank: int) -> None:
         super().__init__(tokens, rank)
@@ -104,7 +104,7 @@ class Route(TokenIndices):
 
     @property
     def num_straddlers(self) -> int:
-        """Documents that mode `docs` has cut."""
+        """Documents that strategy `docs` has cut."""
         return 0
 
     def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
@@ -136,7 +136,7 @@ class Route(TokenIndices):
     def prepare(self, device: torch.device) -> None:
         """Make the index tensors on `device`, so that no step has to wait for them."""
 
-    # -- for the modes -------------------------------------------------------------------
+    # -- for the strategies -------------------------------------------------------------------
 
     def check_rows(self, asked: str, x: Tensor, num_rows: int) -> None:
         """Refuse a tensor of other tokens, before anything is sent."""
@@ -145,7 +145,7 @@ class Route(TokenIndices):
                 f"{asked}: {type(self.spec).__name__}",
                 found=f"shape {tuple(x.shape)} on rank {self.rank}",
                 why=f"Here it has {num_rows} tokens along its first dimension: the plan is for "
-                f"{self.tokens.num_tokens} over {self.tokens.size} ranks, in mode {self.mode!r}.",
+                f"{self.tokens.num_tokens} over {self.tokens.size} ranks, strategy {self.name!r}.",
                 fix="End cu_seqlens at the length of the buffer, padding included.",
             )
 
