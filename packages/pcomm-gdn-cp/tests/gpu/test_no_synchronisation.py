@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.plan import make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Spec, make_plan
 from pcomm.gdn_cp.testing.planned_mixers import CHUNK, mixer, weights_of
 
 PACK, DIM, SIZE = (0, 48, 48, 96, 192, 240), 6, 2
@@ -25,7 +24,7 @@ CASES = [
     pytest.param(spec, strategy, id=f"{type(spec).__name__}-{strategy}")
     for spec in (GdnSpec(1, 4, 3, 5), Mamba2Spec(4, 3, 2, 5), AttentionSpec(4, 2, 4))
     for strategy in ("heads", "docs", "state", "gather")
-    if strategy != "state" or spec.has_state
+    if strategy != "state" or spec.state
 ]
 # They bring a value, or a number of elements that depends on values, to the host; and the last
 # makes a tensor of host numbers, which on a GPU has to be copied there.

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import LayoutError
+from pcomm.gdn_cp import AttentionSpec, GdnSpec
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec
 from pcomm.gdn_cp.strategies.document_cuts import document_cuts
 from pcomm.gdn_cp.strategies.documents import Documents, DocumentsStrategy
 
@@ -81,7 +81,7 @@ def test_long_packs_stay_within_the_limit(lengths: list[int], size: int) -> None
     assert documents.imbalance <= 0.1
     assert sum(documents.layout.sizes) == offsets[-1]
     num_cuts = inside(list(offsets), documents.cuts)
-    assert documents.num_straddlers <= num_cuts <= size - 1
+    assert documents.num_cut_documents <= num_cuts <= size - 1
     # A cut of a document pays only where whole documents would be too uneven.
     whole = Documents.of(TokenLayout(offsets, size, "contiguous"), are_whole=True)
     assert (num_cuts == 0) == (whole.imbalance <= 0.1)
@@ -108,7 +108,7 @@ def test_moved_rows_are_those_of_a_walk_through_the_pack(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "size", "expected", "num_straddlers"),
+    ("lengths", "size", "expected", "num_cut_documents"),
     [
         # One document on all ranks: equal shares.
         ((12,), 3, (0, 4, 8, 12), 1),
@@ -124,12 +124,12 @@ def test_moved_rows_are_those_of_a_walk_through_the_pack(
     ],
 )
 def test_cuts_of_a_few_packs(
-    lengths: tuple[int, ...], size: int, expected: tuple[int, ...], num_straddlers: int
+    lengths: tuple[int, ...], size: int, expected: tuple[int, ...], num_cut_documents: int
 ) -> None:
     offsets = tuple(accumulate(lengths, initial=0))
     assert document_cuts(offsets, size) == expected
     documents = Documents.of(TokenLayout(offsets, size, "contiguous"), are_whole=False)
-    assert documents.num_straddlers == num_straddlers
+    assert documents.num_cut_documents == num_cut_documents
 
 
 def test_among_the_best_cuts_the_even_ones_are_taken() -> None:
@@ -168,8 +168,8 @@ def test_mixers_share_the_documents_unless_one_is_cut() -> None:
     )
     cut = TokenLayout((0, 8, 32), 2, "zigzag")
     one, other = (DocumentsStrategy(spec, cut, 1) for spec in (SPEC, ATTENTION))
-    assert (one.num_straddlers, other.num_straddlers) == (1, 0)
-    assert one.carry.needs_summary
+    assert (one.num_cut_documents, other.num_cut_documents) == (1, 0)
+    assert one.boundary_states.needs_summary
     assert (one.cu_seqlens, other.cu_seqlens) == ((0, 16), (0, 24))
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.gdn_cp import GdnSpec, make_plan
 from pcomm.gdn_cp.packing import choice
 from pcomm.gdn_cp.packing.backend import choose_packing
-from pcomm.gdn_cp.plan import make_plan
-from pcomm.gdn_cp.specs import GdnSpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -16,22 +16,14 @@ from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, make_plan
 from pcomm.gdn_cp.strategies.cost import Link
+from pcomm.gdn_cp.testing.slow_decay import offsets
 
 # The shape of Qwen3-Next, as far as a plan goes.
 GDN, ATTENTION = GdnSpec(16, 32, 128, 128), AttentionSpec(16, 2, 256)
 SMALL = GdnSpec(2, 4, 3, 5)
 FAST_LINK = Link(latency_us=20, gb_per_s=400)
-
-
-def lengths(*each: int) -> tuple[int, ...]:
-    total, offsets = 0, [0]
-    for length in each:
-        total += length
-        offsets.append(total)
-    return tuple(offsets)
 
 
 def test_equal_plans_are_equal_and_found_again_in_a_dict() -> None:
@@ -98,7 +90,7 @@ def test_state_without_a_state_gathers_where_heads_do_not_divide() -> None:
 
 
 def test_many_short_documents_are_dealt_out() -> None:
-    plan = make_plan(lengths(*[128] * 64), (0, 4), [GDN, ATTENTION], hidden_dim=2048)
+    plan = make_plan(offsets([128] * 64), (0, 4), [GDN, ATTENTION], hidden_dim=2048)
     assert plan.strategies == ("docs", "docs")
     text = plan.describe()
     assert "64 sequences, 8192 tokens, zigzag" in text
@@ -118,13 +110,13 @@ def test_one_long_document_is_cut() -> None:
 
 
 def test_without_the_width_of_hidden_states_documents_cannot_be_weighed() -> None:
-    plan = make_plan(lengths(*[128] * 64), (0, 4), GDN)
+    plan = make_plan(offsets([128] * 64), (0, 4), GDN)
     assert plan.strategies != ("docs",)
     assert "docs: hidden_dim was not given" in plan.describe()
 
 
 def test_an_imbalance_is_named_and_can_be_asked_for_all_the_same() -> None:
-    pack = lengths(24, 16, 24)
+    pack = offsets([24, 16, 24])
     auto = make_plan(pack, (0, 2), ATTENTION, hidden_dim=64)
     assert "docs: 25% above the average" in auto.describe()
     asked = make_plan(pack, (0, 2), [ATTENTION, GDN], strategy="docs")
@@ -133,17 +125,17 @@ def test_an_imbalance_is_named_and_can_be_asked_for_all_the_same() -> None:
     # With a state the document in the middle is cut.
     assert asked.imbalance(GDN) == 0
     assert "imbalance 0.0%, 1 document is cut" in asked.describe()
-    assert (asked.num_straddlers(ATTENTION), asked.num_straddlers(GDN)) == (0, 1)
+    assert (asked.num_cut_documents(ATTENTION), asked.num_cut_documents(GDN)) == (0, 1)
 
 
 @pytest.mark.parametrize("size", [3, 4, 8])
 def test_one_giant_among_many_small_documents(size: int) -> None:
     """It takes 2 of 4 shares. Mixers with a state cut it, attention goes to heads."""
     spec = AttentionSpec(24, 24, 64)
-    pack = lengths(*[96] * 64, 64 * 192, *[96] * 64)
+    pack = offsets([*[96] * 64, 64 * 192, *[96] * 64])
     plan = make_plan(pack, (0, size), [GDN, spec], hidden_dim=2048)
     assert plan.strategies == ("docs", "heads")
-    assert plan.num_straddlers(GDN) == 1
+    assert plan.num_cut_documents(GDN) == 1
     assert plan.imbalance(GDN) <= 0.1
     text = plan.describe()
     assert "1 document is cut" in text
@@ -154,7 +146,7 @@ def test_one_giant_among_many_small_documents(size: int) -> None:
 
 def test_without_a_way_to_heads_the_giant_makes_attention_gather() -> None:
     spec = AttentionSpec(16, 2, 64)
-    pack = lengths(*[96] * 64, 64 * 192, *[96] * 64)
+    pack = offsets([*[96] * 64, 64 * 192, *[96] * 64])
     assert make_plan(pack, (0, 3), [GDN, spec], hidden_dim=2048).strategies == ("docs", "gather")
 
 
@@ -336,10 +328,10 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
                 plan.shard(torch.zeros(16))
         plan = make_plan((0, 16, 32), collectives, SMALL, strategy="state")
         with pytest.raises(LayoutError, match=r"Plan\.conv_halo"):
-            plan.conv_halo(SMALL, torch.zeros(3, SMALL.conv_channels))
+            plan.conv_halo(SMALL, torch.zeros(3, SMALL.convolution.channels))
         with pytest.raises(LayoutError, match=r"Plan\.entry_states.*shape \(2, 4, 3, 3\)"):
             plan.entry_states(SMALL, (torch.zeros(2, 4, 3, 3), torch.zeros(2, 4, 3, 5)))
-        with pytest.raises(ConfigError, match=r"Plan\.entry_states.*no summary\n6 pieces"):
+        with pytest.raises(ConfigError, match=r"Plan\.entry_states.*no summary\n6 segments"):
             plan.entry_states(SMALL, None)
 
     run_virtual(on_rank, 2)
@@ -369,7 +361,7 @@ def test_a_group_alone_needs_no_store_to_verify() -> None:
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_thousand_sequences_and_a_few_empty_ones(layout: str) -> None:
-    pack = lengths(*[16 * (n % 3) for n in range(1000)])
+    pack = offsets([16 * (n % 3) for n in range(1000)])
     specs = [GDN, ATTENTION]
     for strategy in ("heads", "docs", "state", "auto"):
         plans: list[Plan] = [
@@ -394,11 +386,11 @@ def test_planning_does_not_loop_over_tokens() -> None:
         num_lines += event == "line"
         return count
 
-    pack, before = lengths(*[64] * 1000), sys.gettrace()
+    pack, before = offsets([64] * 1000), sys.gettrace()
     sys.settrace(count)
     try:
         make_plan(pack, (1, 4), [GDN, ATTENTION], strategy="heads").prepare("cpu")
     finally:
         sys.settrace(before)
-    # It takes 2,500; a loop over the 64,000 tokens, or some over the documents, would take more.
+    # It takes 9,000; a loop over the 64,000 tokens, or some over the documents, would take more.
     assert 0 < num_lines < 10_000

@@ -11,19 +11,22 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec, Plan, Spec, make_plan
 from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
 from pcomm.gdn_cp.strategies.cost import Link
-from pcomm.gdn_cp.strategies.head_share import HeadShare, SectionShare
+from pcomm.gdn_cp.strategies.head_share import SectionShare
 from pcomm.gdn_cp.strategies.heads import HeadsStrategy
 from pcomm.gdn_cp.strategies.state_passing import StatePassing
-from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
+from pcomm.gdn_cp.testing.layer_stack import (
+    LayerResults,
+    in_pack_order,
+    run_layers,
+    sum_over_ranks,
+)
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 
 GDN, MAMBA, ATTENTION = GdnSpec(2, 4, 3, 5), Mamba2Spec(4, 3, 2, 5), AttentionSpec(4, 2, 4)
@@ -35,48 +38,28 @@ PACK = (0, 48, 48, 96, 192, 240)
 BOUND = 1e-12
 BROKEN = 1e-3
 
-Result = tuple[list[Tensor], list[Tensor]]
 
-
-def on_one(specs: list[Spec], cu_seqlens: tuple[int, ...]) -> Result:
+def on_one(specs: list[Spec], cu_seqlens: tuple[int, ...]) -> LayerResults:
     """Output and gradients of the layers one after another, on one rank."""
-    plan = make_plan(cu_seqlens, (0, 1), specs)
-    (result,) = [_run(plan, specs, cu_seqlens)]
-    return [result[0][0], result[0][1]], result[1]
+    return run_layers(make_plan(cu_seqlens, (0, 1), specs), specs, DIM)
 
 
-def on_ranks(specs: list[Spec], cu_seqlens: tuple[int, ...], size: int, **options: Any) -> Result:
+def on_ranks(
+    specs: list[Spec], cu_seqlens: tuple[int, ...], size: int, **options: Any
+) -> LayerResults:
     """The same by `size` ranks: tokens in the order of the pack, parameters summed over ranks."""
 
-    def on_rank(collectives: VirtualCollectives) -> tuple[Result, Plan]:
+    def on_rank(collectives: VirtualCollectives) -> tuple[Plan, LayerResults]:
         plan = make_plan(cu_seqlens, collectives, specs, hidden_dim=DIM, **options)
-        return _run(plan, specs, cu_seqlens), plan
+        return plan, run_layers(plan, specs, DIM)
 
     results = run_virtual(on_rank, size)
-    order = results[0][1].tokens.order
-    tokens = []
-    for i in range(2):
-        whole = torch.cat([result[0][i] for result, _ in results])
-        tokens.append(torch.empty_like(whole).index_copy_(0, order, whole))
-    return tokens, [sum(grads) for grads in zip(*(r[1] for r, _ in results), strict=True)]  # type: ignore[misc]
+    layout = results[0][0].tokens
+    tokens = [in_pack_order(layout, [found[0][i] for _, found in results]) for i in range(2)]
+    return tokens, sum_over_ranks([found[1] for _, found in results])
 
 
-def _run(plan: Plan, specs: list[Spec], cu_seqlens: tuple[int, ...]) -> Result:
-    generator = torch.Generator().manual_seed(3)
-    shape = (cu_seqlens[-1], DIM)
-    hidden, upstream = (torch.randn(shape, generator=generator).double() for _ in range(2))
-    x = plan.shard(hidden).clone().requires_grad_()
-    y, weights = x, []
-    for seed, spec in enumerate(specs):
-        own = weights_of(spec, DIM, seed=seed)
-        weights += own.values()
-        y = y + mixer(plan, spec, y, own)
-    # On a rank without documents some weights meet nothing.
-    grads = torch.autograd.grad(y, [x, *weights], plan.shard(upstream), materialize_grads=True)
-    return [y.detach(), grads[0]], list(grads[1:])
-
-
-def error(actual: Result, expected: Result) -> float:
+def error(actual: LayerResults, expected: LayerResults) -> float:
     return max(relative_error(a, e) for a, e in zip(actual, expected, strict=True))
 
 
@@ -115,7 +98,7 @@ def test_a_hybrid_of_three_mixers_shares_one_plan(strategy: str, layout: str) ->
 @pytest.mark.parametrize(
     ("cu_seqlens", "size", "layout"),
     [
-        # One sequence over all ranks; pieces shorter than the convolution; borders everywhere.
+        # One sequence over all ranks; segments shorter than the convolution; boundaries everywhere.
         ((0, 24), 4, "contiguous"),
         ((0, 8), 4, "contiguous"),
         ((0, 8), 4, "zigzag"),
@@ -142,7 +125,7 @@ def test_states_and_halos_cross_awkward_borders(
         # One giant among small ones, on 2 to 4 ranks.
         *[((0, 24, 48, 240, 264, 312), size) for size in (2, 3, 4)],
         ((0, 16, 32, 128, 128, 144, 176, 192), 8),
-        # One document; more ranks than documents; cut in pieces shorter than the convolution.
+        # One document; more ranks than documents; cut in segments shorter than the convolution.
         *[((0, 48), size) for size in (2, 3, 8)],
         ((0, 16, 48), 8),
         ((0, 16), 8),
@@ -155,7 +138,7 @@ def test_states_and_halos_cross_awkward_borders(
 def test_documents_longer_than_a_share_are_cut(
     spec: Spec, cu_seqlens: tuple[int, ...], size: int, layout: str
 ) -> None:
-    assert make_plan(cu_seqlens, (0, size), spec, strategy="docs").num_straddlers(spec)
+    assert make_plan(cu_seqlens, (0, size), spec, strategy="docs").num_cut_documents(spec)
     actual = on_ranks([spec], cu_seqlens, size, strategy="docs", layout=layout)
     assert error(actual, on_one([spec], cu_seqlens)) < BOUND
 
@@ -183,7 +166,7 @@ def test_a_rank_without_a_token_takes_part_when_others_share_a_document(longest:
     options = {"strategy": "docs", "layout": "contiguous"}
     plans = [make_plan(cu_seqlens, (rank, 12), GDN, **options) for rank in range(12)]  # type: ignore[arg-type]
     assert sorted(plan.cu_seqlens_of(GDN)[-1] for plan in plans) == [0] + [12] * 11
-    assert plans[0].num_straddlers(GDN) == (longest > 12)
+    assert plans[0].num_cut_documents(GDN) == (longest > 12)
     actual = on_ranks([GDN, MAMBA], cu_seqlens, 12, **options)
     assert error(actual, on_one([GDN, MAMBA], cu_seqlens)) < BOUND
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, Spec, make_plan
 from pcomm.gdn_cp.ops.flash_linear_attention import filled_sequences
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
-from pcomm.gdn_cp.testing.planned_mixers import CHUNK, Carried, continued, mixer, weights_of
+from pcomm.gdn_cp.testing.planned_mixers import CHUNK, SequenceStates, continued, mixer, weights_of
 
 GDN, MAMBA, ATTENTION = GdnSpec(2, 4, 3, 5), Mamba2Spec(4, 3, 2, 5), AttentionSpec(4, 2, 4)
 SPECS: list[Spec] = [GDN, MAMBA, ATTENTION]
@@ -33,9 +32,9 @@ def layers(plan: Plan) -> None:
     for spec in SPECS:
         weights = weights_of(spec, DIM)
         y = y + mixer(plan, spec, y, weights)
-        if spec.has_state:
+        if spec.state:
             z, after = continued(plan, spec, x, weights, None)  # type: ignore[arg-type]
-            again, _ = continued(plan, spec, x, weights, Carried(*after))  # type: ignore[arg-type]
+            again, _ = continued(plan, spec, x, weights, SequenceStates(*after))  # type: ignore[arg-type]
             y = y + z + again
     y.square().sum().backward()
 

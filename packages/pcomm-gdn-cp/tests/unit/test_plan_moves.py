@@ -17,8 +17,7 @@ from pcomm.core.exchange.exchange import Exchange
 from pcomm.core.layout import Layout
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, Spec, make_plan
 
 SPECS = [GdnSpec(2, 8, 2, 3), Mamba2Spec(8, 2, 4, 3), AttentionSpec(8, 1, 2)]
 # Heads that 1, 2, 3, 4 and 8 ranks divide, with key heads that they do not.
@@ -106,7 +105,7 @@ def test_one_section_moves_as_an_exchange_of_core_does() -> None:
 def works(spec: Spec, size: int, strategy: str) -> bool:
     """3 ranks do not divide 8 heads; without a state, 8 are too many for the longest document."""
     return (strategy, size) != ("heads", 3) and (
-        spec.has_state or (strategy != "state" and (strategy, size) != ("docs", 8))
+        spec.state or (strategy != "state" and (strategy, size) != ("docs", 8))
     )
 
 
@@ -145,15 +144,17 @@ def test_a_layer_sends_what_the_plan_says(
         parts = plan.to_heads(spec, sections)
         y = parts[0].sum(1, keepdim=True) * torch.ones(plan.head_share(spec).output.width)
         if plan.needs_summary(spec):
-            inputs = parts[0].sum(1, keepdim=True) * torch.ones(spec.conv_channels)  # type: ignore[union-attr]
+            assert spec.state is not None
+            assert spec.convolution is not None
+            inputs = parts[0].sum(1, keepdim=True) * torch.ones(spec.convolution.channels)
             halo = plan.conv_halo(spec, inputs)
             assert halo is not None
-            num_heads, key_dim, value_dim = spec.state_shape  # type: ignore[union-attr]
-            square = key_dim if spec.transition == "matrix" else 1  # type: ignore[union-attr]
+            num_heads, key_dim, value_dim = spec.state.shape
+            rows, columns = spec.state.transition.shape(key_dim)
             ones = inputs.mean() * torch.ones(len(plan.cu_seqlens_of(spec)) - 1, num_heads, 1, 1)
             states = plan.entry_states(
                 spec,
-                (ones * torch.ones(square, square), ones * torch.ones(key_dim, value_dim)),
+                (ones * torch.ones(rows, columns), ones * torch.ones(key_dim, value_dim)),
             )
             assert states is not None
             y = y + halo.sum() + states.sum()
@@ -163,7 +164,9 @@ def test_a_layer_sends_what_the_plan_says(
         assert plan.needs_summary(spec) == (
             "all_gather" in traffic.forward and strategy != "gather"
         )
-        assert (plan.num_straddlers(spec) > 0) == (strategy == "docs" and plan.needs_summary(spec))
+        assert (plan.num_cut_documents(spec) > 0) == (
+            strategy == "docs" and plan.needs_summary(spec)
+        )
         assert tuple(call.operation for call in spy.calls) == traffic.forward
         assert spy.sent_bytes == traffic.forward_bytes
         spy.clear()
@@ -186,7 +189,7 @@ def test_documents_move_as_hidden_states_and_come_back() -> None:
 
     def on_rank(collectives: VirtualCollectives) -> Tensor:
         plan = make_plan(PACK, collectives, spec, strategy="docs")
-        assert not plan.num_straddlers(spec)
+        assert not plan.num_cut_documents(spec)
         mine = plan.shard(hidden).clone().requires_grad_()
         documents = plan.enter(spec, mine)
         assert plan.cu_seqlens_of(spec)[-1] == len(documents)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, Spec, make_plan
+from pcomm.gdn_cp.testing.layer_stack import in_pack_order, sum_over_ranks
 from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 
@@ -27,7 +27,7 @@ CASES = [
     pytest.param(spec, strategy, id=f"{type(spec).__name__}-{strategy}")
     for spec in (GDN, MAMBA, ATTENTION)
     for strategy in ("heads", "docs", "state", "gather")
-    if strategy != "state" or spec.has_state
+    if strategy != "state" or spec.state
 ]
 # Roundings of values near one, in another order.
 BOUND = 1e-12
@@ -78,15 +78,10 @@ def distance(
 
     found = run_virtual(on_rank, SIZE)
     expected = result(make_plan(pack, (0, 1), spec), spec, run, dtype)
-    tokens = [together([p for p, _ in found], [r[0][i] for _, r in found]) for i in range(2)]
-    sums = [sum(parts) for parts in zip(*(r[1] for _, r in found), strict=True)]
-    return relative_error([*tokens, *sums], [*expected[0], *expected[1]])  # type: ignore[list-item]
-
-
-def together(plans: list[Plan], parts: list[Tensor]) -> Tensor:
-    """The parts of all ranks, in the order of the pack."""
-    whole = torch.cat(parts)
-    return torch.empty_like(whole).index_copy_(0, plans[0].tokens.order, whole)
+    layout_of_tokens = found[0][0].tokens
+    tokens = [in_pack_order(layout_of_tokens, [r[0][i] for _, r in found]) for i in range(2)]
+    sums = sum_over_ranks([r[1] for _, r in found])
+    return relative_error([*tokens, *sums], [*expected[0], *expected[1]])
 
 
 def plainly(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
@@ -179,7 +174,7 @@ def test_one_plan_serves_several_dtypes(strategy: Any) -> None:
     for n, dtype in enumerate(kinds):
         expected, _ = result(make_plan(EVEN, (0, 1), GDN), GDN, plainly, dtype)
         plans = [plan for plan, _ in found]
-        actual = [together(plans, [r[n][i] for _, r in found]) for i in range(2)]
+        actual = [in_pack_order(plans[0].tokens, [r[n][i] for _, r in found]) for i in range(2)]
         assert {x.dtype for x in actual} == {dtype}
         assert relative_error(actual, expected) < bounds.get(dtype, BOUND)
 
@@ -188,7 +183,7 @@ def test_one_plan_serves_several_dtypes(strategy: Any) -> None:
 @pytest.mark.parametrize("strategy", ["heads", "docs", "gather", "state"])
 def test_second_derivatives_pass_through_what_moves(spec: Spec, strategy: Any) -> None:
     """Of the movement alone: the convolution and the recurrences say that they have one only."""
-    if strategy == "state" and not spec.has_state:
+    if strategy == "state" and not spec.state:
         strategy = "heads"
 
     def derivatives(plan: Plan) -> list[Tensor]:
@@ -212,7 +207,7 @@ def test_second_derivatives_pass_through_what_moves(spec: Spec, strategy: Any) -
         return plan, derivatives(plan)
 
     found = run_virtual(on_rank, SIZE)
-    actual = [together([p for p, _ in found], [d[i] for _, d in found]) for i in range(2)]
+    actual = [in_pack_order(found[0][0].tokens, [d[i] for _, d in found]) for i in range(2)]
     if strategy == "heads":
         # Each rank has means of its own heads there; what they are of is the same on one rank.
         expected = derivatives_of_heads(spec)

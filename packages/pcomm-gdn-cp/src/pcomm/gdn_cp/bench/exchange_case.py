@@ -33,10 +33,10 @@ class Case:
     """A form of the exchange that can be run again and again.
 
     Args:
-        leaves: What it starts from; their gradients are where backward ends.
-        forward: What comes out at both ends: the core's inputs, and its output back at its tokens.
+        leaves: Inputs of `forward`, at whose gradients backward ends.
+        forward: Returns the core's inputs, and the core's output back at its tokens.
         arriving: The gradients of these.
-        expected: What `run` must return; None in place of what is not compared.
+        expected: Results that `run` must return; None in place of one that is not compared.
     """
 
     leaves: tuple[Tensor, ...]

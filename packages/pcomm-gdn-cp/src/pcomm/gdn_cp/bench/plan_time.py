@@ -26,10 +26,10 @@ class PlanTime(NamedTuple):
     """One row: how long it took to make a plan.
 
     Args:
-        strategy: Of the plan.
+        strategy: Strategy of the plan.
         size: Number of ranks it is for.
-        num_sequences: Of the pack, of random lengths.
-        timing: Of one call, in time of this thread.
+        num_sequences: Number of sequences of the pack, of random lengths.
+        timing: Duration of one call, in time of this thread.
     """
 
     strategy: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcomm.gdn_cp.plan import make_plan
-from pcomm.gdn_cp.specs import GdnSpec
+from pcomm.gdn_cp.specs.gated_delta_net import GdnSpec
 
 __all__ = ["COUNTED", "QWEN3_NEXT", "Shape", "sent_bytes"]
 
@@ -24,9 +24,9 @@ class Shape:
     """One Gated DeltaNet layer.
 
     Args:
-        spec: Its heads.
+        spec: The mixer.
         hidden_dim: Width of hidden states.
-        element_bytes: Of activations; states are fp32.
+        element_bytes: Bytes of an element of activations; states are fp32.
     """
 
     spec: GdnSpec

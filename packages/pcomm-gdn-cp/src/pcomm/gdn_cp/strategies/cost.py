@@ -1,34 +1,14 @@
-"""Which strategy costs least: a model of latency and bytes, the same integers on every rank.
-
-It counts what is sent, not what is computed: the summaries of `state` and the waiting that an
-imbalance causes are left out, and `gather`, which computes everything on every rank, is taken only
-where nothing else works. Ties go to the strategy named first.
-"""
+"""What communication costs by a model of latency and bytes, and the sizes that the model needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-from pcomm.core.errors import ConfigError, PcommError, near_misses
-from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.specs import Spec, is_integer
-from pcomm.gdn_cp.strategies.document_cuts import TOLERATED_IMBALANCE
-from pcomm.gdn_cp.strategies.documents import DocumentsStrategy
-from pcomm.gdn_cp.strategies.gather import GatherStrategy
-from pcomm.gdn_cp.strategies.heads import HeadsStrategy
-from pcomm.gdn_cp.strategies.state import StateStrategy
-from pcomm.gdn_cp.strategies.strategy import Strategy, StrategyName, Traffic
+from pcomm.core.errors import ConfigError
+from pcomm.gdn_cp.specs.counts import is_integer
+from pcomm.gdn_cp.strategies.traffic import Traffic
 
-__all__ = ["Candidate", "Choice", "Link", "Sizes", "choose", "decide"]
-
-STRATEGIES: dict[StrategyName, type[Strategy]] = {
-    "heads": HeadsStrategy,
-    "docs": DocumentsStrategy,
-    "state": StateStrategy,
-    "gather": GatherStrategy,
-}
+__all__ = ["Link", "Sizes"]
 
 
 @dataclass(frozen=True)
@@ -92,105 +72,3 @@ class Sizes:
                 why="It is the number of bytes of one number of the activations.",
                 fix="Pass dtype.itemsize: 2 for bf16, 4 for fp32.",
             )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A strategy, and what became of it.
-
-    Args:
-        strategy: Its name.
-        obstacle: Why it cannot or shall not be taken; empty if it can.
-        time_us: Estimate for the rank that sends most; infinite if it cannot be taken.
-        traffic: Of that rank.
-    """
-
-    strategy: StrategyName
-    obstacle: str
-    time_us: float = float("inf")
-    traffic: Traffic = field(default_factory=Traffic)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The strategy of one mixer.
-
-    Args:
-        strategy: What was taken.
-        reason: Why.
-        rejected: The others that were weighed.
-    """
-
-    strategy: StrategyName
-    reason: str
-    rejected: tuple[Candidate, ...] = ()
-
-
-def decide(
-    spec: Spec,
-    tokens: TokenLayout,
-    strategy: Literal["auto"] | StrategyName,
-    sizes: Sizes,
-    link: Link,
-) -> Choice:
-    """The strategy that was asked for, or with `auto` the one that costs least.
-
-    Raises:
-        ConfigError: No such strategy.
-    """
-    if strategy not in ("auto", *STRATEGIES):
-        raise ConfigError(
-            f"make_plan: strategy={strategy!r}",
-            found="no such strategy",
-            why="Tensors travel by one of the strategies, or by the one that costs least.",
-            fix=near_misses(str(strategy), ("auto", *STRATEGIES)),
-        )
-    if tokens.size == 1:
-        return Choice("heads" if strategy == "auto" else strategy, "one rank, so nothing moves")
-    if strategy == "auto":
-        return choose(spec, tokens, sizes, link)
-    if strategy == "state" and not spec.has_state:
-        divides = spec.output.num_heads % tokens.size == 0
-        return Choice("heads" if divides else "gather", "asked for 'state', and it has none")
-    return Choice(strategy, "asked for")
-
-
-def choose(spec: Spec, tokens: TokenLayout, sizes: Sizes, link: Link) -> Choice:
-    """The strategy with the least time among those that work. The same on every rank."""
-    found = [_weigh(strategy, spec, tokens, sizes, link) for strategy in STRATEGIES]
-    sound = [c for c in found if not c.obstacle and c.strategy != "gather"]
-    best = min(sound or found[-1:], key=lambda candidate: candidate.time_us)
-    reason = (
-        f"least by the model: {best.time_us:.1f} us forward and backward at "
-        f"{link.latency_us:g} us a collective and {link.gb_per_s:g} GB/s"
-        if sound
-        else "nothing else works"
-    )
-    return Choice(best.strategy, reason, tuple(c for c in found if c is not best))
-
-
-def _weigh(
-    name: StrategyName, spec: Spec, tokens: TokenLayout, sizes: Sizes, link: Link
-) -> Candidate:
-    try:
-        strategy = STRATEGIES[name](spec, tokens, 0)
-    except PcommError as problem:
-        return Candidate(name, problem.found)
-    traffic, time_us = _busiest(strategy, sizes, link, range(tokens.size))
-    obstacle = ""
-    if name == "docs" and sizes.hidden_dim is None:
-        obstacle, time_us = "hidden_dim was not given, so its bytes are unknown", float("inf")
-    elif strategy.imbalance > TOLERATED_IMBALANCE:
-        # The others would wait for longer than the model, which counts only bytes, can weigh.
-        obstacle = f"{strategy.imbalance:.0%} above the average on the busiest rank"
-    elif name == "gather":
-        obstacle = f"computes everything {tokens.size} times"
-    return Candidate(name, obstacle, time_us, traffic)
-
-
-def _busiest(
-    strategy: Strategy, sizes: Sizes, link: Link, ranks: Iterable[int]
-) -> tuple[Traffic, float]:
-    each = [strategy.traffic(rank, sizes.element_bytes, sizes.hidden_dim) for rank in ranks]
-    slowest = max(each, key=link.time_us)
-    return slowest, link.time_us(slowest)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
-from pcomm.gdn_cp.specs import Section, Spec
+from pcomm.gdn_cp.specs.spec import Section, Spec
 
 __all__ = ["HeadShare", "SectionShare"]
 
@@ -193,4 +193,4 @@ class HeadShare:
 
 
 def _others(spec: Spec) -> list[str]:
-    return ["'docs'", "'state'", "'gather'"] if spec.has_state else ["'docs'", "'gather'"]
+    return ["'docs'", "'state'", "'gather'"] if spec.state is not None else ["'docs'", "'gather'"]

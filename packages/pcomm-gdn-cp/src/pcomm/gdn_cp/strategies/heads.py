@@ -22,9 +22,10 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.exchange.index import inverse_order
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
 from pcomm.gdn_cp.packing.backend import choose_packing
-from pcomm.gdn_cp.specs import Spec
+from pcomm.gdn_cp.specs.spec import Spec
 from pcomm.gdn_cp.strategies.head_share import HeadShare, SectionShare
-from pcomm.gdn_cp.strategies.strategy import Strategy, Traffic
+from pcomm.gdn_cp.strategies.strategy import Strategy
+from pcomm.gdn_cp.strategies.traffic import Traffic
 
 __all__ = ["HeadsStrategy"]
 

@@ -9,7 +9,6 @@ strategy holds integers only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -18,43 +17,17 @@ from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
-from pcomm.gdn_cp.layout.boundary_states import BoundaryStates
 from pcomm.gdn_cp.layout.token_indices import TokenIndices
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.ops.offsets import PackOffsets
-from pcomm.gdn_cp.specs import Spec
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
+from pcomm.gdn_cp.specs.spec import Spec
+from pcomm.gdn_cp.strategies.boundary_states import BoundaryStates
 from pcomm.gdn_cp.strategies.head_share import HeadShare
+from pcomm.gdn_cp.strategies.traffic import Traffic
 
-__all__ = ["Strategy", "StrategyName", "Traffic"]
+__all__ = ["Strategy", "StrategyName"]
 
 StrategyName = Literal["heads", "docs", "state", "gather"]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank does for one mixer in one layer.
-
-    Args:
-        forward: The collectives, in order.
-        backward: Those of the way back.
-        forward_bytes: What this rank sends to others at least.
-        backward_bytes: The same on the way back.
-    """
-
-    forward: tuple[str, ...] = ()
-    backward: tuple[str, ...] = ()
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-
-    @property
-    def num_collectives(self) -> int:
-        """Forward and backward."""
-        return len(self.forward) + len(self.backward)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Forward and backward."""
-        return self.forward_bytes + self.backward_bytes
 
 
 class Strategy(TokenIndices):
@@ -98,12 +71,12 @@ class Strategy(TokenIndices):
         return self.tokens.local_tokens
 
     @cached_property
-    def carry(self) -> BoundaryStates:
-        """What the sequences bring along and leave."""
-        return BoundaryStates(self.share, TokenIndices(self.tokens, self.rank))
+    def boundary_states(self) -> BoundaryStates:
+        """What sequences take over the boundaries of the pack."""
+        return BoundaryStates(self.share, self.tokens, self.rank)
 
     @property
-    def num_straddlers(self) -> int:
+    def num_cut_documents(self) -> int:
         """Documents that strategy `docs` has cut."""
         return 0
 

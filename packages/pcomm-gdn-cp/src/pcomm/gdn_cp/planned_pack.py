@@ -1,4 +1,4 @@
-"""What a plan knows about its pack without its group: integers and index tensors. Local."""
+"""What a plan knows without its group: integers and index tensors. Local."""
 
 # t tokens of this rank between layers, T tokens that the core sees
 
@@ -16,12 +16,14 @@ from pcomm.gdn_cp.description import describe_plan
 from pcomm.gdn_cp.graph_breaks import outside_graphs
 from pcomm.gdn_cp.layout.token_indices import LocalTokenIndices
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.ops.offsets import PackOffsets
-from pcomm.gdn_cp.ops.prepared import prepare_cores
-from pcomm.gdn_cp.specs import AttentionSpec, Spec
-from pcomm.gdn_cp.strategies.cost import STRATEGIES, Choice, Sizes
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
+from pcomm.gdn_cp.ops.prepared import prepare_convolution, prepare_recurrence
+from pcomm.gdn_cp.specs.spec import Spec
+from pcomm.gdn_cp.strategies.choice import Choice, make_strategy
+from pcomm.gdn_cp.strategies.cost import Sizes
 from pcomm.gdn_cp.strategies.head_share import HeadShare
-from pcomm.gdn_cp.strategies.strategy import Strategy, StrategyName, Traffic
+from pcomm.gdn_cp.strategies.strategy import Strategy, StrategyName
+from pcomm.gdn_cp.strategies.traffic import Traffic
 
 __all__ = ["PlannedPack"]
 
@@ -34,9 +36,9 @@ class PlannedPack:
         tokens: The pack and its layout between layers.
         rank: This rank's place in the group.
         specs: The mixers.
-        strategies: The strategy of each.
-        choices: Why.
-        sizes: What `make_plan` was told about activations.
+        strategies: Name of the strategy of each mixer.
+        choices: Reasons for each strategy, and the rejected ones.
+        sizes: Width of hidden states and bytes of an element, as passed to `make_plan`.
     """
 
     tokens: TokenLayout
@@ -46,7 +48,7 @@ class PlannedPack:
     choices: tuple[Choice, ...] = field(compare=False, repr=False)
     sizes: Sizes = field(compare=False, repr=False)
 
-    # -- what the core sees --------------------------------------------------------------
+    # -- what the core of a mixer sees ---------------------------------------------------
 
     @outside_graphs
     def strategy_of(self, spec: Spec) -> StrategyName:
@@ -55,8 +57,8 @@ class PlannedPack:
 
     @outside_graphs
     def needs_summary(self, spec: Spec) -> bool:
-        """Whether pieces of sequences cross ranks, so that `entry_states` wants a summary."""
-        return self._strategy(spec).carry.needs_summary
+        """Whether a sequence lies on several ranks, so that `entry_states` takes a summary."""
+        return self._strategy(spec).boundary_states.needs_summary
 
     @outside_graphs
     def head_share(self, spec: Spec) -> HeadShare:
@@ -65,7 +67,7 @@ class PlannedPack:
 
     @outside_graphs
     def cu_seqlens_of(self, spec: Spec) -> PackOffsets:
-        """Offsets of the sequences, or pieces of them, that the core of this rank sees.
+        """Offsets of the sequences, or segments of them, that the core of this rank sees.
 
         A tuple of integers. Cores keep their index tensors in it, so pass it on as it is.
         """
@@ -122,13 +124,14 @@ class PlannedPack:
         """By how much the busiest rank has more tokens than the average: 0.1 is 10 % more."""
         return self._strategy(spec).imbalance
 
-    def num_straddlers(self, spec: Spec) -> int:
+    def num_cut_documents(self, spec: Spec) -> int:
         """Number of documents that strategy `docs` cuts for this mixer."""
-        return self._strategy(spec).num_straddlers
+        return self._strategy(spec).num_cut_documents
 
     def describe(self) -> str:
         """The strategy of each mixer, why, what it costs, and what was rejected."""
-        return describe_plan(self)
+        mixers = zip(self.choices, self._strategies, strict=True)
+        return describe_plan(self.tokens, self.rank, self.sizes, mixers)
 
     def prepare(
         self, device: torch.device | str, *, is_continued: bool = False, chunk: int | None = None
@@ -139,8 +142,8 @@ class PlannedPack:
         first needs it.
 
         Args:
-            device: Where the layers compute.
-            is_continued: Whether initial states are passed or final ones asked for.
+            device: Device of the layers.
+            is_continued: True if initial states are passed or final ones asked for.
             chunk: Tokens of a chunk, if the cores are given another number than the default.
 
         Raises:
@@ -149,23 +152,37 @@ class PlannedPack:
         device = torch.device(device)
         for spec, strategy in zip(self.specs, self._strategies, strict=True):
             strategy.prepare(device)
-            strategy.carry.prepare(device, is_continued)
+            strategy.boundary_states.prepare(device, is_continued)
             strategy.on(device, strategy.core_positions)
             offsets = strategy.cu_seqlens
-            if not isinstance(spec, AttentionSpec):
-                prepare_cores(offsets, spec, device, chunk)
+            if spec.convolution is not None:
+                prepare_convolution(offsets, spec.convolution.width, device)
+            if spec.state is not None:
+                prepare_recurrence(offsets, spec.state.key_dim, device, chunk)
         for make in (self._local.core_tokens, self._local.core_positions):
             self._local.on(device, make)
         return self
+
+    def check_strategies(self) -> None:
+        """Refuse a strategy that does not work for its mixer and this pack.
+
+        Raises:
+            PcommError: The error of the strategy.
+        """
+        _ = self._strategies
+
+    def agreed_facts(self) -> list[str]:
+        """Facts that all ranks must have in common, one a line: what `verify` compares."""
+        facts = [f"layout {self.tokens.layout_name}"]
+        facts += [f"{spec} {name}" for spec, name in zip(self.specs, self.strategies, strict=True)]
+        return facts + [f"cu_seqlens[{n}] = {o}" for n, o in enumerate(self.tokens.cu_seqlens)]
 
     # -- inside --------------------------------------------------------------------------
 
     @cached_property
     def _strategies(self) -> tuple[Strategy, ...]:
-        if self.tokens.size == 1:
-            return tuple(Strategy(spec, self.tokens, 0) for spec in self.specs)
-        pairs = zip(self.specs, self.strategies, strict=True)
-        return tuple(STRATEGIES[strategy](spec, self.tokens, self.rank) for spec, strategy in pairs)
+        pairs = zip(self.strategies, self.specs, strict=True)
+        return tuple(make_strategy(name, spec, self.tokens, self.rank) for name, spec in pairs)
 
     @cached_property
     def _local(self) -> LocalTokenIndices:

@@ -6,7 +6,6 @@ Every rank has a loss of its own, so that the gradients are those of the sum of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -17,12 +16,11 @@ from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec, Plan, make_plan
 from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec
-from pcomm.gdn_cp.strategies.head_share import HeadShare
-from pcomm.gdn_cp.testing.planned_mixers import Carried, continued, weights_of
-from pcomm.gdn_cp.testing.slow_decay import relative_error
+from pcomm.gdn_cp.testing.layer_stack import in_pack_order, sum_over_ranks
+from pcomm.gdn_cp.testing.planned_mixers import SequenceStates, continued, weights_of
+from pcomm.gdn_cp.testing.slow_decay import offsets, relative_error
 
 # Heads that 2 and 3 ranks divide; on 3, a rank may need parts of two groups of value heads.
 GDN, MAMBA = GdnSpec(2, 6, 3, 5), Mamba2Spec(6, 3, 2, 5)
@@ -42,18 +40,14 @@ LEFT_OUT = ([12] * 11, [12] * 5 + [24] + [12] * 4 + [0])
 Packs = tuple[Any, Any]
 
 
-def offsets(lengths: Any) -> tuple[int, ...]:
-    return tuple(accumulate(lengths, initial=0))
-
-
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def carried(spec: Mixer, num_sequences: int, seed: int) -> Carried:
-    return Carried(
-        random(num_sequences, *spec.state_shape, seed=seed),
-        random(num_sequences, spec.conv_width - 1, spec.conv_channels, seed=seed + 1),
+def carried(spec: Mixer, num_sequences: int, seed: int) -> SequenceStates:
+    return SequenceStates(
+        random(num_sequences, *spec.state.shape, seed=seed),
+        random(num_sequences, spec.conv_width - 1, spec.convolution.channels, seed=seed + 1),
     )
 
 
@@ -67,11 +61,11 @@ def in_the_long_pack(packs: Packs) -> list[Tensor]:
     ]
 
 
-def leaves(before: Carried | None) -> Carried | None:
-    return before and Carried(*(x.clone().requires_grad_() for x in before))
+def leaves(before: SequenceStates | None) -> SequenceStates | None:
+    return before and SequenceStates(*(x.clone().requires_grad_() for x in before))
 
 
-def on_one(spec: Mixer, packs: Packs, size: int, before: Carried | None) -> list[Tensor]:
+def on_one(spec: Mixer, packs: Packs, size: int, before: SequenceStates | None) -> list[Tensor]:
     """Outputs and states of one long pack, then the gradients of all losses of `size` ranks."""
     places, total = in_the_long_pack(packs), sum(map(sum, packs))
     plan = make_plan(offsets([a + b for a, b in zip(*packs, strict=True)]), (0, 1), spec)
@@ -87,7 +81,12 @@ def on_one(spec: Mixer, packs: Packs, size: int, before: Carried | None) -> list
 
 
 def on_ranks(
-    spec: Mixer, packs: Packs, size: int, before: Carried | None, strategies: Any, layout: str
+    spec: Mixer,
+    packs: Packs,
+    size: int,
+    before: SequenceStates | None,
+    strategies: Any,
+    layout: str,
 ) -> list[Tensor]:
     places = in_the_long_pack(packs)
     hidden, upstream = (random(sum(map(sum, packs)), DIM, seed=seed) for seed in (1, 2))
@@ -117,17 +116,14 @@ def on_ranks(
         return plans, [x.detach() for x in (*outputs, *grads[:2])], list(now), grads[2:]
 
     results = run_virtual(on_rank, size)
-    tokens = [together(results[0][0][i % 2], [r[1][i] for r in results]) for i in range(4)]
+    tokens = [
+        in_pack_order(results[0][0][i % 2].tokens, [r[1][i] for r in results]) for i in range(4)
+    ]
     for other in results[1:]:
         for mine, first in zip(other[2], results[0][2], strict=True):
             assert_equal(mine, first)
-    sums = [sum(grads) for grads in zip(*(r[3] for r in results), strict=True)]
-    return [*tokens, *(x.detach() for x in results[0][2]), *sums]  # type: ignore[list-item]
-
-
-def together(plan: Plan, parts: list[Tensor]) -> Tensor:
-    whole = torch.cat(parts)
-    return torch.empty_like(whole).index_copy_(0, plan.tokens.order, whole)
+    sums = sum_over_ranks([r[3] for r in results])
+    return [*tokens, *(x.detach() for x in results[0][2]), *sums]
 
 
 def off(
@@ -209,7 +205,7 @@ def test_states_that_do_not_fit_are_refused_before_anything_is_sent(
     def on_rank(group: VirtualCollectives) -> None:
         attention = AttentionSpec(6, 2, 4)
         plan = make_plan(offsets([12] * 6), group, [GDN, attention], strategy=strategy)  # type: ignore[arg-type]
-        inputs = torch.zeros(0, GDN.conv_channels)
+        inputs = torch.zeros(0, GDN.convolution.channels)
         with pytest.raises(LayoutError, match=r"conv_halo: initial.*\n.*\(6, 3, 42\)"):
             plan.conv_halo(GDN, inputs, initial=torch.zeros(5, 3, 42))
         with pytest.raises(LayoutError, match=r"entry_states: initial.*\n.*\(6, 6, 3, 5\)"):
@@ -219,9 +215,10 @@ def test_states_that_do_not_fit_are_refused_before_anything_is_sent(
                 plan.final_states(GDN, torch.zeros(1, 9, 3, 5), initial=given)
         with pytest.raises(LayoutError, match=r"Plan\.final_halo.*\(1, 3, 9\)"):
             plan.final_halo(GDN, torch.zeros(1, 3, 9))
-        for call in (plan.final_states, plan.final_halo):
-            with pytest.raises(ConfigError, match="without a state"):
-                call(attention, torch.zeros(6, 6, 3, 5))
+        with pytest.raises(ConfigError, match="without a state"):
+            plan.final_states(attention, torch.zeros(6, 6, 3, 5))
+        with pytest.raises(ConfigError, match="without a convolution"):
+            plan.final_halo(attention, torch.zeros(6, 3, 42))
         with pytest.raises(ConfigError, match="without a state"):
             plan.entry_states(attention, None, initial=torch.zeros(6, 6, 3, 5))
         assert plan.entry_states(attention, None) is None
