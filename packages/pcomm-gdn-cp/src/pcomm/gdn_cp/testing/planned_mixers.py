@@ -59,10 +59,10 @@ def weights_of(
     widths = {section.name: section.width for section in spec.sections}
     found = {f"in_{name}": normal(width, hidden_dim) for name, width in widths.items()}
     found["out"] = normal(hidden_dim, spec.output.width)
-    if not isinstance(spec, AttentionSpec):
+    if isinstance(spec, GdnSpec | Mamba2Spec):
         num_heads = spec.output.num_heads
         found["in_z"] = normal(spec.output.width, hidden_dim)
-        found["conv"] = normal(spec.convolution.channels, spec.conv_width)
+        found["conv"] = normal(spec.convolution.channels, spec.convolution.width)
         found["norm"] = 1 + normal(spec.output.head_width)
         found["A_log"], found["dt_bias"] = slow_parameters(num_heads, generator, torch.float64)
     if isinstance(spec, Mamba2Spec):
@@ -77,6 +77,7 @@ def mixer(plan: Plan, spec: Spec, hidden_tD: Tensor, weights: dict[str, Tensor])
     if isinstance(spec, AttentionSpec):
         y = plan.from_heads(spec, _attention(plan, spec, sections))
         return plan.leave(spec, F.linear(y, weights["out"]))
+    assert isinstance(spec, GdnSpec | Mamba2Spec), "a mixer that weights_of does not know"
     y, _ = _recurrence(plan, spec, sections, weights, None)
     return _gated(plan, spec, x, y, weights)
 
