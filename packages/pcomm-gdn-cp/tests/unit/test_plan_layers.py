@@ -209,9 +209,7 @@ def drop_halos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shift_halos(monkeypatch: pytest.MonkeyPatch) -> None:
     right = SequenceSegments.halo_rows
-    monkeypatch.setattr(
-        SequenceSegments, "halo_rows", lambda *given, **named: right(*given, **named).roll(1, 1)
-    )
+    monkeypatch.setattr(SequenceSegments, "halo_rows", lambda *given: right(*given).roll(1, 1))
 
 
 def skip_the_last_composition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,15 +259,15 @@ def detach(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 def mix_up_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     right = SequenceSegments.end_rows
     monkeypatch.setattr(
-        SequenceSegments, "end_rows", lambda self, **named: right(self, **named).roll(1, 0)
+        SequenceSegments, "end_rows", lambda self, case: right(self, case).roll(1, 0)
     )
 
 
 def take_the_halo_of_the_first_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     right = SequenceSegments.halo_rows
 
-    def broken(self: SequenceSegments, rank: int, *, is_continued: bool) -> Tensor:
-        rows, behind = right(self, rank, is_continued=is_continued), sum(self.tail_counts)
+    def broken(self: SequenceSegments, rank: int, is_continued: bool) -> Tensor:
+        rows, behind = right(self, rank, is_continued), sum(self.tail_counts)
         return torch.where(rows < behind, rows, behind + (rows - behind) % self.reach)
 
     monkeypatch.setattr(SequenceSegments, "halo_rows", broken)

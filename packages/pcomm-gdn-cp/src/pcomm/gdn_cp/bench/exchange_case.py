@@ -113,8 +113,8 @@ class Numbers:
         """A form that brings all sections, z too, to the ranks that have their heads.
 
         Args:
-            forward: From `[t, W]` and the core's output `[T, V / ranks]` to the core's parts and
-                the output `[t, V]`.
+            forward: Call that moves `[t, W]` and the core's output `[T, V / ranks]` to the core's
+                parts and the output `[t, V]`.
         """
         x = self.leaf(self.held(self.sections_TW))
         y = self.leaf(self.output_TV.chunk(self.size, -1)[self.rank])

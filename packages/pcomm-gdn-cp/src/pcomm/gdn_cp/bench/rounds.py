@@ -33,7 +33,7 @@ def time_together(
         cases: Calls to time, by name, in the same order on every rank.
         collectives: The group's collectives.
         rounds: Number of rounds that count.
-        seconds: See above.
+        seconds: Time limit of a case, which sets its number of rounds.
         first: Seconds that each took when it ran before, the same on every rank.
     """
     turns = {

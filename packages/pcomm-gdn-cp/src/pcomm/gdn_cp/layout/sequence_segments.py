@@ -142,7 +142,7 @@ class SequenceSegments:
         """The segments of `rank` that end their sequences, by their places there."""
         return (~self.of_rank(rank).goes_on).nonzero().flatten()
 
-    def end_rows(self, *, is_continued: bool) -> Tensor:
+    def end_rows(self, is_continued: bool) -> Tensor:
         """`[N]`: for each sequence its last segment, as a row of what a gather of ends delivers.
 
         An empty sequence has the row after the last; with `is_continued` its own one behind that,
@@ -174,7 +174,7 @@ class SequenceSegments:
         slots, lengths = self.slots.where(mine), self._tail_lengths[mine]
         return expand_ranges(slots.row + slots.stop - slots.start - lengths, lengths)
 
-    def halo_rows(self, rank: int, *, is_continued: bool) -> Tensor:
+    def halo_rows(self, rank: int, is_continued: bool) -> Tensor:
         """`[F, P]`: the tokens before each segment of `rank`, as rows of the gathered tails.
 
         A token before the start of the sequence is the row after the last; with `is_continued` its

@@ -25,7 +25,7 @@ class IndexTensors:
         self._known: dict[tuple[str, tuple[int, ...], torch.device], Tensor] = {}
 
     def on(self, device: torch.device, make: Callable[..., Tensor], *arguments: int) -> Tensor:
-        """The tensor that `make`, a method of this object, computes, on `device`; kept."""
+        """The tensor that the method `make` computes, on `device`; kept by the name of `make`."""
         key = (make.__name__, arguments, device)
         if key not in self._known:
             # A tensor made in inference mode could not be used in training, and these are kept.

@@ -13,7 +13,6 @@ Backward is the same with reduce-scatters. Whole sequences send nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -92,17 +91,16 @@ class StatePassing(BoundaryStates):
             return self._of_sequences(initial_NPW)
         self._check_tokens(x_TW)
         device = x_TW.device
-        tails = x_TW.index_select(0, self.on(device, self._tail_rows))
+        tails = x_TW.index_select(0, self.on(device, self.segments.tail_rows, self.rank))
         gathered = differentiable(collectives).all_gather(tails, sizes=self.segments.tail_counts)
         # What is appended also keeps the gather in the graph of a rank that needs nothing of it:
         # backward is a collective, and every rank has to take part.
         if initial_NPW is None:
             before = gathered.new_zeros(1, gathered.shape[1])
-            places = self.on(device, self._halo_rows)
         else:
             before = initial_NPW.flatten(0, 1).to(gathered.dtype)
-            places = self.on(device, self._continued_halo_rows)
-        halo = torch.cat([gathered, before]).index_select(0, places)
+        rows_FP = self.on(device, self.segments.halo_rows, self.rank, initial_NPW is not None)
+        halo = torch.cat([gathered, before]).index_select(0, rows_FP.flatten())
         return halo.view(self.num_segments, *self.halo_shape()[1:])
 
     def entry_states(
@@ -113,7 +111,7 @@ class StatePassing(BoundaryStates):
         if not self.segments.num_slots:
             return self._of_sequences(initial_NHKV)
         parts = self._checked(summary)
-        own = self.on(parts[0].device, self._own_slots)
+        own = self.on(parts[0].device, self.segments.own_slots, self.rank)
         message = torch.cat([x.index_select(0, own).flatten(1) for x in parts], 1)
         gathered = differentiable(collectives).all_gather(message, sizes=self.segments.slot_counts)
         columns = gathered.split([x.shape[1:].numel() for x in parts], 1)
@@ -124,15 +122,19 @@ class StatePassing(BoundaryStates):
 
     def prepare(self, device: torch.device, is_continued: bool) -> None:
         """Rows of the halo, the steps of the composition, and where sequences begin and end."""
-        made: list[Callable[[], Tensor]] = []
+        segments = self.segments
         if is_continued:
-            made += [self._sequences, self._own_ends, self._end_rows, self._continued_end_rows]
-        if self.segments.num_slots:
-            made += [self._tail_rows, self._halo_rows, self._own_slots, self._first_slots]
-            made += [self._continued_halo_rows] if is_continued else []
+            self.on(device, self._sequences)
+            self.on(device, segments.own_ends, self.rank)
+            for has_initial in (False, True):
+                self.on(device, segments.end_rows, has_initial)
+        if segments.num_slots:
+            for make in (segments.tail_rows, segments.own_slots):
+                self.on(device, make, self.rank)
+            for has_initial in (False, True)[: 1 + is_continued]:
+                self.on(device, segments.halo_rows, self.rank, has_initial)
+            self.on(device, self._first_slots)
             self._steps_on(device, 0 if is_continued else 1)
-        for make in made:
-            self.on(device, make)
 
     # -- applying maps -------------------------------------------------------------------
 
@@ -157,7 +159,10 @@ class StatePassing(BoundaryStates):
     def _steps_on(self, device: torch.device, first: int) -> list[tuple[Tensor, Tensor]]:
         """From each depth `first` on, the segments of this rank with one there, and its slot."""
         return [
-            (self.on(device, self._with_slot, depth), self.on(device, self._slot_at, depth))
+            (
+                self.on(device, self._with_slot, depth),
+                self.on(device, self.segments.slot_before, self.rank, depth),
+            )
             for depth in range(first, self._deepest)
         ]
 
@@ -176,14 +181,13 @@ class StatePassing(BoundaryStates):
     def _ends(self, final: Tensor, collectives: Collectives, initial: Tensor | None) -> Tensor:
         """What the last segment of each sequence left, or `initial` where a sequence is empty."""
         counts, device = self.segments.end_counts, final.device
-        own = final.index_select(0, self.on(device, self._own_ends))
+        own = final.index_select(0, self.on(device, self.segments.own_ends, self.rank))
         gathered = differentiable(collectives).all_gather(own, sizes=counts) if sum(counts) else own
         if initial is None:
             nothing = gathered.new_zeros(1, *gathered.shape[1:])
-            rows = self.on(device, self._end_rows)
         else:
             nothing = initial.to(gathered.dtype)
-            rows = self.on(device, self._continued_end_rows)
+        rows = self.on(device, self.segments.end_rows, initial is not None)
         if sum(counts) < self.tokens.num_sequences:
             gathered = torch.cat([gathered, nothing])
         return gathered.index_select(0, rows)
@@ -204,38 +208,14 @@ class StatePassing(BoundaryStates):
     def _with_slot(self, depth: int) -> Tensor:
         return (self.segments.num_before(self.rank) > depth).nonzero().flatten()
 
-    def _slot_at(self, depth: int) -> Tensor:
-        return self.segments.slot_before(self.rank, depth)
-
     def _first_slots(self) -> Tensor:
         num_before = self.segments.num_before(self.rank)
         first = torch.full_like(num_before, self.segments.num_slots)
         first[num_before > 0] = self.segments.slot_before(self.rank, 0)
         return first
 
-    def _own_slots(self) -> Tensor:
-        return self.segments.own_slots(self.rank)
-
-    def _tail_rows(self) -> Tensor:
-        return self.segments.tail_rows(self.rank)
-
-    def _halo_rows(self) -> Tensor:
-        return self.segments.halo_rows(self.rank, is_continued=False).flatten()
-
-    def _continued_halo_rows(self) -> Tensor:
-        return self.segments.halo_rows(self.rank, is_continued=True).flatten()
-
     def _sequences(self) -> Tensor:
         return self.segments.of_rank(self.rank).sequence
-
-    def _own_ends(self) -> Tensor:
-        return self.segments.own_ends(self.rank)
-
-    def _end_rows(self) -> Tensor:
-        return self.segments.end_rows(is_continued=False)
-
-    def _continued_end_rows(self) -> Tensor:
-        return self.segments.end_rows(is_continued=True)
 
     # -- what fits -----------------------------------------------------------------------
 

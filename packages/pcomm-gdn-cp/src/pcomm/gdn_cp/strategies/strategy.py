@@ -97,7 +97,7 @@ class Strategy(TokenIndices):
     def to_heads(
         self, sections: Sequence[Tensor], collectives: Collectives, fused: int
     ) -> list[Tensor]:
-        """The sections as the core wants them, the first `fused` of them side by side."""
+        """The sections for the core, the first `fused` of them side by side."""
         self.check_sections(sections, fused)
         return [_joined(sections[:fused]), *sections[fused:]]
 
