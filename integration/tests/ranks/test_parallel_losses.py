@@ -28,17 +28,17 @@ ON_FOUR = {
     "tp2 x dp2": ParallelConfig(dp=2, tp=2),
     "tp2+sequence x dp2": ParallelConfig(dp=2, tp=2, sequence=True),
 }
-# A row of tokens that ranks share is cut inside a document, in every mode that there is.
+# A row of tokens that ranks share is cut inside a document, in every strategy that there is.
 ON_TWO_CONTEXT = {
-    f"cp2 {mode}": ParallelConfig(cp=2, cp_mode=mode)
-    for mode in ("auto", "heads", "docs", "state", "gather")
+    f"cp2 {strategy}": ParallelConfig(cp=2, cp_strategy=strategy)
+    for strategy in ("auto", "heads", "docs", "state", "gather")
 }
 ON_FOUR_CONTEXT = {
     "cp4": ParallelConfig(cp=4),
-    "cp4 state": ParallelConfig(cp=4, cp_mode="state"),
-    "cp2 x dp2": ParallelConfig(cp=2, dp=2, cp_mode="heads"),
-    "cp2 x tp2": ParallelConfig(cp=2, tp=2, cp_mode="docs"),
-    "cp2 x tp2+sequence": ParallelConfig(cp=2, tp=2, sequence=True, cp_mode="state"),
+    "cp4 state": ParallelConfig(cp=4, cp_strategy="state"),
+    "cp2 x dp2": ParallelConfig(cp=2, dp=2, cp_strategy="heads"),
+    "cp2 x tp2": ParallelConfig(cp=2, tp=2, cp_strategy="docs"),
+    "cp2 x tp2+sequence": ParallelConfig(cp=2, tp=2, sequence=True, cp_strategy="state"),
 }
 # Norms shared by heads are part of what has to agree, and groups that ranks share.
 MODEL = {"qk_norm": True, "mamba_groups": 2, "mamba_state_dim": 16}

@@ -75,6 +75,7 @@ def test_an_override_is_read_as_toml_or_as_a_bare_word(override, section, key, v
         ("steps = 1\n", ["steps", "train.steps"]),
         ("zzz = 1\n", ["zzz", "Known here", "'sample'"]),
         ("[train]\nstesp = 1\n", ["train.stesp", "'steps'"]),
+        ("[parallel]\ncp_mode = 'docs'\n", ["parallel.cp_mode", "Write parallel.cp_strategy"]),
         ("[model]\nsteps = 1\n", ["model.steps", "another section", "train.steps"]),
         ("train = 3\n", ["train", "the value 3", "[train]"]),
         ("[train]\nsteps = 1.0\n", ["train.steps", "1.0", "a number", "an integer"]),

@@ -18,9 +18,8 @@ from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
-from pcomm.gdn_cp.ops import chunk_state_space
-from pcomm.gdn_cp.ops.gated_delta_rule.rule import gated_delta_rule
-from pcomm.gdn_cp.testing.slow_decay import delta_inputs, relative_error, state_space_inputs
+from pcomm.gdn_cp.ops import chunk_gated_delta_rule, chunk_mamba2_ssd, normalise_queries_keys
+from pcomm.gdn_cp.testing.slow_decay import delta_inputs, relative_error, ssd_inputs
 from pcomm.gdn_cp.testing.transformers_layers import (
     LayerRun,
     gated_delta_net_of_cores,
@@ -86,7 +85,9 @@ def delta_cases(key_heads: int, heads: int) -> dict[str, Case]:
         return output[0]
 
     def ours(chunk: int) -> Callable[[], Tensor]:
-        return lambda: gated_delta_rule(*tokens, cu_seqlens=(0, TOKENS), chunk=chunk)[0]
+        q, k, *rest = tokens
+        options: Any = {"cu_seqlens": (0, TOKENS), "chunk": chunk}
+        return lambda: chunk_gated_delta_rule(*normalise_queries_keys(q, k), *rest, **options)[0]
 
     label = f"gated delta rule, {key_heads} and {heads} heads of {DIM}"
     torch.manual_seed(0)
@@ -99,7 +100,7 @@ def delta_cases(key_heads: int, heads: int) -> dict[str, Case]:
 
 def state_space_cases(groups: int, heads: int) -> dict[str, Case]:
     sizes = {"groups": groups, "heads": heads, "head_dim": DIM, "state_dim": 128}
-    x, dt, a_log, b, c, d, bias, _ = state_space_inputs((TOKENS,), **sizes, dtype=torch.float32)
+    x, dt, a_log, b, c, d, bias, _ = ssd_inputs((TOKENS,), **sizes, dtype=torch.float32)
     leaves = (x, dt, a_log, b, c, d, bias)
 
     def theirs(chunk: int) -> Callable[[], Tensor]:
@@ -114,7 +115,7 @@ def state_space_cases(groups: int, heads: int) -> dict[str, Case]:
 
     def ours(chunk: int) -> Callable[[], Tensor]:
         options = {"d_H": d, "dt_bias_H": bias, "cu_seqlens": (0, TOKENS), "chunk": chunk}
-        return lambda: chunk_state_space(x, dt, a_log, b, c, **options)[0]
+        return lambda: chunk_mamba2_ssd(x, dt, a_log, b, c, **options)[0]
 
     label = f"state space, {groups} groups, {heads} heads of {DIM}, state 128"
     runs = {f"transformers, {label}, chunk {chunk}": theirs(chunk) for chunk in (64, 256)}

@@ -73,7 +73,7 @@ def rows_of(num_tokens: int) -> list[Row]:
 
 
 def cases_of(packing: Packing, message: Tensor) -> dict[str, Case]:
-    """The four operations of mode `heads`, all on as many bytes as the message has."""
+    """The four operations of strategy `heads`, all on as many bytes as the message has."""
     num_tokens = len(message)
     sections = packing.unpack_sections(message, SHARES, RANKS)
     offsets = range(0, num_tokens + 1, num_tokens // SEQUENCES)

@@ -72,7 +72,7 @@ class ParallelConfig:
     dp: int = _key(0, "Data-parallel replicas. 0: what the other axes leave of the world size.")
     tp: int = _key(1, "Tensor-parallel ranks, which share every layer.")
     cp: int = _key(1, "Context-parallel ranks, which share the tokens of each sequence.")
-    cp_mode: Literal["auto", "heads", "docs", "state", "gather"] = _key(
+    cp_strategy: Literal["auto", "heads", "docs", "state", "gather"] = _key(
         "auto",
         "How they share them, see pcomm-gdn-cp; auto takes what costs least, batch by batch.",
     )

@@ -18,6 +18,9 @@ from pcomm.integration.config_values import convert, expected_type, name_of_type
 
 __all__ = ["apply_overrides", "from_dict", "load_config", "to_dict", "to_toml"]
 
+# Keys of files that an earlier version has written, and what each is called now.
+_RENAMED = {"parallel.cp_mode": "parallel.cp_strategy"}
+
 
 def load_config(
     path: Path | None = None, *, overrides: Sequence[str] = (), base: Config | None = None
@@ -162,6 +165,8 @@ def _with_value(
             if elsewhere
             else near_misses(name, [n for s, n in table if s == section])
         )
+        if renamed := _RENAMED.get(f"{section}.{name}"):
+            fix = f"Write {renamed}, the new name of this key; its values are the same."
         raise ConfigError(
             f"{source}: {section}.{name}",
             found=f"the value {value!r} for a key that section '{section}' does not have",

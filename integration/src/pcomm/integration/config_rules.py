@@ -139,13 +139,13 @@ def _resolve_recurrent(model: ModelConfig) -> ModelConfig:
 
 
 def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
-    if parallel.cp_mode == "docs" and parallel.sequence and parallel.tp > 1:
+    if parallel.cp_strategy == "docs" and parallel.sequence and parallel.tp > 1:
         raise UnsupportedError(
-            "parallel.cp_mode",
+            "parallel.cp_strategy",
             found="'docs' with parallel.sequence = true",
-            why="That mode sends the hidden states of whole documents, and with "
+            why="That strategy sends the hidden states of whole documents, and with "
             "parallel.sequence each rank of tp has only some of a document's tokens.",
-            fix="Set parallel.sequence = false, or parallel.cp_mode to 'auto' or 'heads'.",
+            fix="Set parallel.sequence = false, or parallel.cp_strategy to 'auto' or 'heads'.",
         )
     named = f"dp {parallel.dp}, tp {parallel.tp}, cp {parallel.cp}"
     others = parallel.tp * parallel.cp
@@ -258,7 +258,7 @@ def _check_shards(model: ModelConfig, vocabulary: int, parallel: ParallelConfig)
         _must_divide(
             key, (key, size), ("parallel.tp", tp), f"Each rank of tp holds as many {part}."
         )
-    if parallel.cp_mode == "heads":
+    if parallel.cp_strategy == "heads":
         for letter, ((key, size, _), *others) in by_mixer.items():
             # Output heads are what cp shares: queries, values, and those of Mamba-2.
             key, size, _ = others[0] if letter == "G" else (key, size, "")
@@ -267,8 +267,8 @@ def _check_shards(model: ModelConfig, vocabulary: int, parallel: ParallelConfig)
                     key,
                     (f"{key} on each rank of tp", size // tp),
                     ("parallel.cp", parallel.cp),
-                    "With parallel.cp_mode = 'heads' each rank of cp works on as many heads; the "
-                    "other modes need no heads to divide.",
+                    "With parallel.cp_strategy = 'heads' each rank of cp works on as many heads; "
+                    "the other strategies need no heads to divide.",
                 )
 
 

@@ -208,7 +208,7 @@ class Parallel:
     def plan(self, cu_seqlens: Sequence[int], *, verify: bool = False) -> Plan:
         """How the context-parallel ranks share sequences; see `LanguageModel.plan`."""
         return self.model.plan(
-            cu_seqlens, self.groups["cp"], mode=self.sizes.cp_mode, verify=verify
+            cu_seqlens, self.groups["cp"], strategy=self.sizes.cp_strategy, verify=verify
         )
 
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from pcomm.core.errors import UnsupportedError
 from pcomm.gdn_cp.ops.backend import Kernels, choose_kernels
-from pcomm.gdn_cp.ops.gated_delta_rule.rule import chunk_gated_delta_rule
-from pcomm.gdn_cp.ops.mamba2_ssd.ssd import chunk_state_space
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import chunk_mamba2_ssd
 from pcomm.gdn_cp.testing.slow_decay import (
     delta_inputs,
     gradients,
     offsets,
     relative_error,
-    state_space_inputs,
+    ssd_inputs,
 )
 
 pytestmark = [
@@ -99,15 +99,15 @@ def test_the_gated_delta_rule_is_ours(kernels: Kernels, dtype: torch.dtype) -> N
 
 
 def test_the_state_space_is_ours(kernels: Kernels, dtype: torch.dtype) -> None:
-    inputs = state_space_inputs(LENGTHS, head_dim=32, state_dim=64)
+    inputs = ssd_inputs(LENGTHS, head_dim=32, state_dim=64)
     full = torch.float32
     leaves = on_gpu(tuple(inputs), dtype, dtype, full, dtype, dtype, full, full, full)
     exact = in_double(leaves)
     results, wanted = (
         run(x, dt, a_log, b, c, d_H=d, dt_bias_H=bias, cu_seqlens=CU, initial_state=state)
         for run, (x, dt, a_log, b, c, d, bias, state) in (
-            (kernels.chunk_state_space, leaves),
-            (chunk_state_space, exact),
+            (kernels.chunk_mamba2_ssd, leaves),
+            (chunk_mamba2_ssd, exact),
         )
     )
     check(results, wanted, leaves, exact, dtype)

@@ -16,16 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.plan import make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Spec, make_plan
 from pcomm.gdn_cp.testing.planned_mixers import CHUNK, mixer, weights_of
 
 PACK, DIM, SIZE = (0, 48, 48, 96, 192, 240), 6, 2
 CASES = [
-    pytest.param(spec, mode, id=f"{type(spec).__name__}-{mode}")
+    pytest.param(spec, strategy, id=f"{type(spec).__name__}-{strategy}")
     for spec in (GdnSpec(1, 4, 3, 5), Mamba2Spec(4, 3, 2, 5), AttentionSpec(4, 2, 4))
-    for mode in ("heads", "docs", "state", "gather")
-    if mode != "state" or spec.has_state
+    for strategy in ("heads", "docs", "state", "gather")
+    if strategy != "state" or spec.state
 ]
 # They bring a value, or a number of elements that depends on values, to the host; and the last
 # makes a tensor of host numbers, which on a GPU has to be copied there.
@@ -36,11 +35,11 @@ WAITING = {
 }
 
 
-def steps(spec: Spec, mode: Any, device: str) -> list[Callable[[], Tensor]]:
+def steps(spec: Spec, strategy: Any, device: str) -> list[Callable[[], Tensor]]:
     """Forward and backward of one layer on each rank, whose plan is prepared."""
 
     def on_rank(collectives: VirtualCollectives) -> Callable[[], Tensor]:
-        plan = make_plan(PACK, collectives, spec, mode=mode, hidden_dim=DIM)
+        plan = make_plan(PACK, collectives, spec, strategy=strategy, hidden_dim=DIM)
         plan.prepare(device, chunk=CHUNK)
         weights = {
             name: value.detach().to(device).requires_grad_()
@@ -79,9 +78,9 @@ class Waiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("spec", "mode"), CASES)
-def test_a_step_reads_no_value_on_the_host(spec: Spec, mode: str) -> None:
-    ready = steps(spec, mode, "cpu")
+@pytest.mark.parametrize(("spec", "strategy"), CASES)
+def test_a_step_reads_no_value_on_the_host(spec: Spec, strategy: str) -> None:
+    ready = steps(spec, strategy, "cpu")
 
     def on_rank(collectives: VirtualCollectives) -> list[str]:
         with Waiting() as waiting:
@@ -111,9 +110,9 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("spec", "mode"), CASES)
-def test_a_step_does_not_wait_for_the_gpu(spec: Spec, mode: str) -> None:
-    ready = steps(spec, mode, "cuda")
+@pytest.mark.parametrize(("spec", "strategy"), CASES)
+def test_a_step_does_not_wait_for_the_gpu(spec: Spec, strategy: str) -> None:
+    ready = steps(spec, strategy, "cuda")
     with no_waiting():
         grads = run_virtual(lambda collectives: ready[collectives.rank](), SIZE)
     assert all(torch.isfinite(grad).all() for grad in grads)

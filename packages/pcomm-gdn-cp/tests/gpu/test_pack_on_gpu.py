@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from pcomm.core.testing.close import assert_close, assert_equal
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec, Spec
 from pcomm.gdn_cp.packing.backend import choose_packing
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
-from pcomm.gdn_cp.strategies.head_share import HeadShare
 
 pytestmark = [
     pytest.mark.gpu,

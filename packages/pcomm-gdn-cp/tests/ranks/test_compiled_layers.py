@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
-from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, Spec, make_plan
+from pcomm.gdn_cp.testing.layer_stack import layer_stack, world
+from pcomm.gdn_cp.testing.planned_mixers import weights_of
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 
 DIM = 6
@@ -52,9 +51,7 @@ def layers_of(specs: list[Spec]) -> tuple[Callable[[Plan, Tensor], Tensor], list
     weights = [weights_of(spec, DIM) for spec in specs]
 
     def layers(plan: Plan, x: Tensor) -> Tensor:
-        for spec, own in zip(specs, weights, strict=True):
-            x = x + mixer(plan, spec, x, own)
-        return x
+        return layer_stack(plan, specs, x, weights)
 
     return layers, [leaf for own in weights for leaf in own.values()]
 
@@ -79,11 +76,11 @@ def test_a_compiled_layer_is_the_layer(spec: Spec, backend: str) -> None:
 @ranks(2, leaves="tqdm's monitor, which torch.compile starts, lives as long as the process")
 def test_compiled_layers_on_two_ranks_are_the_layers(rank: int, backend: str) -> None:
     torch._dynamo.reset()
-    group = Group.from_process_group("cp", _world())
+    group = Group.from_process_group("cp", world())
     layers, leaves = layers_of([GDN])
     compiled: Any = torch.compile(layers, backend=backend, dynamic=False)
-    for mode in ("heads", "docs", "state", "gather"):
-        plan = make_plan((0, 72, 96), group, GDN, mode=mode, layout="contiguous")  # type: ignore[arg-type]
+    for strategy in ("heads", "docs", "state", "gather"):
+        plan = make_plan((0, 72, 96), group, GDN, strategy=strategy, layout="contiguous")  # type: ignore[arg-type]
         actual, expected = step(compiled, plan, leaves), step(layers, plan, leaves)
         assert relative_error(actual, expected) < BOUND
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
@@ -96,8 +93,3 @@ def test_a_whole_graph_is_refused_in_words() -> None:
     compiled = torch.compile(layers, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Plan\.enter"):
         step(compiled, plan, leaves)
-
-
-def _world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD

@@ -16,25 +16,19 @@ from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.errors import ConfigError, DivergenceError, PeerError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Spec
-from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Plan, Spec, make_plan
+from pcomm.gdn_cp.testing.layer_stack import layer_stack, world
+from pcomm.gdn_cp.testing.planned_mixers import weights_of
 
 PACK, DIM = (0, 48, 48, 96), 6
 GDN, ATTENTION = GdnSpec(2, 4, 3, 5), AttentionSpec(4, 2, 4)
 SPECS: list[Spec] = [GDN, ATTENTION]
 
 
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 def layers(plan: Plan) -> Tensor:
     numbers = torch.linspace(-1, 1, plan.tokens.num_tokens * DIM).double()
     y = plan.shard(numbers.view(-1, DIM)).requires_grad_()
-    for spec in SPECS:
-        y = y + mixer(plan, spec, y, weights_of(spec, DIM))
+    y = layer_stack(plan, SPECS, y, [weights_of(spec, DIM) for spec in SPECS])
     y.square().sum().backward()
     return y.detach()
 
@@ -102,9 +96,11 @@ def test_plans_leave_no_tensors_threads_or_collectives(rank: int) -> None:
 
     def many(packs: range) -> None:
         for n in packs:
-            mode: Any = ("heads", "docs", "state", "gather")[n // 2 % 4]
+            strategy: Any = ("heads", "docs", "state", "gather")[n // 2 % 4]
             pack = (0, 48, 48, 52 + 4 * n, 160)
-            layers(make_plan(pack, (group, world())[n % 2], SPECS, mode=mode).prepare("cpu"))
+            layers(
+                make_plan(pack, (group, world())[n % 2], SPECS, strategy=strategy).prepare("cpu")
+            )
 
     many(range(8))
     before = count()

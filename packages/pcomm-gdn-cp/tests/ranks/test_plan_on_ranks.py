@@ -6,16 +6,15 @@ from itertools import accumulate
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import DivergenceError, LayoutError, PeerError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, Spec, make_plan
 from pcomm.gdn_cp.testing import planned_mixers
-from pcomm.gdn_cp.testing.planned_mixers import Carried, continued, mixer, weights_of
+from pcomm.gdn_cp.testing.layer_stack import run_layers, world
+from pcomm.gdn_cp.testing.planned_mixers import SequenceStates, continued, weights_of
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 
 DIM = 6
@@ -26,19 +25,18 @@ SPECS: list[Spec] = [GdnSpec(2, 4, 3, 5), Mamba2Spec(4, 3, 2, 5), AttentionSpec(
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-4}
 
 
-def world() -> Group:
-    assert dist.group.WORLD is not None
-    return Group.from_process_group("cp", dist.group.WORLD)
+def cp() -> Group:
+    return Group.from_process_group("cp", world())
 
 
-def check_modes(mode: str, layout: str, dtype: torch.dtype) -> None:
+def check_strategies(strategy: str, layout: str, dtype: torch.dtype) -> None:
     """Three layers in a row, of as many kinds."""
     plan = make_plan(
         PACK,
-        world(),
+        cp(),
         SPECS,
         layout=layout,  # type: ignore[arg-type]
-        mode=mode,  # type: ignore[arg-type]
+        strategy=strategy,  # type: ignore[arg-type]
         hidden_dim=DIM,
         verify=True,
     )
@@ -47,46 +45,34 @@ def check_modes(mode: str, layout: str, dtype: torch.dtype) -> None:
 
 def check_layers(plan: Plan, specs: list[Spec], dtype: torch.dtype) -> None:
     """Layers in a row, forward and every gradient, as on one process."""
-    generator = torch.Generator().manual_seed(5)
-    pack = plan.tokens.cu_seqlens
-    hidden, upstream = (torch.randn(pack[-1], DIM, generator=generator).to(dtype) for _ in range(2))
-    results = []
-    for current in (plan, make_plan(pack, (0, 1), specs)):
-        x = current.shard(hidden).clone().requires_grad_()
-        weights = [weights_of(spec, DIM, dtype=dtype, seed=i) for i, spec in enumerate(specs)]
-        y = x
-        for spec, own in zip(specs, weights, strict=True):
-            y = y + mixer(current, spec, y, own)
-        leaves = [x, *(leaf for own in weights for leaf in own.values())]
-        grads = torch.autograd.grad(y, leaves, current.shard(upstream), materialize_grads=True)
-        results.append((y.detach(), grads))
-    (y, grads), (whole_y, whole_grads) = results
-    totals = [world().collectives.all_reduce(grad) for grad in grads[1:]]
-    actual = [y, grads[0], *totals]
-    expected = [plan.shard(whole_y), plan.shard(whole_grads[0]), *whole_grads[1:]]
+    alone = make_plan(plan.tokens.cu_seqlens, (0, 1), specs)
+    tokens, grads = run_layers(plan, specs, DIM, dtype=dtype)
+    whole_tokens, whole_grads = run_layers(alone, specs, DIM, dtype=dtype)
+    actual = [*tokens, *(cp().collectives.all_reduce(grad) for grad in grads)]
+    expected = [*(plan.shard(whole) for whole in whole_tokens), *whole_grads]
     assert relative_error(actual, expected) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather", "auto"])
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather", "auto"])
 @ranks(2)
-def test_two_ranks_are_one(rank: int, mode: str, layout: str, dtype: torch.dtype) -> None:
-    check_modes(mode, layout, dtype)
+def test_two_ranks_are_one(rank: int, strategy: str, layout: str, dtype: torch.dtype) -> None:
+    check_strategies(strategy, layout, dtype)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("mode", ["docs", "state"])
+@pytest.mark.parametrize("strategy", ["docs", "state"])
 @ranks(3)
-def test_three_ranks_are_one(rank: int, mode: str, layout: str) -> None:
-    check_modes(mode, layout, torch.float64)
+def test_three_ranks_are_one(rank: int, strategy: str, layout: str) -> None:
+    check_strategies(strategy, layout, torch.float64)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
 @ranks(4)
-def test_four_ranks_are_one(rank: int, mode: str, layout: str) -> None:
-    check_modes(mode, layout, torch.float64)
+def test_four_ranks_are_one(rank: int, strategy: str, layout: str) -> None:
+    check_strategies(strategy, layout, torch.float64)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -98,22 +84,22 @@ def test_documents_longer_than_a_share_are_cut(
     specs = SPECS[:2]
     plan = make_plan(
         pack,
-        world(),
+        cp(),
         specs,
         layout=layout,  # type: ignore[arg-type]
-        mode="docs",
+        strategy="docs",
         hidden_dim=DIM,
         verify=True,
     )
-    assert plan.num_straddlers(specs[0]) == 1
+    assert plan.num_cut_documents(specs[0]) == 1
     check_layers(plan, specs, torch.float64)
 
 
-@pytest.mark.parametrize("mode", ["docs", "state", "gather"])
+@pytest.mark.parametrize("strategy", ["docs", "state", "gather"])
 @ranks(3)
-def test_states_go_on_from_pack_to_pack(rank: int, mode: str) -> None:
+def test_states_go_on_from_pack_to_pack(rank: int, strategy: str) -> None:
     """Two packs on three ranks, and on one; the losses of the ranks differ, and are added up."""
-    group, spec = world(), SPECS[0]
+    group, spec = cp(), SPECS[0]
     assert isinstance(spec, GdnSpec)
     packs = ((0, 5, 5, 8, 18), (0, 1, 8, 8, 12))
     generator = torch.Generator().manual_seed(3)
@@ -122,13 +108,15 @@ def test_states_go_on_from_pack_to_pack(rank: int, mode: str) -> None:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     hidden, upstream = ([random(pack[-1], DIM) for pack in packs] for _ in range(2))
-    before = Carried(random(4, *spec.state_shape), random(4, 3, spec.conv_channels))
+    before = SequenceStates(random(4, *spec.state.shape), random(4, 3, spec.convolution.channels))
     arriving = [[random(*x.shape) for x in before] for _ in range(3)]
     results = []
     for place in (group, (0, 1)):
-        plans = [make_plan(pack, place, spec, layout="contiguous", mode=mode) for pack in packs]  # type: ignore[arg-type]
+        plans = [
+            make_plan(pack, place, spec, layout="contiguous", strategy=strategy) for pack in packs
+        ]  # type: ignore[arg-type]
         x = [p.shard(h).clone().requires_grad_() for p, h in zip(plans, hidden, strict=True)]
-        start = now = Carried(*(part.clone().requires_grad_() for part in before))
+        start = now = SequenceStates(*(part.clone().requires_grad_() for part in before))
         weights = weights_of(spec, DIM)
         outputs = []
         for plan, part in zip(plans, x, strict=True):
@@ -160,9 +148,9 @@ def test_heads_are_one_exchange_each_way_whatever_the_number_of_sequences(
     rank: int, num_sequences: int
 ) -> None:
     spec = SPECS[0]
-    group = world()
+    group = cp()
     spy = SpyCollectives(group.collectives)
-    plan = make_plan(tuple(range(0, 8 * num_sequences + 1, 8)), spy, spec, mode="heads")
+    plan = make_plan(tuple(range(0, 8 * num_sequences + 1, 8)), spy, spec, strategy="heads")
     sections = [torch.randn(4 * num_sequences, s.width).requires_grad_() for s in spec.sections]
     output = plan.from_heads(spec, plan.to_heads(spec, sections)[2] * 2)
     assert spy.counts == {"all_to_all": 2}
@@ -174,11 +162,13 @@ def test_heads_are_one_exchange_each_way_whatever_the_number_of_sequences(
 @ranks(3)
 def test_packs_that_differ_between_ranks_are_refused_on_all_of_them(rank: int) -> None:
     pack = (0, 12, 24) if rank != 2 else (0, 24, 24)
-    group = world()
+    group = cp()
     with pytest.raises(DivergenceError, match=r"'cu_seqlens\[1\] = 12', rank 2 has .* = 24'"):
-        make_plan(pack, group, SPECS[0], mode="state", verify=True)
+        make_plan(pack, group, SPECS[0], strategy="state", verify=True)
     # Nobody is left waiting: the next plan is made as if nothing had happened.
-    assert make_plan((0, 12, 24), group, SPECS[0], mode="state", verify=True).modes == ("state",)
+    assert make_plan((0, 12, 24), group, SPECS[0], strategy="state", verify=True).strategies == (
+        "state",
+    )
 
 
 @ranks(3)
@@ -186,14 +176,14 @@ def test_an_error_on_one_rank_is_one_on_all(rank: int) -> None:
     pack = (0, 12, 24) if rank != 1 else (0, 13, 24)
     kind, words = (LayoutError, "13 tokens") if rank == 1 else (PeerError, "rank 1: LayoutError")
     with pytest.raises(kind, match=words):
-        make_plan(pack, world(), SPECS[0], mode="state", verify=True)
+        make_plan(pack, cp(), SPECS[0], strategy="state", verify=True)
 
 
 @ranks(2)
 def test_messages_of_megabytes(rank: int) -> None:
     """4,096 tokens and a quarter of Qwen3-Next's heads, with single tokens and empty documents.
 
-    Transports send large messages in pieces and several at once, which small tensors never show.
+    Transports send large messages in segments and several at once, which small tensors never show.
     """
     spec = GdnSpec(4, 8, 32, 32)
     any_lengths = (1, 1, 1, 0, 517, 37, 2501, 1, 1037)
@@ -201,7 +191,7 @@ def test_messages_of_megabytes(rank: int) -> None:
     by_four = (4, 4, 4, 0, 516, 36, 2500, 4, 1028)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned_mixers, "CHUNK", 64)
-        for mode, layout, lengths in (
+        for strategy, layout, lengths in (
             ("heads", "zigzag", by_four),
             ("docs", "contiguous", any_lengths),
             ("state", "contiguous", any_lengths),
@@ -209,7 +199,7 @@ def test_messages_of_megabytes(rank: int) -> None:
         ):
             pack = tuple(accumulate(lengths, initial=0))
             assert pack[-1] == 4096
-            plan = make_plan(pack, world(), spec, layout=layout, mode=mode, element_bytes=4)  # type: ignore[arg-type]
-            if mode in ("heads", "gather"):
+            plan = make_plan(pack, cp(), spec, layout=layout, strategy=strategy, element_bytes=4)  # type: ignore[arg-type]
+            if strategy in ("heads", "gather"):
                 assert plan.traffic(spec).forward_bytes > 1 << 21
             check_layers(plan, [spec], torch.float32)

@@ -16,12 +16,12 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.command.bench import options
 from pcomm.core.command.main import main
 from pcomm.core.testing.virtual import run_virtual
+from pcomm.gdn_cp import make_plan
 from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers, held_rows
 from pcomm.gdn_cp.bench.forms import FORMS, build_form, obstacle
 from pcomm.gdn_cp.bench.fused_exchange import column_order, fused_exchange
 from pcomm.gdn_cp.bench.rounds import time_together
 from pcomm.gdn_cp.bench.settings import SPEC, Settings, random_lengths
-from pcomm.gdn_cp.plan import make_plan
 
 PACK = (0, 16, 24, 64)
 
@@ -51,7 +51,7 @@ def test_rows_of_a_rank_are_those_of_the_known_example_and_of_a_plan() -> None:
         [2, 3, 4, 5],
     ]
     for rank in range(4):
-        plan = make_plan(PACK, (rank, 4), SPEC, mode="heads")
+        plan = make_plan(PACK, (rank, 4), SPEC, strategy="heads")
         assert torch.equal(held_rows(PACK, rank, 4), plan.shard(torch.arange(64)))
 
 
@@ -165,7 +165,7 @@ def test_forms_that_handle_sequences_one_by_one_are_left_out_where_they_take_lon
         assert obstacle("loop", equal, group) == "timed with random lengths only"
         return obstacle("state", random, group)
 
-    # 256 sequences leave 7 maps each of 8 x 64 x 128 fp32 numbers; and up to 3 tokens a piece.
+    # 256 sequences leave 7 maps each of 8 x 64 x 128 fp32 numbers; and up to 3 tokens a segment.
     maps, tails = 256 * 7 * 8 * 64 * 128 * 4, 256 * 7 * 3 * 1024 * 4
     for found in run_virtual(run, 4):
         megabytes = re.fullmatch(r"each rank would gather (\d+) MB of maps", found)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import LayoutError
+from pcomm.gdn_cp import AttentionSpec, GdnSpec
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec
 from pcomm.gdn_cp.strategies.document_cuts import document_cuts
-from pcomm.gdn_cp.strategies.documents import Documents, DocumentsRoute
+from pcomm.gdn_cp.strategies.documents import Documents, DocumentsStrategy
 
 SPEC, ATTENTION = GdnSpec(1, 2, 2, 2), AttentionSpec(2, 1, 4)
 
@@ -81,7 +81,7 @@ def test_long_packs_stay_within_the_limit(lengths: list[int], size: int) -> None
     assert documents.imbalance <= 0.1
     assert sum(documents.layout.sizes) == offsets[-1]
     num_cuts = inside(list(offsets), documents.cuts)
-    assert documents.num_straddlers <= num_cuts <= size - 1
+    assert documents.num_cut_documents <= num_cuts <= size - 1
     # A cut of a document pays only where whole documents would be too uneven.
     whole = Documents.of(TokenLayout(offsets, size, "contiguous"), are_whole=True)
     assert (num_cuts == 0) == (whole.imbalance <= 0.1)
@@ -108,7 +108,7 @@ def test_moved_rows_are_those_of_a_walk_through_the_pack(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "size", "expected", "num_straddlers"),
+    ("lengths", "size", "expected", "num_cut_documents"),
     [
         # One document on all ranks: equal shares.
         ((12,), 3, (0, 4, 8, 12), 1),
@@ -124,12 +124,12 @@ def test_moved_rows_are_those_of_a_walk_through_the_pack(
     ],
 )
 def test_cuts_of_a_few_packs(
-    lengths: tuple[int, ...], size: int, expected: tuple[int, ...], num_straddlers: int
+    lengths: tuple[int, ...], size: int, expected: tuple[int, ...], num_cut_documents: int
 ) -> None:
     offsets = tuple(accumulate(lengths, initial=0))
     assert document_cuts(offsets, size) == expected
     documents = Documents.of(TokenLayout(offsets, size, "contiguous"), are_whole=False)
-    assert documents.num_straddlers == num_straddlers
+    assert documents.num_cut_documents == num_cut_documents
 
 
 def test_among_the_best_cuts_the_even_ones_are_taken() -> None:
@@ -141,32 +141,35 @@ def test_among_the_best_cuts_the_even_ones_are_taken() -> None:
 def test_without_a_state_a_document_far_above_a_share_is_refused_with_the_figures() -> None:
     tokens = TokenLayout((0, 96, 112, 128), 4, "zigzag")
     with pytest.raises(LayoutError, match="96 of 128 tokens on one rank, 200% above"):
-        DocumentsRoute(ATTENTION, tokens, 0)
-    assert DocumentsRoute(SPEC, tokens, 0).imbalance <= 0.1
+        DocumentsStrategy(ATTENTION, tokens, 0)
+    assert DocumentsStrategy(SPEC, tokens, 0).imbalance <= 0.1
 
 
 def test_imbalance_is_what_the_busiest_rank_has_above_the_average() -> None:
-    route = DocumentsRoute(ATTENTION, TokenLayout((0, 24, 40), 2, "zigzag"), 1)
-    assert route.imbalance == pytest.approx(24 / 20 - 1)
-    assert route.cu_seqlens == (0, 16)
-    assert route.core_tokens().tolist() == list(range(24, 40))
+    strategy = DocumentsStrategy(ATTENTION, TokenLayout((0, 24, 40), 2, "zigzag"), 1)
+    assert strategy.imbalance == pytest.approx(24 / 20 - 1)
+    assert strategy.cu_seqlens == (0, 16)
+    assert strategy.core_tokens().tolist() == list(range(24, 40))
 
 
 def test_a_rank_may_be_left_without_documents() -> None:
     tokens = TokenLayout((0, 12, 24), 3, "zigzag")
-    routes = [DocumentsRoute(ATTENTION, tokens, rank) for rank in range(3)]
-    assert sorted(route.core_rows for route in routes) == [0, 12, 12]
-    (empty,) = [route for route in routes if not route.core_rows]
+    strategies = [DocumentsStrategy(ATTENTION, tokens, rank) for rank in range(3)]
+    assert sorted(strategy.core_rows for strategy in strategies) == [0, 12, 12]
+    (empty,) = [strategy for strategy in strategies if not strategy.core_rows]
     assert empty.cu_seqlens[-1] == 0
 
 
 def test_mixers_share_the_documents_unless_one_is_cut() -> None:
     even = TokenLayout((0, 12, 24), 2, "zigzag")
-    assert DocumentsRoute(SPEC, even, 0).documents is DocumentsRoute(ATTENTION, even, 0).documents
+    assert (
+        DocumentsStrategy(SPEC, even, 0).documents
+        is DocumentsStrategy(ATTENTION, even, 0).documents
+    )
     cut = TokenLayout((0, 8, 32), 2, "zigzag")
-    one, other = (DocumentsRoute(spec, cut, 1) for spec in (SPEC, ATTENTION))
-    assert (one.num_straddlers, other.num_straddlers) == (1, 0)
-    assert one.carry.needs_summary
+    one, other = (DocumentsStrategy(spec, cut, 1) for spec in (SPEC, ATTENTION))
+    assert (one.num_cut_documents, other.num_cut_documents) == (1, 0)
+    assert one.boundary_states.needs_summary
     assert (one.cu_seqlens, other.cu_seqlens) == ((0, 16), (0, 24))
 
 
@@ -175,6 +178,6 @@ def test_whole_documents_are_refused_above_twice_a_share(longest: int, is_refuse
     tokens = TokenLayout((0, longest, 96, 112, 128), 4, "contiguous")
     if is_refused:
         with pytest.raises(LayoutError, match=r"65 of 128 tokens on one rank, 103% above"):
-            DocumentsRoute(ATTENTION, tokens, 0)
+            DocumentsStrategy(ATTENTION, tokens, 0)
     else:
-        assert DocumentsRoute(ATTENTION, tokens, 0).imbalance == pytest.approx(longest / 32 - 1)
+        assert DocumentsStrategy(ATTENTION, tokens, 0).imbalance == pytest.approx(longest / 32 - 1)

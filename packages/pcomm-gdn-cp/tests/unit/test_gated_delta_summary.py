@@ -1,4 +1,4 @@
-"""Summaries of pieces: what they do to a state is what the pieces do, and rows of them compose."""
+"""Summaries of segments do to a state what the segments do, one after another."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcomm.core.testing.close import assert_equal
-from pcomm.gdn_cp.ops.gated_delta_rule.chunk import DeltaChunks
-from pcomm.gdn_cp.ops.gated_delta_rule.recurrent import recurrent_gated_delta_rule
-from pcomm.gdn_cp.ops.gated_delta_rule.rule import chunk_gated_delta_rule
-from pcomm.gdn_cp.ops.gated_delta_rule.summary import apply_summary, compose, gated_delta_summary
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import DeltaChunks, chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.summary import gated_delta_summary
+from pcomm.gdn_cp.ops.transitions import MatrixTransition
 from pcomm.gdn_cp.testing.slow_decay import (
     awkward_lengths,
     delta_inputs,
@@ -26,8 +26,8 @@ def test_it_maps_every_state_to_the_state_after_the_sequence() -> None:
     inputs = delta_inputs(lengths)
     q, k, v, g, beta, state = inputs
     cut = {"cu_seqlens": offsets(lengths)}
-    ours = apply_summary(gated_delta_summary(k, v, g, beta, **cut, chunk=8), state)
-    _, theirs = recurrent_gated_delta_rule(q, k, v, g, beta, **cut, initial_state=state)
+    ours = MatrixTransition().apply(gated_delta_summary(k, v, g, beta, **cut, chunk=8), state)
+    _, theirs = naive_recurrent_gated_delta_rule(q, k, v, g, beta, **cut, initial_state=state)
     assert relative_error([ours], [theirs]) < 1e-11
     leaves = (k, v, g, beta, state)
     assert relative_error(gradients([ours], leaves), gradients([theirs], leaves)) < 1e-11
@@ -36,7 +36,7 @@ def test_it_maps_every_state_to_the_state_after_the_sequence() -> None:
 def test_an_empty_sequence_hands_its_state_on() -> None:
     _, k, v, g, beta, state = delta_inputs((3, 0))
     summary = gated_delta_summary(k, v, g, beta, cu_seqlens=(0, 3, 3))
-    assert_equal(apply_summary(summary, state)[1], state[1])
+    assert_equal(MatrixTransition().apply(summary, state)[1], state[1])
 
 
 def test_torch_finds_the_same_gradients_by_differences() -> None:
@@ -50,19 +50,18 @@ def test_torch_finds_the_same_gradients_by_differences() -> None:
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=5), st.integers(0, 2**31))
 @settings(max_examples=30, deadline=None)
-def test_pieces_started_from_summaries_are_the_whole(pieces: list[int], seed: int) -> None:
-    """What ranks do: summaries of all pieces, a fold, then each piece from its own state."""
-    total = sum(pieces)
+def test_segments_started_from_summaries_are_the_whole(segments: list[int], seed: int) -> None:
+    """What ranks do: summaries of all segments, a fold, then each segment from its own state."""
+    total = sum(segments)
     inputs = delta_inputs((total,), seed=seed)
     q, k, v, g, beta, state = inputs
-    cut = {"cu_seqlens": offsets(pieces), "chunk": 4}
+    cut = {"cu_seqlens": offsets(segments), "chunk": 4}
     chunks = DeltaChunks.of(k, v, g, beta, **cut)
     transitions, written = chunks.summary()
-    summaries = [(transitions[n : n + 1], written[n : n + 1]) for n in range(len(pieces))]
-    starts, so_far = [state], None
+    summaries = [(transitions[n : n + 1], written[n : n + 1]) for n in range(len(segments))]
+    starts = [state]
     for summary in summaries:
-        so_far = summary if so_far is None else compose(so_far, summary)
-        starts.append(apply_summary(so_far, state))
+        starts.append(MatrixTransition().apply(summary, starts[-1]))
     output, finals = chunks.outputs(q, initial_state=torch.cat(starts[:-1]))
     whole = chunk_gated_delta_rule(
         q, k, v, g, beta, cu_seqlens=(0, total), initial_state=state, chunk=4

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.close import assert_equal
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec
-from pcomm.gdn_cp.strategies.head_share import HeadShare
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec
 
 
 @given(
@@ -83,8 +82,8 @@ def test_the_columns_of_all_ranks_side_by_side_are_those_of_the_whole(
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_slices_of_parameters_add_up_to_the_gradient_of_the_whole(size: int) -> None:
     spec = GdnSpec(2, 4, 3, 5)
-    conv = torch.randn(spec.conv_channels, 4, dtype=torch.float64)
-    seen = torch.zeros(spec.conv_channels)
+    conv = torch.randn(spec.convolution.channels, 4, dtype=torch.float64)
+    seen = torch.zeros(spec.convolution.channels)
     total = torch.zeros_like(conv)
     for rank in range(size):
         share = HeadShare(spec, size, rank)
@@ -149,7 +148,7 @@ def test_mistakes_are_named() -> None:
         share.split(torch.zeros(2, 17), ("q", "k", "v"))
     with pytest.raises(LayoutError, match="'docs' or 'state' or 'gather'"):
         HeadShare(GdnSpec(2, 4, 3, 5), 3, 0)
-    with pytest.raises(LayoutError, match="mode 'docs' or 'gather'"):
+    with pytest.raises(LayoutError, match="strategy 'docs' or 'gather'"):
         HeadShare(AttentionSpec(4, 2, 8), 8, 0)
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.gdn_cp import GdnSpec, make_plan
 from pcomm.gdn_cp.packing import choice
 from pcomm.gdn_cp.packing.backend import choose_packing
-from pcomm.gdn_cp.plan import make_plan
-from pcomm.gdn_cp.specs import GdnSpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -61,9 +60,9 @@ def test_a_plan_says_what_packs(installed: bool) -> None:
     assert on_cuda.name == ("triton" if installed else "torch")
     line = f"packed by torch on the CPU, by {on_cuda.name} on CUDA ({on_cuda.reason})"
     spec = GdnSpec(2, 4, 8, 8)
-    assert line in make_plan((0, 64), (0, 2), spec, mode="heads").describe()
-    for size, mode in ((1, "heads"), (2, "gather")):
-        plan = make_plan((0, 64), (0, size), spec, mode=mode)  # type: ignore[arg-type]
+    assert line in make_plan((0, 64), (0, 2), spec, strategy="heads").describe()
+    for size, strategy in ((1, "heads"), (2, "gather")):
+        plan = make_plan((0, 64), (0, size), spec, strategy=strategy)  # type: ignore[arg-type]
         assert "packed by" not in plan.describe()
 
 

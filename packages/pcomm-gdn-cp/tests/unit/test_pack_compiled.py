@@ -18,8 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.gdn_cp.specs import GdnSpec
-from pcomm.gdn_cp.strategies.head_share import HeadShare
+from pcomm.gdn_cp import GdnSpec, HeadShare
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 

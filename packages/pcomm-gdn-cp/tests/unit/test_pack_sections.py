@@ -21,17 +21,16 @@ from torch import Tensor
 from pcomm.core.testing.close import assert_close, assert_equal
 from pcomm.core.testing.poison import poisoned_memory
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec, Spec, make_plan
 from pcomm.gdn_cp.packing.backend import Packing
-from pcomm.gdn_cp.plan import make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
 from pcomm.gdn_cp.strategies import heads
-from pcomm.gdn_cp.strategies.head_share import HeadShare, SectionShare
+from pcomm.gdn_cp.strategies.head_share import SectionShare
 
 MODULES = ("pcomm.gdn_cp.packing.kernels", "pcomm.gdn_cp.packing.triton_packing")
 # Copies on other ranks, copies on the same rank, none; heads as wide as a tile and odd ones.
 SPECS = [
     pytest.param(GdnSpec(2, 8, 6, 3), 4, id="gdn, 2 copies"),
-    pytest.param(GdnSpec(3, 6, 4, 5), 2, id="gdn, copies on both sides of a border"),
+    pytest.param(GdnSpec(3, 6, 4, 5), 2, id="gdn, copies on both sides of a boundary"),
     pytest.param(Mamba2Spec(8, 2, 1, 7), 8, id="mamba, 8 copies"),
     pytest.param(AttentionSpec(6, 6, 37), 3, id="attention, odd widths"),
     pytest.param(AttentionSpec(4, 2, 130), 2, id="attention, several tiles wide"),
@@ -204,7 +203,7 @@ def test_a_plan_moves_the_same_by_kernels_as_by_torch(
         monkeypatch.setattr(heads, "choose_packing", lambda *_, name=name: Packing(name, "test"))
 
         def on_rank(collectives: VirtualCollectives) -> list[Tensor]:
-            plan = make_plan(cu_seqlens, collectives, spec, layout=layout, mode="heads")
+            plan = make_plan(cu_seqlens, collectives, spec, layout=layout, strategy="heads")
             mine = [
                 plan.shard(numbered(80, s.width, torch.float64)).requires_grad_()
                 for s in spec.sections

@@ -1,4 +1,4 @@
-"""Plans as objects: what they say, what they refuse, which mode they choose."""
+"""Plans as objects: what they say, what they refuse, which strategy they choose."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, make_plan
 from pcomm.gdn_cp.strategies.cost import Link
+from pcomm.gdn_cp.testing.slow_decay import offsets
 
 # The shape of Qwen3-Next, as far as a plan goes.
 GDN, ATTENTION = GdnSpec(16, 32, 128, 128), AttentionSpec(16, 2, 256)
@@ -26,26 +26,18 @@ SMALL = GdnSpec(2, 4, 3, 5)
 FAST_LINK = Link(latency_us=20, gb_per_s=400)
 
 
-def lengths(*each: int) -> tuple[int, ...]:
-    total, offsets = 0, [0]
-    for length in each:
-        total += length
-        offsets.append(total)
-    return tuple(offsets)
-
-
 def test_equal_plans_are_equal_and_found_again_in_a_dict() -> None:
-    one = make_plan((0, 16, 48), (1, 2), [SMALL], mode="heads")
-    again = make_plan([0, 16, 48], (1, 2), SMALL, mode="heads", link=FAST_LINK)
-    tensor = make_plan(torch.tensor([0, 16, 48]), (1, 2), SMALL, mode="heads")
+    one = make_plan((0, 16, 48), (1, 2), [SMALL], strategy="heads")
+    again = make_plan([0, 16, 48], (1, 2), SMALL, strategy="heads", link=FAST_LINK)
+    tensor = make_plan(torch.tensor([0, 16, 48]), (1, 2), SMALL, strategy="heads")
     assert one == again == tensor
     assert hash(one) == hash(again) == hash(tensor)
     others = [
-        make_plan((0, 32, 48), (1, 2), SMALL, mode="heads"),
-        make_plan((0, 16, 48), (0, 2), SMALL, mode="heads"),
-        make_plan((0, 16, 48), (1, 2), SMALL, mode="gather"),
-        make_plan((0, 16, 48), (1, 2), SMALL, mode="heads", layout="contiguous"),
-        make_plan((0, 16, 48), (1, 2), GDN, mode="heads"),
+        make_plan((0, 32, 48), (1, 2), SMALL, strategy="heads"),
+        make_plan((0, 16, 48), (0, 2), SMALL, strategy="heads"),
+        make_plan((0, 16, 48), (1, 2), SMALL, strategy="gather"),
+        make_plan((0, 16, 48), (1, 2), SMALL, strategy="heads", layout="contiguous"),
+        make_plan((0, 16, 48), (1, 2), GDN, strategy="heads"),
     ]
     assert len({one, again, *others}) == 6
 
@@ -57,8 +49,8 @@ def test_a_plan_cannot_be_changed() -> None:
 
 
 def test_alone_every_tensor_is_itself() -> None:
-    for mode in ("auto", "heads", "docs", "state", "gather"):
-        plan = make_plan((0, 3, 8), IdentityCollectives(), SMALL, mode=mode)  # type: ignore[arg-type]
+    for strategy in ("auto", "heads", "docs", "state", "gather"):
+        plan = make_plan((0, 3, 8), IdentityCollectives(), SMALL, strategy=strategy)  # type: ignore[arg-type]
         hidden = torch.zeros(8, 6, requires_grad=True)
         sections = [torch.zeros(8, s.width, requires_grad=True) for s in SMALL.sections]
         assert plan.enter(SMALL, hidden) is hidden
@@ -75,28 +67,31 @@ def test_alone_every_tensor_is_itself() -> None:
 
 def test_positions_between_layers_and_in_the_core() -> None:
     spec = AttentionSpec(2, 2, 4)
-    plan = make_plan((0, 8, 12), (0, 2), [SMALL, spec], mode="state")
+    plan = make_plan((0, 8, 12), (0, 2), [SMALL, spec], strategy="state")
     assert plan.positions().tolist() == [0, 1, 6, 7, 0, 3]
     assert plan.local_cu_seqlens == (0, 4, 6)
     assert plan.positions_of(SMALL).tolist() == [0, 1, 6, 7, 0, 3]
     assert plan.cu_seqlens_of(SMALL) == (0, 2, 4, 5, 6)
     # Attention has no state; its heads see all tokens.
-    assert plan.mode_of(spec) == "heads"
+    assert plan.strategy_of(spec) == "heads"
     assert plan.positions_of(spec).tolist() == [*range(8), *range(4)]
     assert plan.shard(torch.arange(12)).tolist() == [0, 1, 6, 7, 8, 11]
 
 
 def test_state_without_a_state_gathers_where_heads_do_not_divide() -> None:
     spec = AttentionSpec(3, 3, 4)
-    assert make_plan((0, 8), (0, 2), [SMALL, spec], mode="state").modes == ("state", "gather")
+    assert make_plan((0, 8), (0, 2), [SMALL, spec], strategy="state").strategies == (
+        "state",
+        "gather",
+    )
 
 
-# -- the mode that costs least ---------------------------------------------------------------
+# -- the strategy that costs least ---------------------------------------------------------------
 
 
 def test_many_short_documents_are_dealt_out() -> None:
-    plan = make_plan(lengths(*[128] * 64), (0, 4), [GDN, ATTENTION], hidden_dim=2048)
-    assert plan.modes == ("docs", "docs")
+    plan = make_plan(offsets([128] * 64), (0, 4), [GDN, ATTENTION], hidden_dim=2048)
+    assert plan.strategies == ("docs", "docs")
     text = plan.describe()
     assert "64 sequences, 8192 tokens, zigzag" in text
     assert "imbalance 0.0%" in text
@@ -107,40 +102,40 @@ def test_many_short_documents_are_dealt_out() -> None:
 
 def test_one_long_document_is_cut() -> None:
     long = make_plan((0, 1 << 18), (0, 8), [GDN, ATTENTION], hidden_dim=2048)
-    assert long.modes == ("state", "heads")
+    assert long.strategies == ("state", "heads")
     assert "docs: at best 262144 of 262144 tokens on one rank, 700% above" in long.describe()
     assert "state: a mixer without a state" in long.describe()
     short = make_plan((0, 1024), (0, 4), GDN, hidden_dim=2048, link=FAST_LINK)
-    assert short.modes == ("heads",)
+    assert short.strategies == ("heads",)
 
 
 def test_without_the_width_of_hidden_states_documents_cannot_be_weighed() -> None:
-    plan = make_plan(lengths(*[128] * 64), (0, 4), GDN)
-    assert plan.modes != ("docs",)
+    plan = make_plan(offsets([128] * 64), (0, 4), GDN)
+    assert plan.strategies != ("docs",)
     assert "docs: hidden_dim was not given" in plan.describe()
 
 
 def test_an_imbalance_is_named_and_can_be_asked_for_all_the_same() -> None:
-    pack = lengths(24, 16, 24)
+    pack = offsets([24, 16, 24])
     auto = make_plan(pack, (0, 2), ATTENTION, hidden_dim=64)
     assert "docs: 25% above the average" in auto.describe()
-    asked = make_plan(pack, (0, 2), [ATTENTION, GDN], mode="docs")
+    asked = make_plan(pack, (0, 2), [ATTENTION, GDN], strategy="docs")
     assert asked.imbalance(ATTENTION) == pytest.approx(0.25)
     assert "imbalance 25.0%, no document is cut" in asked.describe()
     # With a state the document in the middle is cut.
     assert asked.imbalance(GDN) == 0
     assert "imbalance 0.0%, 1 document is cut" in asked.describe()
-    assert (asked.num_straddlers(ATTENTION), asked.num_straddlers(GDN)) == (0, 1)
+    assert (asked.num_cut_documents(ATTENTION), asked.num_cut_documents(GDN)) == (0, 1)
 
 
 @pytest.mark.parametrize("size", [3, 4, 8])
 def test_one_giant_among_many_small_documents(size: int) -> None:
     """It takes 2 of 4 shares. Mixers with a state cut it, attention goes to heads."""
     spec = AttentionSpec(24, 24, 64)
-    pack = lengths(*[96] * 64, 64 * 192, *[96] * 64)
+    pack = offsets([*[96] * 64, 64 * 192, *[96] * 64])
     plan = make_plan(pack, (0, size), [GDN, spec], hidden_dim=2048)
-    assert plan.modes == ("docs", "heads")
-    assert plan.num_straddlers(GDN) == 1
+    assert plan.strategies == ("docs", "heads")
+    assert plan.num_cut_documents(GDN) == 1
     assert plan.imbalance(GDN) <= 0.1
     text = plan.describe()
     assert "1 document is cut" in text
@@ -151,14 +146,14 @@ def test_one_giant_among_many_small_documents(size: int) -> None:
 
 def test_without_a_way_to_heads_the_giant_makes_attention_gather() -> None:
     spec = AttentionSpec(16, 2, 64)
-    pack = lengths(*[96] * 64, 64 * 192, *[96] * 64)
-    assert make_plan(pack, (0, 3), [GDN, spec], hidden_dim=2048).modes == ("docs", "gather")
+    pack = offsets([*[96] * 64, 64 * 192, *[96] * 64])
+    assert make_plan(pack, (0, 3), [GDN, spec], hidden_dim=2048).strategies == ("docs", "gather")
 
 
 def test_gather_is_taken_only_where_nothing_else_works() -> None:
     spec = AttentionSpec(3, 3, 4)
     plan = make_plan((0, 64), (0, 2), spec, hidden_dim=8)
-    assert plan.modes == ("gather",)
+    assert plan.strategies == ("gather",)
     assert "nothing else works" in plan.describe()
     assert "heads: 3 heads over 2 ranks" in plan.describe()
 
@@ -170,11 +165,11 @@ def test_every_rank_chooses_the_same() -> None:
             make_plan(pack, (rank, 4), SMALL, hidden_dim=8, layout=layout)  # type: ignore[arg-type]
             for rank in range(4)
         ]
-        assert len({plan.modes for plan in plans}) == 1
+        assert len({plan.strategies for plan in plans}) == 1
 
 
 def test_the_model_counts_time_per_collective_and_per_byte() -> None:
-    plan = make_plan((0, 64), (0, 2), SMALL, mode="heads", element_bytes=4)
+    plan = make_plan((0, 64), (0, 2), SMALL, strategy="heads", element_bytes=4)
     sent = plan.traffic(SMALL).sent_bytes
     # 32 tokens to one peer: q and k of one head of 3, v of two of 5, b and a of two; and v back.
     assert sent == 2 * 32 * (3 + 3 + 10 + 2 + 2 + 10) * 4
@@ -195,12 +190,21 @@ def test_the_model_counts_time_per_collective_and_per_byte() -> None:
         ({"cu_seqlens": torch.zeros(2, device="meta")}, ConfigError, "a tensor on meta"),
         ({"num_tokens": 20}, LayoutError, "a buffer of 20 tokens: cu_seqlens ends at 16"),
         ({"layout": "contigous"}, ConfigError, "Did you mean 'contiguous'"),
-        ({"mode": "head"}, ConfigError, "Did you mean 'heads'"),
+        ({"strategy": "head"}, ConfigError, "Did you mean 'heads'"),
         ({"specs": ()}, ConfigError, "no mixer"),
         ({"group": (2, 2)}, ConfigError, "rank 2 of 2"),
-        ({"mode": "heads", "group": (0, 8)}, LayoutError, r"4 heads over 8 ranks(.|\n)*'state'"),
         (
-            {"mode": "docs", "cu_seqlens": (0, 32), "group": (0, 4), "specs": [SMALL, ATTENTION]},
+            {"strategy": "heads", "group": (0, 8)},
+            LayoutError,
+            r"4 heads over 8 ranks(.|\n)*'state'",
+        ),
+        (
+            {
+                "strategy": "docs",
+                "cu_seqlens": (0, 32),
+                "group": (0, 4),
+                "specs": [SMALL, ATTENTION],
+            },
             LayoutError,
             "300% above",
         ),
@@ -226,8 +230,8 @@ def test_the_model_counts_time_per_collective_and_per_byte() -> None:
         ({"element_bytes": 2.0}, ConfigError, r"element_bytes=2\.0"),
         ({"element_bytes": torch.bfloat16}, ConfigError, r"torch\.bfloat16(.|\n)*itemsize"),
         ({"link": 50.0}, ConfigError, r"50\.0, of type float"),
-        ({"mode": None}, ConfigError, "mode=None"),
-        ({"mode": ["heads"]}, ConfigError, r"mode=\['heads'\]"),
+        ({"strategy": None}, ConfigError, "strategy=None"),
+        ({"strategy": ["heads"]}, ConfigError, r"strategy=\['heads'\]"),
         ({"layout": None}, ConfigError, "layout=None"),
         ({"cu_seqlens": None}, ConfigError, "NoneType"),
         ({"cu_seqlens": torch.zeros(2, 2)}, ConfigError, "integer"),
@@ -255,19 +259,19 @@ def test_specifications_have_whole_positive_sizes(kind: Any, value: Any) -> None
             kind(**counts)
 
 
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
-def test_hidden_states_of_another_width_than_was_said_are_refused(mode: Any) -> None:
-    """The modes were chosen for that width, and `traffic` would count the wrong bytes."""
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+def test_hidden_states_of_another_width_than_was_said_are_refused(strategy: Any) -> None:
+    """The strategies were chosen for that width, and `traffic` would count the wrong bytes."""
 
     def on_rank(collectives: VirtualCollectives) -> None:
-        plan = make_plan((0, 16, 32), collectives, SMALL, mode=mode, hidden_dim=6)
-        assert len(plan.enter(SMALL, torch.zeros(16, 6))) == plan._routes[0].layer_rows
-        assert len(plan.enter(SMALL, torch.zeros(16, 2, 3))) == plan._routes[0].layer_rows
+        plan = make_plan((0, 16, 32), collectives, SMALL, strategy=strategy, hidden_dim=6)
+        assert len(plan.enter(SMALL, torch.zeros(16, 6))) == plan._strategies[0].layer_rows
+        assert len(plan.enter(SMALL, torch.zeros(16, 2, 3))) == plan._strategies[0].layer_rows
         with pytest.raises(LayoutError, match=r"Plan\.enter: hidden_dim=6.*shape \(16, 5\)"):
             plan.enter(SMALL, torch.zeros(16, 5))
         with pytest.raises(LayoutError, match=r"Plan\.leave: hidden_dim=6"):
-            plan.leave(SMALL, torch.zeros(plan._routes[0].layer_rows, 7))
-        unknown = make_plan((0, 16, 32), collectives, SMALL, mode=mode)
+            plan.leave(SMALL, torch.zeros(plan._strategies[0].layer_rows, 7))
+        unknown = make_plan((0, 16, 32), collectives, SMALL, strategy=strategy)
         assert unknown.enter(SMALL, torch.zeros(16, 5)).shape[1] == 5
 
     run_virtual(on_rank, 2)
@@ -277,35 +281,35 @@ def test_the_model_weighs_the_rank_that_sends_most_not_the_first() -> None:
     """Rank 0 has its documents already, and the others wait for the one that sends most."""
     # Contiguous shares of 32 tokens, and documents that begin up to 5 tokens behind them.
     pack, spec = (0, 32, 67, 101, 128), AttentionSpec(4, 2, 4)
-    plan = make_plan(pack, (0, 4), spec, mode="docs", layout="contiguous", hidden_dim=8)
-    sent = [plan._routes[0].traffic(rank, 2, 8).sent_bytes for rank in range(4)]
+    plan = make_plan(pack, (0, 4), spec, strategy="docs", layout="contiguous", hidden_dim=8)
+    sent = [plan._strategies[0].traffic(rank, 2, 8).sent_bytes for rank in range(4)]
     assert sent[0] < max(sent) / 2
     # On a link of this speed `docs` costs less than `heads` by what rank 0 sends, and more by
     # what the busiest sends.
-    heads = make_plan(pack, (0, 4), spec, mode="heads", layout="contiguous").traffic(spec)
+    heads = make_plan(pack, (0, 4), spec, strategy="heads", layout="contiguous").traffic(spec)
     assert len(heads.forward) == len(plan.traffic(spec).forward)
     wide = next(d for d in range(8, 4096, 8) if _most(plan, d) > heads.sent_bytes)
-    assert plan._routes[0].traffic(0, 2, wide).sent_bytes < heads.sent_bytes
+    assert plan._strategies[0].traffic(0, 2, wide).sent_bytes < heads.sent_bytes
     auto = [
         make_plan(pack, (rank, 4), spec, layout="contiguous", hidden_dim=wide) for rank in range(4)
     ]
-    assert {chosen.modes for chosen in auto} == {("heads",)}
-    # On the other side of the threshold; at equal bytes the mode named first is taken.
+    assert {chosen.strategies for chosen in auto} == {("heads",)}
+    # On the other side of the threshold; at equal bytes the strategy named first is taken.
     narrow = make_plan(pack, (0, 4), spec, layout="contiguous", hidden_dim=wide - 16)
-    assert narrow.modes == ("docs",)
+    assert narrow.strategies == ("docs",)
     # The estimate is that of the busiest rank, whoever prints it.
-    (docs,) = [c for c in auto[0].choices[0].rejected if c.mode == "docs"]
+    (docs,) = [c for c in auto[0].choices[0].rejected if c.strategy == "docs"]
     assert docs.traffic.sent_bytes == _most(plan, wide)
 
 
 def _most(plan: Plan, hidden_dim: int) -> int:
-    return max(plan._routes[0].traffic(rank, 2, hidden_dim).sent_bytes for rank in range(4))
+    return max(plan._strategies[0].traffic(rank, 2, hidden_dim).sent_bytes for rank in range(4))
 
 
 def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     def on_rank(collectives: VirtualCollectives) -> None:
-        for mode in ("heads", "docs", "state", "gather"):
-            plan = make_plan((0, 16, 32), collectives, SMALL, mode=mode)  # type: ignore[arg-type]
+        for strategy in ("heads", "docs", "state", "gather"):
+            plan = make_plan((0, 16, 32), collectives, SMALL, strategy=strategy)  # type: ignore[arg-type]
             right = [torch.zeros(16, s.width) for s in SMALL.sections]
             with pytest.raises(LayoutError, match=r"Plan\.enter.*\n.*for 32 over 2 ranks"):
                 plan.enter(SMALL, torch.zeros(17, 6))
@@ -322,12 +326,12 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
                 plan.from_heads(SMALL, torch.zeros(3, 20))
             with pytest.raises(LayoutError, match=r"Plan\.shard"):
                 plan.shard(torch.zeros(16))
-        plan = make_plan((0, 16, 32), collectives, SMALL, mode="state")
+        plan = make_plan((0, 16, 32), collectives, SMALL, strategy="state")
         with pytest.raises(LayoutError, match=r"Plan\.conv_halo"):
-            plan.conv_halo(SMALL, torch.zeros(3, SMALL.conv_channels))
+            plan.conv_halo(SMALL, torch.zeros(3, SMALL.convolution.channels))
         with pytest.raises(LayoutError, match=r"Plan\.entry_states.*shape \(2, 4, 3, 3\)"):
             plan.entry_states(SMALL, (torch.zeros(2, 4, 3, 3), torch.zeros(2, 4, 3, 5)))
-        with pytest.raises(ConfigError, match=r"Plan\.entry_states.*no summary\n6 pieces"):
+        with pytest.raises(ConfigError, match=r"Plan\.entry_states.*no summary\n6 segments"):
             plan.entry_states(SMALL, None)
 
     run_virtual(on_rank, 2)
@@ -336,11 +340,11 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
 def test_a_mixer_that_the_plan_does_not_know_is_refused() -> None:
     plan = make_plan((0, 16), (0, 2), SMALL)
     with pytest.raises(ConfigError, match="Mamba2Spec"):
-        plan.mode_of(Mamba2Spec(4, 3, 2, 5))
+        plan.strategy_of(Mamba2Spec(4, 3, 2, 5))
 
 
 def test_a_plan_made_with_numbers_can_be_looked_at_only() -> None:
-    plan = make_plan((0, 16), (0, 2), SMALL, mode="heads")
+    plan = make_plan((0, 16), (0, 2), SMALL, strategy="heads")
     with pytest.raises(ConfigError, match="a pair of numbers"):
         plan.to_heads(SMALL, [torch.zeros(8, s.width) for s in SMALL.sections])
 
@@ -357,15 +361,15 @@ def test_a_group_alone_needs_no_store_to_verify() -> None:
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_thousand_sequences_and_a_few_empty_ones(layout: str) -> None:
-    pack = lengths(*[16 * (n % 3) for n in range(1000)])
+    pack = offsets([16 * (n % 3) for n in range(1000)])
     specs = [GDN, ATTENTION]
-    for mode in ("heads", "docs", "state", "auto"):
+    for strategy in ("heads", "docs", "state", "auto"):
         plans: list[Plan] = [
-            make_plan(pack, (rank, 8), specs, mode=mode, layout=layout, hidden_dim=64)  # type: ignore[arg-type]
+            make_plan(pack, (rank, 8), specs, strategy=strategy, layout=layout, hidden_dim=64)  # type: ignore[arg-type]
             for rank in range(8)
         ]
         for spec in specs:
-            if plans[0].mode_of(spec) in ("docs", "state"):
+            if plans[0].strategy_of(spec) in ("docs", "state"):
                 seen = torch.cat([plan.positions_of(spec) for plan in plans])
                 every = torch.cat([torch.arange(b - a) for a, b in pairwise(pack)])
                 assert torch.equal(seen.sort().values, every.sort().values)
@@ -382,11 +386,11 @@ def test_planning_does_not_loop_over_tokens() -> None:
         num_lines += event == "line"
         return count
 
-    pack, before = lengths(*[64] * 1000), sys.gettrace()
+    pack, before = offsets([64] * 1000), sys.gettrace()
     sys.settrace(count)
     try:
-        make_plan(pack, (1, 4), [GDN, ATTENTION], mode="heads").prepare("cpu")
+        make_plan(pack, (1, 4), [GDN, ATTENTION], strategy="heads").prepare("cpu")
     finally:
         sys.settrace(before)
-    # It takes 2,500; a loop over the 64,000 tokens, or some over the documents, would take more.
+    # It takes 9,000; a loop over the 64,000 tokens, or some over the documents, would take more.
     assert 0 < num_lines < 10_000

@@ -1,4 +1,4 @@
-"""Whole layers on virtual ranks against the same layer on one, in every mode; and what breaks them.
+"""Whole layers on virtual ranks against one rank, with every strategy; and what breaks them.
 
 Comparisons are in fp64, where both sides are off by at most some hundred roundings of values near
 one. What is broken on purpose must be off by far more, or the comparison says nothing.
@@ -11,19 +11,22 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec, Plan, Spec, make_plan
 from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
 from pcomm.gdn_cp.strategies.cost import Link
-from pcomm.gdn_cp.strategies.head_share import HeadShare, SectionShare
-from pcomm.gdn_cp.strategies.heads import HeadsRoute
+from pcomm.gdn_cp.strategies.head_share import SectionShare
+from pcomm.gdn_cp.strategies.heads import HeadsStrategy
 from pcomm.gdn_cp.strategies.state_passing import StatePassing
-from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
+from pcomm.gdn_cp.testing.layer_stack import (
+    LayerResults,
+    in_pack_order,
+    run_layers,
+    sum_over_ranks,
+)
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 
 GDN, MAMBA, ATTENTION = GdnSpec(2, 4, 3, 5), Mamba2Spec(4, 3, 2, 5), AttentionSpec(4, 2, 4)
@@ -35,59 +38,40 @@ PACK = (0, 48, 48, 96, 192, 240)
 BOUND = 1e-12
 BROKEN = 1e-3
 
-Result = tuple[list[Tensor], list[Tensor]]
 
-
-def on_one(specs: list[Spec], cu_seqlens: tuple[int, ...]) -> Result:
+def on_one(specs: list[Spec], cu_seqlens: tuple[int, ...]) -> LayerResults:
     """Output and gradients of the layers one after another, on one rank."""
-    plan = make_plan(cu_seqlens, (0, 1), specs)
-    (result,) = [_run(plan, specs, cu_seqlens)]
-    return [result[0][0], result[0][1]], result[1]
+    return run_layers(make_plan(cu_seqlens, (0, 1), specs), specs, DIM)
 
 
-def on_ranks(specs: list[Spec], cu_seqlens: tuple[int, ...], size: int, **options: Any) -> Result:
+def on_ranks(
+    specs: list[Spec], cu_seqlens: tuple[int, ...], size: int, **options: Any
+) -> LayerResults:
     """The same by `size` ranks: tokens in the order of the pack, parameters summed over ranks."""
 
-    def on_rank(collectives: VirtualCollectives) -> tuple[Result, Plan]:
+    def on_rank(collectives: VirtualCollectives) -> tuple[Plan, LayerResults]:
         plan = make_plan(cu_seqlens, collectives, specs, hidden_dim=DIM, **options)
-        return _run(plan, specs, cu_seqlens), plan
+        return plan, run_layers(plan, specs, DIM)
 
     results = run_virtual(on_rank, size)
-    order = results[0][1].tokens.order
-    tokens = []
-    for i in range(2):
-        whole = torch.cat([result[0][i] for result, _ in results])
-        tokens.append(torch.empty_like(whole).index_copy_(0, order, whole))
-    return tokens, [sum(grads) for grads in zip(*(r[1] for r, _ in results), strict=True)]  # type: ignore[misc]
+    layout = results[0][0].tokens
+    tokens = [in_pack_order(layout, [found[0][i] for _, found in results]) for i in range(2)]
+    return tokens, sum_over_ranks([found[1] for _, found in results])
 
 
-def _run(plan: Plan, specs: list[Spec], cu_seqlens: tuple[int, ...]) -> Result:
-    generator = torch.Generator().manual_seed(3)
-    shape = (cu_seqlens[-1], DIM)
-    hidden, upstream = (torch.randn(shape, generator=generator).double() for _ in range(2))
-    x = plan.shard(hidden).clone().requires_grad_()
-    y, weights = x, []
-    for seed, spec in enumerate(specs):
-        own = weights_of(spec, DIM, seed=seed)
-        weights += own.values()
-        y = y + mixer(plan, spec, y, own)
-    # On a rank without documents some weights meet nothing.
-    grads = torch.autograd.grad(y, [x, *weights], plan.shard(upstream), materialize_grads=True)
-    return [y.detach(), grads[0]], list(grads[1:])
-
-
-def error(actual: Result, expected: Result) -> float:
+def error(actual: LayerResults, expected: LayerResults) -> float:
     return max(relative_error(a, e) for a, e in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(
-    ("spec", "size", "mode"),
+    ("spec", "size", "strategy"),
     [
-        *[(spec, size, mode) for spec in (GDN, MAMBA) for size in (2, 4)
-          for mode in ("heads", "docs", "state", "gather")],
-        *[(ATTENTION, size, mode) for size in (2, 4) for mode in ("heads", "docs", "gather")],
-        *[(spec, 3, mode) for spec in (GDN, MAMBA) for mode in ("docs", "state")],
+        *[(spec, size, strategy) for spec in (GDN, MAMBA) for size in (2, 4)
+          for strategy in ("heads", "docs", "state", "gather")],
+        *[(ATTENTION, size, strategy) for size in (2, 4)
+          for strategy in ("heads", "docs", "gather")],
+        *[(spec, 3, strategy) for spec in (GDN, MAMBA) for strategy in ("docs", "state")],
         # More ranks than heads.
         *[(spec, 8, "state") for spec in (GDN, MAMBA)],
         (NARROW_GDN, 4, "heads"),
@@ -97,24 +81,24 @@ def error(actual: Result, expected: Result) -> float:
     ids=str,
 )  # fmt: skip
 def test_a_layer_on_many_ranks_is_the_layer_on_one(
-    spec: Spec, size: int, mode: str, layout: str
+    spec: Spec, size: int, strategy: str, layout: str
 ) -> None:
     expected = on_one([spec], PACK)
-    assert error(on_ranks([spec], PACK, size, mode=mode, layout=layout), expected) < BOUND
+    assert error(on_ranks([spec], PACK, size, strategy=strategy, layout=layout), expected) < BOUND
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather", "auto"])
-def test_a_hybrid_of_three_mixers_shares_one_plan(mode: str, layout: str) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather", "auto"])
+def test_a_hybrid_of_three_mixers_shares_one_plan(strategy: str, layout: str) -> None:
     specs = [GDN, MAMBA, ATTENTION, GDN]
     expected = on_one(specs, PACK)
-    assert error(on_ranks(specs, PACK, 2, mode=mode, layout=layout), expected) < BOUND
+    assert error(on_ranks(specs, PACK, 2, strategy=strategy, layout=layout), expected) < BOUND
 
 
 @pytest.mark.parametrize(
     ("cu_seqlens", "size", "layout"),
     [
-        # One sequence over all ranks; pieces shorter than the convolution; borders everywhere.
+        # One sequence over all ranks; segments shorter than the convolution; boundaries everywhere.
         ((0, 24), 4, "contiguous"),
         ((0, 8), 4, "contiguous"),
         ((0, 8), 4, "zigzag"),
@@ -130,7 +114,7 @@ def test_a_hybrid_of_three_mixers_shares_one_plan(mode: str, layout: str) -> Non
 def test_states_and_halos_cross_awkward_borders(
     spec: Spec, cu_seqlens: tuple[int, ...], size: int, layout: str
 ) -> None:
-    actual = on_ranks([spec], cu_seqlens, size, mode="state", layout=layout)
+    actual = on_ranks([spec], cu_seqlens, size, strategy="state", layout=layout)
     assert error(actual, on_one([spec], cu_seqlens)) < BOUND
 
 
@@ -141,7 +125,7 @@ def test_states_and_halos_cross_awkward_borders(
         # One giant among small ones, on 2 to 4 ranks.
         *[((0, 24, 48, 240, 264, 312), size) for size in (2, 3, 4)],
         ((0, 16, 32, 128, 128, 144, 176, 192), 8),
-        # One document; more ranks than documents; cut in pieces shorter than the convolution.
+        # One document; more ranks than documents; cut in segments shorter than the convolution.
         *[((0, 48), size) for size in (2, 3, 8)],
         ((0, 16, 48), 8),
         ((0, 16), 8),
@@ -154,8 +138,8 @@ def test_states_and_halos_cross_awkward_borders(
 def test_documents_longer_than_a_share_are_cut(
     spec: Spec, cu_seqlens: tuple[int, ...], size: int, layout: str
 ) -> None:
-    assert make_plan(cu_seqlens, (0, size), spec, mode="docs").num_straddlers(spec)
-    actual = on_ranks([spec], cu_seqlens, size, mode="docs", layout=layout)
+    assert make_plan(cu_seqlens, (0, size), spec, strategy="docs").num_cut_documents(spec)
+    actual = on_ranks([spec], cu_seqlens, size, strategy="docs", layout=layout)
     assert error(actual, on_one([spec], cu_seqlens)) < BOUND
 
 
@@ -164,14 +148,14 @@ def test_a_hybrid_cuts_documents_for_one_mixer_and_splits_heads_for_another() ->
     # A link on which collectives cost nothing, so that hidden states win by their bytes.
     link = Link(latency_us=1e-9, gb_per_s=1e-3)
     plan = make_plan(cu_seqlens, (0, 4), specs, hidden_dim=DIM, link=link)
-    assert plan.modes == ("docs", "heads", "docs")
+    assert plan.strategies == ("docs", "heads", "docs")
     assert error(on_ranks(specs, cu_seqlens, 4, link=link), on_one(specs, cu_seqlens)) < BOUND
 
 
 def test_a_rank_without_documents_takes_part() -> None:
     cu_seqlens = (0, 24, 48)
     expected = on_one([ATTENTION], cu_seqlens)
-    assert error(on_ranks([ATTENTION], cu_seqlens, 3, mode="docs"), expected) < BOUND
+    assert error(on_ranks([ATTENTION], cu_seqlens, 3, strategy="docs"), expected) < BOUND
 
 
 @pytest.mark.parametrize("longest", [12, 24])
@@ -179,10 +163,10 @@ def test_a_rank_without_a_token_takes_part_when_others_share_a_document(longest:
     """Twelve ranks for eleven times twelve tokens: it takes so many for one to be left out."""
     lengths = [12] * 5 + [longest] + [12] * ((132 - 60 - longest) // 12)
     cu_seqlens = tuple(accumulate(lengths, initial=0))
-    options = {"mode": "docs", "layout": "contiguous"}
+    options = {"strategy": "docs", "layout": "contiguous"}
     plans = [make_plan(cu_seqlens, (rank, 12), GDN, **options) for rank in range(12)]  # type: ignore[arg-type]
     assert sorted(plan.cu_seqlens_of(GDN)[-1] for plan in plans) == [0] + [12] * 11
-    assert plans[0].num_straddlers(GDN) == (longest > 12)
+    assert plans[0].num_cut_documents(GDN) == (longest > 12)
     actual = on_ranks([GDN, MAMBA], cu_seqlens, 12, **options)
     assert error(actual, on_one([GDN, MAMBA], cu_seqlens)) < BOUND
 
@@ -225,9 +209,7 @@ def drop_halos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shift_halos(monkeypatch: pytest.MonkeyPatch) -> None:
     right = SequenceSegments.halo_rows
-    monkeypatch.setattr(
-        SequenceSegments, "halo_rows", lambda *given, **named: right(*given, **named).roll(1, 1)
-    )
+    monkeypatch.setattr(SequenceSegments, "halo_rows", lambda *given: right(*given).roll(1, 1))
 
 
 def skip_the_last_composition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +218,8 @@ def skip_the_last_composition(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swap_the_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = HeadsRoute._pack
-    monkeypatch.setattr(HeadsRoute, "_arrival", right)
+    right = HeadsStrategy._pack
+    monkeypatch.setattr(HeadsStrategy, "_arrival", right)
 
 
 def take_the_heads_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,21 +233,21 @@ def take_the_heads_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_the_gradient_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = HeadsRoute._collect
+    right = HeadsStrategy._collect
 
     def broken(
-        self: HeadsRoute, buffer: Tensor, shares: tuple[SectionShare, ...], group: Collectives
+        self: HeadsStrategy, buffer: Tensor, shares: tuple[SectionShare, ...], group: Collectives
     ) -> tuple[Tensor, ...]:
         found = right(self, buffer, shares, group)
         return tuple(x / s.copies for x, s in zip(found, shares, strict=True))
 
-    monkeypatch.setattr(HeadsRoute, "_collect", broken)
+    monkeypatch.setattr(HeadsStrategy, "_collect", broken)
 
 
 @pytest.mark.parametrize(
-    ("broken", "spec", "mode"),
+    ("broken", "spec", "strategy"),
     [
-        *[(mistake, spec, mode) for spec in (GDN, MAMBA) for mode in ("state", "docs")
+        *[(mistake, spec, strategy) for spec in (GDN, MAMBA) for strategy in ("state", "docs")
           for mistake in (drop_states, stop_state_gradients, leak_states, drop_halos,
                           shift_halos, skip_the_last_composition)],
         (swap_the_permutations, GDN, "heads"),
@@ -278,10 +260,10 @@ def lose_the_gradient_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None],
     spec: Spec,
-    mode: str,
+    strategy: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = on_one([spec], PACK)
-    assert error(on_ranks([spec], PACK, 4, mode=mode), expected) < BOUND
+    assert error(on_ranks([spec], PACK, 4, strategy=strategy), expected) < BOUND
     broken(monkeypatch)
-    assert error(on_ranks([spec], PACK, 4, mode=mode), expected) > BROKEN
+    assert error(on_ranks([spec], PACK, 4, strategy=strategy), expected) > BROKEN

@@ -15,15 +15,14 @@ from torch import Tensor
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, Spec, make_plan
 from pcomm.gdn_cp.ops.flash_linear_attention import filled_sequences
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
-from pcomm.gdn_cp.testing.planned_mixers import CHUNK, Carried, continued, mixer, weights_of
+from pcomm.gdn_cp.testing.planned_mixers import CHUNK, SequenceStates, continued, mixer, weights_of
 
 GDN, MAMBA, ATTENTION = GdnSpec(2, 4, 3, 5), Mamba2Spec(4, 3, 2, 5), AttentionSpec(4, 2, 4)
 SPECS: list[Spec] = [GDN, MAMBA, ATTENTION]
 PACK, DIM = (0, 48, 48, 96, 192, 240), 6
-MODES = ["heads", "docs", "state", "gather"]
+STRATEGIES = ["heads", "docs", "state", "gather"]
 
 
 def layers(plan: Plan) -> None:
@@ -33,9 +32,9 @@ def layers(plan: Plan) -> None:
     for spec in SPECS:
         weights = weights_of(spec, DIM)
         y = y + mixer(plan, spec, y, weights)
-        if spec.has_state:
+        if spec.state:
             z, after = continued(plan, spec, x, weights, None)  # type: ignore[arg-type]
-            again, _ = continued(plan, spec, x, weights, Carried(*after))  # type: ignore[arg-type]
+            again, _ = continued(plan, spec, x, weights, SequenceStates(*after))  # type: ignore[arg-type]
             y = y + z + again
     y.square().sum().backward()
 
@@ -60,10 +59,10 @@ def num_tensors() -> int:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("mode", MODES)
-def test_prepare_makes_every_index_tensor_beforehand(mode: Any, layout: Any) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_prepare_makes_every_index_tensor_beforehand(strategy: Any, layout: Any) -> None:
     def on_rank(collectives: VirtualCollectives) -> None:
-        plan = make_plan(PACK, collectives, SPECS, mode=mode, layout=layout)
+        plan = make_plan(PACK, collectives, SPECS, strategy=strategy, layout=layout)
         plan.prepare("cpu", is_continued=True, chunk=CHUNK)
         prepared = {id(x) for x in tensors_of(plan)}
         layers(plan)
@@ -76,12 +75,12 @@ def test_prepare_makes_every_index_tensor_beforehand(mode: Any, layout: Any) -> 
     run_virtual(on_rank, 2)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_index_tensors_of_two_devices_do_not_meet(mode: Any) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_index_tensors_of_two_devices_do_not_meet(strategy: Any) -> None:
     """A layer on the second device would otherwise index with tensors of the first."""
 
     def on_rank(collectives: VirtualCollectives) -> None:
-        plan = make_plan(PACK, collectives, SPECS, mode=mode)
+        plan = make_plan(PACK, collectives, SPECS, strategy=strategy)
         plan.prepare("cpu", is_continued=True, chunk=CHUNK)
         on_cpu = {id(x) for x in tensors_of(plan)}
         plan.prepare("meta", is_continued=True, chunk=CHUNK)
@@ -106,7 +105,7 @@ def test_plans_that_are_dropped_leave_nothing_behind() -> None:
         for n in packs:
             # Each pack once: what is kept for a pack that comes again would not be noticed.
             pack = (0, 48, 48, 96 + 4 * n, 240)
-            plan = make_plan(pack, collectives, SPECS, mode=MODES[n % 4])  # type: ignore[arg-type]
+            plan = make_plan(pack, collectives, SPECS, strategy=STRATEGIES[n % 4])  # type: ignore[arg-type]
             layers(plan.prepare("cpu", is_continued=True, chunk=CHUNK))
 
     run_virtual(lambda collectives: on_rank(collectives, range(4)), 2)
@@ -123,7 +122,7 @@ def test_plans_that_are_dropped_leave_nothing_behind() -> None:
 
 def test_a_copy_is_the_plan_and_a_pickle_its_integers() -> None:
     def on_rank(collectives: VirtualCollectives) -> None:
-        plan = make_plan(PACK, collectives, SPECS, mode="docs", hidden_dim=DIM).prepare("cpu")
+        plan = make_plan(PACK, collectives, SPECS, strategy="docs", hidden_dim=DIM).prepare("cpu")
         assert copy.copy(plan) is plan
         assert copy.deepcopy([plan])[0] is plan
         read = pickle.loads(pickle.dumps(plan))

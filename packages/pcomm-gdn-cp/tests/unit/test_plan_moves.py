@@ -17,8 +17,7 @@ from pcomm.core.exchange.exchange import Exchange
 from pcomm.core.layout import Layout
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, Spec, make_plan
 
 SPECS = [GdnSpec(2, 8, 2, 3), Mamba2Spec(8, 2, 4, 3), AttentionSpec(8, 1, 2)]
 # Heads that 1, 2, 3, 4 and 8 ranks divide, with key heads that they do not.
@@ -56,7 +55,7 @@ def test_heads_there_and_back_and_the_gradients(
     weight = [numbered(num_tokens, section.width) + 5 for section in spec.sections]
 
     def on_rank(collectives: VirtualCollectives) -> list[Tensor]:
-        plan = make_plan(cu_seqlens, collectives, spec, layout=layout, mode="heads")  # type: ignore[arg-type]
+        plan = make_plan(cu_seqlens, collectives, spec, layout=layout, strategy="heads")  # type: ignore[arg-type]
         share = plan.head_share(spec)
         mine = [plan.shard(x).clone().requires_grad_() for x in whole]
         there = plan.to_heads(spec, mine)
@@ -89,7 +88,7 @@ def test_one_section_moves_as_an_exchange_of_core_does() -> None:
     x = numbered(128, heads * 2)
 
     def on_rank(collectives: VirtualCollectives) -> None:
-        plan = make_plan(PACK, collectives, spec, mode="heads")
+        plan = make_plan(PACK, collectives, spec, strategy="heads")
         tokens = plan.tokens.layout
         exchange = Exchange(
             {0: tokens, 1: Layout.whole(heads * 2, size)},
@@ -103,26 +102,28 @@ def test_one_section_moves_as_an_exchange_of_core_does() -> None:
     run_virtual(on_rank, size)
 
 
-def works(spec: Spec, size: int, mode: str) -> bool:
+def works(spec: Spec, size: int, strategy: str) -> bool:
     """3 ranks do not divide 8 heads; without a state, 8 are too many for the longest document."""
-    return (mode, size) != ("heads", 3) and (
-        spec.has_state or (mode != "state" and (mode, size) != ("docs", 8))
+    return (strategy, size) != ("heads", 3) and (
+        spec.state or (strategy != "state" and (strategy, size) != ("docs", 8))
     )
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(
-    ("spec", "size", "mode"),
+    ("spec", "size", "strategy"),
     [
-        (spec, size, mode)
+        (spec, size, strategy)
         for spec in SPECS
         for size in (2, 3, 4, 8)
-        for mode in ("heads", "docs", "state", "gather")
-        if works(spec, size, mode)
+        for strategy in ("heads", "docs", "state", "gather")
+        if works(spec, size, strategy)
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Spec) else str(value),
 )
-def test_a_layer_sends_what_the_plan_says(spec: Spec, size: int, mode: str, layout: str) -> None:
+def test_a_layer_sends_what_the_plan_says(
+    spec: Spec, size: int, strategy: str, layout: str
+) -> None:
     cu_seqlens = tuple(x * 3 for x in PACK)
     hidden_dim = 5
 
@@ -133,7 +134,7 @@ def test_a_layer_sends_what_the_plan_says(spec: Spec, size: int, mode: str, layo
             spy,
             spec,
             layout=layout,  # type: ignore[arg-type]
-            mode=mode,  # type: ignore[arg-type]
+            strategy=strategy,  # type: ignore[arg-type]
             hidden_dim=hidden_dim,
             element_bytes=4,
         )
@@ -143,23 +144,29 @@ def test_a_layer_sends_what_the_plan_says(spec: Spec, size: int, mode: str, layo
         parts = plan.to_heads(spec, sections)
         y = parts[0].sum(1, keepdim=True) * torch.ones(plan.head_share(spec).output.width)
         if plan.needs_summary(spec):
-            inputs = parts[0].sum(1, keepdim=True) * torch.ones(spec.conv_channels)  # type: ignore[union-attr]
+            assert spec.state is not None
+            assert spec.convolution is not None
+            inputs = parts[0].sum(1, keepdim=True) * torch.ones(spec.convolution.channels)
             halo = plan.conv_halo(spec, inputs)
             assert halo is not None
-            num_heads, key_dim, value_dim = spec.state_shape  # type: ignore[union-attr]
-            square = key_dim if spec.transition == "matrix" else 1  # type: ignore[union-attr]
+            num_heads, key_dim, value_dim = spec.state.shape
+            rows, columns = spec.state.transition.shape(key_dim)
             ones = inputs.mean() * torch.ones(len(plan.cu_seqlens_of(spec)) - 1, num_heads, 1, 1)
             states = plan.entry_states(
                 spec,
-                (ones * torch.ones(square, square), ones * torch.ones(key_dim, value_dim)),
+                (ones * torch.ones(rows, columns), ones * torch.ones(key_dim, value_dim)),
             )
             assert states is not None
             y = y + halo.sum() + states.sum()
         back = plan.from_heads(spec, y).sum(1, keepdim=True) * torch.ones(hidden_dim)
         loss = plan.leave(spec, back).square().sum()
         traffic = plan.traffic(spec)
-        assert plan.needs_summary(spec) == ("all_gather" in traffic.forward and mode != "gather")
-        assert (plan.num_straddlers(spec) > 0) == (mode == "docs" and plan.needs_summary(spec))
+        assert plan.needs_summary(spec) == (
+            "all_gather" in traffic.forward and strategy != "gather"
+        )
+        assert (plan.num_cut_documents(spec) > 0) == (
+            strategy == "docs" and plan.needs_summary(spec)
+        )
         assert tuple(call.operation for call in spy.calls) == traffic.forward
         assert spy.sent_bytes == traffic.forward_bytes
         spy.clear()
@@ -169,7 +176,7 @@ def test_a_layer_sends_what_the_plan_says(spec: Spec, size: int, mode: str, layo
         return traffic.forward_bytes, traffic.backward_bytes
 
     sent = run_virtual(on_rank, size)
-    if mode == "heads" and spec.sections[1].num_heads % size == 0:
+    if strategy == "heads" and spec.sections[1].num_heads % size == 0:
         # What must be sent at least: every column of every token that is not here already.
         width = sum(section.width for section in (*spec.sections, spec.output))
         least = cu_seqlens[-1] // size * width * (size - 1) // size * 4
@@ -181,8 +188,8 @@ def test_documents_move_as_hidden_states_and_come_back() -> None:
     spec = SPECS[0]
 
     def on_rank(collectives: VirtualCollectives) -> Tensor:
-        plan = make_plan(PACK, collectives, spec, mode="docs")
-        assert not plan.num_straddlers(spec)
+        plan = make_plan(PACK, collectives, spec, strategy="docs")
+        assert not plan.num_cut_documents(spec)
         mine = plan.shard(hidden).clone().requires_grad_()
         documents = plan.enter(spec, mine)
         assert plan.cu_seqlens_of(spec)[-1] == len(documents)
@@ -201,7 +208,9 @@ def test_documents_cost_what_moves_and_a_cut_one_what_it_hands_over() -> None:
     """Of 96 tokens on two ranks, with and without a straddler, moved and in place."""
     spec = SPECS[0]
     moved, in_place, cut = (
-        make_plan(cu, (0, 2), spec, mode="docs", hidden_dim=5, element_bytes=4, layout="contiguous")
+        make_plan(
+            cu, (0, 2), spec, strategy="docs", hidden_dim=5, element_bytes=4, layout="contiguous"
+        )
         for cu in ((0, 46, 96), (0, 48, 96), (0, 16, 96))
     )
     assert moved.traffic(spec).forward == moved.traffic(spec).backward == ("all_to_all",) * 2
@@ -215,17 +224,19 @@ def test_documents_cost_what_moves_and_a_cut_one_what_it_hands_over() -> None:
     # 3 rows of 2*2*2 + 8*3 channels, a map of 8 heads.
     assert traffic.forward_bytes == 3 * 32 * 4 + 8 * (2 * 2 + 2 * 3) * 4
     assert traffic.backward_bytes == 0
-    other = make_plan((0, 16, 96), (1, 2), spec, mode="docs", element_bytes=4, layout="contiguous")
+    other = make_plan(
+        (0, 16, 96), (1, 2), spec, strategy="docs", element_bytes=4, layout="contiguous"
+    )
     assert other.traffic(spec).forward_bytes == 0
     assert other.traffic(spec).backward_bytes == traffic.forward_bytes
-    zigzag = make_plan((0, 16, 96), (0, 2), spec, mode="docs", hidden_dim=5)
+    zigzag = make_plan((0, 16, 96), (0, 2), spec, strategy="docs", hidden_dim=5)
     assert zigzag.traffic(spec).forward == ("all_to_all", "all_gather", "all_gather", "all_to_all")
 
 
 def test_documents_in_place_are_not_sent() -> None:
     def on_rank(collectives: VirtualCollectives) -> None:
         spy = SpyCollectives(collectives)
-        plan = make_plan((0, 48, 96), spy, SPECS[2], mode="docs", layout="contiguous")
+        plan = make_plan((0, 48, 96), spy, SPECS[2], strategy="docs", layout="contiguous")
         hidden = plan.shard(numbered(96, 5))
         assert plan.enter(SPECS[2], hidden) is hidden
         assert plan.leave(SPECS[2], hidden) is hidden
@@ -234,13 +245,13 @@ def test_documents_in_place_are_not_sent() -> None:
     run_virtual(on_rank, 2)
 
 
-@pytest.mark.parametrize("mode", ["heads", "gather"])
-def test_fused_sections_are_one_tensor_and_nothing_else_changes(mode: str) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "gather"])
+def test_fused_sections_are_one_tensor_and_nothing_else_changes(strategy: str) -> None:
     spec = SPECS[0]
     whole = [numbered(128, s.width) for s in spec.sections]
 
     def on_rank(collectives: VirtualCollectives) -> None:
-        plan = make_plan(PACK, collectives, spec, mode=mode)  # type: ignore[arg-type]
+        plan = make_plan(PACK, collectives, spec, strategy=strategy)  # type: ignore[arg-type]
         mine = [plan.shard(x) for x in whole]
         apart = plan.to_heads(spec, mine)
         together = plan.to_heads(spec, mine, fused=3)
@@ -253,20 +264,20 @@ def test_fused_sections_are_one_tensor_and_nothing_else_changes(mode: str) -> No
     run_virtual(on_rank, 2)
 
 
-@pytest.mark.parametrize("mode", ["heads", "docs", "gather"])
-def test_a_gradient_that_is_not_contiguous_and_one_that_is_missing(mode: str) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "gather"])
+def test_a_gradient_that_is_not_contiguous_and_one_that_is_missing(strategy: str) -> None:
     spec = SPECS[2]
     whole = [numbered(128, s.width) for s in spec.sections]
 
     def on_rank(collectives: VirtualCollectives) -> None:
-        plan = make_plan(PACK, collectives, spec, mode=mode)  # type: ignore[arg-type]
-        rows = len(plan.positions_of(spec)) if mode == "docs" else len(plan.positions())
+        plan = make_plan(PACK, collectives, spec, strategy=strategy)  # type: ignore[arg-type]
+        rows = len(plan.positions_of(spec)) if strategy == "docs" else len(plan.positions())
         mine = [x[:rows].clone().requires_grad_() for x in whole]
         first, _, last = plan.to_heads(spec, mine)
         upstream = [torch.ones(x.shape[::-1]).double().t() for x in (first, last)]
         assert not upstream[0].is_contiguous()
         grads = torch.autograd.grad([first, last], mine, upstream, allow_unused=True)
-        copies = 2 if mode == "gather" else 1
+        copies = 2 if strategy == "gather" else 1
         assert_equal(grads[0], torch.full_like(mine[0], copies))
         unused = torch.zeros_like(mine[1]) if grads[1] is None else grads[1]
         assert_equal(unused, torch.zeros_like(mine[1]))
@@ -275,7 +286,7 @@ def test_a_gradient_that_is_not_contiguous_and_one_that_is_missing(mode: str) ->
         back = plan.from_heads(spec, output)
         (grad,) = torch.autograd.grad(back, output, torch.ones(back.shape[::-1]).double().t())
         kept = rows / len(first)
-        assert float(grad.mean()) == (kept if mode == "gather" else 1)
+        assert float(grad.mean()) == (kept if strategy == "gather" else 1)
 
     run_virtual(on_rank, 2)
 
@@ -285,7 +296,7 @@ def test_two_plans_in_flight_do_not_meet() -> None:
     spec, packs_of = SPECS[0], [PACK, (0, 64, 128)]
 
     def on_rank(collectives: VirtualCollectives) -> None:
-        plans = [make_plan(cu, collectives, spec, mode="heads") for cu in packs_of]
+        plans = [make_plan(cu, collectives, spec, strategy="heads") for cu in packs_of]
         inputs, outputs = [], []
         for scale, plan in enumerate(plans, 1):
             mine = [
@@ -306,7 +317,7 @@ def test_recompute_goes_to_heads_once_more_and_gives_the_same_gradient() -> None
 
     def on_rank(collectives: VirtualCollectives) -> None:
         spy = SpyCollectives(collectives)
-        plan = make_plan(PACK, spy, spec, mode="heads")
+        plan = make_plan(PACK, spy, spec, strategy="heads")
 
         def layer(x: Tensor) -> Tensor:
             sections = [x * torch.ones(s.width).double() for s in spec.sections]
@@ -330,8 +341,8 @@ def test_indices_first_made_in_inference_mode_serve_training() -> None:
     spec = SPECS[0]
 
     def on_rank(collectives: VirtualCollectives) -> None:
-        for mode in ("heads", "docs", "state", "gather"):
-            plan = make_plan(PACK, collectives, spec, mode=mode)  # type: ignore[arg-type]
+        for strategy in ("heads", "docs", "state", "gather"):
+            plan = make_plan(PACK, collectives, spec, strategy=strategy)  # type: ignore[arg-type]
             with torch.inference_mode():
                 _moved(plan, spec)
             _moved(plan, spec).sum().backward()

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, Spec, make_plan
+from pcomm.gdn_cp.testing.layer_stack import in_pack_order, sum_over_ranks
 from pcomm.gdn_cp.testing.planned_mixers import mixer, weights_of
 from pcomm.gdn_cp.testing.slow_decay import relative_error
 
@@ -24,10 +24,10 @@ SIZE, DIM = 3, 6
 GDN, MAMBA, ATTENTION = GdnSpec(3, 6, 3, 5), Mamba2Spec(6, 3, 3, 5), AttentionSpec(6, 3, 4)
 EVEN, ODD = (0, 48, 48, 96), (0, 1, 2, 3, 3, 40, 41, 96)
 CASES = [
-    pytest.param(spec, mode, id=f"{type(spec).__name__}-{mode}")
+    pytest.param(spec, strategy, id=f"{type(spec).__name__}-{strategy}")
     for spec in (GDN, MAMBA, ATTENTION)
-    for mode in ("heads", "docs", "state", "gather")
-    if mode != "state" or spec.has_state
+    for strategy in ("heads", "docs", "state", "gather")
+    if strategy != "state" or spec.state
 ]
 # Roundings of values near one, in another order.
 BOUND = 1e-12
@@ -67,26 +67,21 @@ def result(
 
 
 def distance(
-    spec: Spec, mode: Any, pack: tuple[int, ...], run: Run, dtype: torch.dtype = torch.float64
+    spec: Spec, strategy: Any, pack: tuple[int, ...], run: Run, dtype: torch.dtype = torch.float64
 ) -> float:
     """Between three ranks and one."""
     layout: Any = "contiguous" if pack == ODD else "zigzag"
 
     def on_rank(collectives: VirtualCollectives) -> tuple[Plan, Any]:
-        plan = make_plan(pack, collectives, spec, mode=mode, layout=layout, hidden_dim=DIM)
+        plan = make_plan(pack, collectives, spec, strategy=strategy, layout=layout, hidden_dim=DIM)
         return plan, result(plan, spec, run, dtype)
 
     found = run_virtual(on_rank, SIZE)
     expected = result(make_plan(pack, (0, 1), spec), spec, run, dtype)
-    tokens = [together([p for p, _ in found], [r[0][i] for _, r in found]) for i in range(2)]
-    sums = [sum(parts) for parts in zip(*(r[1] for _, r in found), strict=True)]
-    return relative_error([*tokens, *sums], [*expected[0], *expected[1]])  # type: ignore[list-item]
-
-
-def together(plans: list[Plan], parts: list[Tensor]) -> Tensor:
-    """The parts of all ranks, in the order of the pack."""
-    whole = torch.cat(parts)
-    return torch.empty_like(whole).index_copy_(0, plans[0].tokens.order, whole)
+    layout_of_tokens = found[0][0].tokens
+    tokens = [in_pack_order(layout_of_tokens, [r[0][i] for _, r in found]) for i in range(2)]
+    sums = sum_over_ranks([r[1] for _, r in found])
+    return relative_error([*tokens, *sums], [*expected[0], *expected[1]])
 
 
 def plainly(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
@@ -141,55 +136,55 @@ def after_an_evaluation(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
     ],
     ids=lambda run: run.__name__,
 )
-@pytest.mark.parametrize(("spec", "mode"), CASES)
-def test_three_ranks_are_one(spec: Spec, mode: str, run: Run, pack: tuple[int, ...]) -> None:
-    assert distance(spec, mode, pack, run) < BOUND
+@pytest.mark.parametrize(("spec", "strategy"), CASES)
+def test_three_ranks_are_one(spec: Spec, strategy: str, run: Run, pack: tuple[int, ...]) -> None:
+    assert distance(spec, strategy, pack, run) < BOUND
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("spec", "mode"), CASES)
+@pytest.mark.parametrize(("spec", "strategy"), CASES)
 def test_half_precision_is_as_near_as_its_roundings(
-    spec: Spec, mode: str, dtype: torch.dtype
+    spec: Spec, strategy: str, dtype: torch.dtype
 ) -> None:
     """Weights' gradients are sums of three roundings instead of one; a lost state is off by 1."""
-    assert distance(spec, mode, ODD, plainly, dtype) < 6 * torch.finfo(dtype).eps
+    assert distance(spec, strategy, ODD, plainly, dtype) < 6 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize(("spec", "mode"), CASES)
-def test_autocast_is_that_of_one_rank(spec: Spec, mode: str) -> None:
+@pytest.mark.parametrize(("spec", "strategy"), CASES)
+def test_autocast_is_that_of_one_rank(spec: Spec, strategy: str) -> None:
     def run(layer: Layer, x: Tensor, upstream: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x)
         return (y * upstream).sum()
 
-    assert distance(spec, mode, ODD, run, torch.float32) < 6 * torch.finfo(torch.bfloat16).eps
+    assert distance(spec, strategy, ODD, run, torch.float32) < 6 * torch.finfo(torch.bfloat16).eps
 
 
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
-def test_one_plan_serves_several_dtypes(mode: Any) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+def test_one_plan_serves_several_dtypes(strategy: Any) -> None:
     """One after another and back again; what is kept from one dtype must fit the next."""
     bounds = {torch.float32: 1e-4, torch.bfloat16: 6 * torch.finfo(torch.bfloat16).eps}
     kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float32]
 
     def on_rank(collectives: VirtualCollectives) -> tuple[Plan, list[list[Tensor]]]:
-        plan = make_plan(EVEN, collectives, GDN, mode=mode)
+        plan = make_plan(EVEN, collectives, GDN, strategy=strategy)
         return plan, [result(plan, GDN, plainly, dtype)[0] for dtype in kinds]
 
     found = run_virtual(on_rank, SIZE)
     for n, dtype in enumerate(kinds):
         expected, _ = result(make_plan(EVEN, (0, 1), GDN), GDN, plainly, dtype)
         plans = [plan for plan, _ in found]
-        actual = [together(plans, [r[n][i] for _, r in found]) for i in range(2)]
+        actual = [in_pack_order(plans[0].tokens, [r[n][i] for _, r in found]) for i in range(2)]
         assert {x.dtype for x in actual} == {dtype}
         assert relative_error(actual, expected) < bounds.get(dtype, BOUND)
 
 
 @pytest.mark.parametrize("spec", [GDN, ATTENTION], ids=["gdn", "attention"])
-@pytest.mark.parametrize("mode", ["heads", "docs", "gather", "state"])
-def test_second_derivatives_pass_through_what_moves(spec: Spec, mode: Any) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "gather", "state"])
+def test_second_derivatives_pass_through_what_moves(spec: Spec, strategy: Any) -> None:
     """Of the movement alone: the convolution and the recurrences say that they have one only."""
-    if mode == "state" and not spec.has_state:
-        mode = "heads"
+    if strategy == "state" and not spec.state:
+        strategy = "heads"
 
     def derivatives(plan: Plan) -> list[Tensor]:
         x = plan.shard(tensor_of(1)).clone().requires_grad_()
@@ -208,12 +203,12 @@ def test_second_derivatives_pass_through_what_moves(spec: Spec, mode: Any) -> No
         return [grad.detach(), second]
 
     def on_rank(collectives: VirtualCollectives) -> tuple[Plan, list[Tensor]]:
-        plan = make_plan(EVEN, collectives, spec, mode=mode)
+        plan = make_plan(EVEN, collectives, spec, strategy=strategy)
         return plan, derivatives(plan)
 
     found = run_virtual(on_rank, SIZE)
-    actual = [together([p for p, _ in found], [d[i] for _, d in found]) for i in range(2)]
-    if mode == "heads":
+    actual = [in_pack_order(found[0][0].tokens, [d[i] for _, d in found]) for i in range(2)]
+    if strategy == "heads":
         # Each rank has means of its own heads there; what they are of is the same on one rank.
         expected = derivatives_of_heads(spec)
     else:

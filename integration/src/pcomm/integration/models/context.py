@@ -96,7 +96,7 @@ class Context:
         plan: Which tokens belong together, and how they travel between context-parallel ranks.
         rotation: Of the tokens that attention sees; None in a model without attention.
         has_stream_shares: Whether the residual stream is split over tensor-parallel ranks. Then no
-            mode of the plan moves hidden states, and projections gather the tokens.
+            strategy of the plan moves hidden states, and projections gather the tokens.
         balance: What layers with experts need for their balance losses; None without these.
     """
 

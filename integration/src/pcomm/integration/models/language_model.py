@@ -17,7 +17,7 @@ from pcomm.core.tensor_parallel import (
     param_layouts_of,
     vocabulary_parallel_cross_entropy,
 )
-from pcomm.gdn_cp import AttentionSpec, Mode, Plan, Spec, make_plan
+from pcomm.gdn_cp import AttentionSpec, Plan, Spec, StrategyName, make_plan
 from pcomm.integration.config import ModelConfig
 from pcomm.integration.config_rules import expert_blocks, mixers
 from pcomm.integration.models.attention import Attention
@@ -97,7 +97,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Sequence[int],
         group: Group | tuple[int, int] = (0, 1),
         *,
-        mode: Literal["auto"] | Mode = "auto",
+        strategy: Literal["auto"] | StrategyName = "auto",
         verify: bool = False,
     ) -> Plan:
         """How the mixers share the sequences of one buffer with the ranks of `group`.
@@ -108,7 +108,7 @@ class LanguageModel(nn.Module):
         Args:
             cu_seqlens: Offsets of the sequences in the buffer of all ranks, on the host.
             group: The context-parallel group; without it one rank has everything.
-            mode: For all mixers, or `auto` for the one that costs least.
+            strategy: For all mixers, or `auto` for the one that costs least.
             verify: Have the ranks compare what they pass.
 
         Raises:
@@ -119,8 +119,8 @@ class LanguageModel(nn.Module):
             group,
             self.specs,
             layout="contiguous",
-            mode=mode,
-            # Shares of tensor-parallel ranks cannot be re-sharded, which leaves mode `docs` out.
+            strategy=strategy,
+            # Token shares of tensor-parallel ranks cannot be resharded, which excludes `docs`.
             hidden_dim=None if self.has_stream_shares else self.config.width,
             element_bytes=self._element_bytes(),
             verify=verify,

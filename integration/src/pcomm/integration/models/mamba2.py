@@ -15,11 +15,11 @@ from pcomm.core import Layout
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.gdn_cp import HeadShare, Mamba2Spec, Plan
 from pcomm.gdn_cp.ops import (
-    StateSpaceChunks,
+    SsdChunks,
     causal_convolution,
     convolution_step,
     gate_then_rms_norm,
-    state_space_step,
+    mamba2_ssd_step,
 )
 from pcomm.integration.models.context import Context, RecurrentCache
 from pcomm.integration.models.layer_builder import LayerBuilder
@@ -120,7 +120,7 @@ class Mamba2(nn.Module):
             assert len(x) == 1, "a prompt is read at once, then token by token"
             y, cache.halo = convolution_step(mixed_TC, cache.halo, weight, bias_D=bias)
             x, b, c = self.all_heads.split(y, _CONVOLVED)
-            y, cache.state = state_space_step(
+            y, cache.state = mamba2_ssd_step(
                 cache.state, x, dt_TH, self.a_log, b, c, d_H=self.d, dt_bias_H=self.dt_bias
             )
         return self._gated(y.flatten(-2), z)
@@ -152,7 +152,7 @@ class Mamba2(nn.Module):
         if not plan.needs_summary(self.spec):
             return self._scan(x, b, c, dt_TH, heads, cu_seqlens)[0]
         # No kernel of fla returns what a piece does to a state, so this is ours on any device.
-        chunks = StateSpaceChunks.of(
+        chunks = SsdChunks.of(
             x, dt_TH, heads.a_log, b, dt_bias_H=heads.dt_bias, cu_seqlens=cu_seqlens
         )
         start = plan.entry_states(self.spec, chunks.summary())
@@ -168,7 +168,7 @@ class Mamba2(nn.Module):
         cu_seqlens: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """Outputs and final states of whole sequences."""
-        return self.kernels.chunk_state_space(
+        return self.kernels.chunk_mamba2_ssd(
             x,
             dt_TH,
             heads.a_log,

@@ -1,32 +1,36 @@
-"""All ranks of the context-parallel group make the same plan, or all learn why they did not."""
+"""All ranks of a group make the same plan, or every rank raises why they did not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 
-if TYPE_CHECKING:
-    from pcomm.gdn_cp.plan import Plan
-
 __all__ = ["agree_on_plan"]
 
 
-def agree_on_plan(group: Group | None, asked: object, build: Callable[[], Plan]) -> Plan:
+class _HasFacts(Protocol):
+    def agreed_facts(self) -> list[str]: ...
+
+
+_Planned = TypeVar("_Planned", bound=_HasFacts)
+
+
+def agree_on_plan(group: Group | None, asked: object, build: Callable[[], _Planned]) -> _Planned:
     """The plan that `build` makes, once every rank of `group` has made the same. Collective.
 
     Args:
-        group: The ranks; None if what was passed as a group has none.
-        asked: What was passed.
+        group: The ranks; None if the caller's group has no store to compare plans through.
+        asked: The caller's group, for the error.
         build: Makes this rank's plan. Local.
 
     Raises:
         UnsupportedError: There is no group, and so no store to meet in.
-        Exception: What `build` raised here.
-        PeerError: What it raised on another rank.
+        Exception: The error of `build` on this rank.
+        PeerError: `build` failed on another rank.
         DivergenceError: The plans differ; names the first difference.
     """
     if group is None:
@@ -41,15 +45,6 @@ def agree_on_plan(group: Group | None, asked: object, build: Callable[[], Plan])
         plan = build()
     except Exception as problem:  # raised below, once the other ranks know of it
         error = problem
-    agree_in_group(group, "make_plan", _facts(plan), error=error)
+    agree_in_group(group, "make_plan", [] if plan is None else plan.agreed_facts(), error=error)
     assert plan is not None
     return plan
-
-
-def _facts(plan: Plan | None) -> list[str]:
-    """What must be equal, one fact a line."""
-    if plan is None:
-        return []
-    facts = [f"layout {plan.tokens.layout_name}"]
-    facts += [f"{spec} {mode}" for spec, mode in zip(plan.specs, plan.modes, strict=True)]
-    return facts + [f"cu_seqlens[{n}] = {o}" for n, o in enumerate(plan.tokens.cu_seqlens)]

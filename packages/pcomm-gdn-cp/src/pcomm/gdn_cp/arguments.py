@@ -1,4 +1,4 @@
-"""What `make_plan` is given, as a plan needs it: a place in a group, and integers of the host."""
+"""The arguments of `make_plan`, checked: a place in a group, and integers of the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.groups.group import Group
 from pcomm.gdn_cp.layout.token_layout import LayoutName, TokenLayout
-from pcomm.gdn_cp.specs import Spec, is_integer
+from pcomm.gdn_cp.specs.counts import is_integer
+from pcomm.gdn_cp.specs.spec import Spec, check_spec, is_spec
 from pcomm.gdn_cp.strategies.cost import Link
 
 __all__ = ["GroupLike", "Place", "all_specs", "link_of", "pack_of", "place_in"]
@@ -29,8 +30,8 @@ class Place:
     Args:
         rank: Counted from 0.
         size: Number of ranks.
-        group: What the ranks can agree through; None where there is only `collectives` or nothing.
-        collectives: What carries a plan out; None for a pair of numbers.
+        group: The group, through whose store ranks can agree; None if only collectives are known.
+        collectives: The group's collectives; None for a pair of numbers.
     """
 
     rank: int
@@ -101,10 +102,10 @@ def all_specs(specs: Spec | Sequence[Spec]) -> tuple[Spec, ...]:
     """The mixers, at least one.
 
     Raises:
-        ConfigError: None, or something that is no specification.
+        ConfigError: None, or one that is no specification or contradicts itself.
     """
-    found = (specs,) if isinstance(specs, Spec) or not isinstance(specs, Iterable) else tuple(specs)
-    strange = [spec for spec in found if not isinstance(spec, Spec)]
+    found = tuple(specs) if isinstance(specs, Iterable) else (specs,)
+    strange = [spec for spec in found if not is_spec(spec)]
     if strange or not found:
         raise ConfigError(
             "make_plan: specs",
@@ -112,13 +113,16 @@ def all_specs(specs: Spec | Sequence[Spec]) -> tuple[Spec, ...]:
             if strange
             else "no mixer",
             why="What travels depends on the projections of a mixer.",
-            fix="Pass a GdnSpec, Mamba2Spec or AttentionSpec, or several.",
+            fix="Pass a GdnSpec, Mamba2Spec or AttentionSpec, or another object with the facts of "
+            "Spec; or several.",
         )
+    for spec in found:
+        check_spec(spec)
     return found
 
 
 def link_of(link: Link | None) -> Link:
-    """The link that modes are weighed with; by default a guess.
+    """The link that strategies are weighed with; the default is a guess.
 
     Raises:
         ConfigError: Not a link.

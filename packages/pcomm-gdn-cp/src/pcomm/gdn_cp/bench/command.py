@@ -29,7 +29,7 @@ class GdnCpBenchmark:
     """See `pcomm.core.command.subcommands.Command`."""
 
     name = "gdn-cp"
-    help = "time the exchange of one Gated DeltaNet layer: four modes and what they replace"
+    help = "time the exchange of one Gated DeltaNet layer: four strategies and what they replace"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""

@@ -33,10 +33,10 @@ class Case:
     """A form of the exchange that can be run again and again.
 
     Args:
-        leaves: What it starts from; their gradients are where backward ends.
-        forward: What comes out at both ends: the core's inputs, and its output back at its tokens.
+        leaves: Inputs of `forward`, at whose gradients backward ends.
+        forward: Returns the core's inputs, and the core's output back at its tokens.
         arriving: The gradients of these.
-        expected: What `run` must return; None in place of what is not compared.
+        expected: Results that `run` must return; None in place of one that is not compared.
     """
 
     leaves: tuple[Tensor, ...]
@@ -113,8 +113,8 @@ class Numbers:
         """A form that brings all sections, z too, to the ranks that have their heads.
 
         Args:
-            forward: From `[t, W]` and the core's output `[T, V / ranks]` to the core's parts and
-                the output `[t, V]`.
+            forward: Call that moves `[t, W]` and the core's output `[T, V / ranks]` to the core's
+                parts and the output `[t, V]`.
         """
         x = self.leaf(self.held(self.sections_TW))
         y = self.leaf(self.output_TV.chunk(self.size, -1)[self.rank])

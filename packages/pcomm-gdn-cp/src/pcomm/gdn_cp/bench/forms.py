@@ -26,7 +26,7 @@ __all__ = ["FORMS", "build_form", "obstacle"]
 LOOPS = ("loop", "split loop")
 FORMS = (*LOOPS, "fused", "heads", "docs", "state", "gather")
 
-# Of one rank's maps, after the gather. Some hundred pieces have more bytes than the tokens
+# Of one rank's maps, after the gather. Some hundred segments have more bytes than the tokens
 # themselves, and all ranks of this machine share its memory.
 _MOST_STATE_BYTES = 128 << 20
 # Above so many sequences, forms that handle them one by one are timed with one kind of lengths.

@@ -39,7 +39,7 @@ def fused_exchange(
         output_TV: `[T, V / R]`, what the core returns for my heads.
         cu_seqlens_N: Offsets of the sequences.
         columns_W: `column_order`.
-        collectives: With gradients.
+        collectives: Differentiable collectives.
     """
     size = collectives.size
     rows_T, back_T = _row_order(cu_seqlens_N, size)

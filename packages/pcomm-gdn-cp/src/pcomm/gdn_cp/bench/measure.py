@@ -31,10 +31,10 @@ class Counted:
     """What one layer sends.
 
     Args:
-        forward: Collectives.
-        backward: Those of the way back.
-        sent_bytes: Both ways, of the rank that sends most.
-        seconds: What that one run took on the slowest rank.
+        forward: Number of collectives of forward.
+        backward: Number of collectives of backward.
+        sent_bytes: Bytes, both ways, of the rank that sends most.
+        seconds: Duration of one run on the slowest rank.
     """
 
     forward: int
@@ -45,15 +45,15 @@ class Counted:
 
 @dataclass(frozen=True)
 class OfPack:
-    """What was found for one pack.
+    """Results of one pack.
 
     Args:
         pack: The sequences.
-        counted: Of each form.
-        timings: Of each form that was timed.
-        left_out: Why others were not.
-        imbalance: By how much the busiest rank has more tokens than the average in mode `docs`.
-        auto: The mode that a plan takes by itself, for the link that was measured.
+        counted: Collectives and bytes of each form.
+        timings: Duration of each form that was timed.
+        left_out: Reason why each other form was not timed.
+        imbalance: Tokens of the busiest rank over the average, less 1, with strategy `docs`.
+        auto: The strategy that a plan takes by itself, for the link that was measured.
     """
 
     pack: Pack
@@ -66,12 +66,12 @@ class OfPack:
 
 @dataclass(frozen=True)
 class OfSize:
-    """What was found for one number of ranks.
+    """Results of one number of ranks.
 
     Args:
-        size: That number.
-        link: What an all-to-all costs.
-        packs: One for each pack.
+        size: Number of ranks.
+        link: Measured latency and bandwidth of an all-to-all.
+        packs: Results of each pack.
     """
 
     size: int
@@ -115,7 +115,7 @@ def _measure_pack(pack: Pack, settings: Settings, collectives: Collectives, link
         pack.cu_seqlens, collectives, SPEC, hidden_dim=HIDDEN_DIM, element_bytes=4, link=link
     )
     imbalance = plan_of(pack.cu_seqlens, collectives, "docs").imbalance(SPEC)
-    return OfPack(pack, counted, timings, left_out, imbalance, chosen.mode_of(SPEC))
+    return OfPack(pack, counted, timings, left_out, imbalance, chosen.strategy_of(SPEC))
 
 
 def check_and_count(name: str, numbers: Numbers, collectives: Collectives) -> Counted:

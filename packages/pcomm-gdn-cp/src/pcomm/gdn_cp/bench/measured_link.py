@@ -1,4 +1,4 @@
-"""What an all-to-all costs between these ranks, as the cost model of plans wants to know it."""
+"""Measured latency and bandwidth of an all-to-all, for the cost model of plans."""
 
 from __future__ import annotations
 

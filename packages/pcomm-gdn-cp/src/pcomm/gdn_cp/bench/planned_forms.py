@@ -1,13 +1,13 @@
-"""The four modes of a plan as cases: what each of them moves for one layer.
+"""The four strategies of a plan as cases: what each of them moves for one layer.
 
 Those of `heads` and `gather` start from the same projections as the baselines and do the same job;
 z stays where it is. In `docs` hidden states travel, and the projections run on the other side. In
-`state` projections stay, and what travels is the halo of the convolution and a map for each piece
-that goes on elsewhere; the maps are then composed. Computing the maps is not timed in either.
+`state` projections stay, and what travels is the halo of the convolution and a map for each segment
+that is continued on another rank; the maps are then applied. Computing the maps is not timed.
 """
 
 # t tokens of this rank, T of all, W columns of all sections, D model dim, V columns of the output,
-# F pieces on this rank, H heads, K key dim, P = conv_width - 1, C channels of the convolution
+# F segments on this rank, H heads, K key dim, P = conv_width - 1, C channels of the convolution
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from torch import Tensor
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers
 from pcomm.gdn_cp.bench.settings import HIDDEN_DIM, SPEC
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.strategies.route import Mode
+from pcomm.gdn_cp.layer_moves import Plan
+from pcomm.gdn_cp.plan import make_plan
+from pcomm.gdn_cp.strategies.strategy import StrategyName
 
 __all__ = ["documents_case", "gather_case", "heads_case", "plan_of", "state_case"]
 
 
-def plan_of(cu_seqlens: tuple[int, ...], collectives: Collectives, mode: Mode) -> Plan:
-    """A plan of this mode, with its index tensors made."""
+def plan_of(cu_seqlens: tuple[int, ...], collectives: Collectives, strategy: StrategyName) -> Plan:
+    """A plan of this strategy, with its index tensors made."""
     return make_plan(
-        cu_seqlens, collectives, SPEC, mode=mode, hidden_dim=HIDDEN_DIM, element_bytes=4
+        cu_seqlens, collectives, SPEC, strategy=strategy, hidden_dim=HIDDEN_DIM, element_bytes=4
     ).prepare("cpu")
 
 
@@ -92,7 +93,7 @@ def gather_case(numbers: Numbers, plan: Plan) -> Case:
 
 
 def documents_case(numbers: Numbers, plan: Plan) -> Case:
-    """Hidden states to whole documents and back, and what the pieces of cut ones hand over."""
+    """Hidden states to whole documents and back, and the states between segments of cut ones."""
     hidden_TD, grad_TD = (
         whole.split([HIDDEN_DIM, WIDTHS[3] - HIDDEN_DIM], -1)[0]
         for whole in (numbers.output_TV, numbers.output_grad_TV)
@@ -101,7 +102,7 @@ def documents_case(numbers: Numbers, plan: Plan) -> Case:
     begin, end = spans[numbers.rank][0], spans[numbers.rank][-1]
     x = numbers.leaf(numbers.held(hidden_TD))
     y = numbers.leaf(hidden_TD[begin:end])
-    inner = _handover(numbers, plan, torch.arange(begin, end), [s[:-1] for s in spans])
+    inner = _state_passing(numbers, plan, torch.arange(begin, end), [s[:-1] for s in spans])
 
     def forward() -> tuple[Tensor, ...]:
         entered = plan.enter(SPEC, x)
@@ -128,30 +129,32 @@ def documents_case(numbers: Numbers, plan: Plan) -> Case:
 
 
 def state_case(numbers: Numbers, plan: Plan) -> Case | None:
-    """The halo of the convolution and the states in which pieces start; None if none goes on."""
+    """The halos and entry states of segments; None if no segment is continued."""
     held = numbers.rows_t.tolist()
-    pieces = [
+    segments = [
         [start for start, _ in _runs(numbers.cu_seqlens, rank, numbers.size)]
         for rank in range(numbers.size)
     ]
-    assert len(pieces[numbers.rank]) == len(plan.cu_seqlens_of(SPEC)) - 1, "other pieces"
-    return _handover(numbers, plan, torch.tensor(held), pieces)
+    assert len(segments[numbers.rank]) == len(plan.cu_seqlens_of(SPEC)) - 1, "other segments"
+    return _state_passing(numbers, plan, torch.tensor(held), segments)
 
 
-def _handover(numbers: Numbers, plan: Plan, rows_t: Tensor, pieces: list[list[int]]) -> Case | None:
-    """What pieces take from those before them.
+def _state_passing(
+    numbers: Numbers, plan: Plan, rows_t: Tensor, segments: list[list[int]]
+) -> Case | None:
+    """The states and halos that segments take from those before them.
 
     Args:
-        numbers: Those of the pack.
-        plan: In mode `docs` or `state`.
+        numbers: Inputs and gradients of the pack.
+        plan: A plan with strategy `docs` or `state`.
         rows_t: The tokens of this rank's core.
-        pieces: Of each rank the first tokens of its pieces, as they lie there.
+        segments: First token of each segment, rank by rank.
     """
     if not plan.needs_summary(SPEC):
         return None
-    reach, channels = SPEC.conv_width - 1, SPEC.conv_channels
+    reach, channels = SPEC.convolution.reach, SPEC.convolution.channels
     inputs_TC = numbers.sections_TW[:, :channels]
-    own, shape = pieces[numbers.rank], SPEC.state_shape
+    own, shape = segments[numbers.rank], SPEC.state.shape
     written_F = torch.tensor([_written(start) for start in own]).view(-1, 1, 1, 1)
     x = numbers.leaf(inputs_TC[rows_t])
     # Halving and small numbers, so that every order of composing gives the same state.
@@ -173,7 +176,7 @@ def _handover(numbers: Numbers, plan: Plan, rows_t: Tensor, pieces: list[list[in
         for place, (start, origin) in enumerate(zip(own, origins, strict=True)):
             count = min(reach, start - origin)
             halo[place, reach - count :] = inputs_TC[start - count : start]
-        states = torch.tensor(_entered(numbers.cu_seqlens, pieces, own)).view(-1, 1, 1, 1)
+        states = torch.tensor(_entered(numbers.cu_seqlens, segments, own)).view(-1, 1, 1, 1)
         return halo, states.expand(-1, *shape), None, None, None
 
     grads = torch.Generator().manual_seed(2)
@@ -192,21 +195,21 @@ def _written(start: int) -> float:
     return 1.0 + start % 7
 
 
-def _entered(cu_seqlens: tuple[int, ...], pieces: list[list[int]], own: list[int]) -> list[float]:
-    """The state in which each of `own` starts, when pieces halve it and add `_written`."""
+def _entered(cu_seqlens: tuple[int, ...], segments: list[list[int]], own: list[int]) -> list[float]:
+    """The state in which each of `own` starts, when segments halve it and add `_written`."""
     found, origins = {}, set(cu_seqlens)
     state = 0.0
-    for start in sorted(start for of_rank in pieces for start in of_rank):
+    for start in sorted(start for of_rank in segments for start in of_rank):
         found[start] = state = 0.0 if start in origins else state
         state = 0.5 * state + _written(start)
     return [found[start] for start in own]
 
 
 def _documents(plan: Plan) -> list[list[int]]:
-    """Of each rank the tokens where its documents and pieces begin, and where the last one ends."""
+    """Rank by rank, where its documents and segments begin, and where the last one ends."""
     offsets, found, begin = plan.tokens.cu_seqlens, [], 0
     for rank in range(plan.tokens.size):
-        pair = make_plan(offsets, (rank, plan.tokens.size), SPEC, mode="docs")
+        pair = make_plan(offsets, (rank, plan.tokens.size), SPEC, strategy="docs")
         ends = [begin + offset for offset in pair.cu_seqlens_of(SPEC)]
         found.append(ends)
         begin = ends[-1]

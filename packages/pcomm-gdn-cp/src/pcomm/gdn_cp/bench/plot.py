@@ -10,7 +10,7 @@ from pcomm.gdn_cp.bench.measure import OfSize
 
 __all__ = ["plot_times"]
 
-# Baselines are grey and broken, so that the modes stand out.
+# Baselines are grey and broken, so that the strategies stand out.
 _BASELINES = {"loop": ("0.2", "--"), "split loop": ("0.5", ":"), "fused": ("0.2", "-")}
 _MODES = {"heads": "tab:blue", "docs": "tab:green", "state": "tab:orange", "gather": "tab:red"}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pcomm.core.testing.timing import Row, Timing
 from pcomm.gdn_cp.bench.forms import FORMS
 from pcomm.gdn_cp.bench.measure import OfPack, OfSize
-from pcomm.gdn_cp.bench.plan_time import MODES, PlanTime
+from pcomm.gdn_cp.bench.plan_time import STRATEGIES, PlanTime
 from pcomm.gdn_cp.bench.settings import HIDDEN_DIM, SPEC, Settings
 
 __all__ = ["rows_of", "tables_of"]
@@ -30,7 +30,7 @@ def rows_of(sizes: Sequence[OfSize], plans: Sequence[PlanTime]) -> list[Row]:
         place = f"cp {plan.size}, {plan.num_sequences} random sequences"
         rows.append(
             _row(
-                f"plan {plan.mode} @ {place}",
+                f"plan {plan.strategy} @ {place}",
                 plan.timing.median_us / 1e3,
                 "ms of host",
                 len(plan.timing.rounds_us),
@@ -40,7 +40,7 @@ def rows_of(sizes: Sequence[OfSize], plans: Sequence[PlanTime]) -> list[Row]:
 
 
 def tables_of(settings: Settings, sizes: Sequence[OfSize], plans: Sequence[PlanTime]) -> str:
-    """The same for a reader, with the mode that `auto` takes beside the fastest."""
+    """The same for a reader, with the strategy that `auto` takes beside the fastest."""
     widths = f"{SPEC.num_key_heads} and {SPEC.num_value_heads} heads of {SPEC.key_dim}"
     lines = [
         f"One layer's exchange, {settings.num_tokens} tokens, fp32, {widths}, hidden states of "
@@ -55,7 +55,7 @@ def tables_of(settings: Settings, sizes: Sequence[OfSize], plans: Sequence[PlanT
         lines += ["", *_size_lines(of_size)]
     if plans:
         lines += ["", "Making a plan and all its index tensors, ms of this thread:"]
-        lines += _table([["cp", "sequences", *MODES], *_plan_lines(plans)])
+        lines += _table([["cp", "sequences", *STRATEGIES], *_plan_lines(plans)])
     return "\n".join(lines)
 
 

@@ -30,11 +30,11 @@ def time_together(
     those also have a turn only in the first rounds, at least in 3.
 
     Args:
-        cases: By name, in the same order on every rank.
-        collectives: Of the group.
-        rounds: How many count.
-        seconds: See above.
-        first: What each took when it ran before, the same on every rank.
+        cases: Calls to time, by name, in the same order on every rank.
+        collectives: The group's collectives.
+        rounds: Number of rounds that count.
+        seconds: Time limit of a case, which sets its number of rounds.
+        first: Seconds that each took when it ran before, the same on every rank.
     """
     turns = {
         name: min(rounds, max(_FEWEST, int(seconds / max(first[name], 1e-9)))) for name in cases

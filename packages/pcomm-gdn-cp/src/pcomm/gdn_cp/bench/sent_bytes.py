@@ -1,7 +1,7 @@
 """What the forms of the exchange send, by arithmetic: for shapes that this machine cannot hold.
 
 The times of `pcomm bench gdn-cp` are of an eighth of Qwen3-Next's widths, in fp32. States do not
-shrink with widths as activations do, and stay in fp32 where these are bf16, so the bytes of mode
+shrink with widths as activations do, and stay in fp32 where these are bf16, so the bytes of
 `state` beside the others' are not those of the whole shape. These are.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcomm.gdn_cp.plan import make_plan
-from pcomm.gdn_cp.specs import GdnSpec
+from pcomm.gdn_cp.specs.gated_delta_net import GdnSpec
 
 __all__ = ["COUNTED", "QWEN3_NEXT", "Shape", "sent_bytes"]
 
@@ -24,9 +24,9 @@ class Shape:
     """One Gated DeltaNet layer.
 
     Args:
-        spec: Its heads.
+        spec: The mixer.
         hidden_dim: Width of hidden states.
-        element_bytes: Of activations; states are fp32.
+        element_bytes: Bytes of an element of activations; states are fp32.
     """
 
     spec: GdnSpec
@@ -53,7 +53,7 @@ def sent_bytes(form: str, shape: Shape, cu_seqlens: tuple[int, ...], size: int) 
         return 2 * cu_seqlens[-1] // size * width * shape.element_bytes * (size - 1) // size
     options = {"hidden_dim": shape.hidden_dim, "element_bytes": shape.element_bytes}
     plans = (
-        make_plan(cu_seqlens, (rank, size), spec, mode=form, **options)  # type: ignore[arg-type]
+        make_plan(cu_seqlens, (rank, size), spec, strategy=form, **options)  # type: ignore[arg-type]
         for rank in range(size)
     )
     return max(plan.traffic(spec).sent_bytes for plan in plans)

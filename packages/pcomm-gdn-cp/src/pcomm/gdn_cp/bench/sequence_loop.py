@@ -48,8 +48,8 @@ def sequence_loop(
         sections_tW: `[t, W]`, all sections of my tokens.
         output_TV: `[T, V / R]`, what the core returns for my heads.
         cu_seqlens: Offsets of the sequences.
-        cut: How to take them apart.
-        collectives: With gradients.
+        cut: Splits them into sections.
+        collectives: Differentiable collectives.
     """
     size = collectives.size
     lengths = [stop - start for start, stop in pairwise(cu_seqlens)]

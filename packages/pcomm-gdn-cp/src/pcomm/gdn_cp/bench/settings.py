@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from pcomm.core.errors import ConfigError
-from pcomm.gdn_cp.specs import GdnSpec
+from pcomm.gdn_cp.specs.gated_delta_net import GdnSpec
 
 __all__ = ["HIDDEN_DIM", "SPEC", "Pack", "Settings", "random_lengths"]
 
@@ -26,7 +26,7 @@ class Pack:
     Args:
         label: Such as `64 random sequences`.
         cu_seqlens: Their offsets.
-        is_random: Whether lengths are log-normal rather than equal.
+        is_random: True for log-normal lengths, false for equal ones.
     """
 
     label: str
@@ -47,9 +47,9 @@ class Settings:
         ranks: Context-parallel sizes, one after another.
         sequences: Numbers of sequences in a pack.
         num_tokens: Tokens of a pack, on all ranks together.
-        rounds: How often each form has its turn.
-        seconds: What a form may take of one pack; a slow one has fewer rounds, at least 3.
-        times_plans: Whether to time how plans are made.
+        rounds: Number of times that each form is timed.
+        seconds: Time limit of a form for one pack; a slow form has fewer rounds, at least 3.
+        times_plans: True to time `make_plan` as well.
 
     Raises:
         ConfigError: Sizes that the forms cannot all exchange.

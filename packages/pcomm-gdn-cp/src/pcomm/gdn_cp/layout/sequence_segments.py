@@ -1,11 +1,11 @@
-"""How a pack lies on the ranks in pieces, and which pieces come before which: integers only.
+"""The segments of sequences that ranks hold, and their order in each sequence: integers only.
 
-A piece is a stretch of one sequence on one rank. A piece that does not end its sequence has a
-*slot*: its number among all such pieces, rank after rank, which is the order in which a gather
+A segment is a range of one sequence on one rank. A segment that does not end its sequence has a
+*slot*: its number among all such segments, rank after rank, which is the order in which a gather
 delivers what belongs to them. There may be thousands, so nothing here loops over them.
 """
 
-# R runs of all ranks, F pieces (of all ranks, or of one), S slots, P tokens before a piece,
+# R runs of all ranks, F segments (of all ranks, or of one), S slots, P tokens before a segment,
 # N sequences
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch import Tensor
 
 from pcomm.core.exchange.index import expand_ranges, layout_edges, run_ranks
 from pcomm.core.layout import Layout
-from pcomm.gdn_cp.ops.offsets import PackOffsets
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 
 __all__ = ["SegmentTable", "SequenceSegments"]
 
 
 class SegmentTable(NamedTuple):
-    """Pieces, one a row; int64 and bool on the CPU.
+    """Segments, one a row; int64 and bool on the CPU.
 
     Args:
         start: First token, by its place in the pack.
         stop: The token after the last.
-        sequence: Which sequence it is of.
-        origin: First token of that.
-        rank: Who holds it.
-        row: Where it starts in the tensor of its rank.
-        goes_on: Whether its sequence goes on after it.
+        sequence: Number of its sequence.
+        origin: First token of that sequence.
+        rank: Rank that holds it.
+        row: First row in the tensor of its rank.
+        goes_on: True if its sequence is continued after it.
     """
 
     start: Tensor
@@ -47,18 +47,18 @@ class SegmentTable(NamedTuple):
     goes_on: Tensor
 
     def where(self, mask: Tensor) -> SegmentTable:
-        """Some of them."""
+        """The segments that the mask selects."""
         return SegmentTable(*(column[mask] for column in self))
 
 
 @dataclass(frozen=True)
 class SequenceSegments:
-    """All pieces of all ranks.
+    """All segments of all ranks.
 
     Args:
         cu_seqlens: Offsets of the sequences.
-        layout: Which tokens each rank holds; each of them on one.
-        reach: How many tokens before itself a convolution looks back: its width less one.
+        layout: The tokens of each rank; each token lies on one rank.
+        reach: Number of earlier tokens that a convolution takes: its width less one.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -67,7 +67,7 @@ class SequenceSegments:
 
     @cached_property
     def table(self) -> SegmentTable:
-        """Every piece, rank after rank and as they lie there; none is empty."""
+        """Every segment, rank by rank, in the order of its tensor; none is empty."""
         begin_R, end_R = layout_edges(self.layout).T.contiguous()
         rank_R = run_ranks(self.layout)
         offsets = torch.tensor(self.cu_seqlens)
@@ -89,42 +89,44 @@ class SequenceSegments:
 
     @cached_property
     def slots(self) -> SegmentTable:
-        """The pieces that go on elsewhere, in the order of their slots."""
+        """The segments that are continued on another rank, in the order of their slots."""
         return self.table.where(self.table.goes_on)
 
     @cached_property
     def ends(self) -> SegmentTable:
-        """The pieces that end their sequences, rank after rank."""
+        """The segments that end their sequences, rank after rank."""
         return self.table.where(~self.table.goes_on)
 
     @cached_property
     def slot_counts(self) -> tuple[int, ...]:
-        """Of each rank how many of its pieces go on elsewhere."""
+        """Number of segments of each rank that are continued on another one."""
         return tuple(self.slots.rank.bincount(minlength=self.layout.size).tolist())
 
     @cached_property
     def end_counts(self) -> tuple[int, ...]:
-        """Of each rank how many of its pieces end their sequences."""
+        """Number of segments of each rank that end their sequences."""
         return tuple(self.ends.rank.bincount(minlength=self.layout.size).tolist())
 
     @cached_property
     def tail_counts(self) -> tuple[int, ...]:
-        """Of each rank how many of its tokens a convolution elsewhere looks back to."""
+        """Number of tokens of each rank that a convolution on another one takes."""
         counts = torch.zeros(self.layout.size, dtype=torch.int64)
         return tuple(counts.index_add_(0, self.slots.rank, self._tail_lengths).tolist())
 
     @property
     def num_slots(self) -> int:
-        """Pieces of all ranks that go on elsewhere."""
+        """Number of segments of all ranks that are continued on another one."""
         return len(self.slots.start)
 
     def of_rank(self, rank: int) -> SegmentTable:
-        """The pieces of `rank`, as they lie there."""
-        first = self._first_piece[rank]
-        return SegmentTable(*(column[first : self._first_piece[rank + 1]] for column in self.table))
+        """The segments of `rank`, in the order of its tensor."""
+        first = self._first_segment[rank]
+        return SegmentTable(
+            *(column[first : self._first_segment[rank + 1]] for column in self.table)
+        )
 
     def offsets_of(self, rank: int) -> PackOffsets:
-        """Offsets of the pieces of `rank` in its tensor; the same object each time."""
+        """Offsets of the segments of `rank` in its tensor; the same object each time."""
         known: dict[int, PackOffsets] = self.__dict__.setdefault("_offsets", {})
         if rank not in known:
             own = self.of_rank(rank)
@@ -133,15 +135,15 @@ class SequenceSegments:
         return known[rank]
 
     def own_slots(self, rank: int) -> Tensor:
-        """Which pieces of `rank` go on elsewhere, by their places there."""
+        """The segments of `rank` that are continued on another one, by their places there."""
         return self.of_rank(rank).goes_on.nonzero().flatten()
 
     def own_ends(self, rank: int) -> Tensor:
-        """Which pieces of `rank` end their sequences, by their places there."""
+        """The segments of `rank` that end their sequences, by their places there."""
         return (~self.of_rank(rank).goes_on).nonzero().flatten()
 
-    def end_rows(self, *, is_continued: bool) -> Tensor:
-        """`[N]`: for each sequence its last piece, as a row of what a gather of ends delivers.
+    def end_rows(self, is_continued: bool) -> Tensor:
+        """`[N]`: for each sequence its last segment, as a row of what a gather of ends delivers.
 
         An empty sequence has the row after the last; with `is_continued` its own one behind that,
         among those of all sequences.
@@ -154,38 +156,38 @@ class SequenceSegments:
         return rows_N
 
     def num_before(self, rank: int) -> Tensor:
-        """`[F]`: for each piece of `rank`, how many of its sequence come before it."""
+        """`[F]`: for each segment of `rank`, the number of earlier ones of its sequence."""
         first, last = self._spans_of(rank)
         return last - first
 
     def slot_before(self, rank: int, depth: int) -> Tensor:
-        """For the pieces of `rank` with more than `depth` before them, the slot of that one.
+        """For the segments of `rank` with more than `depth` before them, the slot of that one.
 
-        The earliest piece of the sequence has depth 0.
+        The earliest segment of the sequence has depth 0.
         """
         first, last = self._spans_of(rank)
         return self._by_start[(first + depth)[last - first > depth]]
 
     def tail_rows(self, rank: int) -> Tensor:
-        """The tokens of `rank` that others look back to, by their rows there."""
+        """The tokens of `rank` that convolutions on other ranks take, by their rows there."""
         mine = self.slots.rank == rank
         slots, lengths = self.slots.where(mine), self._tail_lengths[mine]
         return expand_ranges(slots.row + slots.stop - slots.start - lengths, lengths)
 
-    def halo_rows(self, rank: int, *, is_continued: bool) -> Tensor:
-        """`[F, P]`: the tokens before each piece of `rank`, as rows of the gathered tails.
+    def halo_rows(self, rank: int, is_continued: bool) -> Tensor:
+        """`[F, P]`: the tokens before each segment of `rank`, as rows of the gathered tails.
 
         A token before the start of the sequence is the row after the last; with `is_continued` its
         own one behind that, where the P tokens before each sequence follow, in their order.
         """
-        pieces = self.of_rank(rank)
+        segments = self.of_rank(rank)
         gathered = expand_ranges(self.slots.stop - self._tail_lengths, self._tail_lengths)
         by_token = gathered.argsort()
-        token_FP = pieces.start[:, None] - self.reach + torch.arange(self.reach)
-        is_outside_FP = token_FP < pieces.origin[:, None]
+        token_FP = segments.start[:, None] - self.reach + torch.arange(self.reach)
+        is_outside_FP = token_FP < segments.origin[:, None]
         rows_FP = torch.full_like(token_FP, len(gathered))
         if is_continued:
-            first_F = (pieces.sequence + 1) * self.reach - pieces.origin
+            first_F = (segments.sequence + 1) * self.reach - segments.origin
             rows_FP += token_FP + first_F[:, None]
         inside = token_FP[~is_outside_FP]
         rows_FP[~is_outside_FP] = by_token[torch.searchsorted(gathered[by_token], inside)]
@@ -193,7 +195,7 @@ class SequenceSegments:
 
     @cached_property
     def _tail_lengths(self) -> Tensor:
-        """`[S]`: of each slot as many of its last tokens as a convolution can look back to."""
+        """`[S]`: for each slot, the number of its last tokens that a convolution can take."""
         return (self.slots.stop - self.slots.start).clamp(max=self.reach)
 
     @cached_property
@@ -202,18 +204,20 @@ class SequenceSegments:
         return self.slots.start.argsort()
 
     def _spans_of(self, rank: int) -> tuple[Tensor, Tensor]:
-        first, last = self._span_before[:, self._first_piece[rank] : self._first_piece[rank + 1]]
+        first, last = self._span_before[
+            :, self._first_segment[rank] : self._first_segment[rank + 1]
+        ]
         return first, last
 
     @cached_property
-    def _first_piece(self) -> list[int]:
-        """Of each rank the place of its first piece in the table; and how many there are."""
+    def _first_segment(self) -> list[int]:
+        """First row of each rank in the table, and the number of rows."""
         counts = self.table.rank.bincount(minlength=self.layout.size)
         return [0, *counts.cumsum(0).tolist()]
 
     @cached_property
     def _span_before(self) -> Tensor:
-        """`[2, F]` of all ranks: where the slots of a piece's sequence before it begin and end.
+        """`[2, F]` of all ranks: where the slots of a segment's sequence before it begin and end.
 
         In the order of `_by_start`.
         """

@@ -1,4 +1,4 @@
-"""The tokens that somebody works on, and index tensors that are made once for each device."""
+"""Index tensors of a pack that are made once for each device, and which tokens a rank works on."""
 
 from __future__ import annotations
 
@@ -9,31 +9,23 @@ from torch import Tensor
 
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
 
-__all__ = ["LocalTokenIndices", "TokenIndices"]
+__all__ = ["IndexTensors", "LocalTokenIndices", "TokenIndices"]
 
 
-class TokenIndices:
-    """Some tokens of a pack in some order; here all of them as they come.
+class IndexTensors:
+    """Index tensors of one rank of a pack, kept for each device.
 
     Args:
-        tokens: The pack.
-        rank: Whose view it is.
+        tokens: The pack and its layout.
+        rank: This rank's place in the group.
     """
 
     def __init__(self, tokens: TokenLayout, rank: int) -> None:
         self.tokens, self.rank = tokens, rank
         self._known: dict[tuple[str, tuple[int, ...], torch.device], Tensor] = {}
 
-    def core_tokens(self) -> Tensor:
-        """Which tokens of the pack, in what order; int64 on the CPU."""
-        return torch.arange(self.tokens.num_tokens)
-
-    def core_positions(self) -> Tensor:
-        """The place of each of these tokens in its sequence; int64 on the CPU."""
-        return self.tokens.derived(_positions)[self.core_tokens()]
-
     def on(self, device: torch.device, make: Callable[..., Tensor], *arguments: int) -> Tensor:
-        """The tensor that `make`, a method of this view, computes, on `device`; kept."""
+        """The tensor that the method `make` computes, on `device`; kept by the name of `make`."""
         key = (make.__name__, arguments, device)
         if key not in self._known:
             # A tensor made in inference mode could not be used in training, and these are kept.
@@ -42,11 +34,23 @@ class TokenIndices:
         return self._known[key]
 
 
-class LocalTokenIndices(TokenIndices):
-    """What a rank holds between layers."""
+class TokenIndices(IndexTensors):
+    """Some tokens of a pack in some order; here all of them in the order of the pack."""
 
     def core_tokens(self) -> Tensor:
-        """This rank's tokens, as they lie."""
+        """`[T]`: the tokens by their places in the pack; int64 on the CPU."""
+        return torch.arange(self.tokens.num_tokens)
+
+    def core_positions(self) -> Tensor:
+        """`[T]`: the place of each of these tokens in its sequence; int64 on the CPU."""
+        return self.tokens.derived(_positions)[self.core_tokens()]
+
+
+class LocalTokenIndices(TokenIndices):
+    """The tokens that a rank holds between layers."""
+
+    def core_tokens(self) -> Tensor:
+        """This rank's tokens, in the order of its tensor."""
         return self.tokens.of_rank(self.rank)
 
 

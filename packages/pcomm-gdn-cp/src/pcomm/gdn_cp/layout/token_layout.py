@@ -15,7 +15,7 @@ from torch import Tensor
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
 from pcomm.core.exchange.index import expand_ranges
 from pcomm.core.layout import Layout
-from pcomm.gdn_cp.ops.offsets import PackOffsets
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 
 __all__ = ["LayoutName", "TokenLayout", "contiguous", "zigzag"]
 
@@ -49,7 +49,7 @@ def zigzag(cu_seqlens: Sequence[int], size: int) -> Layout:
 
 
 def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
-    """The r-th of `size` equal stretches of the buffer on rank r, wherever sequences begin.
+    """The r-th of `size` equal ranges of the buffer on rank r, wherever sequences begin.
 
     Args:
         cu_seqlens: Offsets of the sequences, from 0 to the number of tokens of all ranks.
@@ -72,7 +72,7 @@ class TokenLayout:
 
     Raises:
         ConfigError: No such layout.
-        LayoutError: See there.
+        LayoutError: The offsets, or a length, do not fit the layout.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -126,7 +126,7 @@ class TokenLayout:
         with torch.inference_mode(False):
             if self.layout_name == "contiguous" or self.size == 1:
                 return torch.arange(self.num_tokens)
-            # The same as that of the layout, whose thousands of runs few modes need.
+            # The same as that of the layout, whose thousands of runs few strategies need.
             starts_RN2, lengths_RN2 = _chunks(self.cu_seqlens, self.size)
             return expand_ranges(starts_RN2.flatten(), lengths_RN2.flatten())
 
@@ -196,7 +196,7 @@ def _checked_contiguous(cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]
         raise LayoutError(
             f"contiguous: {offsets[-1]} tokens over {size} ranks",
             found=f"a remainder of {offsets[-1] % size}",
-            why="Every rank holds an equal stretch of the buffer.",
+            why="Every rank holds an equal range of the buffer.",
             fix=f"Pad the buffer to a multiple of {size}, as a sequence of its own or of the last.",
         )
     return offsets

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
-from pcomm.gdn_cp.ops.flash_linear_attention import fla_gated_delta_rule, fla_state_space
-from pcomm.gdn_cp.ops.gated_delta_rule.rule import chunk_gated_delta_rule
-from pcomm.gdn_cp.ops.mamba2_ssd.ssd import chunk_state_space
+from pcomm.gdn_cp.ops.flash_linear_attention import fla_gated_delta_rule, fla_mamba2_ssd
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import chunk_mamba2_ssd
 
 __all__ = ["Kernels", "choose_kernels"]
 
@@ -34,7 +34,7 @@ class Kernels:
 
     Args:
         name: `torch` for the cores of this package, `fla` for flash-linear-attention.
-        reason: Why, for `describe`.
+        reason: Reason for the choice, for `describe`.
     """
 
     name: Literal["torch", "fla"]
@@ -69,7 +69,7 @@ class Kernels:
         tensors = (q_TGK, k_TGK, v_THV, g_TH, beta_TH)
         return run(*tensors, cu_seqlens=cu_seqlens, initial_state=initial_state)
 
-    def chunk_state_space(
+    def chunk_mamba2_ssd(
         self,
         x_THP: Tensor,
         dt_TH: Tensor,
@@ -82,11 +82,11 @@ class Kernels:
         cu_seqlens: Sequence[int],
         initial_state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`chunk_state_space` by these kernels; arguments, results and errors are the same.
+        """`chunk_mamba2_ssd` by these kernels; arguments, results and errors are the same.
 
         With `fla`, b, c and the product of dt and x are rounded to the dtype of the inputs.
         """
-        run = fla_state_space if self.name == "fla" else chunk_state_space
+        run = fla_mamba2_ssd if self.name == "fla" else chunk_mamba2_ssd
         return run(
             *(x_THP, dt_TH, a_log_H, b_TGS, c_TGS),
             d_H=d_H,
@@ -100,8 +100,8 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, *, wanted: str = "a
     """The kernels for tensors of this dtype on this device.
 
     Args:
-        device: Where the layer computes.
-        dtype: Of its values.
+        device: Device of the layer.
+        dtype: Dtype of its values.
         wanted: `auto`, or `torch` or `fla` to have just these.
 
     Raises:

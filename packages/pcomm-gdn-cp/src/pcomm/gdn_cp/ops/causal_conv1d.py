@@ -19,11 +19,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pcomm.gdn_cp.graph_breaks import outside_graphs
-from pcomm.gdn_cp.ops.inputs import check_shape, check_tokens
-from pcomm.gdn_cp.ops.offsets import PackOffsets
+from pcomm.gdn_cp.ops.input_checks import check_shape, check_tokens
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 from pcomm.gdn_cp.ops.precision import compute_dtype
 
-__all__ = ["BorderIndices", "border_indices", "causal_convolution", "convolution_step"]
+__all__ = ["BoundaryIndices", "boundary_indices", "causal_convolution", "convolution_step"]
 
 
 @outside_graphs
@@ -67,12 +67,12 @@ def causal_convolution(
             f"{asked}: initial_halo", initial_halo, (num_sequences, width - 1, num_channels)
         )
         halo = initial_halo.to(x_TD.dtype)
-    borders = offsets.derived(border_indices, width, x_TD.device)
+    boundaries = offsets.derived(boundary_indices, width, x_TD.device)
     dtype = compute_dtype(x_TD)
     weight, bias = weight_DW.to(dtype), None if bias_D is None else bias_D.to(dtype)
-    inputs = (x_TD.to(dtype), weight, bias, halo.to(dtype), borders)
+    inputs = (x_TD.to(dtype), weight, bias, halo.to(dtype), boundaries)
     y: Tensor = _Convolution.apply(*inputs)  # type: ignore[no-untyped-call]
-    return y.to(x_TD.dtype), _last_inputs(x_TD, halo, borders)
+    return y.to(x_TD.dtype), _last_inputs(x_TD, halo, boundaries)
 
 
 def convolution_step(
@@ -97,7 +97,7 @@ def convolution_step(
     return F.silu(y_ND).to(x_ND.dtype), window_NWD[:, 1:]
 
 
-class BorderIndices(NamedTuple):
+class BoundaryIndices(NamedTuple):
     """Where the first and the last W - 1 tokens of each sequence are.
 
     For `head` and `tail`: the token of each of `[N, P]` places, some other token where the
@@ -115,8 +115,8 @@ class BorderIndices(NamedTuple):
     lengths_N: Tensor
 
 
-def border_indices(offsets: tuple[int, ...], width: int, device: torch.device) -> BorderIndices:
-    """The borders of a pack on a device; see `PackOffsets.derived`."""
+def boundary_indices(offsets: tuple[int, ...], width: int, device: torch.device) -> BoundaryIndices:
+    """The first and last tokens of each sequence, on a device; kept by `PackOffsets.derived`."""
     offsets_N1 = torch.tensor(offsets, dtype=torch.int64)
     starts, stops = offsets_N1[:-1], offsets_N1[1:]
     places_P = torch.arange(width - 1)
@@ -130,18 +130,18 @@ def border_indices(offsets: tuple[int, ...], width: int, device: torch.device) -
         tokens_NP = tokens_NP.clamp(0, last)
         places = inside_NP.flatten().nonzero().flatten()
         found += [tokens_NP, inside_NP.unsqueeze(-1), places, tokens_NP.flatten()[places]]
-    return BorderIndices(*(x.to(device) for x in (*found, stops - starts)))
+    return BoundaryIndices(*(x.to(device) for x in (*found, stops - starts)))
 
 
-def _last_inputs(x_TD: Tensor, halo_NPD: Tensor, borders: BorderIndices) -> Tensor:
+def _last_inputs(x_TD: Tensor, halo_NPD: Tensor, boundaries: BoundaryIndices) -> Tensor:
     """The last W - 1 inputs of each sequence, those of the halo counted in."""
     num_before = halo_NPD.shape[1]
     if not len(x_TD):
         return halo_NPD
     places_P = torch.arange(num_before, device=x_TD.device)
-    older_NP = (places_P + borders.lengths_N[:, None]).clamp(max=max(num_before - 1, 0))
+    older_NP = (places_P + boundaries.lengths_N[:, None]).clamp(max=max(num_before - 1, 0))
     older_NPD = halo_NPD.gather(1, older_NP.unsqueeze(-1).expand_as(halo_NPD))
-    return torch.where(borders.in_tail_NP1, x_TD[borders.tail_NP], older_NPD)
+    return torch.where(boundaries.in_tail_NP1, x_TD[boundaries.tail_NP], older_NPD)
 
 
 def _windows(x: Tensor, tokens_NP: Tensor, inside_NP1: Tensor) -> Tensor:
@@ -168,26 +168,26 @@ class _Convolution(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         halo: Tensor,
-        borders: BorderIndices,
+        boundaries: BoundaryIndices,
     ) -> Tensor:
         taps = weight.mT.contiguous()
         num_before = len(taps) - 1
         before = x * taps[-1] if bias is None else torch.addcmul(bias, x, taps[-1])
         for shift in range(1, len(taps)):
             before[shift:].addcmul_(x[: max(len(x) - shift, 0)], taps[num_before - shift])
-        heads = torch.cat([halo, _windows(x, borders.head_NP, borders.in_head_NP1)], 1)
+        heads = torch.cat([halo, _windows(x, boundaries.head_NP, boundaries.in_head_NP1)], 1)
         again = _filtered(heads, taps).add_(0 if bias is None else bias)
-        again = again.flatten(0, 1).index_select(0, borders.head_places)
-        before.index_copy_(0, borders.head_tokens, again)
+        again = again.flatten(0, 1).index_select(0, boundaries.head_places)
+        before.index_copy_(0, boundaries.head_tokens, again)
         ctx.save_for_backward(x, taps, before, heads)
-        ctx.borders, ctx.has_bias = borders, bias is not None
+        ctx.boundaries, ctx.has_bias = boundaries, bias is not None
         return F.silu(before)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, taps, before, heads = ctx.saved_tensors
-        borders, num_before = ctx.borders, len(taps) - 1
+        boundaries, num_before = ctx.boundaries, len(taps) - 1
         grad = torch.ops.aten.silu_backward(grads[0], before)
         grad_bias = grad.sum(0) if ctx.has_bias else None
 
@@ -195,16 +195,18 @@ class _Convolution(torch.autograd.Function):
         for shift in range(1, len(taps)):
             kept = max(len(x) - shift, 0)
             grad_x[:kept].addcmul_(grad[shift:], taps[num_before - shift])
-        tails = F.pad(_windows(grad, borders.tail_NP, borders.in_tail_NP1), (0, 0, 0, num_before))
+        tails = F.pad(
+            _windows(grad, boundaries.tail_NP, boundaries.in_tail_NP1), (0, 0, 0, num_before)
+        )
         again = _filtered(tails, taps.flip(0))
-        again = again.flatten(0, 1).index_select(0, borders.tail_places)
-        grad_x.index_copy_(0, borders.tail_tokens, again)
+        again = again.flatten(0, 1).index_select(0, boundaries.tail_places)
+        grad_x.index_copy_(0, boundaries.tail_tokens, again)
 
-        grad_heads = _windows(grad, borders.head_NP, borders.in_head_NP1)
+        grad_heads = _windows(grad, boundaries.head_NP, boundaries.in_head_NP1)
         grad_halo = torch.zeros_like(grad_heads)
         for w in range(num_before):
             grad_halo[:, w:].addcmul_(grad_heads[:, : num_before - w], taps[w])
-        grad.index_fill_(0, borders.head_tokens, 0)
+        grad.index_fill_(0, boundaries.head_tokens, 0)
         grad_taps = torch.empty_like(taps)
         for w in range(len(taps)):
             shift = num_before - w

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError
-from pcomm.gdn_cp.ops.offsets import PackOffsets
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 
 __all__ = ["ChunkIndices", "ChunkLayout", "default_chunk", "from_chunks", "to_chunks"]
 
@@ -112,7 +112,9 @@ class ChunkLayout:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The sequences, those with most chunks first and equals as they come."""
-        return tuple(sorted(range(self.num_sequences), key=lambda n: -self.chunk_counts[n]))
+        return tuple(
+            sorted(range(self.num_sequences), key=self.chunk_counts.__getitem__, reverse=True)
+        )
 
     @cached_property
     def step_sizes(self) -> tuple[int, ...]:
@@ -174,7 +176,7 @@ def to_chunks(x_THD: Tensor, layout: ChunkLayout) -> Tensor:
 
     Args:
         x_THD: `[T, H, ...]`, any dtype and strides.
-        layout: For `T` tokens.
+        layout: Layout of `T` tokens.
 
     Returns:
         `[M, H, C, ...]`, contiguous, dtype of `x_THD`. Its gradient goes back by a gather, so it
@@ -192,7 +194,7 @@ def from_chunks(x_MHCD: Tensor, layout: ChunkLayout) -> Tensor:
 
     Args:
         x_MHCD: `[M, H, C, ...]`, any dtype and strides.
-        layout: As for `to_chunks`.
+        layout: The layout that `to_chunks` was given.
 
     Returns:
         `[T, H, ...]`, contiguous.

@@ -20,11 +20,11 @@ from torch import Tensor
 from pcomm.core.errors import UnsupportedError
 from pcomm.gdn_cp.graph_breaks import outside_graphs
 from pcomm.gdn_cp.ops.gated_delta_rule.chunk import check_delta_inputs
-from pcomm.gdn_cp.ops.inputs import check_shape
-from pcomm.gdn_cp.ops.mamba2_ssd.chunk import check_state_space_inputs, time_steps
-from pcomm.gdn_cp.ops.offsets import PackOffsets
+from pcomm.gdn_cp.ops.input_checks import check_shape
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import check_ssd_inputs, time_steps
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 
-__all__ = ["filled_sequences", "fla_gated_delta_rule", "fla_state_space"]
+__all__ = ["filled_sequences", "fla_gated_delta_rule", "fla_mamba2_ssd"]
 
 Operation = Callable[..., tuple[Tensor, Tensor]]
 
@@ -80,7 +80,7 @@ def fla_gated_delta_rule(
 
 
 @outside_graphs
-def fla_state_space(
+def fla_mamba2_ssd(
     x_THP: Tensor,
     dt_TH: Tensor,
     a_log_H: Tensor,
@@ -92,7 +92,7 @@ def fla_state_space(
     cu_seqlens: Sequence[int],
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`chunk_state_space` of this package, by `chunk_simple_gla`.
+    """`chunk_mamba2_ssd` of this package, by `chunk_simple_gla`.
 
     That operation has one decay a head and no correction: c are its queries, b its keys, dt x its
     values and A dt its gates. It knows no groups, so b and c are repeated for the heads of each.
@@ -118,7 +118,7 @@ def fla_state_space(
     """
     offsets, num_heads = PackOffsets.of(cu_seqlens), x_THP.shape[1]
     parameters = (a_log_H, b_TGS, dt_bias_H)
-    check_state_space_inputs("Kernels", offsets, x_THP, dt_TH, *parameters)
+    check_ssd_inputs("Kernels", offsets, x_THP, dt_TH, *parameters)
     check_shape("Kernels: c", c_TGS, tuple(b_TGS.shape))
     if d_H is not None:
         check_shape("Kernels: d", d_H, (num_heads,))

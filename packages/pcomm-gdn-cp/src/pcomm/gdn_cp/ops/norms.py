@@ -4,7 +4,7 @@ Qwen3-Next normalises each head and then gates; Mamba-2 gates and then normalise
 All compute in fp32, and in fp64 for fp64 inputs.
 """
 
-# D normalised dimension, F features of all groups
+# D normalised dimension, F features of all groups, T tokens, G key heads, K key dim
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from torch.nn import functional as F
 from pcomm.core.errors import ConfigError
 from pcomm.gdn_cp.ops.precision import compute_dtype
 
-__all__ = ["gate_then_rms_norm", "l2_normalise", "rms_norm_then_gate"]
+__all__ = [
+    "gate_then_rms_norm",
+    "l2_normalise",
+    "normalise_queries_keys",
+    "rms_norm_then_gate",
+]
 
 
 def l2_normalise(x: Tensor, *, scale: float = 1.0, eps: float = 1e-6) -> Tensor:
@@ -26,6 +31,11 @@ def l2_normalise(x: Tensor, *, scale: float = 1.0, eps: float = 1e-6) -> Tensor:
     """
     x = x.to(compute_dtype(x))
     return x * ((x * x).sum(-1, keepdim=True) + eps).rsqrt().mul(scale)
+
+
+def normalise_queries_keys(q_TGK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries of length K^-1/2 and keys of length 1 in every head, in fp32 or fp64."""
+    return l2_normalise(q_TGK, scale=q_TGK.shape[-1] ** -0.5), l2_normalise(k_TGK)
 
 
 def rms_norm_then_gate(x: Tensor, gate: Tensor, weight_D: Tensor, *, eps: float = 1e-6) -> Tensor:

@@ -1,34 +1,14 @@
-"""Which mode costs least: a model of latency and bytes, the same integers on every rank.
-
-It counts what is sent, not what is computed: the summaries of `state` and the waiting that an
-imbalance causes are left out, and `gather`, which computes everything on every rank, is taken only
-where nothing else works. Ties go to the mode named first.
-"""
+"""What communication costs by a model of latency and bytes, and the sizes that the model needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-from pcomm.core.errors import ConfigError, PcommError, near_misses
-from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.specs import Spec, is_integer
-from pcomm.gdn_cp.strategies.document_cuts import TOLERATED_IMBALANCE
-from pcomm.gdn_cp.strategies.documents import DocumentsRoute
-from pcomm.gdn_cp.strategies.gather import GatherRoute
-from pcomm.gdn_cp.strategies.heads import HeadsRoute
-from pcomm.gdn_cp.strategies.route import Mode, Route, Traffic
-from pcomm.gdn_cp.strategies.state import StateRoute
+from pcomm.core.errors import ConfigError
+from pcomm.gdn_cp.specs.counts import is_integer
+from pcomm.gdn_cp.strategies.traffic import Traffic
 
-__all__ = ["Candidate", "Choice", "Link", "Sizes", "choose", "decide"]
-
-ROUTES: dict[Mode, type[Route]] = {
-    "heads": HeadsRoute,
-    "docs": DocumentsRoute,
-    "state": StateRoute,
-    "gather": GatherRoute,
-}
+__all__ = ["Link", "Sizes"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +62,7 @@ class Sizes:
             raise ConfigError(
                 f"make_plan: hidden_dim={width!r}",
                 found="no integer >= 1",
-                why="It is the number of columns of hidden states, which mode 'docs' sends.",
+                why="It is the number of columns of hidden states, which strategy 'docs' sends.",
                 fix="Pass the width of the model, or leave it away if it is unknown.",
             )
         if not (is_integer(self.element_bytes) and self.element_bytes in (1, 2, 4, 8, 16)):
@@ -92,97 +72,3 @@ class Sizes:
                 why="It is the number of bytes of one number of the activations.",
                 fix="Pass dtype.itemsize: 2 for bf16, 4 for fp32.",
             )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A mode, and what became of it.
-
-    Args:
-        mode: Its name.
-        obstacle: Why it cannot or shall not be taken; empty if it can.
-        time_us: Estimate for the rank that sends most; infinite if it cannot be taken.
-        traffic: Of that rank.
-    """
-
-    mode: Mode
-    obstacle: str
-    time_us: float = float("inf")
-    traffic: Traffic = field(default_factory=Traffic)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The mode of one mixer.
-
-    Args:
-        mode: What was taken.
-        reason: Why.
-        rejected: The others that were weighed.
-    """
-
-    mode: Mode
-    reason: str
-    rejected: tuple[Candidate, ...] = ()
-
-
-def decide(
-    spec: Spec, tokens: TokenLayout, mode: Literal["auto"] | Mode, sizes: Sizes, link: Link
-) -> Choice:
-    """The mode that was asked for, or with `auto` the one that costs least.
-
-    Raises:
-        ConfigError: No such mode.
-    """
-    if mode not in ("auto", *ROUTES):
-        raise ConfigError(
-            f"make_plan: mode={mode!r}",
-            found="no such mode",
-            why="Tensors travel by one of the modes, or by the one that costs least.",
-            fix=near_misses(str(mode), ("auto", *ROUTES)),
-        )
-    if tokens.size == 1:
-        return Choice("heads" if mode == "auto" else mode, "one rank, so nothing moves")
-    if mode == "auto":
-        return choose(spec, tokens, sizes, link)
-    if mode == "state" and not spec.has_state:
-        divides = spec.output.num_heads % tokens.size == 0
-        return Choice("heads" if divides else "gather", "asked for 'state', and it has none")
-    return Choice(mode, "asked for")
-
-
-def choose(spec: Spec, tokens: TokenLayout, sizes: Sizes, link: Link) -> Choice:
-    """The mode with the least time among those that work. The same on every rank."""
-    found = [_weigh(mode, spec, tokens, sizes, link) for mode in ROUTES]
-    sound = [c for c in found if not c.obstacle and c.mode != "gather"]
-    best = min(sound or found[-1:], key=lambda candidate: candidate.time_us)
-    reason = (
-        f"least by the model: {best.time_us:.1f} us forward and backward at "
-        f"{link.latency_us:g} us a collective and {link.gb_per_s:g} GB/s"
-        if sound
-        else "nothing else works"
-    )
-    return Choice(best.mode, reason, tuple(c for c in found if c is not best))
-
-
-def _weigh(mode: Mode, spec: Spec, tokens: TokenLayout, sizes: Sizes, link: Link) -> Candidate:
-    try:
-        route = ROUTES[mode](spec, tokens, 0)
-    except PcommError as problem:
-        return Candidate(mode, problem.found)
-    traffic, time_us = _busiest(route, sizes, link, range(tokens.size))
-    obstacle = ""
-    if mode == "docs" and sizes.hidden_dim is None:
-        obstacle, time_us = "hidden_dim was not given, so its bytes are unknown", float("inf")
-    elif route.imbalance > TOLERATED_IMBALANCE:
-        # The others would wait for longer than the model, which counts only bytes, can weigh.
-        obstacle = f"{route.imbalance:.0%} above the average on the busiest rank"
-    elif mode == "gather":
-        obstacle = f"computes everything {tokens.size} times"
-    return Candidate(mode, obstacle, time_us, traffic)
-
-
-def _busiest(route: Route, sizes: Sizes, link: Link, ranks: Iterable[int]) -> tuple[Traffic, float]:
-    each = [route.traffic(rank, sizes.element_bytes, sizes.hidden_dim) for rank in ranks]
-    slowest = max(each, key=link.time_us)
-    return slowest, link.time_us(slowest)

@@ -1,4 +1,4 @@
-"""Where to cut a pack of documents into one stretch for each rank: integers only."""
+"""Where to cut a pack of documents into one range for each rank: integers only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 __all__ = ["TOLERATED_IMBALANCE", "document_cuts"]
 
 # By how much the busiest rank may have more than its share for the sake of whole documents: above
-# it a document is cut, and `auto` takes another mode where none can be. A first guess; no
+# it a document is cut, and `auto` takes another strategy where none can be. A first guess; no
 # measurement stands behind it yet.
 TOLERATED_IMBALANCE = 0.1
 
@@ -16,30 +16,30 @@ TOLERATED_IMBALANCE = 0.1
 def document_cuts(
     cu_seqlens: Sequence[int], size: int, *, limit: float | None = TOLERATED_IMBALANCE
 ) -> tuple[int, ...]:
-    """Where each rank's stretch of the pack begins, and where the last ends: `size + 1` tokens.
+    """Where each rank's range of the pack begins, and where the last one ends: `size + 1` tokens.
 
     With the fewest cuts inside documents that leave no rank more than `limit` above the average,
     or than that rounded up; two cuts at one place, with nothing between them, are one. Under as
     many cuts the busiest rank has the least that is possible. Among those that reach it, cuts at
-    borders are taken, and those nearest to equal shares, one after another.
+    boundaries are taken, and those nearest to equal shares, one after another.
 
     Args:
         cu_seqlens: Offsets of the documents.
         size: Number of ranks.
         limit: 0.1 for 10 % above the average; None to keep all documents whole.
     """
-    borders = sorted(set(cu_seqlens))
-    total = borders[-1]
+    boundaries = sorted(set(cu_seqlens))
+    total = boundaries[-1]
     low = -(-total // size)
     high = total if limit is None else max(low, int(total * (1 + limit)) // size)
-    num_cuts = len(_farthest(borders, size, high)) - 1
+    num_cuts = len(_farthest(boundaries, size, high)) - 1
     while low < high:
         middle = (low + high) // 2
-        if len(_farthest(borders, size, middle, num_cuts)) - 1 <= num_cuts:
+        if len(_farthest(boundaries, size, middle, num_cuts)) - 1 <= num_cuts:
             high = middle
         else:
             low = middle + 1
-    mirrored = [total - border for border in reversed(borders)]
+    mirrored = [total - boundary for boundary in reversed(boundaries)]
     back = _farthest(mirrored, size, high)
 
     def earliest(rank: int, num_cuts: int) -> int:
@@ -50,7 +50,7 @@ def document_cuts(
     for rank in range(1, size):
         wanted, before = rank * total / size, cuts[-1]
         last = min(before + high, total)
-        at = _nearest(borders, wanted, max(before, earliest(rank, left)), last)
+        at = _nearest(boundaries, wanted, max(before, earliest(rank, left)), last)
         if at is None:
             # A rank gets nothing where that saves a cut.
             at = before
@@ -61,31 +61,31 @@ def document_cuts(
 
 
 def _farthest(
-    borders: list[int], size: int, most: int, num_cuts: int | None = None
+    boundaries: list[int], size: int, most: int, num_cuts: int | None = None
 ) -> list[list[int]]:
     """How far the first ranks reach with at most `most` tokens each, `[cuts, ranks]`.
 
-    One line for each number of cuts between borders, up to that with which `size` ranks reach the
-    end; at most to one line above `num_cuts`. Being farther is never worse: who is there can cut
-    where somebody behind could, or where he is.
+    One line for each number of cuts between boundaries, up to that with which `size` ranks reach
+    the end; at most to one line above `num_cuts`. A longer prefix dominates a shorter one: every
+    later cut stays available.
     """
     table: list[list[int]] = []
-    while not table or (table[-1][-1] < borders[-1] and len(table) - 2 != num_cuts):
+    while not table or (table[-1][-1] < boundaries[-1] and len(table) - 2 != num_cuts):
         line = [0]
         for rank in range(size):
-            reach = borders[bisect_right(borders, line[-1] + most) - 1]
+            reach = boundaries[bisect_right(boundaries, line[-1] + most) - 1]
             if table:
-                reach = max(reach, min(table[-1][rank] + most, borders[-1]))
+                reach = max(reach, min(table[-1][rank] + most, boundaries[-1]))
             line.append(max(reach, line[-1]))
         table.append(line)
     return table
 
 
-def _nearest(borders: list[int], wanted: float, first: int, last: int) -> int | None:
-    """The border from `first` to `last` nearest to `wanted`, the earlier one of two."""
-    low, high = bisect_left(borders, first), bisect_right(borders, last) - 1
+def _nearest(boundaries: list[int], wanted: float, first: int, last: int) -> int | None:
+    """The boundary from `first` to `last` nearest to `wanted`, the earlier one of two."""
+    low, high = bisect_left(boundaries, first), bisect_right(boundaries, last) - 1
     if low > high:
         return None
-    after = min(max(bisect_left(borders, wanted), low), high)
+    after = min(max(bisect_left(boundaries, wanted), low), high)
     before = max(after - 1, low)
-    return min(borders[before], borders[after], key=lambda border: abs(border - wanted))
+    return min(boundaries[before], boundaries[after], key=lambda boundary: abs(boundary - wanted))

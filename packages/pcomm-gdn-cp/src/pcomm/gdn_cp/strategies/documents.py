@@ -1,10 +1,10 @@
-"""Mode `docs`: each rank gets a stretch of the pack as hidden states and runs the layer on it.
+"""Strategy `docs`: each rank gets a stretch of the pack as hidden states and runs the layer on it.
 
 Hidden states are narrower than what is projected from them, and heads need not divide. What has to
 be found is where to cut: at borders of documents, where that gives all ranks about the same number
 of tokens. Where a document is too long for that it is cut as well; it is a *straddler* then, and
-its pieces hand over states as in mode `state`. Softmax attention has no state to hand over, so it
-gets whole documents only.
+its segments hand over states as with strategy `state`. Softmax attention has no state to hand over,
+so it gets whole documents only.
 """
 
 # t tokens of this rank between layers, D model dim
@@ -25,17 +25,17 @@ from pcomm.core.errors import LayoutError
 from pcomm.core.exchange.exchange import Exchange
 from pcomm.core.exchange.index import layout_edges, run_ranks
 from pcomm.core.layout import Layout
-from pcomm.gdn_cp.layout.boundary_states import BoundaryStates
 from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
-from pcomm.gdn_cp.layout.token_indices import TokenIndices
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.ops.offsets import PackOffsets
-from pcomm.gdn_cp.specs import AttentionSpec, Spec
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
+from pcomm.gdn_cp.specs.spec import Spec
+from pcomm.gdn_cp.strategies.boundary_states import BoundaryStates
 from pcomm.gdn_cp.strategies.document_cuts import TOLERATED_IMBALANCE, document_cuts
-from pcomm.gdn_cp.strategies.route import Route, Traffic
 from pcomm.gdn_cp.strategies.state_passing import StatePassing
+from pcomm.gdn_cp.strategies.strategy import Strategy
+from pcomm.gdn_cp.strategies.traffic import Traffic
 
-__all__ = ["Documents", "DocumentsRoute"]
+__all__ = ["Documents", "DocumentsStrategy"]
 
 # A rank with more than twice its share: the others would wait for it longer than the exchange of
 # heads takes, and the documents in question are longer than a share.
@@ -68,7 +68,7 @@ class Documents:
         return document_cuts(self.cu_seqlens, self.source.size, limit=limit)
 
     @cached_property
-    def num_straddlers(self) -> int:
+    def num_cut_documents(self) -> int:
         """Documents that are cut."""
         offsets = self.cu_seqlens
         inside = set(self.cuts).difference(offsets)
@@ -115,7 +115,7 @@ class Documents:
         return before.diff(dim=1)
 
 
-class DocumentsRoute(Route):
+class DocumentsStrategy(Strategy):
     """A stretch of the pack on each rank, with all heads: whole documents as far as possible.
 
     Raises:
@@ -123,53 +123,52 @@ class DocumentsRoute(Route):
             more than twice its share.
     """
 
-    mode = "docs"
+    name = "docs"
 
     def __init__(self, spec: Spec, tokens: TokenLayout, rank: int) -> None:
         super().__init__(spec, tokens, rank)
         if self.imbalance > MAX_IMBALANCE:
             counts = self.documents.layout.sizes
             raise LayoutError(
-                f"make_plan: mode 'docs' for {tokens.num_sequences} sequences over "
+                f"make_plan: strategy 'docs' for {tokens.num_sequences} sequences over "
                 f"{tokens.size} ranks and {spec}",
                 found=f"at best {max(counts)} of {tokens.num_tokens} tokens on one rank, "
                 f"{self.imbalance:.0%} above the average",
                 why="A mixer without a state needs whole documents, and one that is longer than a "
-                f"share holds all up; above {MAX_IMBALANCE:.0%} this mode is refused.",
-                fix="Use mode 'heads' for it with packs of such documents, or 'auto'.",
+                f"share holds all up; above {MAX_IMBALANCE:.0%} this strategy is refused.",
+                fix="Use strategy 'heads' for it with packs of such documents, or 'auto'.",
             )
 
     @cached_property
     def documents(self) -> Documents:
         """How the documents are dealt out; in the same way for all mixers unless one is cut."""
         documents = self.tokens.derived(Documents.of, False)
-        if self.spec.has_state or not documents.num_straddlers:
+        if self.spec.state is not None or not documents.num_cut_documents:
             return documents
         return self.tokens.derived(Documents.of, True)
 
     @cached_property
-    def pieces(self) -> SequenceSegments:
-        """The documents, and pieces of documents, on all ranks."""
-        reach = 0 if isinstance(self.spec, AttentionSpec) else self.spec.conv_width - 1
-        return self.tokens.derived(_pieces, self.documents.are_whole, reach)
+    def segments(self) -> SequenceSegments:
+        """The documents, and segments of documents, on all ranks."""
+        reach = self.spec.convolution.reach if self.spec.convolution is not None else 0
+        return self.tokens.derived(_segments, self.documents.are_whole, reach)
 
     @cached_property
-    def carry(self) -> BoundaryStates:
-        """What the pieces of straddlers take from those before them."""
-        view = TokenIndices(self.tokens, self.rank)
-        if self.spec.has_state:
-            return StatePassing(self.share, view, self.pieces)
-        return BoundaryStates(self.share, view)
+    def boundary_states(self) -> BoundaryStates:
+        """What segments of documents take from those before them."""
+        if self.spec.state is not None:
+            return StatePassing(self.share, self.tokens, self.rank, self.segments)
+        return BoundaryStates(self.share, self.tokens, self.rank)
 
     @property
-    def num_straddlers(self) -> int:
+    def num_cut_documents(self) -> int:
         """Documents that are cut."""
-        return self.documents.num_straddlers
+        return self.documents.num_cut_documents
 
     @property
     def cu_seqlens(self) -> PackOffsets:
-        """Offsets of this rank's documents and pieces, without empty ones."""
-        return self.pieces.offsets_of(self.rank)
+        """Offsets of this rank's documents and segments, without empty ones."""
+        return self.segments.offsets_of(self.rank)
 
     @property
     def imbalance(self) -> float:
@@ -193,8 +192,8 @@ class DocumentsRoute(Route):
     def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
         """Hidden states of the tokens that move, there and back, and what straddlers hand over."""
         inner = Traffic()
-        if isinstance(self.carry, StatePassing):
-            inner = self.carry.traffic(rank, element_bytes)
+        if isinstance(self.boundary_states, StatePassing):
+            inner = self.boundary_states.traffic(rank, element_bytes)
         if self.documents.are_in_place:
             return inner
         moved = self.documents.moved_rows
@@ -239,7 +238,7 @@ def _moved(x: Tensor, there: Exchange, back: Exchange, collectives: Collectives)
     )
 
 
-def _pieces(tokens: TokenLayout, are_whole: bool, reach: int) -> SequenceSegments:
+def _segments(tokens: TokenLayout, are_whole: bool, reach: int) -> SequenceSegments:
     return SequenceSegments(
         tokens.cu_seqlens, tokens.derived(Documents.of, are_whole).layout, reach
     )

@@ -1,4 +1,4 @@
-"""Mode `gather`: every rank gets everything, computes everything and keeps its own tokens.
+"""Strategy `gather`: every rank gathers all tokens, computes all of them and keeps its own.
 
 The baseline: nothing has to divide, memory and compute do not shrink with the number of ranks.
 """
@@ -16,18 +16,19 @@ from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.collectives.autograd import differentiable
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.exchange.index import inverse_order
-from pcomm.gdn_cp.strategies.route import Route, Traffic
+from pcomm.gdn_cp.strategies.strategy import Strategy
+from pcomm.gdn_cp.strategies.traffic import Traffic
 
-__all__ = ["GatherRoute"]
+__all__ = ["GatherStrategy"]
 
 
-class GatherRoute(Route):
+class GatherStrategy(Strategy):
     """All tokens and all heads on every rank."""
 
-    mode = "gather"
+    name = "gather"
 
     def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
-        """All sections to everybody; their gradients back, each to the rank that has the token."""
+        """All sections to every rank; their gradients back to the rank that holds the token."""
         width = sum(section.width for section in self.spec.sections)
         sent = self.tokens.local_tokens * width * (self.tokens.size - 1) * element_bytes
         return Traffic(("all_gather",), ("reduce_scatter",), sent, sent)

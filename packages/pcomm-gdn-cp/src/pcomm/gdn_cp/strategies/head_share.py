@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
-from pcomm.gdn_cp.specs import Section, Spec
+from pcomm.gdn_cp.specs.spec import Section, Spec
 
 __all__ = ["HeadShare", "SectionShare"]
 
@@ -67,10 +67,10 @@ class HeadShare:
         num_heads = self.spec.output.num_heads
         if num_heads % self.size:
             raise LayoutError(
-                f"make_plan: mode 'heads' for {self.spec}",
+                f"make_plan: strategy 'heads' for {self.spec}",
                 found=f"{num_heads} heads over {self.size} ranks",
                 why="Every rank works on the same number of whole heads, on at least one.",
-                fix=f"Use a context-parallel size that divides {num_heads}, or mode "
+                fix=f"Use a context-parallel size that divides {num_heads}, or strategy "
                 f"{' or '.join(_others(self.spec))}, which need no heads to divide.",
             )
 
@@ -193,4 +193,4 @@ class HeadShare:
 
 
 def _others(spec: Spec) -> list[str]:
-    return ["'docs'", "'state'", "'gather'"] if spec.has_state else ["'docs'", "'gather'"]
+    return ["'docs'", "'state'", "'gather'"] if spec.state is not None else ["'docs'", "'gather'"]

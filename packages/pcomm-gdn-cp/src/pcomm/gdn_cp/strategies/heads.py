@@ -1,4 +1,4 @@
-"""Mode `heads`: from my tokens with all heads to all tokens with my heads, in one all-to-all.
+"""Strategy `heads`: from my tokens with all heads to all tokens with my heads, in one all-to-all.
 
 All sections travel in one message, in rank order and section by section, so that packing is one
 strided copy for each section whatever the number of sequences. What arrives is brought into the
@@ -22,21 +22,22 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.exchange.index import inverse_order
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
 from pcomm.gdn_cp.packing.backend import choose_packing
-from pcomm.gdn_cp.specs import Spec
+from pcomm.gdn_cp.specs.spec import Spec
 from pcomm.gdn_cp.strategies.head_share import HeadShare, SectionShare
-from pcomm.gdn_cp.strategies.route import Route, Traffic
+from pcomm.gdn_cp.strategies.strategy import Strategy
+from pcomm.gdn_cp.strategies.traffic import Traffic
 
-__all__ = ["HeadsRoute"]
+__all__ = ["HeadsStrategy"]
 
 
-class HeadsRoute(Route):
+class HeadsStrategy(Strategy):
     """All tokens of this rank's heads.
 
     Raises:
         LayoutError: The ranks do not divide the heads of the output.
     """
 
-    mode = "heads"
+    name = "heads"
 
     def __init__(self, spec: Spec, tokens: TokenLayout, rank: int) -> None:
         super().__init__(spec, tokens, rank)
@@ -127,14 +128,14 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        route: HeadsRoute,
+        strategy: HeadsStrategy,
         shares: tuple[SectionShare, ...],
         widths: tuple[int, ...],
         collectives: Collectives,
         *sections: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.way = (route, shares, widths, collectives)
-        buffer_TW = route._scatter(sections, shares, collectives)
+        ctx.way = (strategy, shares, widths, collectives)
+        buffer_TW = strategy._scatter(sections, shares, collectives)
         # Split here, so that the gradients of the parts come apart and need not be put together.
         return buffer_TW.split(widths, -1) if len(widths) > 1 else (buffer_TW,)
 
@@ -147,14 +148,14 @@ class _FromHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        route: HeadsRoute,
+        strategy: HeadsStrategy,
         shares: tuple[SectionShare, ...],
         widths: tuple[int, ...],
         collectives: Collectives,
         *parts: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.way = (route, shares, widths, collectives)
-        return route._collect(parts, shares, collectives)
+        ctx.way = (strategy, shares, widths, collectives)
+        return strategy._collect(parts, shares, collectives)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,6 +1,6 @@
-"""Mode `state`: tokens stay where they are, and what travels is what each piece does to a state.
+"""Strategy `state`: tokens stay, and what each segment does to a state travels.
 
-Each rank holds pieces of sequences, with all heads. See `handover` for what passes between them.
+Each rank holds segments of sequences, with all heads. `state_passing` tells what they exchange.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ from torch import Tensor
 
 from pcomm.core.errors import UnsupportedError
 from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
-from pcomm.gdn_cp.layout.token_indices import TokenIndices
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.ops.offsets import PackOffsets
-from pcomm.gdn_cp.specs import AttentionSpec, Spec
-from pcomm.gdn_cp.strategies.route import Route, Traffic
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
+from pcomm.gdn_cp.specs.spec import Spec
 from pcomm.gdn_cp.strategies.state_passing import StatePassing
+from pcomm.gdn_cp.strategies.strategy import Strategy
+from pcomm.gdn_cp.strategies.traffic import Traffic
 
-__all__ = ["StateRoute"]
+__all__ = ["StateStrategy"]
 
 
-class StateRoute(Route):
-    """The tokens of this rank as pieces of sequences, with all heads.
+class StateStrategy(Strategy):
+    """The tokens of this rank as segments of sequences, with all heads.
 
     Raises:
         UnsupportedError: The mixer has no state.
     """
 
-    mode = "state"
+    name = "state"
 
     def __init__(self, spec: Spec, tokens: TokenLayout, rank: int) -> None:
         super().__init__(spec, tokens, rank)
-        if isinstance(spec, AttentionSpec):
+        if spec.state is None:
             raise UnsupportedError(
-                f"make_plan: mode 'state' for {spec}",
+                f"make_plan: strategy 'state' for {spec}",
                 found="a mixer without a state",
-                why="Softmax attention has to see every token before, not a summary of them.",
-                fix="Use mode 'heads', 'docs' or 'gather' for it.",
+                why="Its core takes all earlier tokens, as softmax attention does, and no summary.",
+                fix="Use strategy 'heads', 'docs' or 'gather' for it.",
             )
-        self._reach = spec.conv_width - 1
 
     @cached_property
-    def carry(self) -> StatePassing:
-        """What the pieces take from those before them."""
-        view = TokenIndices(self.tokens, self.rank)
-        return StatePassing(self.share, view, self.tokens.derived(_pieces, self._reach))
+    def boundary_states(self) -> StatePassing:
+        """What segments take from those before them."""
+        reach = self.spec.convolution.reach if self.spec.convolution is not None else 0
+        segments = self.tokens.derived(_segments, reach)
+        return StatePassing(self.share, self.tokens, self.rank, segments)
 
     @property
     def cu_seqlens(self) -> PackOffsets:
-        """Offsets of this rank's pieces."""
-        return self.carry.cu_seqlens
+        """Offsets of this rank's segments."""
+        return self.boundary_states.cu_seqlens
 
     @property
     def core_rows(self) -> int:
@@ -63,8 +63,8 @@ class StateRoute(Route):
 
     def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
         """Halos and maps."""
-        return self.carry.traffic(rank, element_bytes)
+        return self.boundary_states.traffic(rank, element_bytes)
 
 
-def _pieces(tokens: TokenLayout, reach: int) -> SequenceSegments:
+def _segments(tokens: TokenLayout, reach: int) -> SequenceSegments:
     return SequenceSegments(tokens.cu_seqlens, tokens.layout, reach)

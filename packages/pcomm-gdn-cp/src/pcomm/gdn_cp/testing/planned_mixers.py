@@ -16,22 +16,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pcomm.gdn_cp.layer_moves import Plan
 from pcomm.gdn_cp.ops.causal_conv1d import causal_convolution
 from pcomm.gdn_cp.ops.gated_delta_rule.chunk import DeltaChunks
-from pcomm.gdn_cp.ops.gated_delta_rule.rule import delta_gates, normalise_queries_keys
-from pcomm.gdn_cp.ops.mamba2_ssd.chunk import StateSpaceChunks
-from pcomm.gdn_cp.ops.norms import rms_norm_then_gate
-from pcomm.gdn_cp.plan import Plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec, Spec
+from pcomm.gdn_cp.ops.gated_delta_rule.gate import delta_gates
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import SsdChunks
+from pcomm.gdn_cp.ops.norms import normalise_queries_keys, rms_norm_then_gate
+from pcomm.gdn_cp.specs.attention import AttentionSpec
+from pcomm.gdn_cp.specs.gated_delta_net import GdnSpec
+from pcomm.gdn_cp.specs.mamba2 import Mamba2Spec
+from pcomm.gdn_cp.specs.spec import Spec
 from pcomm.gdn_cp.testing.slow_decay import slow_parameters
 
-__all__ = ["CHUNK", "Carried", "continued", "mixer", "weights_of"]
+__all__ = ["CHUNK", "SequenceStates", "continued", "mixer", "weights_of"]
 
 # Short, so that tests of a few dozen tokens have several chunks and odd remainders.
 CHUNK = 4
 
 
-class Carried(NamedTuple):
+class SequenceStates(NamedTuple):
     """What sequences take from a pack to the next, of all heads and the same on every rank.
 
     Args:
@@ -56,10 +59,10 @@ def weights_of(
     widths = {section.name: section.width for section in spec.sections}
     found = {f"in_{name}": normal(width, hidden_dim) for name, width in widths.items()}
     found["out"] = normal(hidden_dim, spec.output.width)
-    if not isinstance(spec, AttentionSpec):
+    if isinstance(spec, GdnSpec | Mamba2Spec):
         num_heads = spec.output.num_heads
         found["in_z"] = normal(spec.output.width, hidden_dim)
-        found["conv"] = normal(spec.conv_channels, spec.conv_width)
+        found["conv"] = normal(spec.convolution.channels, spec.convolution.width)
         found["norm"] = 1 + normal(spec.output.head_width)
         found["A_log"], found["dt_bias"] = slow_parameters(num_heads, generator, torch.float64)
     if isinstance(spec, Mamba2Spec):
@@ -74,6 +77,7 @@ def mixer(plan: Plan, spec: Spec, hidden_tD: Tensor, weights: dict[str, Tensor])
     if isinstance(spec, AttentionSpec):
         y = plan.from_heads(spec, _attention(plan, spec, sections))
         return plan.leave(spec, F.linear(y, weights["out"]))
+    assert isinstance(spec, GdnSpec | Mamba2Spec), "a mixer that weights_of does not know"
     y, _ = _recurrence(plan, spec, sections, weights, None)
     return _gated(plan, spec, x, y, weights)
 
@@ -83,14 +87,14 @@ def continued(
     spec: GdnSpec | Mamba2Spec,
     hidden_tD: Tensor,
     weights: dict[str, Tensor],
-    before: Carried | None,
-) -> tuple[Tensor, Carried]:
+    before: SequenceStates | None,
+) -> tuple[Tensor, SequenceStates]:
     """The output of one layer for sequences that began in other packs, and what goes on from it."""
     x = plan.enter(spec, hidden_tD)
     y, after = _recurrence(plan, spec, _sections(spec, x, weights), weights, before)
     states, halo = before or (None, None)
     # Final states and halo as this rank's core has them, then those of all.
-    whole = Carried(
+    whole = SequenceStates(
         plan.final_states(spec, after.states, initial=states),
         plan.final_halo(spec, after.halo, initial=halo),
     )
@@ -117,8 +121,8 @@ def _recurrence(
     spec: GdnSpec | Mamba2Spec,
     sections: list[Tensor],
     weights: dict[str, Tensor],
-    before: Carried | None,
-) -> tuple[Tensor, Carried]:
+    before: SequenceStates | None,
+) -> tuple[Tensor, SequenceStates]:
     """`[T, columns]` of this rank's heads, and states and halo after what its core sees."""
     inputs, *gates = plan.to_heads(spec, sections, fused=3)
     states, halo = before or (None, None)
@@ -136,14 +140,14 @@ def _recurrence(
         start = plan.entry_states(spec, summary, initial=states)
         y, final = delta.outputs(q, initial_state=start)
     else:
-        space = StateSpaceChunks.of(
+        space = SsdChunks.of(
             first, gates[0], log, second, dt_bias_H=bias, cu_seqlens=offsets, chunk=CHUNK
         )
         summary = space.summary() if plan.needs_summary(spec) else None
         start = plan.entry_states(spec, summary, initial=states)
         skip = share.take(weights["D"], "dt")
         y, final = space.outputs(third, d_H=skip, initial_state=start)
-    return y.flatten(1), Carried(final, last)
+    return y.flatten(1), SequenceStates(final, last)
 
 
 def _convolved(

@@ -1,7 +1,7 @@
 """Inputs whose states live for hundreds of tokens, and packs with awkward lengths.
 
 With the usual initial values a state is forgotten after about eight tokens, and a test of what
-happens between chunks, pieces or documents passes whatever happens there.
+happens between chunks, segments or documents passes whatever happens there.
 """
 
 # T tokens, N sequences, G key heads or groups, H value heads, K key dim, V value dim,
@@ -18,18 +18,19 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pcomm.gdn_cp.ops.gated_delta_rule.rule import delta_gates, normalise_queries_keys
+from pcomm.gdn_cp.ops.gated_delta_rule.gate import delta_gates
+from pcomm.gdn_cp.ops.norms import normalise_queries_keys
 
 __all__ = [
     "DeltaInputs",
-    "StateSpaceInputs",
+    "SsdInputs",
     "awkward_lengths",
     "delta_inputs",
     "gradients",
     "offsets",
     "relative_error",
     "slow_parameters",
-    "state_space_inputs",
+    "ssd_inputs",
 ]
 
 
@@ -49,8 +50,8 @@ class DeltaInputs:
 
 
 @dataclass(frozen=True)
-class StateSpaceInputs:
-    """Arguments of `chunk_state_space`, each a leaf that wants its gradient."""
+class SsdInputs:
+    """Arguments of `chunk_mamba2_ssd`, each a leaf that wants its gradient."""
 
     x_THP: Tensor
     dt_TH: Tensor
@@ -108,7 +109,7 @@ def delta_inputs(
     return DeltaInputs(*(x.to(dtype).requires_grad_() for x in tensors))
 
 
-def state_space_inputs(
+def ssd_inputs(
     lengths: Sequence[int],
     *,
     groups: int = 2,
@@ -117,7 +118,7 @@ def state_space_inputs(
     state_dim: int = 6,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-) -> StateSpaceInputs:
+) -> SsdInputs:
     """Inputs, time steps, parameters and states of a pack, the same for a seed."""
     generator, num_tokens = torch.Generator().manual_seed(seed), sum(lengths)
 
@@ -129,7 +130,7 @@ def state_space_inputs(
     x, dt = normal(num_tokens, heads, head_dim), normal(num_tokens, heads)
     state = normal(len(lengths), heads, state_dim, head_dim)
     tensors = (x, dt, log, b, c, normal(heads), bias, state)
-    return StateSpaceInputs(*(x.to(dtype).requires_grad_() for x in tensors))
+    return SsdInputs(*(x.to(dtype).requires_grad_() for x in tensors))
 
 
 def gradients(

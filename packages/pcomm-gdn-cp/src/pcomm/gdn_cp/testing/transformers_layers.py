@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.gdn_cp.ops.causal_conv1d import causal_convolution
-from pcomm.gdn_cp.ops.gated_delta_rule.rule import delta_gates, gated_delta_rule
-from pcomm.gdn_cp.ops.mamba2_ssd.ssd import chunk_state_space
-from pcomm.gdn_cp.ops.norms import gate_then_rms_norm, rms_norm_then_gate
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.gate import delta_gates
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import chunk_mamba2_ssd
+from pcomm.gdn_cp.ops.norms import gate_then_rms_norm, normalise_queries_keys, rms_norm_then_gate
 from pcomm.gdn_cp.testing.slow_decay import slow_parameters
 
 __all__ = ["LayerRun", "gated_delta_net_of_cores", "mamba2_of_cores", "one_by_one", "set_slow"]
@@ -35,7 +36,9 @@ def gated_delta_net_of_cores(layer: Any, hidden_TD: Tensor, cu_seqlens: Sequence
     q, k = (x.unflatten(-1, (layer.num_k_heads, -1)) for x in (q, k))
     v = v.unflatten(-1, (layer.num_v_heads, -1))
     g, beta = delta_gates(a, b, layer.A_log, layer.dt_bias)
-    output, _ = gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens)
+    output, _ = chunk_gated_delta_rule(
+        *normalise_queries_keys(q, k), v, g, beta, cu_seqlens=cu_seqlens
+    )
     normed = rms_norm_then_gate(output, z, layer.norm.weight, eps=layer.norm.variance_epsilon)
     result: Tensor = layer.out_proj(normed.flatten(1))
     return result
@@ -50,7 +53,7 @@ def mamba2_of_cores(layer: Any, hidden_TD: Tensor, cu_seqlens: Sequence[int]) ->
     weight, bias = layer.conv1d.weight[:, 0], layer.conv1d.bias
     mixed, _ = causal_convolution(mixed, weight, cu_seqlens=cu_seqlens, bias_D=bias)
     x, b, c = mixed.split([inner, states, states], -1)
-    y, _ = chunk_state_space(
+    y, _ = chunk_mamba2_ssd(
         x.unflatten(-1, (layer.num_heads, -1)),
         dt,
         layer.A_log,

@@ -1,8 +1,11 @@
-"""The work inside the chunks of the gated delta rule, done once for whatever follows.
+"""The gated delta rule over packed sequences, in chunks: the core of a Gated DeltaNet layer.
 
-What tokens write within a chunk does not depend on the state that enters it, up to one product
-with the state. So a rank that first needs the summary of its tokens, and later, when the state
-before them is known, their outputs, computes the chunks once.
+For each value head, with its key head's query q and key k, S is `[K, V]` and
+  S <- e^g S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q.
+`naive_recurrent_gated_delta_rule` computes this as it stands; here chunks of tokens become matrix
+products. What tokens write within a chunk does not depend on the state that enters it, up to one
+product with the state. So a rank that first needs the summary of its tokens, and later, when the
+state before them is known, their outputs, computes the chunks once.
 """
 
 # T tokens, N sequences, M chunks, C tokens of a chunk, G key heads, H value heads,
@@ -18,14 +21,58 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pcomm.gdn_cp.graph_breaks import outside_graphs
-from pcomm.gdn_cp.ops.carried_state import state_for_scan, state_for_user
 from pcomm.gdn_cp.ops.chunk_layout import ChunkLayout, default_chunk, from_chunks, to_chunks
 from pcomm.gdn_cp.ops.decayed_read import log_decay_since_start, pairwise_decay, read_chunks
 from pcomm.gdn_cp.ops.gated_delta_rule.scan import chunk_inverse, delta_scan
-from pcomm.gdn_cp.ops.inputs import check_group, check_shape, check_tokens
+from pcomm.gdn_cp.ops.input_checks import check_group, check_shape, check_tokens
 from pcomm.gdn_cp.ops.precision import compute_dtype
+from pcomm.gdn_cp.ops.state_layout import state_for_scan, state_for_user
 
-__all__ = ["DeltaChunks", "check_delta_inputs"]
+__all__ = ["DeltaChunks", "check_delta_inputs", "chunk_gated_delta_rule"]
+
+
+@outside_graphs
+def chunk_gated_delta_rule(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_THV: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    *,
+    cu_seqlens: Sequence[int],
+    initial_state: Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule on each sequence of the pack, in chunks.
+
+    Choose it for training and prefill; `gated_delta_step` is for decoding. Queries and keys are
+    used as they are: `normalise_queries_keys` prepares them as in Qwen3-Next. Computes in fp32, and
+    in fp64 if the values are fp64, also under autocast. Differentiable once.
+
+    Args:
+        q_TGK: `[T, G, K]` queries, normalised and scaled.
+        k_TGK: `[T, G, K]` keys, normalised.
+        v_THV: `[T, H, V]` values; `H` is a multiple of `G`, and value head h belongs to key head
+            h // (H / G).
+        g_TH: `[T, H]` logarithm of the decay of each token, at most 0.
+        beta_TH: `[T, H]` from 0 to 1.
+        cu_seqlens: Offsets of the sequences, on the host; the last one is `T`.
+        initial_state: `[N, H, K, V]`, the state before each sequence; zeros by default.
+        chunk: Tokens of a chunk, `default_chunk` by default. Results differ by rounding.
+
+    Returns:
+        `[T, H, V]` in the dtype of `v_THV`, and the state after each sequence, `[N, H, K, V]`, in
+        the dtype of the computation. An empty sequence hands its state on.
+
+    Raises:
+        LayoutError: The offsets fall, or do not end at `T`.
+        ConfigError: Shapes that do not fit, or a chunk without tokens.
+
+    Source:
+        Gated Delta Networks, arXiv 2412.06464; grouped heads as in Qwen3-Next.
+    """
+    chunks = DeltaChunks.of(k_TGK, v_THV, g_TH, beta_TH, cu_seqlens=cu_seqlens, chunk=chunk)
+    return chunks.outputs(q_TGK, initial_state=initial_state)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def delta_scan(
         initial_NGKRV: `[N, G, K, R, V]`, the state before each sequence.
         pairwise_MGRCC: `pairwise_decay` of the decay.
         inverse_MGRCC: `chunk_inverse` of the keys, beta and that.
-        step_sizes: How many sequences have a chunk at each step.
+        step_sizes: Number of sequences that have a chunk at each step.
 
     Returns:
         Everything in the dtype of `v`; differentiable once in keys, values, beta, decay and

@@ -1,7 +1,7 @@
-"""What a piece of a sequence does to any state that enters it: the affine map S -> M S + B.
+"""What a segment of a sequence does to any state that enters it: the affine map S -> M S + B.
 
-Ranks that hold pieces of one sequence exchange these maps instead of tokens: composing those of
-the pieces before gives the state in which a piece starts.
+Ranks that hold segments of one sequence exchange these maps instead of tokens: applying those of
+the earlier segments gives the state in which a segment starts.
 """
 
 # T tokens, N sequences, G key heads, H value heads, K key dim, V value dim
@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pcomm.gdn_cp.ops.gated_delta_rule.chunk import DeltaChunks
-from pcomm.gdn_cp.ops.precision import full_precision
+from pcomm.gdn_cp.ops.transitions import Summary
 
-__all__ = ["apply_summary", "compose", "gated_delta_summary"]
-
-Summary = tuple[Tensor, Tensor]
+__all__ = ["gated_delta_summary"]
 
 
 def gated_delta_summary(
@@ -32,10 +30,10 @@ def gated_delta_summary(
     """The map of each sequence of the pack; `DeltaChunks.summary` shares work with the outputs.
 
     Args:
-        k_TGK: As for `chunk_gated_delta_rule`, like all that follow.
-        v_THV: `[T, H, V]`.
-        g_TH: `[T, H]`.
-        beta_TH: `[T, H]`.
+        k_TGK: `[T, G, K]` keys, normalised.
+        v_THV: `[T, H, V]` values.
+        g_TH: `[T, H]` logarithm of the decay of each token, at most 0.
+        beta_TH: `[T, H]` from 0 to 1.
         cu_seqlens: Offsets of the sequences, on the host.
         chunk: Tokens of a chunk, `default_chunk` by default.
 
@@ -44,27 +42,8 @@ def gated_delta_summary(
         sequence has the identity and zero. Differentiable once.
 
     Raises:
-        LayoutError: As there.
-        ConfigError: As there.
+        LayoutError: The offsets fall, or do not end at `T`.
+        ConfigError: Shapes that do not fit, or a chunk without tokens.
     """
     chunks = DeltaChunks.of(k_TGK, v_THV, g_TH, beta_TH, cu_seqlens=cu_seqlens, chunk=chunk)
     return chunks.summary()
-
-
-def compose(first: Summary, second: Summary) -> Summary:
-    """The map of two pieces in a row.
-
-    Args:
-        first: M, `[..., K, K]`, and B, `[..., K, V]`, of the earlier piece.
-        second: Those of the later one.
-    """
-    transition, written = second
-    with full_precision(written):
-        return transition @ first[0], transition @ first[1] + written
-
-
-def apply_summary(summary: Summary, state: Tensor) -> Tensor:
-    """The state that leaves a piece when `state`, `[..., K, V]`, enters it."""
-    transition, written = summary
-    with full_precision(written):
-        return transition @ state + written

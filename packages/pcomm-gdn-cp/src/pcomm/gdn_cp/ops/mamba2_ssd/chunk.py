@@ -1,4 +1,10 @@
-"""The work inside the chunks of a Mamba-2 state space, done once for whatever follows."""
+"""The state space of Mamba-2 (SSD) over packed sequences, in chunks.
+
+For each head, with its group's b and c, the state S is `[S, P]` and
+  S <- e^{A dt} S + dt b x^T;  y = S^T c + d x,  where A = -e^{a_log}, dt = softplus(dt + bias).
+That is a gated delta rule without the correction; both read their states alike (`decayed_read`).
+The work inside the chunks is done once, for a summary and for the outputs.
+"""
 
 # T tokens, N sequences, M chunks, C tokens of a chunk, G groups, H heads, R heads of a group,
 # P head dim, S state dim
@@ -13,21 +19,70 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pcomm.gdn_cp.graph_breaks import outside_graphs
-from pcomm.gdn_cp.ops.carried_state import state_for_scan, state_for_user
 from pcomm.gdn_cp.ops.chunk_layout import ChunkLayout, default_chunk, from_chunks, to_chunks
 from pcomm.gdn_cp.ops.decayed_read import log_decay_since_start, pairwise_decay, read_chunks
-from pcomm.gdn_cp.ops.inputs import check_group, check_shape, check_tokens
+from pcomm.gdn_cp.ops.input_checks import check_group, check_shape, check_tokens
 from pcomm.gdn_cp.ops.mamba2_ssd.scan import decay_scan
 from pcomm.gdn_cp.ops.precision import compute_dtype
+from pcomm.gdn_cp.ops.state_layout import state_for_scan, state_for_user
 
-__all__ = ["StateSpaceChunks", "check_state_space_inputs", "time_steps"]
+__all__ = ["SsdChunks", "check_ssd_inputs", "chunk_mamba2_ssd", "time_steps"]
+
+
+@outside_graphs
+def chunk_mamba2_ssd(
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    a_log_H: Tensor,
+    b_TGS: Tensor,
+    c_TGS: Tensor,
+    *,
+    d_H: Tensor | None = None,
+    dt_bias_H: Tensor,
+    cu_seqlens: Sequence[int],
+    initial_state: Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The state space of each sequence of the pack, in chunks.
+
+    Choose it for training and prefill; `mamba2_ssd_step` is for decoding. Computes in fp32, and
+    in fp64 if the inputs are fp64, also under autocast. Differentiable once.
+
+    Args:
+        x_THP: `[T, H, P]` inputs; `H` is a multiple of `G`.
+        dt_TH: `[T, H]` time steps as projected: the bias and the softplus are applied here.
+        a_log_H: `[H]` parameter, `A_log`.
+        b_TGS: `[T, G, S]` input matrix of each token; head h belongs to group h // (H / G).
+        c_TGS: `[T, G, S]` output matrix of each token.
+        d_H: `[H]` weight of the input that skips the state, or nothing.
+        dt_bias_H: `[H]` parameter.
+        cu_seqlens: Offsets of the sequences, on the host; the last one is `T`.
+        initial_state: `[N, H, S, P]`, the state before each sequence; zeros by default.
+            `transformers` keeps its transpose, `[N, H, P, S]`.
+        chunk: Tokens of a chunk, `default_chunk` by default. Results differ by rounding.
+
+    Returns:
+        `[T, H, P]` in the dtype of `x_THP`, and the state after each sequence, `[N, H, S, P]`, in
+        the dtype of the computation. An empty sequence hands its state on.
+
+    Raises:
+        LayoutError: The offsets fall, or do not end at `T`.
+        ConfigError: Shapes that do not fit, or a chunk without tokens.
+
+    Source:
+        State space duality, arXiv 2405.21060; names as in `mamba2_chunk_scan`, `transformers`.
+    """
+    chunks = SsdChunks.of(
+        x_THP, dt_TH, a_log_H, b_TGS, dt_bias_H=dt_bias_H, cu_seqlens=cu_seqlens, chunk=chunk
+    )
+    return chunks.outputs(c_TGS, d_H=d_H, initial_state=initial_state)
 
 
 @dataclass(frozen=True)
-class StateSpaceChunks:
+class SsdChunks:
     """Inputs, input matrices and decays of a pack in chunks.
 
-    Make it with `StateSpaceChunks.of`; gradients flow to what it was made from.
+    Make it with `SsdChunks.of`; gradients flow to what it was made from.
     """
 
     layout: ChunkLayout
@@ -48,7 +103,7 @@ class StateSpaceChunks:
         dt_bias_H: Tensor,
         cu_seqlens: Sequence[int],
         chunk: int | None = None,
-    ) -> StateSpaceChunks:
+    ) -> SsdChunks:
         """Cut the pack into chunks.
 
         Args:
@@ -66,9 +121,7 @@ class StateSpaceChunks:
         """
         chunk = default_chunk(b_TGS.shape[-1]) if chunk is None else chunk
         layout = ChunkLayout.of(cu_seqlens, chunk)
-        check_state_space_inputs(
-            "StateSpaceChunks", layout.cu_seqlens, x_THP, dt_TH, a_log_H, b_TGS, dt_bias_H
-        )
+        check_ssd_inputs("SsdChunks", layout.cu_seqlens, x_THP, dt_TH, a_log_H, b_TGS, dt_bias_H)
         dtype, num_groups = compute_dtype(x_THP), b_TGS.shape[1]
         time_TH = time_steps(dt_TH, dt_bias_H, dtype)
         g_TH = -a_log_H.to(dtype).exp() * time_TH
@@ -95,7 +148,7 @@ class StateSpaceChunks:
             ConfigError: Another shape.
         """
         num_groups, state_dim = self.b_MGCS.shape[1], self.b_MGCS.shape[-1]
-        asked = "StateSpaceChunks.outputs"
+        asked = "SsdChunks.outputs"
         check_shape(f"{asked}: c", c_TGS, (self.layout.num_tokens, num_groups, state_dim))
         states, final = self._scan(self.values_MGRCP, initial_state)
         read_MGRCP = read_chunks(
@@ -133,7 +186,7 @@ class StateSpaceChunks:
     def _scan(self, values: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The state that enters each chunk, and those after the sequences, as users see them."""
         num_groups, state_dim = self.b_MGCS.shape[1], self.b_MGCS.shape[-1]
-        asked = "StateSpaceChunks.outputs"
+        asked = "SsdChunks.outputs"
         initial = state_for_scan(asked, initial_state, self.layout, values, num_groups, state_dim)
         sizes = self.layout.step_sizes
         states, final = decay_scan(self.b_MGCS, values, self.decay_MGRC, initial, sizes)
@@ -145,7 +198,7 @@ def time_steps(dt_TH: Tensor, dt_bias_H: Tensor, dtype: torch.dtype) -> Tensor:
     return F.softplus(dt_TH.to(dtype) + dt_bias_H.to(dtype))
 
 
-def check_state_space_inputs(
+def check_ssd_inputs(
     asked: str,
     cu_seqlens: Sequence[int],
     x_THP: Tensor,

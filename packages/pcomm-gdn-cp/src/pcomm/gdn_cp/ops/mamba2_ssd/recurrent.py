@@ -1,23 +1,18 @@
-"""The state space of Mamba-2 token by token: the definition, the reference, and a decoding step."""
+"""One token of the state space of Mamba-2: a step of decoding."""
 
-# T tokens, N sequences, G groups, H heads, P head dim, S state dim
+# N sequences, G groups, H heads, P head dim, S state dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
-from pcomm.gdn_cp.ops.chunk_layout import ChunkLayout
-from pcomm.gdn_cp.ops.inputs import check_shape
-from pcomm.gdn_cp.ops.mamba2_ssd.chunk import check_state_space_inputs, time_steps
-from pcomm.gdn_cp.ops.precision import compute_dtype, full_precision
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import time_steps
+from pcomm.gdn_cp.ops.precision import full_precision
 
-__all__ = ["recurrent_state_space", "state_space_step"]
+__all__ = ["mamba2_ssd_step"]
 
 
-def state_space_step(
+def mamba2_ssd_step(
     state_NHSP: Tensor,
     x_NHP: Tensor,
     dt_NH: Tensor,
@@ -57,42 +52,3 @@ def state_space_step(
     if d_H is not None:
         y_NHP = y_NHP + d_H.to(dtype)[:, None] * x
     return y_NHP.to(x_NHP.dtype), state
-
-
-def recurrent_state_space(
-    x_THP: Tensor,
-    dt_TH: Tensor,
-    a_log_H: Tensor,
-    b_TGS: Tensor,
-    c_TGS: Tensor,
-    *,
-    d_H: Tensor | None = None,
-    dt_bias_H: Tensor,
-    cu_seqlens: Sequence[int],
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What `chunk_state_space` computes, one token after the other.
-
-    Choose it as a reference, or to start decoding after few tokens: each token waits for the one
-    before it. Arguments, results and errors are those of `chunk_state_space`; differentiable as
-    often as wanted.
-    """
-    layout = ChunkLayout.of(cu_seqlens, 1)
-    asked = "recurrent_state_space"
-    check_state_space_inputs(asked, layout.cu_seqlens, x_THP, dt_TH, a_log_H, b_TGS, dt_bias_H)
-    check_shape(f"{asked}: c", c_TGS, tuple(b_TGS.shape))
-    shape = (layout.num_sequences, x_THP.shape[1], b_TGS.shape[2], x_THP.shape[2])
-    if initial_state is None:
-        initial_state = x_THP.new_zeros(shape, dtype=compute_dtype(x_THP))
-    check_shape(f"{asked}: initial_state", initial_state, shape)
-    initial_state = initial_state.to(compute_dtype(x_THP))
-    outputs, states = [x_THP[:0]], [initial_state[:0]]
-    for sequence, length in enumerate(layout.lengths):
-        start, state = layout.cu_seqlens[sequence], initial_state[sequence : sequence + 1]
-        for token in range(start, start + length):
-            one = slice(token, token + 1)
-            inputs = (x_THP[one], dt_TH[one], a_log_H, b_TGS[one], c_TGS[one])
-            y, state = state_space_step(state, *inputs, d_H=d_H, dt_bias_H=dt_bias_H)
-            outputs.append(y)
-        states.append(state)
-    return torch.cat(outputs), torch.cat(states)

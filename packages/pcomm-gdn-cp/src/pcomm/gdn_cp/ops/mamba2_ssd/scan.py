@@ -36,7 +36,7 @@ def decay_scan(
         values_MGRCV: `[M, G, R, C, V]`, zero where padded.
         decay_MGRC: `[M, G, R, C]` from `log_decay_since_start`.
         initial_NGKRV: `[N, G, K, R, V]`, the state before each sequence.
-        step_sizes: How many sequences have a chunk at each step.
+        step_sizes: Number of sequences that have a chunk at each step.
 
     Returns:
         `[M, G, K, R, V]` and `[N, G, K, R, V]`, differentiable once.

@@ -1,4 +1,4 @@
-"""What a piece of a sequence does to a state of Mamba-2: S -> M S + B, with one number M a head."""
+"""What a segment of a sequence does to a state of Mamba-2: S -> M S + B, one number M a head."""
 
 # T tokens, N sequences, G groups, H heads, P head dim, S state dim
 
@@ -8,14 +8,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pcomm.gdn_cp.ops.mamba2_ssd.chunk import StateSpaceChunks
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import SsdChunks
+from pcomm.gdn_cp.ops.transitions import Summary
 
-__all__ = ["apply_decay_summary", "compose_decays", "state_space_summary"]
-
-Summary = tuple[Tensor, Tensor]
+__all__ = ["mamba2_ssd_summary"]
 
 
-def state_space_summary(
+def mamba2_ssd_summary(
     x_THP: Tensor,
     dt_TH: Tensor,
     a_log_H: Tensor,
@@ -25,14 +24,14 @@ def state_space_summary(
     cu_seqlens: Sequence[int],
     chunk: int | None = None,
 ) -> Summary:
-    """The map of each sequence; `StateSpaceChunks.summary` shares work with the outputs.
+    """The map of each sequence; `SsdChunks.summary` shares work with the outputs.
 
     Args:
-        x_THP: As for `chunk_state_space`, like all that follow.
-        dt_TH: `[T, H]`.
-        a_log_H: `[H]`.
-        b_TGS: `[T, G, S]`.
-        dt_bias_H: `[H]`.
+        x_THP: `[T, H, P]` inputs.
+        dt_TH: `[T, H]` time steps as projected.
+        a_log_H: `[H]` parameter, `A_log`.
+        b_TGS: `[T, G, S]` input matrix of each token.
+        dt_bias_H: `[H]` parameter.
         cu_seqlens: Offsets of the sequences, on the host.
         chunk: Tokens of a chunk, `default_chunk` by default.
 
@@ -41,25 +40,10 @@ def state_space_summary(
         sequence has one and zero. Differentiable once.
 
     Raises:
-        LayoutError: As there.
-        ConfigError: As there.
+        LayoutError: The offsets fall, or do not end at `T`.
+        ConfigError: Shapes that do not fit, or a chunk without tokens.
     """
-    chunks = StateSpaceChunks.of(
+    chunks = SsdChunks.of(
         x_THP, dt_TH, a_log_H, b_TGS, dt_bias_H=dt_bias_H, cu_seqlens=cu_seqlens, chunk=chunk
     )
     return chunks.summary()
-
-
-def compose_decays(first: Summary, second: Summary) -> Summary:
-    """The map of two pieces in a row.
-
-    Args:
-        first: M, `[..., 1, 1]`, and B, `[..., S, P]`, of the earlier piece.
-        second: Those of the later one.
-    """
-    return second[0] * first[0], second[0] * first[1] + second[1]
-
-
-def apply_decay_summary(summary: Summary, state: Tensor) -> Tensor:
-    """The state that leaves a piece when `state`, `[..., S, P]`, enters it."""
-    return summary[0] * state + summary[1]

@@ -1,4 +1,4 @@
-"""What a plan knows about its pack without its group: integers and index tensors. Local."""
+"""What a plan knows without its group: integers and index tensors. Local."""
 
 # t tokens of this rank between layers, T tokens that the core sees
 
@@ -16,12 +16,14 @@ from pcomm.gdn_cp.description import describe_plan
 from pcomm.gdn_cp.graph_breaks import outside_graphs
 from pcomm.gdn_cp.layout.token_indices import LocalTokenIndices
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.ops.offsets import PackOffsets
-from pcomm.gdn_cp.ops.prepared import prepare_cores
-from pcomm.gdn_cp.specs import AttentionSpec, Spec
-from pcomm.gdn_cp.strategies.cost import ROUTES, Choice, Sizes
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
+from pcomm.gdn_cp.ops.prepared import prepare_convolution, prepare_recurrence
+from pcomm.gdn_cp.specs.spec import Spec
+from pcomm.gdn_cp.strategies.choice import Choice, make_strategy
+from pcomm.gdn_cp.strategies.cost import Sizes
 from pcomm.gdn_cp.strategies.head_share import HeadShare
-from pcomm.gdn_cp.strategies.route import Mode, Route, Traffic
+from pcomm.gdn_cp.strategies.strategy import Strategy, StrategyName
+from pcomm.gdn_cp.strategies.traffic import Traffic
 
 __all__ = ["PlannedPack"]
 
@@ -34,51 +36,51 @@ class PlannedPack:
         tokens: The pack and its layout between layers.
         rank: This rank's place in the group.
         specs: The mixers.
-        modes: The mode of each.
-        choices: Why.
-        sizes: What `make_plan` was told about activations.
+        strategies: Name of the strategy of each mixer.
+        choices: Reasons for each strategy, and the rejected ones.
+        sizes: Width of hidden states and bytes of an element, as passed to `make_plan`.
     """
 
     tokens: TokenLayout
     rank: int
     specs: tuple[Spec, ...]
-    modes: tuple[Mode, ...]
+    strategies: tuple[StrategyName, ...]
     choices: tuple[Choice, ...] = field(compare=False, repr=False)
     sizes: Sizes = field(compare=False, repr=False)
 
-    # -- what the core sees --------------------------------------------------------------
+    # -- what the core of a mixer sees ---------------------------------------------------
 
     @outside_graphs
-    def mode_of(self, spec: Spec) -> Mode:
-        """The mode of this mixer."""
-        return self.modes[self._place(spec)]
+    def strategy_of(self, spec: Spec) -> StrategyName:
+        """The strategy of this mixer."""
+        return self.strategies[self._place(spec)]
 
     @outside_graphs
     def needs_summary(self, spec: Spec) -> bool:
-        """Whether pieces of sequences cross ranks, so that `entry_states` wants a summary."""
-        return self._route(spec).carry.needs_summary
+        """Whether a sequence lies on several ranks, so that `entry_states` takes a summary."""
+        return self._strategy(spec).boundary_states.needs_summary
 
     @outside_graphs
     def head_share(self, spec: Spec) -> HeadShare:
         """The heads of this rank, and its slices of parameters."""
-        return self._route(spec).share
+        return self._strategy(spec).share
 
     @outside_graphs
     def cu_seqlens_of(self, spec: Spec) -> PackOffsets:
-        """Offsets of the sequences, or pieces of them, that the core of this rank sees.
+        """Offsets of the sequences, or segments of them, that the core of this rank sees.
 
         A tuple of integers. Cores keep their index tensors in it, so pass it on as it is.
         """
-        return self._route(spec).cu_seqlens
+        return self._strategy(spec).cu_seqlens
 
     @outside_graphs
     def positions_of(self, spec: Spec, device: torch.device | str = "cpu") -> Tensor:
         """`[T]`, int64: the place in its sequence of each token that the core of this rank sees.
 
-        For rotary embeddings after `to_heads`, whatever the mode.
+        For rotary embeddings after `to_heads`, whatever the strategy.
         """
-        route = self._route(spec)
-        return route.on(torch.device(device), route.core_positions)
+        strategy = self._strategy(spec)
+        return strategy.on(torch.device(device), strategy.core_positions)
 
     # -- what lies between layers --------------------------------------------------------
 
@@ -116,19 +118,20 @@ class PlannedPack:
         For `docs` hidden states count with `hidden_dim`, and not at all if that is unknown.
         """
         sizes = self.sizes
-        return self._route(spec).traffic(self.rank, sizes.element_bytes, sizes.hidden_dim)
+        return self._strategy(spec).traffic(self.rank, sizes.element_bytes, sizes.hidden_dim)
 
     def imbalance(self, spec: Spec) -> float:
         """By how much the busiest rank has more tokens than the average: 0.1 is 10 % more."""
-        return self._route(spec).imbalance
+        return self._strategy(spec).imbalance
 
-    def num_straddlers(self, spec: Spec) -> int:
-        """Documents that mode `docs` cuts for this mixer, because no cuts between them would do."""
-        return self._route(spec).num_straddlers
+    def num_cut_documents(self, spec: Spec) -> int:
+        """Number of documents that strategy `docs` cuts for this mixer."""
+        return self._strategy(spec).num_cut_documents
 
     def describe(self) -> str:
-        """The mode of each mixer, why, what it costs, and what was rejected."""
-        return describe_plan(self)
+        """The strategy of each mixer, why, what it costs, and what was rejected."""
+        mixers = zip(self.choices, self._strategies, strict=True)
+        return describe_plan(self.tokens, self.rank, self.sizes, mixers)
 
     def prepare(
         self, device: torch.device | str, *, is_continued: bool = False, chunk: int | None = None
@@ -139,40 +142,54 @@ class PlannedPack:
         first needs it.
 
         Args:
-            device: Where the layers compute.
-            is_continued: Whether initial states are passed or final ones asked for.
+            device: Device of the layers.
+            is_continued: True if initial states are passed or final ones asked for.
             chunk: Tokens of a chunk, if the cores are given another number than the default.
 
         Raises:
             ConfigError: A chunk without tokens.
         """
         device = torch.device(device)
-        for spec, route in zip(self.specs, self._routes, strict=True):
-            route.prepare(device)
-            route.carry.prepare(device, is_continued)
-            route.on(device, route.core_positions)
-            offsets = route.cu_seqlens
-            if not isinstance(spec, AttentionSpec):
-                prepare_cores(offsets, spec, device, chunk)
+        for spec, strategy in zip(self.specs, self._strategies, strict=True):
+            strategy.prepare(device)
+            strategy.boundary_states.prepare(device, is_continued)
+            strategy.on(device, strategy.core_positions)
+            offsets = strategy.cu_seqlens
+            if spec.convolution is not None:
+                prepare_convolution(offsets, spec.convolution.width, device)
+            if spec.state is not None:
+                prepare_recurrence(offsets, spec.state.key_dim, device, chunk)
         for make in (self._local.core_tokens, self._local.core_positions):
             self._local.on(device, make)
         return self
 
+    def check_strategies(self) -> None:
+        """Refuse a strategy that does not work for its mixer and this pack.
+
+        Raises:
+            PcommError: The error of the strategy.
+        """
+        _ = self._strategies
+
+    def agreed_facts(self) -> list[str]:
+        """Facts that all ranks must have in common, one a line: what `verify` compares."""
+        facts = [f"layout {self.tokens.layout_name}"]
+        facts += [f"{spec} {name}" for spec, name in zip(self.specs, self.strategies, strict=True)]
+        return facts + [f"cu_seqlens[{n}] = {o}" for n, o in enumerate(self.tokens.cu_seqlens)]
+
     # -- inside --------------------------------------------------------------------------
 
     @cached_property
-    def _routes(self) -> tuple[Route, ...]:
-        if self.tokens.size == 1:
-            return tuple(Route(spec, self.tokens, 0) for spec in self.specs)
-        pairs = zip(self.specs, self.modes, strict=True)
-        return tuple(ROUTES[mode](spec, self.tokens, self.rank) for spec, mode in pairs)
+    def _strategies(self) -> tuple[Strategy, ...]:
+        pairs = zip(self.strategies, self.specs, strict=True)
+        return tuple(make_strategy(name, spec, self.tokens, self.rank) for name, spec in pairs)
 
     @cached_property
     def _local(self) -> LocalTokenIndices:
         return LocalTokenIndices(self.tokens, self.rank)
 
-    def _route(self, spec: Spec) -> Route:
-        return self._routes[self._place(spec)]
+    def _strategy(self, spec: Spec) -> Strategy:
+        return self._strategies[self._place(spec)]
 
     def _place(self, spec: Spec) -> int:
         if spec not in self.specs:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.close import assert_equal
 from pcomm.gdn_cp.ops.chunk_layout import ChunkLayout, from_chunks, to_chunks
-from pcomm.gdn_cp.ops.offsets import PackOffsets
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 from pcomm.gdn_cp.testing.slow_decay import offsets
 
 packs = st.tuples(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 7))

@@ -16,22 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.testing.close import assert_as_accurate
-from pcomm.gdn_cp.ops.gated_delta_rule.recurrent import recurrent_gated_delta_rule
-from pcomm.gdn_cp.ops.gated_delta_rule.rule import (
-    chunk_gated_delta_rule,
-    gated_delta_rule,
-    normalise_queries_keys,
-)
-from pcomm.gdn_cp.ops.mamba2_ssd.recurrent import recurrent_state_space
-from pcomm.gdn_cp.ops.mamba2_ssd.ssd import chunk_state_space
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import chunk_mamba2_ssd
+from pcomm.gdn_cp.ops.mamba2_ssd.naive import naive_recurrent_mamba2_ssd
+from pcomm.gdn_cp.ops.norms import normalise_queries_keys
 from pcomm.gdn_cp.testing.slow_decay import (
     DeltaInputs,
-    StateSpaceInputs,
+    SsdInputs,
     delta_inputs,
     gradients,
     offsets,
     relative_error,
-    state_space_inputs,
+    ssd_inputs,
 )
 from pcomm.gdn_cp.testing.transformers_layers import (
     LayerRun,
@@ -108,9 +105,9 @@ def test_transformers_computes_the_same_gated_delta_rule() -> None:
         return output[0], final
 
     options = {"cu_seqlens": CU, "initial_state": state}
-    ours = gated_delta_rule(q, k, v, g, beta, **options)
+    ours = chunk_gated_delta_rule(*normalise_queries_keys(q, k), v, g, beta, **options)
     normalised = normalise_queries_keys(exact.q_TGK, exact.k_TGK)
-    wanted = recurrent_gated_delta_rule(
+    wanted = naive_recurrent_gated_delta_rule(
         *normalised,
         exact.v_THV,
         exact.g_TH,
@@ -128,8 +125,8 @@ def test_transformers_computes_the_same_gated_delta_rule() -> None:
 @without_kernels
 def test_transformers_computes_the_same_state_space() -> None:
     mamba = transformers_module("mamba2")
-    inputs = state_space_inputs(LENGTHS, dtype=torch.float32)
-    exact = StateSpaceInputs(*in_double(tuple(inputs)))
+    inputs = ssd_inputs(LENGTHS, dtype=torch.float32)
+    exact = SsdInputs(*in_double(tuple(inputs)))
     x, dt, a_log, b, c, d, bias, state = inputs
 
     def alone(n: int, tokens: slice) -> tuple[Tensor, Tensor]:
@@ -148,14 +145,14 @@ def test_transformers_computes_the_same_state_space() -> None:
         )
         return output[0], final.mT
 
-    def run(of: Callable[..., Tensors], y: StateSpaceInputs) -> Tensors:
+    def run(of: Callable[..., Tensors], y: SsdInputs) -> Tensors:
         x, dt, a_log, b, c, d, bias, state = y
         options = {"d_H": d, "dt_bias_H": bias, "cu_seqlens": CU, "initial_state": state}
         return with_gradients(of(x, dt, a_log, b, c, **options), tuple(y))
 
     theirs = with_gradients(sequences_alone(alone), tuple(inputs))
     assert_each_as_accurate(
-        run(chunk_state_space, inputs), theirs, run(recurrent_state_space, exact)
+        run(chunk_mamba2_ssd, inputs), theirs, run(naive_recurrent_mamba2_ssd, exact)
     )
 
 

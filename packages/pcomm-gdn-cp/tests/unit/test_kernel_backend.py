@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
-from pcomm.gdn_cp.ops import choice
+from pcomm.gdn_cp.ops import backend
 from pcomm.gdn_cp.ops.backend import Kernels, choose_kernels
-from pcomm.gdn_cp.ops.gated_delta_rule.rule import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
 from pcomm.gdn_cp.testing.slow_decay import (
     delta_inputs,
     gradients,
     offsets,
     relative_error,
-    state_space_inputs,
+    ssd_inputs,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -112,7 +112,7 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         module = ModuleType(f"fla.ops.{folder}")
         setattr(module, name, run)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(choice, "find_spec", lambda name: name == "fla" or None)
+    monkeypatch.setattr(backend, "find_spec", lambda name: name == "fla" or None)
     return calls
 
 
@@ -142,7 +142,7 @@ def test_ours_run_elsewhere_and_say_why(
 
 
 def test_without_fla_ours_run_on_cuda_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
     assert "not installed" in choose_kernels(CUDA, torch.float32).describe()
 
 
@@ -194,11 +194,11 @@ def test_both_ways_give_the_same_gated_delta_rule(
 def test_both_ways_give_the_same_state_space(
     fla: list[str], lengths: tuple[int, ...], with_state: bool, with_skip: bool
 ) -> None:
-    inputs = state_space_inputs(lengths, dtype=torch.float32)
+    inputs = ssd_inputs(lengths, dtype=torch.float32)
     x, dt, a_log, b, c, d, bias, state = inputs
     options = {"d_H": d if with_skip else None, "dt_bias_H": bias, "cu_seqlens": offsets(lengths)}
     options["initial_state"] = state if with_state else None
-    theirs, ours = (way.chunk_state_space(x, dt, a_log, b, c, **options) for way in (FLA, TORCH))
+    theirs, ours = (way.chunk_mamba2_ssd(x, dt, a_log, b, c, **options) for way in (FLA, TORCH))
     assert fla == ["simple_gla"] * bool(sum(lengths))
     leaves = tuple(inputs)
     # fp32 sums over at most 70 tokens and 6 rows of a state, in another order.
@@ -207,12 +207,12 @@ def test_both_ways_give_the_same_state_space(
 
 
 def test_a_state_space_in_bf16_is_rounded_where_it_says(fla: list[str]) -> None:
-    inputs = state_space_inputs((40, 9), dtype=torch.bfloat16)
+    inputs = ssd_inputs((40, 9), dtype=torch.bfloat16)
     x, dt, a_log, b, c, d, bias, _ = inputs
     # Parameters stay in fp32 where a model keeps them so.
     a_log, d, bias = (p.detach().float().requires_grad_() for p in (a_log, d, bias))
     options = {"d_H": d, "dt_bias_H": bias, "cu_seqlens": offsets((40, 9))}
-    theirs, ours = (way.chunk_state_space(x, dt, a_log, b, c, **options) for way in (FLA, TORCH))
+    theirs, ours = (way.chunk_mamba2_ssd(x, dt, a_log, b, c, **options) for way in (FLA, TORCH))
     assert fla == ["simple_gla"]
     assert [y.dtype for y in theirs] == [y.dtype for y in ours] == [torch.bfloat16, torch.float32]
     # Of dt x, of what is read, and of the sum with what skips the state; ours rounds the last only.
@@ -227,18 +227,18 @@ def test_a_state_space_in_bf16_is_rounded_where_it_says(fla: list[str]) -> None:
 def test_without_tokens_every_input_still_gets_its_gradient(way: Kernels) -> None:
     """Backward of a rank without documents has to arrive at the collectives before the core."""
     *tokens, _ = delta_inputs((0,), dtype=torch.float32)
-    x, dt, a_log, b, c, d, bias, _ = state_space_inputs((0,), dtype=torch.float32)
+    x, dt, a_log, b, c, d, bias, _ = ssd_inputs((0,), dtype=torch.float32)
     output, _ = way.chunk_gated_delta_rule(*tokens, cu_seqlens=(0, 0))
-    y, _ = way.chunk_state_space(x, dt, a_log, b, c, d_H=d, dt_bias_H=bias, cu_seqlens=(0, 0))
+    y, _ = way.chunk_mamba2_ssd(x, dt, a_log, b, c, d_H=d, dt_bias_H=bias, cu_seqlens=(0, 0))
     leaves = (*tokens, x, dt, a_log, b, c, d, bias)
     grads = torch.autograd.grad((output.sum(), y.sum()), leaves, allow_unused=True)
     assert all(grad is not None and not grad.any() for grad in grads)
 
 
 def state_space(**changed: Any) -> None:
-    x, dt, a_log, b, c, d, bias, _ = state_space_inputs((8,), dtype=torch.float32)
+    x, dt, a_log, b, c, d, bias, _ = ssd_inputs((8,), dtype=torch.float32)
     tensors = {"x_THP": x, "dt_TH": dt, "a_log_H": a_log, "b_TGS": b, "c_TGS": c, "d_H": d}
-    FLA.chunk_state_space(**{**tensors, "dt_bias_H": bias, "cu_seqlens": (0, 8), **changed})
+    FLA.chunk_mamba2_ssd(**{**tensors, "dt_bias_H": bias, "cu_seqlens": (0, 8), **changed})
 
 
 def gated_delta_rule(**changed: Any) -> None:

@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.close import assert_as_accurate, assert_equal
-from pcomm.gdn_cp.ops.gated_delta_rule.recurrent import gated_delta_step, recurrent_gated_delta_rule
-from pcomm.gdn_cp.ops.gated_delta_rule.rule import chunk_gated_delta_rule, gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.recurrent import gated_delta_step
+from pcomm.gdn_cp.ops.norms import normalise_queries_keys
 from pcomm.gdn_cp.testing.slow_decay import (
     DeltaInputs,
     awkward_lengths,
@@ -30,7 +32,7 @@ def results(inputs: DeltaInputs, lengths: tuple[int, ...], chunk: int | None = N
     *tokens, state = inputs
     options = {"cu_seqlens": offsets(lengths), "initial_state": state}
     if chunk is None:
-        outputs = recurrent_gated_delta_rule(*tokens, **options)
+        outputs = naive_recurrent_gated_delta_rule(*tokens, **options)
     else:
         outputs = chunk_gated_delta_rule(*tokens, **options, chunk=chunk)
     return (*(x.detach() for x in outputs), *gradients(outputs, tuple(inputs)))
@@ -121,7 +123,7 @@ def test_gates_at_their_limits_stay_finite_forward_and_backward() -> None:
     leaves = [x.requires_grad_() for x in (q, k, v, g, beta)]
     options = {"cu_seqlens": (0, 40), "initial_state": state}
     ours = chunk_gated_delta_rule(*leaves, **options, chunk=16)
-    theirs = recurrent_gated_delta_rule(*leaves, **options)
+    theirs = naive_recurrent_gated_delta_rule(*leaves, **options)
     # A decay is the exponential of a difference of sums: 16 tokens of at most 103 each, in fp32.
     bound = 16 * 103 * torch.finfo(torch.float32).eps / 2
     assert relative_error(ours, theirs) < bound
@@ -182,7 +184,7 @@ def test_gradients_of_any_strides_are_taken() -> None:
 def test_decoding_continues_a_prefill() -> None:
     lengths = (9, 6)
     *tokens, state = delta_inputs(lengths)
-    whole, final = recurrent_gated_delta_rule(
+    whole, final = naive_recurrent_gated_delta_rule(
         *tokens, cu_seqlens=offsets(lengths), initial_state=state
     )
     ends = torch.tensor([8, 14])
@@ -197,7 +199,8 @@ def test_decoding_continues_a_prefill() -> None:
 def test_the_front_normalises_and_scales() -> None:
     inputs = delta_inputs((12,))
     q, k, v, g, beta, _ = inputs
-    raw = gated_delta_rule(3 * q, 5 * k, v, g, beta, cu_seqlens=(0, 12), chunk=4)
+    prepared = normalise_queries_keys(3 * q, 5 * k)
+    raw = chunk_gated_delta_rule(*prepared, v, g, beta, cu_seqlens=(0, 12), chunk=4)
     ready = chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=(0, 12), chunk=4)
     # The small number under the root is not scaled along; it moves a length by about 1e-6.
     assert relative_error(raw, ready) < 1e-5

@@ -1,6 +1,6 @@
-"""States between sequences' pieces, from the shape that users see to the one of the scans.
+"""States of sequences, from the shape that callers have to the one of the scans.
 
-Users have `[N, H, K, V]` in the order of the pack. The scans want the longest sequence first, and
+Callers have `[N, H, K, V]` in the order of the pack. The scans want the longest sequence first, and
 the value heads of a key head side by side behind the key dimension, `[N, G, K, R, V]`.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pcomm.gdn_cp.ops.chunk_layout import ChunkLayout
-from pcomm.gdn_cp.ops.inputs import check_shape
+from pcomm.gdn_cp.ops.input_checks import check_shape
 
 __all__ = ["state_for_scan", "state_for_user"]
 
@@ -27,9 +27,9 @@ def state_for_scan(
     """The state before each sequence as the scans take it, zeros where there is none.
 
     Args:
-        asked: Who asks, for the error.
+        asked: Name of the call, for the error.
         state_NHKV: `[N, H, K, V]` in the order of the pack, or nothing.
-        layout: Of the pack.
+        layout: Chunks of the pack.
         like: `[M, G, R, C, V]` values: their dtype and device are the scan's.
         num_groups: `G`.
         key_dim: `K`.

@@ -2,7 +2,7 @@
 
 Every core needs index tensors that follow from the offsets alone. They are kept with the offsets:
 a plan owns those of its pack, so they live as long as the plan and not longer. Offsets that are
-passed as plain integers are looked at again in each call.
+passed as plain integers are read again in each call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How the tensors of one mixer travel. This one is for a rank alone: nothing moves.
 
-The other modes replace what differs. All take the group's collectives as an argument, so that a
-route is integers and nothing else, the same whoever carries it out.
+The other strategies override what differs. All take the group's collectives as an argument, so a
+strategy holds integers only.
 """
 
 # t tokens of this rank between layers, T tokens that the core sees, D model dim, W columns
@@ -9,7 +9,6 @@ route is integers and nothing else, the same whoever carries it out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -18,46 +17,20 @@ from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
-from pcomm.gdn_cp.layout.boundary_states import BoundaryStates
 from pcomm.gdn_cp.layout.token_indices import TokenIndices
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.ops.offsets import PackOffsets
-from pcomm.gdn_cp.specs import Spec
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
+from pcomm.gdn_cp.specs.spec import Spec
+from pcomm.gdn_cp.strategies.boundary_states import BoundaryStates
 from pcomm.gdn_cp.strategies.head_share import HeadShare
+from pcomm.gdn_cp.strategies.traffic import Traffic
 
-__all__ = ["Mode", "Route", "Traffic"]
+__all__ = ["Strategy", "StrategyName"]
 
-Mode = Literal["heads", "docs", "state", "gather"]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank does for one mixer in one layer.
-
-    Args:
-        forward: The collectives, in order.
-        backward: Those of the way back.
-        forward_bytes: What this rank sends to others at least.
-        backward_bytes: The same on the way back.
-    """
-
-    forward: tuple[str, ...] = ()
-    backward: tuple[str, ...] = ()
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-
-    @property
-    def num_collectives(self) -> int:
-        """Forward and backward."""
-        return len(self.forward) + len(self.backward)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Forward and backward."""
-        return self.forward_bytes + self.backward_bytes
+StrategyName = Literal["heads", "docs", "state", "gather"]
 
 
-class Route(TokenIndices):
+class Strategy(TokenIndices):
     """The way of one mixer on one rank; this one stays where it is.
 
     Args:
@@ -66,7 +39,7 @@ class Route(TokenIndices):
         rank: This rank's place in the group.
     """
 
-    mode: ClassVar[Mode] = "heads"
+    name: ClassVar[StrategyName] = "heads"
 
     def __init__(self, spec: Spec, tokens: TokenLayout, rank: int) -> None:
         super().__init__(tokens, rank)
@@ -98,13 +71,13 @@ class Route(TokenIndices):
         return self.tokens.local_tokens
 
     @cached_property
-    def carry(self) -> BoundaryStates:
-        """What the sequences bring along and leave."""
-        return BoundaryStates(self.share, TokenIndices(self.tokens, self.rank))
+    def boundary_states(self) -> BoundaryStates:
+        """What sequences take over the boundaries of the pack."""
+        return BoundaryStates(self.share, self.tokens, self.rank)
 
     @property
-    def num_straddlers(self) -> int:
-        """Documents that mode `docs` has cut."""
+    def num_cut_documents(self) -> int:
+        """Documents that strategy `docs` has cut."""
         return 0
 
     def traffic(self, rank: int, element_bytes: int, hidden_dim: int | None) -> Traffic:
@@ -124,7 +97,7 @@ class Route(TokenIndices):
     def to_heads(
         self, sections: Sequence[Tensor], collectives: Collectives, fused: int
     ) -> list[Tensor]:
-        """The sections as the core wants them, the first `fused` of them side by side."""
+        """The sections for the core, the first `fused` of them side by side."""
         self.check_sections(sections, fused)
         return [_joined(sections[:fused]), *sections[fused:]]
 
@@ -136,7 +109,7 @@ class Route(TokenIndices):
     def prepare(self, device: torch.device) -> None:
         """Make the index tensors on `device`, so that no step has to wait for them."""
 
-    # -- for the modes -------------------------------------------------------------------
+    # -- for the strategies -------------------------------------------------------------------
 
     def check_rows(self, asked: str, x: Tensor, num_rows: int) -> None:
         """Refuse a tensor of other tokens, before anything is sent."""
@@ -145,7 +118,7 @@ class Route(TokenIndices):
                 f"{asked}: {type(self.spec).__name__}",
                 found=f"shape {tuple(x.shape)} on rank {self.rank}",
                 why=f"Here it has {num_rows} tokens along its first dimension: the plan is for "
-                f"{self.tokens.num_tokens} over {self.tokens.size} ranks, in mode {self.mode!r}.",
+                f"{self.tokens.num_tokens} over {self.tokens.size} ranks, strategy {self.name!r}.",
                 fix="End cu_seqlens at the length of the buffer, padding included.",
             )
 

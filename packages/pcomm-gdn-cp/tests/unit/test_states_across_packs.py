@@ -6,7 +6,6 @@ Every rank has a loss of its own, so that the gradients are those of the sum of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -17,12 +16,11 @@ from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec, Plan, make_plan
 from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
-from pcomm.gdn_cp.plan import Plan, make_plan
-from pcomm.gdn_cp.specs import AttentionSpec, GdnSpec, Mamba2Spec
-from pcomm.gdn_cp.strategies.head_share import HeadShare
-from pcomm.gdn_cp.testing.planned_mixers import Carried, continued, weights_of
-from pcomm.gdn_cp.testing.slow_decay import relative_error
+from pcomm.gdn_cp.testing.layer_stack import in_pack_order, sum_over_ranks
+from pcomm.gdn_cp.testing.planned_mixers import SequenceStates, continued, weights_of
+from pcomm.gdn_cp.testing.slow_decay import offsets, relative_error
 
 # Heads that 2 and 3 ranks divide; on 3, a rank may need parts of two groups of value heads.
 GDN, MAMBA = GdnSpec(2, 6, 3, 5), Mamba2Spec(6, 3, 2, 5)
@@ -42,18 +40,14 @@ LEFT_OUT = ([12] * 11, [12] * 5 + [24] + [12] * 4 + [0])
 Packs = tuple[Any, Any]
 
 
-def offsets(lengths: Any) -> tuple[int, ...]:
-    return tuple(accumulate(lengths, initial=0))
-
-
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def carried(spec: Mixer, num_sequences: int, seed: int) -> Carried:
-    return Carried(
-        random(num_sequences, *spec.state_shape, seed=seed),
-        random(num_sequences, spec.conv_width - 1, spec.conv_channels, seed=seed + 1),
+def carried(spec: Mixer, num_sequences: int, seed: int) -> SequenceStates:
+    return SequenceStates(
+        random(num_sequences, *spec.state.shape, seed=seed),
+        random(num_sequences, spec.conv_width - 1, spec.convolution.channels, seed=seed + 1),
     )
 
 
@@ -67,11 +61,11 @@ def in_the_long_pack(packs: Packs) -> list[Tensor]:
     ]
 
 
-def leaves(before: Carried | None) -> Carried | None:
-    return before and Carried(*(x.clone().requires_grad_() for x in before))
+def leaves(before: SequenceStates | None) -> SequenceStates | None:
+    return before and SequenceStates(*(x.clone().requires_grad_() for x in before))
 
 
-def on_one(spec: Mixer, packs: Packs, size: int, before: Carried | None) -> list[Tensor]:
+def on_one(spec: Mixer, packs: Packs, size: int, before: SequenceStates | None) -> list[Tensor]:
     """Outputs and states of one long pack, then the gradients of all losses of `size` ranks."""
     places, total = in_the_long_pack(packs), sum(map(sum, packs))
     plan = make_plan(offsets([a + b for a, b in zip(*packs, strict=True)]), (0, 1), spec)
@@ -87,15 +81,22 @@ def on_one(spec: Mixer, packs: Packs, size: int, before: Carried | None) -> list
 
 
 def on_ranks(
-    spec: Mixer, packs: Packs, size: int, before: Carried | None, modes: Any, layout: str
+    spec: Mixer,
+    packs: Packs,
+    size: int,
+    before: SequenceStates | None,
+    strategies: Any,
+    layout: str,
 ) -> list[Tensor]:
     places = in_the_long_pack(packs)
     hidden, upstream = (random(sum(map(sum, packs)), DIM, seed=seed) for seed in (1, 2))
 
     def on_rank(group: VirtualCollectives) -> Any:
         plans = [
-            make_plan(offsets(lengths), group, spec, mode=mode, layout=layout, hidden_dim=DIM)  # type: ignore[arg-type]
-            for lengths, mode in zip(packs, modes, strict=True)
+            make_plan(
+                offsets(lengths), group, spec, strategy=strategy, layout=layout, hidden_dim=DIM
+            )  # type: ignore[arg-type]
+            for lengths, strategy in zip(packs, strategies, strict=True)
         ]
         inputs, outputs, arriving = [], [], []
         weights, start = weights_of(spec, DIM), leaves(before)
@@ -115,44 +116,41 @@ def on_ranks(
         return plans, [x.detach() for x in (*outputs, *grads[:2])], list(now), grads[2:]
 
     results = run_virtual(on_rank, size)
-    tokens = [together(results[0][0][i % 2], [r[1][i] for r in results]) for i in range(4)]
+    tokens = [
+        in_pack_order(results[0][0][i % 2].tokens, [r[1][i] for r in results]) for i in range(4)
+    ]
     for other in results[1:]:
         for mine, first in zip(other[2], results[0][2], strict=True):
             assert_equal(mine, first)
-    sums = [sum(grads) for grads in zip(*(r[3] for r in results), strict=True)]
-    return [*tokens, *(x.detach() for x in results[0][2]), *sums]  # type: ignore[list-item]
-
-
-def together(plan: Plan, parts: list[Tensor]) -> Tensor:
-    whole = torch.cat(parts)
-    return torch.empty_like(whole).index_copy_(0, plan.tokens.order, whole)
+    sums = sum_over_ranks([r[3] for r in results])
+    return [*tokens, *(x.detach() for x in results[0][2]), *sums]
 
 
 def off(
-    spec: Mixer, size: int, modes: Any, layout: str, *, begins: bool = False, packs: Any = None
+    spec: Mixer, size: int, strategies: Any, layout: str, *, begins: bool = False, packs: Any = None
 ) -> float:
     packs = packs or PACKS[layout]
     before = None if begins else carried(spec, len(packs[0]), 5)
     expected = on_one(spec, packs, size, before)
-    return relative_error(on_ranks(spec, packs, size, before, modes, layout), expected)
+    return relative_error(on_ranks(spec, packs, size, before, strategies, layout), expected)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
 @pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
-def test_two_packs_are_one_long_pack(spec: Mixer, mode: str, size: int, layout: str) -> None:
-    assert off(spec, size, (mode, mode), layout) < BOUND
+def test_two_packs_are_one_long_pack(spec: Mixer, strategy: str, size: int, layout: str) -> None:
+    assert off(spec, size, (strategy, strategy), layout) < BOUND
 
 
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
-def test_the_first_pack_of_all_starts_from_nothing(mode: str) -> None:
-    assert off(GDN, 2, (mode, mode), "contiguous", begins=True) < BOUND
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+def test_the_first_pack_of_all_starts_from_nothing(strategy: str) -> None:
+    assert off(GDN, 2, (strategy, strategy), "contiguous", begins=True) < BOUND
 
 
-@pytest.mark.parametrize("modes", [("heads", "state"), ("state", "docs"), ("docs", "gather")])
-def test_the_second_pack_may_take_another_mode(modes: tuple[str, str]) -> None:
-    assert off(GDN, 3, modes, "zigzag") < BOUND
+@pytest.mark.parametrize("strategies", [("heads", "state"), ("state", "docs"), ("docs", "gather")])
+def test_the_second_pack_may_take_another_strategy(strategies: tuple[str, str]) -> None:
+    assert off(GDN, 3, strategies, "zigzag") < BOUND
 
 
 @pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
@@ -160,10 +158,10 @@ def test_a_rank_without_tokens_takes_part(spec: Mixer) -> None:
     assert off(spec, 12, ("docs", "docs"), "contiguous", packs=LEFT_OUT) < BOUND
 
 
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
-def test_a_pack_without_a_token_hands_on_what_it_was_given(mode: str) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+def test_a_pack_without_a_token_hands_on_what_it_was_given(strategy: str) -> None:
     def on_rank(group: VirtualCollectives) -> None:
-        plan = make_plan((0, 0, 0), group, GDN, mode=mode)  # type: ignore[arg-type]
+        plan = make_plan((0, 0, 0), group, GDN, strategy=strategy)  # type: ignore[arg-type]
         before, weights = carried(GDN, 2, 5), weights_of(GDN, DIM)
         _, after = continued(plan, GDN, torch.zeros(0, DIM).double(), weights, before)
         assert_equal(after.states.detach(), before.states)
@@ -176,15 +174,17 @@ def test_a_pack_without_a_token_hands_on_what_it_was_given(mode: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
-def test_states_cost_a_gather_each_and_initial_ones_nothing(mode: str, size: int) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+def test_states_cost_a_gather_each_and_initial_ones_nothing(strategy: str, size: int) -> None:
     def on_rank(group: VirtualCollectives) -> None:
         spy = SpyCollectives(group)
-        plan = make_plan(offsets(PADDED[0]), spy, GDN, mode=mode, hidden_dim=DIM, element_bytes=8)  # type: ignore[arg-type]
+        plan = make_plan(
+            offsets(PADDED[0]), spy, GDN, strategy=strategy, hidden_dim=DIM, element_bytes=8
+        )  # type: ignore[arg-type]
         weights, before = weights_of(GDN, DIM), leaves(carried(GDN, 5, 5))
         x = plan.shard(random(72, DIM, seed=1)).requires_grad_()
         y, after = continued(plan, GDN, x, weights, before)
-        traffic, extra = plan.traffic(GDN), 0 if mode == "gather" or size == 1 else 2
+        traffic, extra = plan.traffic(GDN), 0 if strategy == "gather" or size == 1 else 2
         counts = {name: traffic.forward.count(name) for name in traffic.forward}
         counts["all_gather"] = counts.get("all_gather", 0) + extra
         assert spy.counts == {name: count for name, count in counts.items() if count}
@@ -198,12 +198,14 @@ def test_states_cost_a_gather_each_and_initial_ones_nothing(mode: str, size: int
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["heads", "docs", "state", "gather"])
-def test_states_that_do_not_fit_are_refused_before_anything_is_sent(mode: str, size: int) -> None:
+@pytest.mark.parametrize("strategy", ["heads", "docs", "state", "gather"])
+def test_states_that_do_not_fit_are_refused_before_anything_is_sent(
+    strategy: str, size: int
+) -> None:
     def on_rank(group: VirtualCollectives) -> None:
         attention = AttentionSpec(6, 2, 4)
-        plan = make_plan(offsets([12] * 6), group, [GDN, attention], mode=mode)  # type: ignore[arg-type]
-        inputs = torch.zeros(0, GDN.conv_channels)
+        plan = make_plan(offsets([12] * 6), group, [GDN, attention], strategy=strategy)  # type: ignore[arg-type]
+        inputs = torch.zeros(0, GDN.convolution.channels)
         with pytest.raises(LayoutError, match=r"conv_halo: initial.*\n.*\(6, 3, 42\)"):
             plan.conv_halo(GDN, inputs, initial=torch.zeros(5, 3, 42))
         with pytest.raises(LayoutError, match=r"entry_states: initial.*\n.*\(6, 6, 3, 5\)"):
@@ -213,9 +215,10 @@ def test_states_that_do_not_fit_are_refused_before_anything_is_sent(mode: str, s
                 plan.final_states(GDN, torch.zeros(1, 9, 3, 5), initial=given)
         with pytest.raises(LayoutError, match=r"Plan\.final_halo.*\(1, 3, 9\)"):
             plan.final_halo(GDN, torch.zeros(1, 3, 9))
-        for call in (plan.final_states, plan.final_halo):
-            with pytest.raises(ConfigError, match="without a state"):
-                call(attention, torch.zeros(6, 6, 3, 5))
+        with pytest.raises(ConfigError, match="without a state"):
+            plan.final_states(attention, torch.zeros(6, 6, 3, 5))
+        with pytest.raises(ConfigError, match="without a convolution"):
+            plan.final_halo(attention, torch.zeros(6, 3, 42))
         with pytest.raises(ConfigError, match="without a state"):
             plan.entry_states(attention, None, initial=torch.zeros(6, 6, 3, 5))
         assert plan.entry_states(attention, None) is None
@@ -256,15 +259,15 @@ def detach(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 def mix_up_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     right = SequenceSegments.end_rows
     monkeypatch.setattr(
-        SequenceSegments, "end_rows", lambda self, **named: right(self, **named).roll(1, 0)
+        SequenceSegments, "end_rows", lambda self, case: right(self, case).roll(1, 0)
     )
 
 
 def take_the_halo_of_the_first_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     right = SequenceSegments.halo_rows
 
-    def broken(self: SequenceSegments, rank: int, *, is_continued: bool) -> Tensor:
-        rows, behind = right(self, rank, is_continued=is_continued), sum(self.tail_counts)
+    def broken(self: SequenceSegments, rank: int, is_continued: bool) -> Tensor:
+        rows, behind = right(self, rank, is_continued), sum(self.tail_counts)
         return torch.where(rows < behind, rows, behind + (rows - behind) % self.reach)
 
     monkeypatch.setattr(SequenceSegments, "halo_rows", broken)
@@ -284,13 +287,14 @@ NAMES = ("conv_halo", "entry_states", "final_states", "final_halo")
 
 @pytest.mark.parametrize("spec", [GDN, MAMBA], ids=["gdn", "mamba"])
 @pytest.mark.parametrize(
-    ("mistake", "mode"),
+    ("mistake", "strategy"),
     [
-        *[(forget(name), mode) for name in NAMES[:2]
-          for mode in ("heads", "docs", "state", "gather")],
-        *[(forget(name), mode) for name in NAMES[2:] for mode in ("docs", "state")],
-        *[(detach(name), mode) for name in NAMES for mode in ("heads", "docs", "state", "gather")],
-        *[(mix_up_ends, mode) for mode in ("docs", "state")],
+        *[(forget(name), strategy) for name in NAMES[:2]
+          for strategy in ("heads", "docs", "state", "gather")],
+        *[(forget(name), strategy) for name in NAMES[2:] for strategy in ("docs", "state")],
+        *[(detach(name), strategy) for name in NAMES
+          for strategy in ("heads", "docs", "state", "gather")],
+        *[(mix_up_ends, strategy) for strategy in ("docs", "state")],
         (take_the_halo_of_the_first_sequence, "state"),
         (count_copies_as_heads, "heads"),
     ],
@@ -298,7 +302,7 @@ NAMES = ("conv_halo", "entry_states", "final_states", "final_halo")
 )  # fmt: skip
 def test_a_mistake_is_noticed(
     mistake: Callable[[pytest.MonkeyPatch], None],
-    mode: str,
+    strategy: str,
     spec: Mixer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -307,7 +311,7 @@ def test_a_mistake_is_noticed(
 
     def wrong() -> float:
         return relative_error(
-            on_ranks(spec, AWKWARD, 3, before, (mode, mode), "contiguous"), expected
+            on_ranks(spec, AWKWARD, 3, before, (strategy, strategy), "contiguous"), expected
         )
 
     assert wrong() < BOUND

@@ -31,7 +31,7 @@ def check_shape(asked: str, x: Tensor, shape: tuple[int, ...]) -> None:
     """`x` has the shape that the other arguments ask for.
 
     Raises:
-        ConfigError: It has another one.
+        ConfigError: Another shape.
     """
     if tuple(x.shape) != shape:
         raise ConfigError(
@@ -46,7 +46,7 @@ def check_group(asked: str, num_heads: int, num_groups: int) -> None:
     """Every key head, or group, serves the same number of value heads.
 
     Raises:
-        ConfigError: It does not divide.
+        ConfigError: Value heads that are no multiple of the key heads.
     """
     if num_groups < 1 or num_heads % num_groups:
         raise ConfigError(

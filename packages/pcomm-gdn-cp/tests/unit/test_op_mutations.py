@@ -14,16 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.gdn_cp.ops import gated_delta_chunks, state_space_chunks
-from pcomm.gdn_cp.ops.gated_delta_rule.recurrent import recurrent_gated_delta_rule
-from pcomm.gdn_cp.ops.gated_delta_rule.rule import chunk_gated_delta_rule
-from pcomm.gdn_cp.ops.mamba2_ssd.recurrent import recurrent_state_space
-from pcomm.gdn_cp.ops.mamba2_ssd.ssd import chunk_state_space
+from pcomm.gdn_cp.ops.gated_delta_rule import chunk as gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd import chunk as mamba2_ssd
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import chunk_mamba2_ssd
+from pcomm.gdn_cp.ops.mamba2_ssd.naive import naive_recurrent_mamba2_ssd
 from pcomm.gdn_cp.testing.slow_decay import (
     delta_inputs,
     gradients,
     relative_error,
-    state_space_inputs,
+    ssd_inputs,
 )
 
 CU = (0, 40, 57, 90)
@@ -37,24 +38,24 @@ def delta_errors(cu_seqlens: tuple[int, ...] = CU) -> tuple[float, float]:
     """Of outputs and of gradients."""
     *tokens, _ = delta_inputs(LENGTHS)
     ours = chunk_gated_delta_rule(*tokens, cu_seqlens=cu_seqlens, chunk=8)[:1]
-    theirs = recurrent_gated_delta_rule(*tokens, cu_seqlens=CU)[:1]
+    theirs = naive_recurrent_gated_delta_rule(*tokens, cu_seqlens=CU)[:1]
     found, expected = gradients(ours, tokens), gradients(theirs, tokens)
     return relative_error(ours, theirs), relative_error(found, expected)
 
 
-def state_space_errors(cu_seqlens: tuple[int, ...] = CU) -> tuple[float, float]:
+def mamba2_ssd_errors(cu_seqlens: tuple[int, ...] = CU) -> tuple[float, float]:
     """Of outputs and of gradients."""
-    x, dt, a_log, b, c, d, bias, _ = state_space_inputs(LENGTHS)
+    x, dt, a_log, b, c, d, bias, _ = ssd_inputs(LENGTHS)
     leaves, rest = (x, dt, a_log, b, c, d, bias), {"d_H": d, "dt_bias_H": bias}
-    ours = chunk_state_space(x, dt, a_log, b, c, **rest, cu_seqlens=cu_seqlens, chunk=8)[:1]
-    theirs = recurrent_state_space(x, dt, a_log, b, c, **rest, cu_seqlens=CU)[:1]
+    ours = chunk_mamba2_ssd(x, dt, a_log, b, c, **rest, cu_seqlens=cu_seqlens, chunk=8)[:1]
+    theirs = naive_recurrent_mamba2_ssd(x, dt, a_log, b, c, **rest, cu_seqlens=CU)[:1]
     found, expected = gradients(ours, leaves), gradients(theirs, leaves)
     return relative_error(ours, theirs), relative_error(found, expected)
 
 
 FAMILIES = [
-    pytest.param(gated_delta_chunks, "delta_scan", 1, delta_errors, id="gated delta"),
-    pytest.param(state_space_chunks, "decay_scan", 0, state_space_errors, id="state space"),
+    pytest.param(gated_delta_rule, "delta_scan", 1, delta_errors, id="gated delta"),
+    pytest.param(mamba2_ssd, "decay_scan", 0, mamba2_ssd_errors, id="state space"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Pieces, their order and their tails, against a walk through the pack token by token."""
+"""Segments, their order and their tails, against a walk through the pack token by token."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def packs(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
 
 
 def walked(cu_seqlens: tuple[int, ...], layout: Layout) -> list[list[list[int]]]:
-    """Of each rank its pieces as lists of tokens: a new one at each border and each jump."""
+    """Of each rank its segments as lists of tokens: a new one at each boundary and each jump."""
     sequence = [n for n, (a, b) in enumerate(pairwise(cu_seqlens)) for _ in range(a, b)]
     found = []
     for runs in layout.runs:
-        pieces: list[list[int]] = []
+        segments: list[list[int]] = []
         for run in runs:
             for token in range(run.start, run.stop):
                 is_new = token == run.start or sequence[token] != sequence[token - 1]
-                pieces += [[token]] if is_new else []
+                segments += [[token]] if is_new else []
                 if not is_new:
-                    pieces[-1].append(token)
-        found.append(pieces)
+                    segments[-1].append(token)
+        found.append(segments)
     return found
 
 
@@ -51,7 +51,7 @@ def test_slots_tails_and_halos_are_those_of_a_walk_through_the_pack(
     pack: tuple[tuple[int, ...], Layout], reach: int
 ) -> None:
     cu_seqlens, layout = pack
-    pieces, expected = SequenceSegments(cu_seqlens, layout, reach), walked(cu_seqlens, layout)
+    segments, expected = SequenceSegments(cu_seqlens, layout, reach), walked(cu_seqlens, layout)
     sequences = list(enumerate(pairwise(cu_seqlens)))
     end_of = {t: e for _, (s, e) in sequences for t in range(s, e)}
     begin_of = {t: s for _, (s, e) in sequences for t in range(s, e)}
@@ -60,20 +60,24 @@ def test_slots_tails_and_halos_are_those_of_a_walk_through_the_pack(
         (rank, p) for rank, own in enumerate(expected) for p in own if p[-1] + 1 < end_of[p[0]]
     ]
     ends = [p for own in expected for p in own if p[-1] + 1 == end_of[p[0]]]
-    assert pieces.num_slots == len(slots)
-    tails = [token for _, piece in slots for token in piece[len(piece) - min(reach, len(piece)) :]]
+    assert segments.num_slots == len(slots)
+    tails = [
+        token
+        for _, segment in slots
+        for token in segment[len(segment) - min(reach, len(segment)) :]
+    ]
     for rank, own in enumerate(expected):
-        table = pieces.of_rank(rank)
+        table = segments.of_rank(rank)
         assert [
             list(range(*r)) for r in zip(table.start.tolist(), table.stop.tolist(), strict=True)
         ] == own
         assert table.sequence.tolist() == [number_of[p[0]] for p in own]
-        assert pieces.slot_counts[rank] == sum(r == rank for r, _ in slots)
-        assert [own[i] for i in pieces.own_slots(rank).tolist()] == [
+        assert segments.slot_counts[rank] == sum(r == rank for r, _ in slots)
+        assert [own[i] for i in segments.own_slots(rank).tolist()] == [
             p for r, p in slots if r == rank
         ]
-        assert [own[i] for i in pieces.own_ends(rank).tolist()] == [p for p in own if p in ends]
-        assert pieces.end_counts[rank] == sum(p in ends for p in own)
+        assert [own[i] for i in segments.own_ends(rank).tolist()] == [p for p in own if p in ends]
+        assert segments.end_counts[rank] == sum(p in ends for p in own)
 
         before = [
             sorted(
@@ -81,20 +85,20 @@ def test_slots_tails_and_halos_are_those_of_a_walk_through_the_pack(
             )
             for q in own
         ]
-        assert pieces.num_before(rank).tolist() == [len(found) for found in before]
+        assert segments.num_before(rank).tolist() == [len(found) for found in before]
         for depth in range(max(map(len, before), default=0)):
             wanted = [found[depth][1] for found in before if len(found) > depth]
-            assert pieces.slot_before(rank, depth).tolist() == wanted
+            assert segments.slot_before(rank, depth).tolist() == wanted
 
         mine = layout.positions(rank)
-        sent = [mine[row] for row in pieces.tail_rows(rank).tolist()]
+        sent = [mine[row] for row in segments.tail_rows(rank).tolist()]
         assert sent == [
             token
-            for r, piece in slots
+            for r, segment in slots
             if r == rank
-            for token in piece[len(piece) - min(reach, len(piece)) :]
+            for token in segment[len(segment) - min(reach, len(segment)) :]
         ]
-        assert pieces.tail_counts[rank] == len(sent)
+        assert segments.tail_counts[rank] == len(sent)
         # A token before its sequence by how far before, and which sequence that is.
         wanted_tokens = [
             token if token >= begin_of[q[0]] else (number_of[q[0]], begin_of[q[0]] - token)
@@ -103,35 +107,35 @@ def test_slots_tails_and_halos_are_those_of_a_walk_through_the_pack(
         ]
         rows = [*tails, None]
         assert [
-            rows[row] for row in pieces.halo_rows(rank, is_continued=False).flatten().tolist()
+            rows[row] for row in segments.halo_rows(rank, is_continued=False).flatten().tolist()
         ] == [None if isinstance(token, tuple) else token for token in wanted_tokens]
         continued = [*tails, *((n, reach - i) for n, _ in sequences for i in range(reach))]
         assert [
-            continued[row] for row in pieces.halo_rows(rank, is_continued=True).flatten().tolist()
+            continued[row] for row in segments.halo_rows(rank, is_continued=True).flatten().tolist()
         ] == wanted_tokens
 
     last = {number_of[p[0]]: p for p in ends}
-    assert [[*ends, None][row] for row in pieces.end_rows(is_continued=False).tolist()] == [
+    assert [[*ends, None][row] for row in segments.end_rows(is_continued=False).tolist()] == [
         last.get(n) for n, _ in sequences
     ]
     assert [
         [*ends, *(n for n, _ in sequences)][row]
-        for row in pieces.end_rows(is_continued=True).tolist()
+        for row in segments.end_rows(is_continued=True).tolist()
     ] == [last.get(n, n) for n, _ in sequences]
 
 
-def pieces_of(tokens: TokenLayout, reach: int) -> SequenceSegments:
+def segments_of(tokens: TokenLayout, reach: int) -> SequenceSegments:
     return SequenceSegments(tokens.cu_seqlens, tokens.layout, reach)
 
 
 def test_one_sequence_over_all_ranks() -> None:
-    pieces = pieces_of(TokenLayout((0, 12), 3, "contiguous"), 3)
-    assert pieces.slot_counts == (1, 1, 0)
-    assert pieces.num_before(2).tolist() == [2]
-    assert torch.equal(pieces.halo_rows(1, is_continued=False), torch.tensor([[0, 1, 2]]))
+    segments = segments_of(TokenLayout((0, 12), 3, "contiguous"), 3)
+    assert segments.slot_counts == (1, 1, 0)
+    assert segments.num_before(2).tolist() == [2]
+    assert torch.equal(segments.halo_rows(1, is_continued=False), torch.tensor([[0, 1, 2]]))
 
 
 def test_whole_sequences_on_every_rank_have_nothing_to_say() -> None:
-    pieces = pieces_of(TokenLayout((0, 2, 4, 8), 2, "contiguous"), 3)
-    assert pieces.num_slots == 0
-    assert pieces.tail_counts == (0, 0)
+    segments = segments_of(TokenLayout((0, 2, 4, 8), 2, "contiguous"), 3)
+    assert segments.num_slots == 0
+    assert segments.tail_counts == (0, 0)

@@ -1,0 +1,1 @@
+"""What a plan has to know about each kind of mixer: one protocol, one file for each kind."""
