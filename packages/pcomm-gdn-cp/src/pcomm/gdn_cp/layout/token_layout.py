@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
-from pcomm.core.exchange.index import expand_ranges
+from pcomm.core.exchange.index import RowOrder
 from pcomm.core.layout import Layout
 from pcomm.gdn_cp.ops.offsets import PackOffsets
 
@@ -45,7 +45,8 @@ def zigzag(cu_seqlens: Sequence[int], size: int) -> Layout:
         return Layout.even(offsets[-1], 1)
     starts_RN2, lengths_RN2 = _chunks([*dict.fromkeys(offsets)], size)
     edges_R = torch.stack([starts_RN2, starts_RN2 + lengths_RN2], -1).flatten(1).numpy()
-    return Layout.of_edges(offsets[-1], (array("q", own.tobytes()) for own in edges_R))
+    edges = (array("q", own.tobytes()) for own in edges_R)
+    return Layout.of_edges(offsets[-1], edges, are_sound=True)
 
 
 def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
@@ -119,26 +120,15 @@ class TokenLayout:
         """Sequences, empty ones included."""
         return len(self.cu_seqlens) - 1
 
-    @cached_property
+    @property
     def order(self) -> Tensor:
         """The tokens of the first rank, then those of the second, and so on; on the CPU."""
-        # Kept, so it must not be a tensor of inference mode, which training cannot use.
-        with torch.inference_mode(False):
-            if self.layout_name == "contiguous" or self.size == 1:
-                return torch.arange(self.num_tokens)
-            # The same as that of the layout, whose thousands of runs few modes need.
-            starts_RN2, lengths_RN2 = _chunks(self.cu_seqlens, self.size)
-            return expand_ranges(starts_RN2.flatten(), lengths_RN2.flatten())
+        return self.layout.derived(RowOrder).order
 
     def of_rank(self, rank: int) -> Tensor:
         """The tokens of `rank`, as they lie there; on the CPU."""
         first = rank * self.local_tokens
         return self.order.narrow(0, first, self.local_tokens).clone()
-
-    @cached_property
-    def is_natural(self) -> bool:
-        """Whether `order` is the order of the pack."""
-        return torch.equal(self.order, torch.arange(self.num_tokens))
 
     def derived(self, make: Callable[..., _Made], *arguments: int) -> _Made:
         """What `make(self, *arguments)` returns, made once and shared by all mixers.
