@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pcomm.core.errors import LayoutError
 
@@ -293,11 +293,18 @@ class Layout:
 
         It must not hold the layout itself: without a cycle, index tensors are freed with it.
         """
-        known = self.__dict__.setdefault("_derived", {})
-        if make not in known:
-            known[make] = make(self)
-        made: _Derived = known[make]
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        made: _Derived = self._derived[make]
         return made
+
+    def adopt(self, make: Callable[[Layout], _Derived], made: _Derived) -> None:
+        """Keep `made`, which is known already, as what `make(self)` would return."""
+        self._derived[make] = made
+
+    @cached_property
+    def _derived(self) -> dict[Callable[..., object], Any]:
+        return {}
 
     def describe(self) -> str:
         """One line, such as `12 positions: 0-5 | 6-11`."""

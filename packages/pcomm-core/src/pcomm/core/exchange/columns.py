@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -38,17 +39,17 @@ class RowsAndColumns:
     shards: tuple[ColumnShards, ...]
     fused: int
 
-    @property
+    @cached_property
     def is_gather(self) -> bool:
         """Whether every rank gets all columns."""
         return all(shard.is_whole for shard in self.shards)
 
-    @property
+    @cached_property
     def order(self) -> RowOrder:
         """The order in which rows arrive, shared by all exchanges of these rows."""
-        return self.rows.derived(RowOrder)
+        return self.rows.derived(RowOrder.of)
 
-    @property
+    @cached_property
     def row_sizes(self) -> tuple[int, ...] | None:
         """Rows of each rank; None where all have the same number."""
         sizes = self.rows.sizes
@@ -58,17 +59,24 @@ class RowsAndColumns:
         """As many rows for each rank, said only where the other side is uneven."""
         return None if self.row_sizes is None else (num_rows,) * self.rows.size
 
-    def widened(self, widths: Sequence[int]) -> tuple[ColumnShards, ...]:
-        """The shards of sections with so many columns, further dimensions flattened into them."""
-        pairs = zip(self.shards, widths, strict=True)
-        return tuple(s if w == s.width else s.widened(w // s.width) for s, w in pairs)
+    @cached_property
+    def widths(self) -> list[int]:
+        """Columns of each section."""
+        return [shard.width for shard in self.shards]
 
-    def widened_to(self, widths: Sequence[int]) -> tuple[ColumnShards, ...]:
-        """The same for the columns of a rank, of tensors of which the first may be fused."""
-        if self.fused > 1:
-            return self.shards
-        pairs = zip(self.shards, widths, strict=True)
-        return self.widened([s.width * w // s.width_per_rank for s, w in pairs])
+    @cached_property
+    def rank_widths(self) -> list[int]:
+        """Columns of a rank in each tensor."""
+        widths = [shard.width_per_rank for shard in self.shards]
+        return [sum(widths[: self.fused]), *widths[self.fused :]]
+
+    def widened(self, widths: list[int], found: list[int]) -> RowsAndColumns:
+        """The same for tensors of other widths, into which further dimensions were flattened."""
+        if found == widths:
+            return self
+        factors = [new // old for new, old in zip(found, widths, strict=True)]
+        shards = tuple(s.widened(f) for s, f in zip(self.shards, factors, strict=True))
+        return RowsAndColumns(self.rows, shards, self.fused)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,24 +95,23 @@ class ToColumns:
         self, tensors: Sequence[Tensor], collectives: Collectives, packing: Packing
     ) -> tuple[Tensor, ...]:
         """All rows of my columns. Collective: one all-to-all, or one all-gather."""
-        plan, first = self.plan, tensors[0]
-        shards = plan.widened([x.shape[1] for x in tensors])
+        first = tensors[0]
+        plan = self.plan.widened(self.plan.widths, [x.shape[1] for x in tensors])
         if plan.is_gather:
             mine_tW = first if len(tensors) == 1 else packing.take_rows(tensors, None)
             received_TW = collectives.all_gather(mine_tW, sizes=plan.row_sizes)
         else:
             received_TW = collectives.all_to_all(
-                packing.pack_sections(tensors, shards),
+                packing.pack_sections(tensors, plan.shards),
                 send_sizes=plan.equal_sizes(len(first)),
                 receive_sizes=plan.row_sizes,
             )
         order = plan.order.on(first.device)
         if order is not None:
             received_TW = packing.take_rows([received_TW], order.back)
-        widths = [shard.width_per_rank for shard in shards]
-        widths = [sum(widths[: plan.fused]), *widths[plan.fused :]]
         # Split here, so that the gradients of the parts come apart and need not be put together.
-        return received_TW.split(widths, -1) if len(widths) > 1 else (received_TW,)
+        widths = plan.rank_widths
+        return tuple(received_TW.split(widths, -1)) if len(widths) > 1 else (received_TW,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,18 +130,18 @@ class ToRows:
         self, tensors: Sequence[Tensor], collectives: Collectives, packing: Packing
     ) -> tuple[Tensor, ...]:
         """All columns of my rows. Collective: one all-to-all, or one reduce-scatter."""
-        plan, order = self.plan, self.plan.order.on(tensors[0].device)
+        plan = self.plan.widened(self.plan.rank_widths, [x.shape[1] for x in tensors])
+        order = plan.order.on(tensors[0].device)
         if order is None and len(tensors) == 1:
             message_TW = tensors[0]
         else:
             message_TW = packing.take_rows(tensors, None if order is None else order.forth)
-        shards = plan.widened_to([x.shape[1] for x in tensors])
         if plan.is_gather:
             summed_tW = collectives.reduce_scatter(message_TW, sizes=plan.row_sizes)
-            return summed_tW.split([shard.width for shard in shards], -1)
+            return tuple(summed_tW.split(plan.widths, -1))
         received_TW = collectives.all_to_all(
             message_TW,
             send_sizes=plan.row_sizes,
             receive_sizes=plan.equal_sizes(plan.rows.sizes[collectives.rank]),
         )
-        return packing.unpack_sections(received_TW, shards)
+        return packing.unpack_sections(received_TW, plan.shards)

@@ -202,10 +202,10 @@ class Exchange:
                 why="The plan names one region for each rank of the group.",
                 fix="Build the layouts with the size of the group that executes the exchange.",
             )
-        sizes = {dim: layout.sizes[collectives.rank] for dim, layout in self.source.items()}
-        if any(dim >= x.dim() or x.shape[dim] != size for dim, size in sizes.items()):
+        sizes, shape = self._region_sizes[collectives.rank], x.shape
+        if any(dim >= len(shape) or shape[dim] != size for dim, size in sizes):
             raise LayoutError(
-                f"Exchange.apply: rank {collectives.rank}, {{dim: size}} {sizes}",
+                f"Exchange.apply: rank {collectives.rank}, {{dim: size}} {dict(sizes)}",
                 found=f"a tensor of shape {tuple(x.shape)}",
                 why="The tensor must be the region that the source layouts give this rank.",
                 fix="Pass this rank's shard, or build the exchange with the layouts it has.",
@@ -219,6 +219,11 @@ class Exchange:
     @cached_property
     def _is_turned(self) -> bool:
         return False
+
+    @cached_property
+    def _region_sizes(self) -> list[list[tuple[int, int]]]:
+        sides = self.source.items()
+        return [[(dim, x.sizes[rank]) for dim, x in sides] for rank in range(self.size)]
 
     @property
     def _senders(self) -> Sequence[int]:

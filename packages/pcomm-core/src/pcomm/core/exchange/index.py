@@ -105,20 +105,22 @@ class Permutation:
 class RowOrder:
     """The rows of a partition as a gather in rank order delivers them.
 
-    Use `layout.derived(RowOrder)`, so that index tensors are made once for each layout and device.
+    `layout.derived(RowOrder.of)` makes it once, so that exchanges share its index tensors.
 
     Args:
-        layout: A partition of the rows.
-
-    Attributes:
-        order: `[rows]`, int64 on the CPU: gathered row i is row `order[i]` of the whole.
+        order: `[rows]`, int64 on the CPU: gathered row i is row `order[i]` of the whole. Kept, so
+            it must not be a tensor of inference mode, which training cannot use.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        # Kept, so it must not be a tensor of inference mode, which training cannot use.
-        with torch.inference_mode(False):
-            self.order = rank_order(layout)
+    def __init__(self, order: Tensor) -> None:
+        self.order = order
         self._known: dict[torch.device, Permutation] = {}
+
+    @classmethod
+    def of(cls, layout: Layout) -> RowOrder:
+        """The order of the rows of a partition."""
+        with torch.inference_mode(False):
+            return cls(rank_order(layout))
 
     @cached_property
     def is_natural(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
 
@@ -37,17 +38,17 @@ class ColumnShards:
     copies: int
     num_ranks: int
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Columns of the whole section, each counted once."""
         return self.num_units * self.unit
 
-    @property
+    @cached_property
     def units_per_rank(self) -> int:
         """Units of a rank, copies counted."""
         return self.num_units * self.copies // self.num_ranks
 
-    @property
+    @cached_property
     def width_per_rank(self) -> int:
         """Columns of a rank, copies counted."""
         return self.units_per_rank * self.unit
@@ -60,7 +61,9 @@ class ColumnShards:
     @property
     def layout(self) -> Layout:
         """The layout that deals columns out like this."""
-        return Layout.repeated(self.width, self.num_ranks, unit=self.unit, copies=self.copies)
+        layout = Layout.repeated(self.width, self.num_ranks, unit=self.unit, copies=self.copies)
+        layout.adopt(ColumnShards.of, self)
+        return layout
 
     def widened(self, factor: int) -> ColumnShards:
         """The same shards of columns that consist of `factor` columns each."""
@@ -68,7 +71,7 @@ class ColumnShards:
 
     @classmethod
     def of(cls, layout: Layout) -> ColumnShards | None:
-        """The shards of an even or a repeated layout; None for any other."""
+        """The shards of an even or a repeated layout; None for any other. See `Layout.derived`."""
         width = layout.sizes[0]
         if not width or set(layout.sizes) != {width}:
             return None

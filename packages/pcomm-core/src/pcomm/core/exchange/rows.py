@@ -79,13 +79,14 @@ class RowMoves:
         )
 
     def move(self, x: Tensor, collectives: Collectives) -> Tensor:
-        """The rows of this rank after the exchange. Collective: one all-to-all; none on one rank."""
+        """The rows of this rank after the exchange. Collective: one all-to-all, none if alone."""
         if self.send is not None:
             order = self.send.forth if self.copies == 1 else self.send.forth // self.copies
             x = x.index_select(0, order)
         if collectives.size > 1:
-            sizes = {"send_sizes": self.send_sizes, "receive_sizes": self.receive_sizes}
-            x = collectives.all_to_all(x, **sizes)
+            x = collectives.all_to_all(
+                x, send_sizes=self.send_sizes, receive_sizes=self.receive_sizes
+            )
         return x if self.receive is None else x.index_select(0, self.receive.forth)
 
     def apply(self, x: Tensor, collectives: Collectives) -> Tensor:

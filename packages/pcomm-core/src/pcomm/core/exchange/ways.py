@@ -146,5 +146,5 @@ def _rows_and_columns(
         return source[0], ColumnShards(1, 1, exchange.size, exchange.size)
     if set(source) != {0, 1} or not source[1].is_whole:
         return None
-    shards = ColumnShards.of(target[1])
+    shards = target[1].derived(ColumnShards.of)
     return None if shards is None else (source[0], shards)

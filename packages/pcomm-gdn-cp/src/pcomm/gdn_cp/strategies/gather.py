@@ -18,7 +18,6 @@ from torch import Tensor
 from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.exchange.exchange import Exchange
-from pcomm.core.exchange.index import RowOrder
 from pcomm.core.exchange.sections import SectionExchange
 from pcomm.core.layout import Layout
 from pcomm.gdn_cp.strategies.route import Route, Traffic
@@ -57,7 +56,7 @@ class GatherRoute(Route):
 
     def prepare(self, device: torch.device) -> None:
         """The permutation of the rows, both ways, and this rank's rows."""
-        self.tokens.layout.derived(RowOrder).on(device)
+        self.tokens.row_order.on(device)
         self.on(device, self._own)
 
     @cached_property

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.exchange.exchange import Exchange
-from pcomm.core.exchange.index import RowOrder
 from pcomm.core.exchange.sections import SectionExchange
 from pcomm.core.layout import Layout
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
@@ -70,7 +69,7 @@ class HeadsRoute(Route):
 
     def prepare(self, device: torch.device) -> None:
         """Both directions of the row permutation."""
-        self.tokens.layout.derived(RowOrder).on(device)
+        self.tokens.row_order.on(device)
 
     @cached_property
     def _there(self) -> SectionExchange:
@@ -82,8 +81,13 @@ class HeadsRoute(Route):
 
     def _exchange(self, share: SectionShare) -> Exchange:
         """My tokens of all heads to all tokens of my heads."""
-        tokens, columns = self.tokens.layout, share.columns
-        every_token, every_column = (
-            Layout.whole(length, tokens.size) for length in (tokens.length, columns.width)
+        columns = share.columns
+        every_column = Layout.whole(columns.width, self.tokens.size)
+        return Exchange(
+            {0: self.tokens.layout, 1: every_column},
+            {0: self._every_token, 1: columns.layout},
         )
-        return Exchange({0: tokens, 1: every_column}, {0: every_token, 1: columns.layout})
+
+    @cached_property
+    def _every_token(self) -> Layout:
+        return Layout.whole(self.tokens.num_tokens, self.tokens.size)
