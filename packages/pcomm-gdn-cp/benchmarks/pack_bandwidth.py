@@ -15,22 +15,18 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import UnsupportedError
+from pcomm.core.exchange import ColumnShards, Packing
 from pcomm.core.testing import assert_equal
 from pcomm.core.testing.timing import Row, run_benchmark, time_cases
-from pcomm.gdn_cp import Section
 from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.packing.backend import Packing, choose_packing
-from pcomm.gdn_cp.strategies.head_share import SectionShare
+from pcomm.gdn_cp.packing.backend import choose_packing
 
 NAME, RANKS, SEQUENCES = "pack_bandwidth", 8, 64
-SHARES = [
-    SectionShare(Section(name, num_heads, head_width), 1, num_heads // RANKS)
-    for name, num_heads, head_width in (
-        *(("q", 16, 128), ("k", 16, 128), ("v", 32, 128), ("z", 32, 128)),
-        *(("b", 32, 1), ("a", 32, 1)),
-    )
+SHARDS = [
+    ColumnShards(num_heads, head_width, 1, RANKS)
+    for num_heads, head_width in ((16, 128), (16, 128), (32, 128), (32, 128), (32, 1), (32, 1))
 ]
-WIDTHS = [share.width for share in SHARES]
+WIDTHS = [shard.width_per_rank for shard in SHARDS]
 Case = Callable[[], Sequence[Tensor]]
 
 
@@ -54,7 +50,8 @@ def rows_of(num_tokens: int) -> list[Row]:
     cases: dict[str, Case] = {clone: lambda: [message.clone()]}
     names = "triton", "torch"
     ours, plain = (
-        cases_of(choose_packing(device, message.dtype, wanted=name), message) for name in names
+        cases_of(choose_packing(device, message.dtype, wanted=name).packing, message)
+        for name in names
     )
     for operation in ours:
         for mine, expected in zip(ours[operation](), plain[operation](), strict=True):
@@ -75,16 +72,16 @@ def rows_of(num_tokens: int) -> list[Row]:
 def cases_of(packing: Packing, message: Tensor) -> dict[str, Case]:
     """The four operations of strategy `heads`, all on as many bytes as the message has."""
     num_tokens = len(message)
-    sections = packing.unpack_sections(message, SHARES, RANKS)
+    sections = packing.unpack_sections(message, SHARDS)
     offsets = range(0, num_tokens + 1, num_tokens // SEQUENCES)
     order = TokenLayout(tuple(offsets), RANKS, "zigzag").order.to(message.device)
     # As gradients arrive: each section by itself.
     parts = [part.contiguous() for part in message.split(WIDTHS, 1)]
     return {
-        "pack sections": lambda: [packing.pack_sections(sections, SHARES, RANKS)],
+        "pack sections": lambda: [packing.pack_sections(sections, SHARDS)],
         "take rows": lambda: [packing.take_rows([message], order)],
         "take rows of 6 sections": lambda: [packing.take_rows(parts, order)],
-        "unpack sections": lambda: packing.unpack_sections(message, SHARES, RANKS),
+        "unpack sections": lambda: packing.unpack_sections(message, SHARDS),
     }
 
 

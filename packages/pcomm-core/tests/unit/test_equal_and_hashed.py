@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pcomm.core.checkpoint.shard_view import FlatPart, ShardView
 from pcomm.core.collectives.instrumented import Operation
 from pcomm.core.exchange.exchange import Exchange
+from pcomm.core.exchange.index import Permutation
 from pcomm.core.exchange.rows import RowMoves
 from pcomm.core.groups.options import CommOptions
 from pcomm.core.groups.spec import GroupSpec
@@ -107,6 +108,8 @@ def test_the_order_in_which_axes_and_dimensions_are_named_does_not_count() -> No
     assert first == second
     assert hash(first) == hash(second)
     assert first != first.inverse
+    assert first == Exchange(first.source, first.target, None)
+    assert first != Exchange(first.source, first.target, (2, 1, 0))
 
 
 def test_a_layout_of_narrow_integers_is_that_of_wide_ones() -> None:
@@ -132,9 +135,10 @@ def test_what_an_exchange_was_made_from_may_change_afterwards() -> None:
     [
         lambda: ShardView(torch.ones(3), ParamLayout(), 0, FlatPart(0, (3,))),
         lambda: Operation("all_gather", torch.ones(3), 12),
-        lambda: RowMoves((1,), (1,), torch.zeros(2), None),
+        lambda: RowMoves((1,), (1,), Permutation.of(torch.arange(2)), None),
+        lambda: Permutation.of(torch.arange(2)),
     ],
-    ids=["ShardView", "Operation", "RowMoves"],
+    ids=["ShardView", "Operation", "RowMoves", "Permutation"],
 )
 def test_what_holds_tensors_is_compared_by_identity(make: Callable[[], object]) -> None:
     """Comparing tensors gives tensors, of which several have no truth value."""

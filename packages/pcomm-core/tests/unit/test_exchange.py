@@ -166,6 +166,8 @@ def test_alone_it_is_the_identity_and_can_still_reorder() -> None:
 
 HALVES, WHOLE = Layout.even(4, 2), Layout.whole(4, 2)
 SAME_HALF = Layout(4, ((Run(0, 2),), (Run(0, 2),)))
+PART = Layout(4, ((Run(0, 3),), (Run(1, 4),)))
+GRID = {0: HALVES, 1: WHOLE}
 
 
 @pytest.mark.parametrize(
@@ -174,8 +176,10 @@ SAME_HALF = Layout(4, ((Run(0, 2),), (Run(0, 2),)))
         ({0: HALVES}, {1: HALVES}, "before and"),
         ({0: HALVES}, {0: Layout.even(6, 2)}, r"\(6, 2\)"),
         ({0: HALVES}, {0: Layout.even(4, 4)}, r"\(4, 4\)"),
-        ({0: HALVES}, {0: WHOLE}, r"\[4, 4\] elements of 4"),
-        ({0: SAME_HALF}, {0: HALVES}, "source .*ranks 0 and 1 hold the same"),
+        ({0: SAME_HALF}, {0: HALVES}, "source .*(?s:.)not every position of dimension 0"),
+        ({0: HALVES}, {0: SAME_HALF}, "target .*(?s:.)not every position of dimension 0"),
+        (GRID, {0: HALVES, 1: HALVES}, r"target .*(?s:.)ranks hold \[4, 4\] elements of 16"),
+        ({0: PART, 1: PART}, GRID, "source .*(?s:.)regions of ranks 0 and 1 overlap in part"),
         ({-1: HALVES}, {-1: HALVES}, "dimensions >= 0"),
         ({}, {}, "before and"),
     ],

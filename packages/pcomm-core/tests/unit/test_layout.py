@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from array import array
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -24,6 +26,61 @@ def test_balanced_gives_whole_units_that_differ_by_at_most_one(
     assert all(own % unit == 0 for own in layout.sizes)
     assert max(shares) - min(shares) <= 1
     assert shares == sorted(shares, reverse=True)
+
+
+@given(units=st.integers(0, 40), size=st.integers(1, 7), unit=st.integers(1, 5))
+def test_cuts_are_floors_of_equal_fractions(units: int, size: int, unit: int) -> None:
+    layout = Layout.cuts(units * unit, size, unit=unit)
+    assert layout.is_contiguous
+    shares = [own // unit for own in layout.sizes]
+    assert max(shares) - min(shares) <= 1
+    assert [sum(layout.sizes[:i]) for i in range(size)] == [
+        math.floor(Fraction(i * units, size)) * unit for i in range(size)
+    ]
+
+
+def test_cuts_and_balanced_put_the_larger_shards_elsewhere() -> None:
+    assert Layout.cuts(10, 4).sizes == (2, 3, 2, 3)
+    assert Layout.balanced(10, 4).sizes == (3, 3, 2, 2)
+    # Cuts at equal fractions are equal, whatever the number of ranks.
+    halves, quarters = Layout.cuts(22_680, 36), Layout.cuts(22_680, 72)
+    assert {run.start for own in halves.runs for run in own} <= {
+        run.start for own in quarters.runs for run in own
+    }
+    assert sum(Layout.balanced(14, 4).sizes[:2]) == 8 > Layout.balanced(14, 2).sizes[0]
+    assert sum(Layout.cuts(14, 4).sizes[:2]) == 7 == Layout.cuts(14, 2).sizes[0]
+
+
+@given(units=st.integers(0, 9), copies=st.integers(1, 4), size=st.integers(1, 6),
+       unit=st.integers(1, 3))  # fmt: skip
+def test_repeated_units_are_dealt_out_like_a_list(
+    units: int, copies: int, size: int, unit: int
+) -> None:
+    if units * copies % size:
+        with pytest.raises(LayoutError, match=f"{units * copies} in all"):
+            Layout.repeated(units * unit, size, unit=unit, copies=copies)
+        return
+    layout = Layout.repeated(units * unit, size, unit=unit, copies=copies)
+    deal = [u * unit + i for u in range(units) for _ in range(copies) for i in range(unit)]
+    each = len(deal) // size
+    assert [layout.positions(r) for r in range(size)] == [
+        deal[r * each : (r + 1) * each] for r in range(size)
+    ]
+    assert layout.is_cover
+    assert layout.is_partition == (copies == 1 or not units)
+    assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+def test_what_is_derived_is_made_once_and_not_pickled() -> None:
+    layout, made = Layout.even(4, 2), []
+
+    def make(one: Layout) -> list[int]:
+        made.append(one)
+        return [one.length]
+
+    assert layout.derived(make) is layout.derived(make)
+    assert made == [layout]
+    assert "_derived" not in pickle.loads(pickle.dumps(layout)).__dict__
 
 
 @given(share=st.integers(0, 9), size=st.integers(1, 7), unit=st.integers(1, 5))
@@ -80,6 +137,7 @@ def test_what_is_refused_and_what_is_a_partition_is_what_the_positions_say(
     layout = Layout(length, own)
     everything = sorted(p for rank in range(layout.size) for p in layout.positions(rank))
     assert layout.is_partition == (everything == list(range(length)))
+    assert layout.is_cover == (set(everything) == set(range(length)))
     assert layout.runs == tuple(tuple(runs) for runs in own)
     assert layout.sizes == tuple(sum(run.length for run in runs) for runs in own)
 
@@ -111,6 +169,8 @@ def test_touching_runs_count_as_one() -> None:
         (lambda: Layout.even(10, 4), "a remainder of 2"),
         (lambda: Layout.even(10, 2, unit=3), "units of 3"),
         (lambda: Layout.balanced(4, 0), "over 0 ranks"),
+        (lambda: Layout.cuts(10, 2, unit=3), "units of 3"),
+        (lambda: Layout.repeated(4, 2, copies=0), "0 copies of each"),
         (lambda: Layout.uneven([1, -1]), "rank 1 has size -1"),
         (lambda: Layout(4, ()), "no ranks"),
         (lambda: Layout(4, ((Run(0, 5),),)), "0-4"),

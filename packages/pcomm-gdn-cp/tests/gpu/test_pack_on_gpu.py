@@ -29,14 +29,15 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 @pytest.mark.parametrize("rows", [0, 1, 1000])
 @pytest.mark.parametrize(("spec", "size"), CASES)
 def test_kernels_are_equal_to_torch(spec: Spec, size: int, rows: int, dtype: torch.dtype) -> None:
-    kernels = choose_packing(CUDA, dtype, wanted="triton")
-    reference = choose_packing(CUDA, dtype, wanted="torch")
+    kernels = choose_packing(CUDA, dtype, wanted="triton").packing
+    reference = choose_packing(CUDA, dtype, wanted="torch").packing
     shares = HeadShare(spec, size, 0).sections
+    shards = [share.columns for share in shares]
     # Stretches of one projection, so that rows are further apart than they are long.
     widths = [share.section.width for share in shares]
     sections = torch.randn(rows, sum(widths), device=CUDA).to(dtype).split(widths, 1)
-    message = kernels.pack_sections(sections, shares, size)
-    assert_equal(message, reference.pack_sections(sections, shares, size))
+    message = kernels.pack_sections(sections, shards)
+    assert_equal(message, reference.pack_sections(sections, shards))
 
     order = torch.randperm(size * rows, device=CUDA)
     parts = message.split([share.width for share in shares], 1)
@@ -45,9 +46,9 @@ def test_kernels_are_equal_to_torch(spec: Spec, size: int, rows: int, dtype: tor
         assert_equal(kernels.take_rows(rows_of, None), message)
 
     arrived = torch.randn(message.shape, device=CUDA).to(dtype)
-    found = kernels.unpack_sections(arrived, shares, size)
-    again = kernels.unpack_sections(arrived, shares, size)
-    plain = reference.unpack_sections(arrived, shares, size)
+    found = kernels.unpack_sections(arrived, shards)
+    again = kernels.unpack_sections(arrived, shards)
+    plain = reference.unpack_sections(arrived, shards)
     for share, mine, repeated, expected in zip(shares, found, again, plain, strict=True):
         assert_equal(mine, repeated)
         # Both add the copies in fp32 at least, perhaps in another order, and round once.
@@ -64,6 +65,7 @@ def test_rows_beyond_the_reach_of_32_bits() -> None:
     order = torch.arange(rows, device=CUDA).flip(0)
 
     def taken(part: Tensor) -> Tensor:
-        return choose_packing(CUDA, part.dtype, wanted="triton").take_rows([part], order)
+        packing = choose_packing(CUDA, part.dtype, wanted="triton").packing
+        return packing.take_rows([part], order)
 
     assert_equal(taken(x), x.index_select(0, order))

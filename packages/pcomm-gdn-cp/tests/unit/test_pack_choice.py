@@ -10,7 +10,7 @@ import torch
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.gdn_cp import GdnSpec, make_plan
-from pcomm.gdn_cp.packing import choice
+from pcomm.gdn_cp.packing import backend
 from pcomm.gdn_cp.packing.backend import choose_packing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -18,7 +18,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture(params=[True, False], ids=["triton", "no triton"])
 def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(choice, "find_spec", lambda name: request.param or None)
+    monkeypatch.setattr(backend, "find_spec", lambda name: request.param or None)
     there: bool = request.param
     return there
 
@@ -70,7 +70,7 @@ def test_packing_by_torch_does_not_import_triton() -> None:
     """Which takes a second, and is not there on every system."""
     code = (
         "import sys, torch; from pcomm.gdn_cp.packing.backend import choose_packing; "
-        "x = torch.ones(4, 2); choose_packing(x.device, x.dtype).take_rows([x, x], None); "
+        "x = torch.ones(4, 2); choose_packing(x.device, x.dtype).packing.take_rows([x, x], None); "
         "assert not {name for name in sys.modules if name.split('.')[0] == 'triton'}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

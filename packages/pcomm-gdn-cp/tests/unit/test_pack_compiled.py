@@ -46,7 +46,7 @@ def launch_of(case: str, size: int) -> Any:
     from pcomm.gdn_cp.packing import triton_packing as packing
 
     shares = HeadShare(SPEC, size, 0).sections
-    columns = packing.columns_of(shares)
+    columns = packing.columns_of([share.columns for share in shares])
 
     def empty(rows: int, width: int) -> Tensor:
         return torch.empty(rows, width, dtype=torch.bfloat16)

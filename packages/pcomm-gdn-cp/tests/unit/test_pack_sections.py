@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from pcomm.core.exchange import ColumnShards, Packing
 from pcomm.core.testing.close import assert_close, assert_equal
 from pcomm.core.testing.poison import poisoned_memory
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec, Spec, make_plan
-from pcomm.gdn_cp.packing.backend import Packing
+from pcomm.gdn_cp.packing.backend import PackingChoice
 from pcomm.gdn_cp.strategies import heads
 from pcomm.gdn_cp.strategies.head_share import SectionShare
 
@@ -62,7 +63,7 @@ def packing(request: pytest.FixtureRequest) -> Iterator[Packing]:
     if request.param == "triton":
         request.getfixturevalue("interpreted")
     with poisoned_memory():
-        yield Packing(request.param, "for the test")
+        yield PackingChoice(request.param, "for the test").packing
 
 
 def numbered(rows: int, columns: int, dtype: torch.dtype, strides: str = "contiguous") -> Tensor:
@@ -81,6 +82,10 @@ def numbered(rows: int, columns: int, dtype: torch.dtype, strides: str = "contig
 def columns_of(share: SectionShare, rank: int) -> list[int]:
     width = share.section.head_width
     return [head * width + i for head in share.heads(rank) for i in range(width)]
+
+
+def shards_of(shares: tuple[SectionShare, ...]) -> list[ColumnShards]:
+    return [share.columns for share in shares]
 
 
 def slow_pack(sections: list[Tensor], shares: tuple[SectionShare, ...], size: int) -> Tensor:
@@ -116,10 +121,10 @@ def test_sections_become_a_message_and_a_message_sections(
     shares = HeadShare(spec, size, 0).sections
     sections = [numbered(rows, share.section.width, torch.float32) + n for n, share in
                 enumerate(shares)]  # fmt: skip
-    message = packing.pack_sections(sections, shares, size)
+    message = packing.pack_sections(sections, shards_of(shares))
     assert_equal(message, slow_pack(sections, shares, size))
     arrived = numbered(size * rows, message.shape[1], torch.float32)
-    found = packing.unpack_sections(arrived, shares, size)
+    found = packing.unpack_sections(arrived, shards_of(shares))
     for mine, expected in zip(found, slow_unpack(arrived, shares, size) if rows else found,
                               strict=True):  # fmt: skip
         assert_equal(mine, expected)
@@ -142,11 +147,11 @@ def test_any_strides(packing: Packing, strides: str) -> None:
     shares, size = HeadShare(GdnSpec(2, 8, 6, 3), 4, 0).sections, 4
     sections = [numbered(33, share.section.width, torch.float32, strides) for share in shares]
     expected = slow_pack(sections, shares, size)
-    assert_equal(packing.pack_sections(sections, shares, size), expected)
+    assert_equal(packing.pack_sections(sections, shards_of(shares)), expected)
     order = torch.arange(33).flip(0)
     assert_equal(packing.take_rows(sections, order), slow_rows(sections, order))
     message = numbered(32, expected.shape[1], torch.float32, strides)
-    found = packing.unpack_sections(message, shares, size)
+    found = packing.unpack_sections(message, shards_of(shares))
     for mine, expected in zip(found, slow_unpack(message, shares, size), strict=True):
         assert_equal(mine, expected)
 
@@ -161,9 +166,9 @@ def test_any_dtype(packing: Packing, dtype: torch.dtype) -> None:
     key_heads = 2 if dtype.is_floating_point else 8
     shares, size = HeadShare(GdnSpec(key_heads, 8, 6, 3), 4, 0).sections, 4
     sections = [numbered(9, share.section.width, dtype) for share in shares]
-    message = packing.pack_sections(sections, shares, size)
+    message = packing.pack_sections(sections, shards_of(shares))
     assert_equal(message, slow_pack(sections, shares, size))
-    found = packing.unpack_sections(message, shares, size)
+    found = packing.unpack_sections(message, shards_of(shares))
     for mine, expected in zip(found, slow_unpack(message, shares, size), strict=True):
         assert_equal(mine, expected)
     order = torch.arange(36).roll(5)
@@ -176,7 +181,7 @@ def test_copies_are_added_in_fp32_and_rounded_once(packing: Packing) -> None:
     message = torch.randn(8 * 5, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     # 1 + 6 / 256 is a number of bf16; added in bf16, each of the six would be lost.
     message[:, shares[0].width] = torch.tensor([1.0] + [1 / 256] * 6 + [0]).repeat_interleave(5)
-    found = packing.unpack_sections(message, shares, size)
+    found = packing.unpack_sections(message, shards_of(shares))
     # The interpreter cuts off where a GPU rounds, so an element is off by up to two roundings.
     for mine, expected in zip(found, slow_unpack(message.double(), shares, size), strict=True):
         assert_close(mine, expected, num_terms=1, magnitude=float(expected.abs().max()))
@@ -200,7 +205,9 @@ def test_a_plan_moves_the_same_by_kernels_as_by_torch(
 
     monkeypatch.setattr(launch, "run", run)
     for name in ("torch", "triton"):
-        monkeypatch.setattr(heads, "choose_packing", lambda *_, name=name: Packing(name, "test"))
+        monkeypatch.setattr(
+            heads, "choose_packing", lambda *_, name=name: PackingChoice(name, "test")
+        )
 
         def on_rank(collectives: VirtualCollectives) -> list[Tensor]:
             plan = make_plan(cu_seqlens, collectives, spec, layout=layout, strategy="heads")
@@ -264,22 +271,22 @@ def with_shape(place: int, change: Callable[[int], int]) -> Callable[[Any], None
 def test_a_mistake_is_noticed(
     monkeypatch: pytest.MonkeyPatch, broken: Callable[[Any], None]
 ) -> None:
-    shares, size = HeadShare(GdnSpec(2, 8, 6, 3), 4, 0).sections, 4
+    shares = HeadShare(GdnSpec(2, 8, 6, 3), 4, 0).sections
     # Stretches of something wider, so that a break reads other numbers and not past the end.
     wide = [numbered(9, 4 * s.section.width, torch.float32, "columns first") for s in shares]
     sections = [x[:, : s.section.width] for x, s in zip(wide, shares, strict=True)]
     order = torch.randperm(36, generator=torch.Generator().manual_seed(1))
     arrived = numbered(36, sum(share.width for share in shares), torch.float32)
-    packing, reference = Packing("triton", "test"), Packing("torch", "test")
+    packing, reference = (PackingChoice(name, "test").packing for name in ("triton", "torch"))
 
     def results(packing: Packing) -> list[Tensor]:
         with poisoned_memory():
-            message = packing.pack_sections(sections, shares, size)
+            message = packing.pack_sections(sections, shards_of(shares))
             parts = [arrived[:, :7], arrived[:, 7:]]
             return [
                 message,
                 packing.take_rows(parts, order),
-                *packing.unpack_sections(arrived, shares, size),
+                *packing.unpack_sections(arrived, shards_of(shares)),
             ]
 
     def same() -> bool:

@@ -6,20 +6,21 @@ one. What is broken on purpose must be off by far more, or the comparison says n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.exchange import ColumnShards, Permutation, TorchPacking
+from pcomm.core.exchange.index import RowOrder
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec, Plan, Spec, make_plan
 from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
 from pcomm.gdn_cp.strategies.cost import Link
 from pcomm.gdn_cp.strategies.head_share import SectionShare
-from pcomm.gdn_cp.strategies.heads import HeadsStrategy
 from pcomm.gdn_cp.strategies.state_passing import StatePassing
 from pcomm.gdn_cp.testing.layer_stack import (
     LayerResults,
@@ -218,8 +219,13 @@ def skip_the_last_composition(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swap_the_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = HeadsStrategy._pack
-    monkeypatch.setattr(HeadsStrategy, "_arrival", right)
+    right = RowOrder.on
+
+    def broken(self: RowOrder, device: torch.device) -> Permutation | None:
+        found = right(self, device)
+        return found and found.inverse
+
+    monkeypatch.setattr(RowOrder, "on", broken)
 
 
 def take_the_heads_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,15 +239,15 @@ def take_the_heads_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_the_gradient_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = HeadsStrategy._collect
+    right = TorchPacking.unpack_sections
 
     def broken(
-        self: HeadsStrategy, buffer: Tensor, shares: tuple[SectionShare, ...], group: Collectives
+        self: TorchPacking, message: Tensor, shards: Sequence[ColumnShards]
     ) -> tuple[Tensor, ...]:
-        found = right(self, buffer, shares, group)
-        return tuple(x / s.copies for x, s in zip(found, shares, strict=True))
+        found = right(self, message, shards)
+        return tuple(x / s.copies for x, s in zip(found, shards, strict=True))
 
-    monkeypatch.setattr(HeadsStrategy, "_collect", broken)
+    monkeypatch.setattr(TorchPacking, "unpack_sections", broken)
 
 
 @pytest.mark.parametrize(

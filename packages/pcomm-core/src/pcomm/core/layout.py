@@ -2,7 +2,8 @@
 
 A `Layout` gives every rank an ordered list of *runs*, half-open ranges of positions along a
 dimension. Even and uneven shards are one run a rank; a fused projection (queries, keys, values
-side by side, each split by heads) or a zigzag of tokens is several. A region of a tensor with
+side by side, each split by heads) or a zigzag of tokens is several. A position may lie on several
+ranks, as a key head does that serves value heads on each of them. A region of a tensor with
 several dimensions is a layout per dimension, see `exchange`.
 """
 
@@ -13,12 +14,14 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
-from typing import NamedTuple
+from itertools import chain, pairwise
+from typing import Any, NamedTuple, TypeVar
 
 from pcomm.core.errors import LayoutError
 
 __all__ = ["Layout", "Run"]
+
+_Derived = TypeVar("_Derived")
 
 
 class Run(NamedTuple):
@@ -42,11 +45,11 @@ class Layout:
 
     Args:
         length: Number of positions of the whole dimension.
-        runs: For each rank its runs, in the order in which they lie in that rank's tensor.
+        runs: The runs of each rank, in the order in which they lie in that rank's tensor.
 
     Attributes:
-        edges: For each rank the start and the stop of its runs, one after another; not to be
-            changed.
+        edges: The start and the stop of each run of a rank, one after another, for each rank; not
+            to be changed.
 
     Raises:
         LayoutError: A run outside the dimension, empty, or overlapping another run of its rank.
@@ -58,7 +61,7 @@ class Layout:
     def __init__(self, length: int, runs: Sequence[Sequence[Run]]) -> None:
         self._set(length, tuple(array("q", chain.from_iterable(own)) for own in runs))
 
-    def _set(self, length: int, edges: tuple[array[int], ...]) -> None:
+    def _set(self, length: int, edges: tuple[array[int], ...], *, are_sound: bool = False) -> None:
         object.__setattr__(self, "length", length)
         object.__setattr__(self, "edges", edges)
         if not edges:
@@ -69,7 +72,7 @@ class Layout:
                 fix="Give at least one tuple of runs.",
             )
         for rank, own in enumerate(edges):
-            if not _is_sound(own, length):
+            if not are_sound and not _is_sound(own, length):
                 raise LayoutError(
                     f"Layout of {length} positions",
                     found=f"rank {rank} has runs {_ranges(self.runs[rank])}",
@@ -83,18 +86,31 @@ class Layout:
     def __repr__(self) -> str:
         return f"Layout(length={self.length}, runs={self.runs})"
 
+    def __reduce__(self) -> tuple[Callable[..., Layout], tuple[int, tuple[array[int], ...]]]:
+        # Without what was derived from it: a pickle is integers.
+        return _of_sound_edges, (self.length, self.edges)
+
     # -- ways to make one ----------------------------------------------------------------
 
     @classmethod
-    def of_edges(cls, length: int, edges: Iterable[array[int]]) -> Layout:
+    def of_edges(
+        cls, length: int, edges: Iterable[array[int]], *, are_sound: bool = False
+    ) -> Layout:
         """From the starts and stops of each rank, as the attribute `edges` has them.
 
+        Args:
+            length: Number of positions of the whole dimension.
+            edges: The start and the stop of each run of a rank, for each rank.
+            are_sound: True if the runs are sound by construction: thousands are not looked at.
+
         Raises:
-            LayoutError: See the class.
+            LayoutError: A run outside the dimension, empty, or overlapping another run of its
+                rank.
         """
         layout = cls.__new__(cls)
         # Those of another width would be equal, and have other bytes: the hash is taken from these.
-        layout._set(length, tuple(o if o.typecode == "q" else array("q", o) for o in edges))
+        own = tuple(o if o.typecode == "q" else array("q", o) for o in edges)
+        layout._set(length, own, are_sound=are_sound)
         return layout
 
     @classmethod
@@ -120,6 +136,54 @@ class Layout:
         _check_units(length, size, unit)
         share, rest = divmod(length // unit, size)
         return cls.uneven([(share + (rank < rest)) * unit for rank in range(size)])
+
+    @classmethod
+    def cuts(cls, length: int, size: int, *, unit: int = 1) -> Layout:
+        """Contiguous shards of whole units, cut at `floor(i * units / size)`: 10 over 4 is 2,3,2,3.
+
+        Shards differ by at most one unit, as with `balanced`. Cuts at equal fractions are equal
+        for all sizes, so layouts over different numbers of ranks share as many cuts as they can.
+
+        Raises:
+            LayoutError: `length` is not made of whole units, or `size` is no number of ranks.
+        """
+        _check_units(length, size, unit)
+        edges = [i * (length // unit) // size * unit for i in range(size + 1)]
+        return cls.uneven([stop - start for start, stop in pairwise(edges)])
+
+    @classmethod
+    def repeated(cls, length: int, size: int, *, unit: int = 1, copies: int) -> Layout:
+        """Every unit `copies` times in a row, and of that equal contiguous shards.
+
+        This is how key heads are dealt out with the value heads that they serve: 3 units in 2
+        copies over 2 ranks are 0,0,1 and 1,2,2. A unit may be on a rank more than once.
+
+        Args:
+            length: Number of positions of the whole dimension.
+            size: Number of ranks.
+            unit: Positions of a unit, such as the columns of a head.
+            copies: How often each unit occurs, on all ranks together.
+
+        Raises:
+            LayoutError: The units with their copies are not `size` equal shares, or `copies` is
+                less than 1.
+        """
+        _check_units(length, size, unit)
+        total = length // unit * copies
+        if copies < 1 or total % size:
+            raise LayoutError(
+                f"Layout.repeated: {length // unit} units of {unit} over {size} ranks",
+                found=f"{copies} copies of each, so {total} in all",
+                why="Every rank holds the same number of units, copies counted.",
+                fix="Use copies >= 1 whose number in all is a multiple of the ranks.",
+            )
+        if copies == 1:
+            return cls.even(length, size, unit=unit)
+        share, edges = total // size, []
+        for rank in range(size):
+            starts = [i // copies * unit for i in range(rank * share, (rank + 1) * share)]
+            edges.append(array("q", chain.from_iterable((s, s + unit) for s in starts)))
+        return cls.of_edges(length, edges, are_sound=True)
 
     @classmethod
     def uneven(cls, sizes: Sequence[int]) -> Layout:
@@ -174,7 +238,7 @@ class Layout:
 
     @cached_property
     def runs(self) -> tuple[tuple[Run, ...], ...]:
-        """For each rank its runs, in the order in which they lie in that rank's tensor."""
+        """The runs of each rank, in the order in which they lie in that rank's tensor."""
         # `Run(...)` would be a call of Python code for each of thousands.
         run: Callable[[tuple[int, int]], Run] = partial(tuple.__new__, Run)
         return tuple(tuple(map(run, zip(own[::2], own[1::2], strict=True))) for own in self.edges)
@@ -192,6 +256,16 @@ class Layout:
         starts = sorted(chain.from_iterable(own[::2] for own in self.edges))
         stops = sorted(chain.from_iterable(own[1::2] for own in self.edges))
         return [0, *stops] == [*starts, self.length]
+
+    @cached_property
+    def is_cover(self) -> bool:
+        """Whether every position is held by at least one rank."""
+        reach = 0
+        for start, stop in sorted(chain.from_iterable(self.runs)):
+            if start > reach:
+                return False
+            reach = max(reach, stop)
+        return reach == self.length
 
     @cached_property
     def is_whole(self) -> bool:
@@ -214,9 +288,31 @@ class Layout:
         """Every position that `rank` holds, in its local order."""
         return [position for run in self.runs[rank] for position in range(run.start, run.stop)]
 
+    def derived(self, make: Callable[[Layout], _Derived]) -> _Derived:
+        """What `make(self)` returns, made once and kept as long as the layout.
+
+        It must not hold the layout itself: without a cycle, index tensors are freed with it.
+        """
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        made: _Derived = self._derived[make]
+        return made
+
+    def adopt(self, make: Callable[[Layout], _Derived], made: _Derived) -> None:
+        """Keep `made`, which is known already, as what `make(self)` would return."""
+        self._derived[make] = made
+
+    @cached_property
+    def _derived(self) -> dict[Callable[..., object], Any]:
+        return {}
+
     def describe(self) -> str:
         """One line, such as `12 positions: 0-5 | 6-11`."""
         return f"{self.length} positions: " + " | ".join(_ranges(own) for own in self.runs)
+
+
+def _of_sound_edges(length: int, edges: tuple[array[int], ...]) -> Layout:
+    return Layout.of_edges(length, edges, are_sound=True)
 
 
 def _is_sound(own: array[int], length: int) -> bool:

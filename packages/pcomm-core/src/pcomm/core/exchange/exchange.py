@@ -1,40 +1,41 @@
-"""From one layout of a tensor to another in one all-to-all.
+"""From one layout of a tensor to another in one collective.
 
 A tensor's *region* on a rank is the product of one layout per dimension. An `Exchange` is
 computed on the host from the source and the target layouts: which part of my region each peer
-needs, and where the parts that I get belong. It packs, does **one** `all_to_all`, unpacks.
-Since every element is held by exactly one rank before and after, an exchange is a bijection and
-its gradient is the exchange the other way round.
+needs, and where the parts that I get belong. It packs, does **one** `all_to_all`, unpacks. Several
+sections, tensors with layouts of their own, travel in the same message.
 
-The parts travel in the order in which they lie on the sender, so packing is mostly slicing.
+| element is on | forward | backward |
+|---|---|---|
+| one rank before and after | moves | moves back: an exchange is a bijection then |
+| several ranks after (a cover) | is copied | the gradients of the copies are added up |
+| several ranks before | comes from its owner | the gradient goes to the owner, others get zero |
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.errors import LayoutError
-from pcomm.core.exchange.index import inverse_order
+from pcomm.core.exchange.owners import is_held_once, missing, owned_runs
+from pcomm.core.exchange.packing import Packing
 from pcomm.core.exchange.rows import RowMoves
-from pcomm.core.layout import Layout, Run
+from pcomm.core.exchange.sections import SectionExchange
+from pcomm.core.exchange.steps import PeerParts
+from pcomm.core.exchange.ways import Way, choose_way, run_way
+from pcomm.core.layout import Layout
 
 if TYPE_CHECKING:
     from pcomm.core.collectives.protocol import Collectives
 
 __all__ = ["Exchange"]
-
-# Positions along one dimension: a slice where they are neighbours, else an index tensor.
-_Selection = slice | Tensor
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class Exchange:
 
     Args:
         source: Layout of each dimension that is split before, by dimension number.
-        target: The same dimensions after. Dimensions that neither names are not split.
+        target: Layouts of the same dimensions after. Other dimensions are not split.
+        owners: Ranks that may send, preferred first: of the ranks that hold a position it comes
+            from the first one. All ranks in their order by default.
 
     Example: tokens by rank with all heads, to all tokens with heads by rank:
 
@@ -51,12 +54,14 @@ class Exchange:
                  {0: Layout.whole(T, n), 1: Layout.even(H, n)})
 
     Raises:
-        LayoutError: The dimensions, lengths or numbers of ranks of both sides differ, or an
-            element is held by no rank or by several.
+        LayoutError: The dimensions, lengths or numbers of ranks of both sides differ; an element
+            is held by no owner before, or by no rank after; regions that are split along several
+            dimensions overlap in part; `owners` are not different ranks.
     """
 
     source: Mapping[int, Layout]
     target: Mapping[int, Layout]
+    owners: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         # Copies: a plan does not change with the mappings that it was made from.
@@ -72,12 +77,26 @@ class Exchange:
                 why="Both sides describe the same tensor, over the same ranks.",
                 fix="Name the same dimensions >= 0 with equal lengths and numbers of ranks.",
             )
-        for side, layouts in (("source", self.source), ("target", self.target)):
-            _check_covers_once(side, layouts)
+        if self.owners is not None:
+            object.__setattr__(self, "owners", tuple(self.owners))
+        self._check_owners()
+        if self.owners is not None or not is_held_once(self.source):
+            _check_complete("source", self.source, self._senders)
+        if not is_held_once(self.target):
+            _check_complete("target", self.target, range(self.size))
 
     def __hash__(self) -> int:
         # Mappings are equal in whatever order they were filled.
-        return hash((frozenset(self.source.items()), frozenset(self.target.items())))
+        return hash((frozenset(self.source.items()), frozenset(self.target.items()), self.owners))
+
+    @staticmethod
+    def sections(exchanges: Iterable[Exchange]) -> SectionExchange:
+        """The exchanges of several tensors in one message.
+
+        Raises:
+            LayoutError: No exchange, or exchanges over different numbers of ranks.
+        """
+        return SectionExchange(tuple(exchanges))
 
     @property
     def size(self) -> int:
@@ -85,27 +104,51 @@ class Exchange:
         return next(iter(self.source.values())).size
 
     @cached_property
+    def is_bijection(self) -> bool:
+        """Whether every element is on exactly one rank before and after."""
+        return is_held_once(self.source) and is_held_once(self.target)
+
+    @cached_property
+    def moves_rows(self) -> bool:
+        """Whether whole rows go from one partition of the first dimension to another."""
+        whole = [d for d, layout in self.source.items() if layout.is_whole and d]
+        return (
+            self.is_bijection
+            and {0, *whole} == set(self.source)
+            and all(self.target[d].is_whole for d in whole)
+        )
+
+    @cached_property
     def inverse(self) -> Exchange:
-        """The exchange the other way round, which is also the gradient of this one."""
-        return Exchange(self.target, self.source)
+        """The exchange the other way round. For a bijection it is also the gradient of this one."""
+        back = Exchange(self.target, self.source)
+        if self.is_bijection:
+            back.__dict__.update(_ways=self._ways, _is_turned=not self._is_turned)
+        return back
 
     def sent_elements(self, rank: int, shape: Sequence[int]) -> int:
-        """Elements that `rank` sends to others when its source region has `shape`."""
-        if self._moves_rows:
-            sent = self._rows(rank, torch.device("cpu")).send_sizes
-            return (sum(sent) - sent[rank]) * math.prod(shape[1:])
-        send = self._steps(rank, torch.device("cpu")).send
-        return sum(math.prod(_lengths(s, shape)) for peer, s in enumerate(send) if peer != rank)
+        """Number of elements that `rank` sends to others when its source region has `shape`."""
+        cpu = torch.device("cpu")
+        if self.moves_rows:
+            moves = RowMoves.of(self.source[0], self.target[0], rank, cpu)
+            sent = [count * math.prod(shape[1:]) for count in moves.send_sizes or ()]
+        else:
+            sent = self.parts(rank, cpu).num_sent(shape)
+        return sum(sent) - sent[rank]
 
-    def apply(self, x: Tensor, collectives: Collectives) -> Tensor:
+    def apply(
+        self, x: Tensor, collectives: Collectives, *, packing: Packing | None = None
+    ) -> Tensor:
         """The target region of this rank. Collective: every rank of the group calls it.
 
-        Differentiable whenever `x` requires a gradient: backward is the inverse exchange, again
-        one all-to-all, whether or not the collectives are differentiable themselves.
+        One all-to-all, or one all-gather where every rank gets everything. Differentiable whenever
+        `x` requires a gradient: backward is the adjoint, again one collective, whether or not the
+        collectives are differentiable themselves.
 
         Args:
             x: The source region of this rank, any strides.
-            collectives: Those of the group over which the layouts are split.
+            collectives: Collectives of the group over which the layouts are split.
+            packing: What packs messages where rows are exchanged for columns; torch by default.
 
         Returns:
             A new tensor with the target's shape; `x` itself where one rank has nothing to move.
@@ -114,64 +157,44 @@ class Exchange:
             LayoutError: `x` does not have the shape of the source region, or the group another
                 number of ranks; raised before anything is sent.
         """
-        self._check_region(x, collectives)
+        self.check_region(x, collectives)
         if self.size == 1 and self.source == self.target:
             return x
-        if x.requires_grad and torch.is_grad_enabled():
-            return with_adjoint(
-                x,
-                lambda x: self._move(x, collectives),
-                lambda gradient: self.inverse.apply(gradient, collectives),
-            )
-        return self._move(x, collectives)
+        way = self.way(collectives.rank, x.device)
+        (result,) = run_way(way, (self,), (x,), collectives, packing)
+        return result
 
     def prepare(self, rank: int, device: torch.device) -> None:
-        """Make the index tensors of `rank` on `device` now, for both ways, not at the first use."""
-        for way in (self, self.inverse):
-            _ = way._rows(rank, device) if way._moves_rows else way._steps(rank, device)
+        """Make the index tensors of `rank` on `device` now, not at the first use.
 
-    # -- how it is done ------------------------------------------------------------------
+        Those of backward are among them, and for a bijection those of `inverse`.
+        """
+        self.way(rank, device)
 
-    @cached_property
-    def _moves_rows(self) -> bool:
-        whole = [d for d, layout in self.source.items() if layout.is_whole]
-        return {0, *whole} == set(self.source) and all(self.target[d].is_whole for d in whole)
+    # -- for the ways --------------------------------------------------------------------
 
-    def _move(self, x: Tensor, collectives: Collectives) -> Tensor:
-        if self._moves_rows:
-            return self._rows(collectives.rank, x.device).move(x, collectives)
-        steps = self._steps(collectives.rank, x.device)
-        sizes = {dim: layout.sizes[collectives.rank] for dim, layout in self.target.items()}
-        shape = [sizes.get(dim, length) for dim, length in enumerate(x.shape)]
-        part_shapes = [_lengths(step, shape) for step in steps.receive]
-        receive_sizes = [math.prod(part_shape) for part_shape in part_shapes]
-        received = collectives.all_to_all(
-            torch.cat([_take(x, step).reshape(-1) for step in steps.send]),
-            send_sizes=[math.prod(_lengths(step, x.shape)) for step in steps.send],
-            receive_sizes=receive_sizes,
+    def way(self, rank: int, device: torch.device) -> Way:
+        """How `rank` carries it out, made once for each device and shared with `inverse`."""
+        ways, key = self._ways, (rank, device)
+        if key not in ways:
+            made = choose_way((self,), rank, device)
+            ways[key] = made.adjoint if self._is_turned else made
+        return ways[key].adjoint if self._is_turned else ways[key]
+
+    def new_shape(self, shape: Sequence[int], rank: int) -> list[int]:
+        """The shape of the target region of `rank` when its source region has `shape`."""
+        sizes = {dim: layout.sizes[rank] for dim, layout in self.target.items()}
+        return [sizes.get(dim, length) for dim, length in enumerate(shape)]
+
+    def parts(self, rank: int, device: torch.device) -> PeerParts:
+        """What `rank` packs for each peer, by the general way."""
+        owned = owned_runs(self.source, None if self.is_bijection else self._senders)
+        return PeerParts.build(
+            owned, self.source, self.target, rank, device, is_bijection=self.is_bijection
         )
-        parts = [p.view(s) for p, s in zip(received.split(receive_sizes), part_shapes, strict=True)]
-        return steps.assemble(parts, shape)
 
-    def _steps(self, rank: int, device: torch.device) -> _Steps:
-        # Filled on first use: a plan is immutable, its steps are a memory of it per device.
-        known: dict[tuple[int, torch.device], _Steps] = self.__dict__.setdefault("_known", {})
-        if (rank, device) not in known:
-            known[rank, device] = _Steps.build(self, rank, device)
-        return known[rank, device]
-
-    def _rows(self, rank: int, device: torch.device) -> RowMoves:
-        known: dict[tuple[int, torch.device], RowMoves] = self.__dict__.setdefault(
-            "_known_rows", {}
-        )
-        if (rank, device) not in known:
-            moves = RowMoves.of(self.source[0], self.target[0], rank, device)
-            known[rank, device] = moves
-            # The way back is known as well, and will be asked for.
-            self.inverse.__dict__.setdefault("_known_rows", {})[rank, device] = moves.inverse
-        return known[rank, device]
-
-    def _check_region(self, x: Tensor, collectives: Collectives) -> None:
+    def check_region(self, x: Tensor, collectives: Collectives) -> None:
+        """Refuse a tensor or a group of another size, before anything is sent."""
         if collectives.size != self.size:
             raise LayoutError(
                 "Exchange.apply",
@@ -179,172 +202,51 @@ class Exchange:
                 why="The plan names one region for each rank of the group.",
                 fix="Build the layouts with the size of the group that executes the exchange.",
             )
-        sizes = {dim: layout.sizes[collectives.rank] for dim, layout in self.source.items()}
-        if any(dim >= x.dim() or x.shape[dim] != size for dim, size in sizes.items()):
+        sizes, shape = self._region_sizes[collectives.rank], x.shape
+        if any(dim >= len(shape) or shape[dim] != size for dim, size in sizes):
             raise LayoutError(
-                f"Exchange.apply: rank {collectives.rank}, {{dim: size}} {sizes}",
+                f"Exchange.apply: rank {collectives.rank}, {{dim: size}} {dict(sizes)}",
                 found=f"a tensor of shape {tuple(x.shape)}",
                 why="The tensor must be the region that the source layouts give this rank.",
                 fix="Pass this rank's shard, or build the exchange with the layouts it has.",
             )
 
+    # A plan is immutable; its ways are a memory of it, in the direction that is not turned.
+    @cached_property
+    def _ways(self) -> dict[tuple[int, torch.device], Way]:
+        return {}
 
-@dataclass(frozen=True, eq=False)
-class _Steps:
-    """What one rank packs for each peer, and where what it gets from each belongs."""
+    @cached_property
+    def _is_turned(self) -> bool:
+        return False
 
-    send: list[dict[int, _Selection]]
-    receive: list[dict[int, _Selection]]
+    @cached_property
+    def _region_sizes(self) -> list[list[tuple[int, int]]]:
+        sides = self.source.items()
+        return [[(dim, x.sizes[rank]) for dim, x in sides] for rank in range(self.size)]
 
-    @classmethod
-    def build(cls, exchange: Exchange, rank: int, device: torch.device) -> _Steps:
-        send, receive = [], []
-        for peer in range(exchange.size):
-            out: dict[int, _Selection] = {}
-            into: dict[int, _Selection] = {}
-            for dim, source in exchange.source.items():
-                target = exchange.target[dim]
-                out[dim] = _selection(_overlap(source, rank, target, peer)[0], device)
-                into[dim] = _selection(_overlap(source, peer, target, rank)[1], device)
-            send.append(out)
-            receive.append(into)
-        return cls(send, receive)
+    @property
+    def _senders(self) -> Sequence[int]:
+        return range(self.size) if self.owners is None else self.owners
 
-    def assemble(self, parts: list[Tensor], shape: list[int]) -> Tensor:
-        """The tensor of `shape` in which each peer's part lies where it belongs.
-
-        Parts that differ along one dimension are laid end to end there and, if their positions
-        are mixed, gathered by the inverse permutation; others are written one by one.
-        """
-        used = [(p, step) for p, step in zip(parts, self.receive, strict=True) if p.numel()]
-        if not used:
-            return parts[0].new_empty(shape)
-        split = [d for d in self.receive[0] if any(p.shape[d] != shape[d] for p, _ in used)]
-        if len(split) > 1 or any(_is_mixed(s[d], d in split) for _, s in used for d in s):
-            return _write(used, shape)
-        dim = split[0] if split else min(self.receive[0])
-        together = torch.cat([part for part, _ in used], dim)
-        places = [step[dim] for _, step in used]
-        if all(isinstance(p, slice) for p in places) and _ascend(places):
-            return together
-        return together.index_select(dim, _inverse(places, together.device))
+    def _check_owners(self) -> None:
+        chosen = self._senders
+        if not chosen or len(set(chosen)) < len(chosen) or set(chosen) - set(range(self.size)):
+            raise LayoutError(
+                f"Exchange: owners {self.owners}",
+                found=f"layouts over {self.size} ranks",
+                why="Owners are the ranks that may send, each named once, preferred first.",
+                fix=f"Name different ranks from 0 to {self.size - 1}.",
+            )
 
 
-def _is_mixed(selection: _Selection, is_split: bool) -> bool:
-    """Whether a dimension that is not split is permuted, so that one gather cannot do it."""
-    return not is_split and not isinstance(selection, slice)
-
-
-def _ascend(places: Sequence[_Selection]) -> bool:
-    starts = [place.start for place in places if isinstance(place, slice)]
-    return starts == sorted(starts)
-
-
-def _inverse(places: Sequence[_Selection], device: torch.device) -> Tensor:
-    """Index that brings rows lying in the order of `places` into ascending order."""
-    return inverse_order(torch.cat([_as_index(place, device) for place in places]))
-
-
-def _write(used: list[tuple[Tensor, dict[int, _Selection]]], shape: list[int]) -> Tensor:
-    result = used[0][0].new_empty(shape)
-    for part, step in used:
-        index: list[Any] = [slice(None)] * len(shape)
-        listed = [dim for dim, selection in step.items() if not isinstance(selection, slice)]
-        for dim, selection in step.items():
-            # Several index tensors pair up element by element unless they are broadcast.
-            if dim in listed and len(listed) > 1:
-                wide = [-1 if other == dim else 1 for other in listed]
-                index[dim] = _as_index(selection, part.device).view(wide)
-            else:
-                index[dim] = selection
-        if len(listed) > 1:
-            # Index tensors that are not neighbours move to the front; a view avoids that.
-            moved = result.movedim(listed, list(range(len(listed))))
-            rest = [index[d] for d in range(len(shape)) if d not in listed]
-            front = [index[d] for d in listed]
-            moved[tuple(front + rest)] = part.movedim(listed, list(range(len(listed))))
-        else:
-            result[tuple(index)] = part
-    return result
-
-
-def _overlap(
-    source: Layout, sender: int, target: Layout, receiver: int
-) -> tuple[list[range], list[range]]:
-    """Positions that `sender` holds and `receiver` needs, as local positions on both sides.
-
-    Both lists stand in the sender's order, so element i of one is element i of the other.
-    """
-    mine: list[range] = []
-    theirs: list[range] = []
-    offsets = itertools.accumulate((run.length for run in target.runs[receiver]), initial=0)
-    wanted = sorted(zip(target.runs[receiver], offsets, strict=False), key=_start)
-    stops = [run.stop for run, _ in wanted]
-    local = 0
-    for run in source.runs[sender]:
-        # Runs of one rank do not overlap, so their stops ascend with their starts.
-        for need, offset in itertools.islice(wanted, bisect.bisect_right(stops, run.start), None):
-            first, last = max(run.start, need.start), min(run.stop, need.stop)
-            if first >= last:
-                break
-            mine.append(range(local + first - run.start, local + last - run.start))
-            theirs.append(range(offset + first - need.start, offset + last - need.start))
-        local += run.length
-    return mine, theirs
-
-
-def _start(placed: tuple[Run, int]) -> int:
-    return placed[0].start
-
-
-def _selection(ranges: list[range], device: torch.device) -> _Selection:
-    if all(one.stop == two.start for one, two in itertools.pairwise(ranges)):
-        return slice(ranges[0].start, ranges[-1].stop) if ranges else slice(0, 0)
-    return torch.cat([torch.arange(r.start, r.stop) for r in ranges]).to(device)
-
-
-def _as_index(selection: _Selection, device: torch.device) -> Tensor:
-    if isinstance(selection, slice):
-        return torch.arange(selection.start, selection.stop, device=device)
-    return selection
-
-
-def _count(selection: _Selection) -> int:
-    if isinstance(selection, slice):
-        return int(selection.stop) - int(selection.start)
-    return selection.numel()
-
-
-def _lengths(step: Mapping[int, _Selection], shape: Sequence[int]) -> list[int]:
-    return [_count(step[dim]) if dim in step else n for dim, n in enumerate(shape)]
-
-
-def _take(x: Tensor, step: Mapping[int, _Selection]) -> Tensor:
-    for dim, selection in step.items():
-        if isinstance(selection, slice):
-            x = x.narrow(dim, selection.start, _count(selection))
-        else:
-            x = x.index_select(dim, selection)
-    return x
-
-
-def _check_covers_once(side: str, layouts: Mapping[int, Layout]) -> None:
-    """Prove that the regions cover the tensor once: enough elements, and no two regions meet."""
-    size = next(iter(layouts.values())).size
-    total = math.prod(layout.length for layout in layouts.values())
-    held = [math.prod(layout.sizes[rank] for layout in layouts.values()) for rank in range(size)]
-    problem = "" if sum(held) == total else f"ranks hold {held} elements of {total}"
-    split = [layout for layout in layouts.values() if not layout.is_whole]
-    if not problem and not (len(split) == 1 and split[0].is_partition):
-        filled = [rank for rank in range(size) if held[rank]]
-        for one, two in itertools.combinations(filled, 2):
-            if all(_overlap(layout, one, layout, two)[0] for layout in layouts.values()):
-                problem = f"ranks {one} and {two} hold the same element"
-                break
-    if problem:
+def _check_complete(side: str, layouts: Mapping[int, Layout], ranks: Sequence[int]) -> None:
+    """Prove that every element is on one of the ranks, and that one of these can be its owner."""
+    if problem := missing(layouts, ranks):
         raise LayoutError(
             f"Exchange: {side} {[layout.describe() for layout in layouts.values()]}",
             found=problem,
-            why="An exchange is a bijection: each element is on exactly one rank before and after.",
-            fix="Split one dimension completely, or several so that the regions do not overlap.",
+            why="Every element is on some rank before and after, and comes from one of them.",
+            fix="Cover the tensor; if several dimensions are split, by regions that are equal or "
+            "do not overlap.",
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 from pcomm.core.layout import Layout, Run
 
 __all__ = [
+    "Permutation",
+    "RowOrder",
     "expand_ranges",
     "inverse_order",
     "layout_edges",
@@ -62,9 +66,75 @@ def rank_order(layout: Layout) -> Tensor:
 
 def inverse_order(order: Tensor) -> Tensor:
     """The permutation that undoes `order`: `x[order][inverse_order(order)]` is `x`."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), device=order.device)
-    return inverse
+    places = torch.arange(order.numel(), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
+@dataclass(frozen=True, eq=False)
+class Permutation:
+    """An order of rows, and the one that undoes it: both ways are gathers, never scatters.
+
+    Args:
+        forth: `[rows]`, int64: row i of the result is row `forth[i]`.
+        back: `[rows]`, int64: the inverse of `forth`.
+    """
+
+    forth: Tensor
+    back: Tensor
+
+    @classmethod
+    def of(cls, order: Tensor) -> Permutation:
+        """The permutation whose row i is row `order[i]`, and its inverse."""
+        return cls(order, inverse_order(order))
+
+    @classmethod
+    def sorting(cls, keys: Tensor) -> Permutation:
+        """What brings rows into the order of their keys; equal keys stay as they are."""
+        return cls.of(keys.argsort(stable=True))
+
+    @property
+    def inverse(self) -> Permutation:
+        """The same two orders the other way round."""
+        return Permutation(self.back, self.forth)
+
+    def to(self, device: torch.device) -> Permutation:
+        """The same on a device."""
+        return Permutation(self.forth.to(device), self.back.to(device))
+
+
+class RowOrder:
+    """The rows of a partition as a gather in rank order delivers them.
+
+    `layout.derived(RowOrder.of)` makes it once, so that exchanges share its index tensors.
+
+    Args:
+        order: `[rows]`, int64 on the CPU: gathered row i is row `order[i]` of the whole. Kept, so
+            it must not be a tensor of inference mode, which training cannot use.
+    """
+
+    def __init__(self, order: Tensor) -> None:
+        self.order = order
+        self._known: dict[torch.device, Permutation] = {}
+
+    @classmethod
+    def of(cls, layout: Layout) -> RowOrder:
+        """The order of the rows of a partition."""
+        with torch.inference_mode(False):
+            return cls(rank_order(layout))
+
+    @cached_property
+    def is_natural(self) -> bool:
+        """Whether the gathered rows stand in the order of the whole."""
+        return torch.equal(self.order, torch.arange(len(self.order)))
+
+    def on(self, device: torch.device) -> Permutation | None:
+        """From the whole to the gathered rows; None where that changes nothing."""
+        if self.is_natural:
+            return None
+        if device not in self._known:
+            with torch.inference_mode(False):
+                self._known[device] = Permutation.of(self.order).to(device)
+        return self._known[device]
 
 
 def _edges(arrays: Iterable[array[int]]) -> Tensor:

@@ -1,6 +1,7 @@
 """Whole rows that change ranks: one sweep over the runs, one copy on either side of the message.
 
-This is how an `Exchange` runs when only the first dimension is split. A pack of a thousand
+This is how an `Exchange` runs when only the first dimension is split, and how tokens go to experts,
+whose numbers are known at run time only. A pack of a thousand
 sequences has thousands of runs, and a plan is made for every micro-batch, so runs are worked on
 all at once.
 """
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pcomm.core.exchange.index import expand_ranges, inverse_order, layout_edges, run_ranks
+from pcomm.core.collectives.adjoint import with_adjoint
+from pcomm.core.exchange.index import Permutation, expand_ranges, layout_edges, run_ranks
 from pcomm.core.layout import Layout
 
 if TYPE_CHECKING:
@@ -26,19 +28,26 @@ __all__ = ["RowMoves"]
 
 @dataclass(frozen=True, eq=False)
 class RowMoves:
-    """What one rank sends and receives when rows go from one partition to another.
+    """What one rank sends and receives when rows change ranks.
+
+    Between two layouts it is made by `of`. Where the numbers of rows are known only at run time,
+    as those of tokens for experts, it is made from these and the orders on either side.
 
     Args:
-        send_sizes: Rows for each peer.
-        receive_sizes: Rows from each peer.
-        send: `[rows]`: the rows in the order of the peers; None where they lie like that.
-        receive: `[rows]`: where each row of the result is among those received; None likewise.
+        send_sizes: Number of rows for each peer; None for equal parts.
+        receive_sizes: Number of rows from each peer; None for equal parts.
+        send: From the rows as they lie here to those in the order of the peers; None where they
+            lie like that.
+        receive: From the rows as they arrive to those of the result; None likewise.
+        copies: How many rows are sent of each row of the input. They are numbered row by row in
+            `send`, and backward adds them up.
     """
 
-    send_sizes: tuple[int, ...]
-    receive_sizes: tuple[int, ...]
-    send: Tensor | None
-    receive: Tensor | None
+    send_sizes: tuple[int, ...] | None
+    receive_sizes: tuple[int, ...] | None
+    send: Permutation | None
+    receive: Permutation | None
+    copies: int = 1
 
     @classmethod
     def of(cls, source: Layout, target: Layout, rank: int, device: torch.device) -> RowMoves:
@@ -55,28 +64,42 @@ class RowMoves:
         return cls(
             _per_peer(leaving, source.size),
             _per_peer(coming, source.size),
-            _order(expand_ranges(leaving.mine[order], leaving.lengths[order]), device),
-            _order(expand_ranges(arrived, coming.lengths), device),
+            _permutation(expand_ranges(leaving.mine[order], leaving.lengths[order]), device),
+            _permutation(expand_ranges(arrived, coming.lengths), device),
         )
 
     @property
     def inverse(self) -> RowMoves:
-        """The moves that bring every row back."""
+        """The moves that bring every row back, and every copy; nothing is computed for it."""
         return RowMoves(
             self.receive_sizes,
             self.send_sizes,
-            None if self.receive is None else inverse_order(self.receive),
-            None if self.send is None else inverse_order(self.send),
+            self.receive and self.receive.inverse,
+            self.send and self.send.inverse,
         )
 
     def move(self, x: Tensor, collectives: Collectives) -> Tensor:
-        """The rows of this rank after the exchange. Collective: one all-to-all."""
-        received = collectives.all_to_all(
-            x if self.send is None else x.index_select(0, self.send),
-            send_sizes=self.send_sizes,
-            receive_sizes=self.receive_sizes,
+        """The rows of this rank after the exchange. Collective: one all-to-all, none if alone."""
+        if self.send is not None:
+            order = self.send.forth if self.copies == 1 else self.send.forth // self.copies
+            x = x.index_select(0, order)
+        if collectives.size > 1:
+            x = collectives.all_to_all(
+                x, send_sizes=self.send_sizes, receive_sizes=self.receive_sizes
+            )
+        return x if self.receive is None else x.index_select(0, self.receive.forth)
+
+    def apply(self, x: Tensor, collectives: Collectives) -> Tensor:
+        """`move`, differentiable. Collective: one all-to-all, and one in backward."""
+        return with_adjoint(
+            x,
+            lambda x: self.move(x, collectives),
+            lambda gradient: self._add_up(self.inverse.apply(gradient, collectives)),
         )
-        return received if self.receive is None else received.index_select(0, self.receive)
+
+    def _add_up(self, rows: Tensor) -> Tensor:
+        # A sum over neighbours and never an atomic addition, so it is the same in every run.
+        return rows if self.copies == 1 else rows.unflatten(0, (-1, self.copies)).sum(1)
 
 
 class _Pieces(NamedTuple):
@@ -123,6 +146,6 @@ def _per_peer(pieces: _Pieces, size: int) -> tuple[int, ...]:
     return tuple(counts.tolist())
 
 
-def _order(order: Tensor, device: torch.device) -> Tensor | None:
+def _permutation(order: Tensor, device: torch.device) -> Permutation | None:
     is_natural = torch.equal(order, torch.arange(len(order)))
-    return None if is_natural else order.to(device)
+    return None if is_natural else Permutation.of(order).to(device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
-from pcomm.core.exchange.index import expand_ranges
+from pcomm.core.exchange.index import RowOrder, expand_ranges
 from pcomm.core.layout import Layout
 from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 
@@ -39,13 +39,7 @@ def zigzag(cu_seqlens: Sequence[int], size: int) -> Layout:
     Raises:
         LayoutError: The offsets do not start at 0 or fall, or a length is no multiple.
     """
-    offsets = _checked_zigzag(cu_seqlens, size)
-    if size == 1:
-        # Both chunks of a sequence lie side by side, so its length does not matter.
-        return Layout.even(offsets[-1], 1)
-    starts_RN2, lengths_RN2 = _chunks([*dict.fromkeys(offsets)], size)
-    edges_R = torch.stack([starts_RN2, starts_RN2 + lengths_RN2], -1).flatten(1).numpy()
-    return Layout.of_edges(offsets[-1], (array("q", own.tobytes()) for own in edges_R))
+    return _zigzag(_checked_zigzag(cu_seqlens, size), size)
 
 
 def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
@@ -58,7 +52,7 @@ def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
     Raises:
         LayoutError: The offsets do not start at 0 or fall, or the last one is no multiple.
     """
-    return Layout.even(_checked_contiguous(cu_seqlens, size)[-1], size)
+    return _contiguous(_checked_contiguous(cu_seqlens, size), size)
 
 
 @dataclass(frozen=True)
@@ -95,9 +89,12 @@ class TokenLayout:
     @cached_property
     def layout(self) -> Layout:
         """The runs of tokens that each rank holds."""
-        return {"zigzag": zigzag, "contiguous": contiguous}[self.layout_name](
+        # The offsets are checked: thousands need not be looked at again.
+        layout = {"zigzag": _zigzag, "contiguous": _contiguous}[self.layout_name](
             self.cu_seqlens, self.size
         )
+        layout.adopt(RowOrder.of, self.row_order)
+        return layout
 
     @cached_property
     def offsets(self) -> PackOffsets:
@@ -119,26 +116,24 @@ class TokenLayout:
         """Sequences, empty ones included."""
         return len(self.cu_seqlens) - 1
 
-    @cached_property
+    @property
     def order(self) -> Tensor:
         """The tokens of the first rank, then those of the second, and so on; on the CPU."""
-        # Kept, so it must not be a tensor of inference mode, which training cannot use.
+        return self.row_order.order
+
+    @cached_property
+    def row_order(self) -> RowOrder:
+        """The order of the layout, made without its thousands of runs, which few modes need."""
         with torch.inference_mode(False):
             if self.layout_name == "contiguous" or self.size == 1:
-                return torch.arange(self.num_tokens)
-            # The same as that of the layout, whose thousands of runs few strategies need.
+                return RowOrder(torch.arange(self.num_tokens))
             starts_RN2, lengths_RN2 = _chunks(self.cu_seqlens, self.size)
-            return expand_ranges(starts_RN2.flatten(), lengths_RN2.flatten())
+            return RowOrder(expand_ranges(starts_RN2.flatten(), lengths_RN2.flatten()))
 
     def of_rank(self, rank: int) -> Tensor:
         """The tokens of `rank`, as they lie there; on the CPU."""
         first = rank * self.local_tokens
         return self.order.narrow(0, first, self.local_tokens).clone()
-
-    @cached_property
-    def is_natural(self) -> bool:
-        """Whether `order` is the order of the pack."""
-        return torch.equal(self.order, torch.arange(self.num_tokens))
 
     def derived(self, make: Callable[..., _Made], *arguments: int) -> _Made:
         """What `make(self, *arguments)` returns, made once and shared by all mixers.
@@ -162,6 +157,20 @@ class TokenLayout:
             return tuple(offset // self.size for offset in self.cu_seqlens)
         first = rank * self.local_tokens
         return tuple(min(max(o - first, 0), self.local_tokens) for o in self.cu_seqlens)
+
+
+def _zigzag(offsets: Sequence[int], size: int) -> Layout:
+    if size == 1:
+        # Both chunks of a sequence lie side by side, so its length does not matter.
+        return Layout.even(offsets[-1], 1)
+    starts_RN2, lengths_RN2 = _chunks([*dict.fromkeys(offsets)], size)
+    edges_R = torch.stack([starts_RN2, starts_RN2 + lengths_RN2], -1).flatten(1).numpy()
+    edges = (array("q", own.tobytes()) for own in edges_R)
+    return Layout.of_edges(offsets[-1], edges, are_sound=True)
+
+
+def _contiguous(offsets: Sequence[int], size: int) -> Layout:
+    return Layout.even(offsets[-1], size)
 
 
 def _chunks(offsets: Sequence[int], size: int) -> tuple[Tensor, Tensor]:

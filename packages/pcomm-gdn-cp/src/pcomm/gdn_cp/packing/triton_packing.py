@@ -4,7 +4,7 @@ A launch is an object of plain arguments, so that the same launch can be compile
 no GPU, and looked at.
 """
 
-# t tokens of this rank, T of all, R ranks, W columns of a rank in all sections, C of a section
+# t rows of this rank, T of all, R ranks, W columns of a rank in all sections, C of a section
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pcomm.core.exchange.packing import ColumnShards
 from pcomm.gdn_cp.packing.kernels import pack_kernel, unpack_kernel
-from pcomm.gdn_cp.strategies.head_share import SectionShare
 
 __all__ = [
     "Columns",
     "Launch",
+    "TritonPacking",
     "columns_of",
     "pack_launch",
-    "pack_sections",
     "side_by_side",
-    "take_rows",
     "unpack_launch",
-    "unpack_sections",
 ]
 
 # 16 bytes, four times for each of 128 threads.
@@ -38,13 +36,13 @@ _WIDE_TILES = (128, 256, 512)
 
 
 class Columns(NamedTuple):
-    """How the columns of one section lie in the message."""
+    """How the columns of one section lie in the message, with as many units for each rank."""
 
     offset: int
     width: int
     copies: int
-    num_heads: int
-    head_width: int
+    num_units: int
+    unit: int
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,8 @@ class Launch:
     Args:
         kernel: One of `kernels`.
         num_programs: Length of the one-dimensional grid.
-        arguments: By name.
-        device: Where the tensors are.
+        arguments: Arguments of the kernel, by name.
+        device: Device of the tensors.
     """
 
     kernel: Any
@@ -72,32 +70,34 @@ class Launch:
             self.kernel[(self.num_programs,)](**self.arguments)
 
 
-def pack_sections(
-    sections_tC: Sequence[Tensor], shares: Sequence[SectionShare], num_ranks: int
-) -> Tensor:
-    """`[R * t, W]`: for each rank in turn its heads of all sections; see `Packing`."""
-    num_rows, width = len(sections_tC[0]), sum(share.width for share in shares)
-    message_TW = sections_tC[0].new_empty(num_ranks * num_rows, width)
-    pack_launch(sections_tC, columns_of(shares), message_TW, None, num_ranks).run()
-    return message_TW
+class TritonPacking:
+    """A `Packing` by one launch for all sections."""
 
+    def pack_sections(
+        self, sections_tC: Sequence[Tensor], shards: Sequence[ColumnShards]
+    ) -> Tensor:
+        """See `Packing`."""
+        num_ranks = shards[0].num_ranks
+        num_rows, width = len(sections_tC[0]), sum(shard.width_per_rank for shard in shards)
+        message_TW = sections_tC[0].new_empty(num_ranks * num_rows, width)
+        pack_launch(sections_tC, columns_of(shards), message_TW, None, num_ranks).run()
+        return message_TW
 
-def take_rows(parts: Sequence[Tensor], order_T: Tensor | None) -> Tensor:
-    """`[T, W]`: the parts side by side, their rows in the order of `order_T`; see `Packing`."""
-    widths = [part.shape[1] for part in parts]
-    rows_TW = parts[0].new_empty(len(parts[0]), sum(widths))
-    pack_launch(parts, side_by_side(widths), rows_TW, order_T, 1).run()
-    return rows_TW
+    def take_rows(self, parts: Sequence[Tensor], order_T: Tensor | None) -> Tensor:
+        """See `Packing`."""
+        widths = [part.shape[1] for part in parts]
+        rows_TW = parts[0].new_empty(len(parts[0]), sum(widths))
+        pack_launch(parts, side_by_side(widths), rows_TW, order_T, 1).run()
+        return rows_TW
 
-
-def unpack_sections(
-    message_TW: Tensor, shares: Sequence[SectionShare], num_ranks: int
-) -> tuple[Tensor, ...]:
-    """`[t, C]` of each section, copies of a head added up; see `Packing`."""
-    num_rows = len(message_TW) // num_ranks
-    sections = tuple(message_TW.new_empty(num_rows, s.section.width) for s in shares)
-    unpack_launch(message_TW, columns_of(shares), sections).run()
-    return sections
+    def unpack_sections(
+        self, message_TW: Tensor, shards: Sequence[ColumnShards]
+    ) -> tuple[Tensor, ...]:
+        """See `Packing`."""
+        num_rows = len(message_TW) // shards[0].num_ranks
+        sections = tuple(message_TW.new_empty(num_rows, shard.width) for shard in shards)
+        unpack_launch(message_TW, columns_of(shards), sections).run()
+        return sections
 
 
 def side_by_side(widths: Sequence[int]) -> list[Columns]:
@@ -106,14 +106,12 @@ def side_by_side(widths: Sequence[int]) -> list[Columns]:
     return [Columns(o, width, 1, 1, width) for o, width in zip(offsets, widths, strict=False)]
 
 
-def columns_of(shares: Sequence[SectionShare]) -> list[Columns]:
-    """The sections side by side; what needs no copies is as good as one head for each rank."""
-    columns = side_by_side([share.width for share in shares])
+def columns_of(shards: Sequence[ColumnShards]) -> list[Columns]:
+    """The sections side by side; what needs no copies is as good as one unit for each rank."""
+    columns = side_by_side([shard.width_per_rank for shard in shards])
     return [
-        c._replace(copies=s.copies, num_heads=s.num_heads, head_width=s.section.head_width)
-        if s.copies > 1
-        else c
-        for c, s in zip(columns, shares, strict=True)
+        c._replace(copies=s.copies, num_units=s.units_per_rank, unit=s.unit) if s.copies > 1 else c
+        for c, s in zip(columns, shards, strict=True)
     ]
 
 

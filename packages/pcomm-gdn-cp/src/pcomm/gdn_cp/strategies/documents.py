@@ -19,7 +19,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import LayoutError
 from pcomm.core.exchange.exchange import Exchange
@@ -212,30 +211,19 @@ class DocumentsStrategy(Strategy):
         self.check_rows("Plan.enter", hidden_tD, self.tokens.local_tokens)
         if self.documents.are_in_place:
             return hidden_tD
-        exchange = self.documents.exchange
-        return _moved(hidden_tD, exchange, exchange.inverse, collectives)
+        return self.documents.exchange.apply(hidden_tD, collectives)
 
     def leave(self, hidden_tD: Tensor, collectives: Collectives) -> Tensor:
         """Hidden states of this rank's tokens, what `enter` undoes."""
         self.check_rows("Plan.leave", hidden_tD, self.layer_rows)
         if self.documents.are_in_place:
             return hidden_tD
-        exchange = self.documents.exchange
-        return _moved(hidden_tD, exchange.inverse, exchange, collectives)
+        return self.documents.exchange.inverse.apply(hidden_tD, collectives)
 
     def prepare(self, device: torch.device) -> None:
         """The rows of the exchange, both ways."""
         if not self.documents.are_in_place:
             self.documents.exchange.prepare(self.rank, device)
-
-
-def _moved(x: Tensor, there: Exchange, back: Exchange, collectives: Collectives) -> Tensor:
-    """One way of an exchange, whose gradient takes the other one: both have index tensors."""
-    return with_adjoint(
-        x,
-        lambda x: there.apply(x, collectives),
-        lambda gradient: _moved(gradient, back, there, collectives),
-    )
 
 
 def _segments(tokens: TokenLayout, are_whole: bool, reach: int) -> SequenceSegments:

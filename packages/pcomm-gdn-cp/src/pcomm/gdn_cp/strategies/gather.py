@@ -1,21 +1,25 @@
 """Strategy `gather`: every rank gathers all tokens, computes all of them and keeps its own.
 
-The baseline: nothing has to divide, memory and compute do not shrink with the number of ranks.
+The baseline: nothing has to divide, memory and compute do not shrink with the number of ranks. It
+is an exchange whose target covers everything on every rank: an all-gather, and backward a
+reduce-scatter.
 """
 
-# t tokens of this rank, T of all, W columns of all sections
+# T tokens of all ranks, W columns of the output
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
-from pcomm.core.collectives.autograd import differentiable
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.exchange.index import inverse_order
+from pcomm.core.exchange.exchange import Exchange
+from pcomm.core.exchange.sections import SectionExchange
+from pcomm.core.layout import Layout
 from pcomm.gdn_cp.strategies.strategy import Strategy
 from pcomm.gdn_cp.strategies.traffic import Traffic
 
@@ -38,18 +42,7 @@ class GatherStrategy(Strategy):
     ) -> list[Tensor]:
         """All tokens of all heads: views of one buffer, one all-gather."""
         self.check_sections(sections, fused)
-        device = sections[0].device
-        arrival, order = self.on(device, self._arrival), self.on(device, self._order)
-        # Differentiable ones, so that backward is recorded too where its gradient is asked for.
-        gathered_TW = differentiable(collectives).all_gather(torch.cat(list(sections), -1))
-        # A permutation, whose own backward would add rows up one by one.
-        buffer_TW = with_adjoint(
-            gathered_TW,
-            lambda x: x.index_select(0, arrival),
-            lambda grad: grad.index_select(0, order),
-        )
-        widths = [section.width for section in self.spec.sections]
-        return list(buffer_TW.split([sum(widths[:fused]), *widths[fused:]], -1))
+        return [*self._there.apply(sections, collectives, fused=fused)]
 
     def from_heads(self, output_TW: Tensor, collectives: Collectives) -> Tensor:
         """The rows of this rank's tokens; nothing is sent."""
@@ -63,15 +56,18 @@ class GatherStrategy(Strategy):
         )
 
     def prepare(self, device: torch.device) -> None:
-        """The permutations and this rank's rows."""
-        for make in (self._arrival, self._order, self._own):
-            self.on(device, make)
+        """The permutation of the rows, both ways, and this rank's rows."""
+        self.tokens.row_order.on(device)
+        self.on(device, self._own)
 
-    def _order(self) -> Tensor:
-        return self.tokens.order
-
-    def _arrival(self) -> Tensor:
-        return inverse_order(self.tokens.order)
+    @cached_property
+    def _there(self) -> SectionExchange:
+        tokens = self.tokens.layout
+        every_token = Layout.whole(tokens.length, tokens.size)
+        widths = (Layout.whole(s.width, tokens.size) for s in self.spec.sections)
+        return Exchange.sections(
+            Exchange({0: tokens, 1: columns}, {0: every_token, 1: columns}) for columns in widths
+        )
 
     def _own(self) -> Tensor:
         return self.tokens.of_rank(self.rank)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
+from pcomm.core.exchange.packing import ColumnShards
 from pcomm.gdn_cp.specs.spec import Section, Spec
 
 __all__ = ["HeadShare", "SectionShare"]
@@ -39,6 +40,13 @@ class SectionShare:
     def width(self) -> int:
         """Columns of a rank."""
         return self.num_heads * self.section.head_width
+
+    @property
+    def columns(self) -> ColumnShards:
+        """The same for an exchange: a unit is a head."""
+        num_heads = self.section.num_heads
+        num_ranks = num_heads * self.copies // self.num_heads
+        return ColumnShards(num_heads, self.section.head_width, self.copies, num_ranks)
 
     def heads(self, rank: int) -> tuple[int, ...]:
         """The heads of `rank`, by their numbers in the whole section."""

@@ -1,0 +1,162 @@
+"""Which rank sends a position that several ranks hold: each element has one owner.
+
+An owner is found along one dimension, by the first of the preferred ranks that holds a position, or
+by whole regions: of ranks whose regions are equal the first one sends.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pcomm.core.exchange.index import expand_ranges, run_edges
+from pcomm.core.layout import Layout, Run
+
+__all__ = ["Placed", "is_held_once", "missing", "overlap", "owned_runs", "placed_runs"]
+
+# Runs of one rank, each with the place in the rank's tensor where it begins.
+Placed = list[tuple[Run, int]]
+
+
+def placed_runs(layout: Layout, rank: int) -> Placed:
+    """All runs of `rank`."""
+    runs = layout.runs[rank]
+    offsets = itertools.accumulate((run.length for run in runs), initial=0)
+    return list(zip(runs, offsets, strict=False))
+
+
+def is_held_once(layouts: Mapping[int, Layout]) -> bool:
+    """Whether every element is on exactly one rank: enough elements, and no two regions meet."""
+    if sum(_held(layouts)) != math.prod(layout.length for layout in layouts.values()):
+        return False
+    split = _split(layouts)
+    if len(split) == 1 and layouts[split[0]].is_partition:
+        return True
+    return not _meeting(layouts, range(_size(layouts)))
+
+
+def missing(layouts: Mapping[int, Layout], ranks: Sequence[int]) -> str:
+    """Why `ranks` together do not hold every element, each with one owner; empty if they do."""
+    split = _split(layouts)
+    if len(split) <= 1:
+        dim = split[0] if split else min(layouts)
+        layout = layouts[dim]
+        edges = [layout.edges[rank] for rank in ranks]
+        chosen = Layout.of_edges(layout.length, edges, are_sound=True)
+        return "" if chosen.is_cover else f"not every position of dimension {dim} is held"
+    first = _first_of_equal(layouts, ranks)
+    if met := _meeting(layouts, first):
+        return f"the regions of ranks {met[0]} and {met[1]} overlap in part"
+    held, total = _held(layouts), math.prod(layout.length for layout in layouts.values())
+    if sum(held[rank] for rank in first) != total:
+        return f"ranks hold {held} elements of {total}"
+    return ""
+
+
+def owned_runs(
+    layouts: Mapping[int, Layout], ranks: Sequence[int] | None
+) -> dict[int, list[Placed]]:
+    """What each rank sends, for each dimension: the runs whose owner it is.
+
+    Args:
+        layouts: Layouts of a tensor that `ranks` hold completely, by dimension.
+        ranks: Ranks that may send, preferred first; None where every element is on one rank.
+    """
+    size, split = _size(layouts), _split(layouts)
+    owned = {d: [placed_runs(x, rank) for rank in range(size)] for d, x in layouts.items()}
+    if ranks is None:
+        return owned
+    if len(split) <= 1:
+        dim = split[0] if split else min(layouts)
+        owned[dim] = _first_holders(layouts[dim], ranks)
+        return owned
+    senders = set(_first_of_equal(layouts, ranks))
+    return {d: [o if r in senders else [] for r, o in enumerate(own)] for d, own in owned.items()}
+
+
+def overlap(have: Placed, need: Placed) -> tuple[list[range], list[range]]:
+    """Positions that are in both, as places in the tensor of either.
+
+    Both lists stand in the order of `have`, so element i of one is element i of the other.
+    """
+    mine: list[range] = []
+    theirs: list[range] = []
+    # Runs of one rank are apart or equal, so their stops ascend with their starts.
+    wanted = sorted(need, key=_start)
+    stops = [run.stop for run, _ in wanted]
+    for run, local in have:
+        for other, offset in itertools.islice(wanted, bisect.bisect_right(stops, run.start), None):
+            first, last = max(run.start, other.start), min(run.stop, other.stop)
+            if first >= last:
+                break
+            mine.append(range(local + first - run.start, local + last - run.start))
+            theirs.append(range(offset + first - other.start, offset + last - other.start))
+    return mine, theirs
+
+
+def _first_holders(layout: Layout, ranks: Sequence[int]) -> list[Placed]:
+    """The runs of each rank that none of the ranks before it holds, nor the rank itself earlier."""
+    edges = [run_edges(layout.runs[rank]) for rank in ranks]
+    held = [expand_ranges(own[:, 0], own[:, 1] - own[:, 0]) for own in edges]
+    positions = torch.cat(held)
+    slots = torch.arange(len(positions))
+    first = slots.new_full((layout.length,), len(slots))
+    first.scatter_reduce_(0, positions, slots, "amin")
+    is_first = (first[positions] == slots).split([len(own) for own in held])
+    owned: list[Placed] = [[] for _ in range(layout.size)]
+    for rank, own, mine in zip(ranks, held, is_first, strict=True):
+        places = mine.nonzero().flatten()
+        # A run ends where the next owned place, or the position that lies there, is no neighbour.
+        breaks = ((places.diff() != 1) | (own[places].diff() != 1)).nonzero().flatten() + 1
+        for run in places.tensor_split(breaks) if len(places) else ():
+            start = int(own[run[0]])
+            owned[rank].append((Run(start, start + len(run)), int(run[0])))
+    return owned
+
+
+def _first_of_equal(layouts: Mapping[int, Layout], ranks: Sequence[int]) -> list[int]:
+    """Of ranks with equal regions the first one; none that holds nothing."""
+    seen: dict[tuple[bytes, ...], int] = {}
+    held = _held(layouts)
+    for rank in ranks:
+        if held[rank]:
+            region = tuple(_sorted_edges(layout, rank) for layout in layouts.values())
+            seen.setdefault(region, rank)
+    return list(seen.values())
+
+
+def _sorted_edges(layout: Layout, rank: int) -> bytes:
+    edges = run_edges(layout.runs[rank])
+    return edges[edges[:, 0].argsort()].numpy().tobytes()
+
+
+def _meeting(layouts: Mapping[int, Layout], ranks: Sequence[int]) -> tuple[int, int] | None:
+    """Two ranks that hold the same element, if there are any."""
+    held = _held(layouts)
+    filled = [rank for rank in ranks if held[rank]]
+    for one, two in itertools.combinations(filled, 2):
+        pairs = ((placed_runs(x, one), placed_runs(x, two)) for x in layouts.values())
+        if all(overlap(*pair)[0] for pair in pairs):
+            return one, two
+    return None
+
+
+def _split(layouts: Mapping[int, Layout]) -> list[int]:
+    return [dim for dim, layout in layouts.items() if not layout.is_whole]
+
+
+def _held(layouts: Mapping[int, Layout]) -> list[int]:
+    size = _size(layouts)
+    return [math.prod(layout.sizes[rank] for layout in layouts.values()) for rank in range(size)]
+
+
+def _size(layouts: Mapping[int, Layout]) -> int:
+    return next(iter(layouts.values())).size
+
+
+def _start(placed: tuple[Run, int]) -> int:
+    return placed[0].start
