@@ -130,7 +130,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 
 
 @ranks(2)
-def test_what_mixes_elements_of_a_part(rank: int) -> None:
+def test_what_mixes_elements_of_a_shard(rank: int) -> None:
     """By whatever form of the function: in place, of a namespace, or for lists."""
     with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
         model = Experts(0)
@@ -139,7 +139,7 @@ def test_what_mixes_elements_of_a_part(rank: int) -> None:
         gradient = model.dense.weight.grad
         assert gradient is not None
         for function in REFUSED.values():
-            with pytest.raises(UnsupportedError, match="a part of the gradient"):
+            with pytest.raises(UnsupportedError, match="a shard of the gradient"):
                 function(gradient)
         torch.testing.assert_close(torch._foreach_maximum([gradient], 0.0)[0], gradient.clamp(0))
         assert gradient.mul_(2).sqrt_().addcmul_(gradient, gradient).shape == gradient.shape
@@ -161,7 +161,7 @@ def test_guards_go_with_the_model(rank: int) -> None:
             model(torch.ones(2, 5)).sum().backward()
             optimizer.step()
         # What is allowed for one is not for the other.
-        with sharded[0].as_parts():
+        with sharded[0].as_shards():
             models[0].state_dict()
             optimizers[0].state_dict()
             with pytest.raises(ConfigError):

@@ -63,7 +63,7 @@ def test_a_scope_with_a_precision_of_its_own(rank: int, keep: str) -> None:
         gather, reduce = (groups[key] for key in SPECS)
         roles = Roles(gather, reduce)
         spy = gather.collectives = SpyCollectives(gather.collectives)
-        wide = Scope(is_wide, roles, precision=Precision(), shard=ReshardPolicy(keep=keep))
+        wide = Scope(is_wide, roles, precision=Precision(), reshard=ReshardPolicy(keep=keep))
         sharded = fully_shard(
             model, roles, units=[Block], scopes={"wide": wide}, precision=BF16, divisor=1
         )
@@ -79,8 +79,8 @@ def test_a_scope_with_a_precision_of_its_own(rank: int, keep: str) -> None:
         # All but the root and the last two of four blocks are gathered again for backward.
         again = ("blocks.0", "blocks.1")
         assert spy.sent_bytes == sum(
-            plan.layout.share
+            plan.layout.shard_length
             * (4 if plan.scope else 2)
-            * (2 if plan.unit in again and plan.shard.keep == "use" else 1)
+            * (2 if plan.unit in again and plan.reshard.keep == "use" else 1)
             for plan in plans
         )

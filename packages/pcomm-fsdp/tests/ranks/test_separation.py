@@ -17,9 +17,9 @@ from pcomm.fsdp.analysis.separation import Separation, measure_separation
 from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_training import TOKENS
 
 MEASURED = Separation("dp[gather]", "dp[reduce]", 0.1, 0.2, 0.3, 0.2, None)
-TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 
 
 def test_a_gain_of_three_percent_pays() -> None:

@@ -36,7 +36,7 @@ SMALL = 11, 38
 FULL = dcp_state.StateDictOptions(full_state_dict=True)
 
 
-def model_of(*, is_small: bool = False) -> SmallModel:
+def model_with_cut_root(*, is_small: bool = False) -> SmallModel:
     torch.manual_seed(0)
     dim, vocabulary = SMALL if is_small else (DIM, VOCABULARY)
     # The embedding is most of the root then, and cut.
@@ -83,9 +83,9 @@ class Case:
 
 
 def case_of(rank: int, roles: Roles, folder: Path, *, is_small: bool) -> Case:
-    model = model_of(is_small=is_small)
+    model = model_with_cut_root(is_small=is_small)
     sharded = fully_shard(model, roles, units=[Block])
-    case = Case(rank, roles, folder, model, sharded, model_of(is_small=is_small))
+    case = Case(rank, roles, folder, model, sharded, model_with_cut_root(is_small=is_small))
     case.backward()
     return case
 
@@ -95,7 +95,7 @@ def case_of(rank: int, roles: Roles, folder: Path, *, is_small: bool) -> Case:
 
 def clips(case: Case) -> None:
     """Against the whole model and, for the default norm, FSDP2; limits below and above the norm."""
-    other = model_of()
+    other = model_with_cut_root()
     mesh = init_device_mesh("cpu", (2,))
     for block in other.blocks:
         fsdp2(block, mesh=mesh)
@@ -236,10 +236,10 @@ def keeps_parts(case: Case) -> None:
     whole = torch.optim.AdamW(case.whole.parameters(), lr=0.1)
     optimizer.step()
     whole.step()
-    with case.sharded.as_parts():
+    with case.sharded.as_shards():
         kept = copy.deepcopy((case.model.state_dict(), optimizer.state_dict()))
     optimizer.step()
-    with case.sharded.as_parts():
+    with case.sharded.as_shards():
         case.model.load_state_dict(kept[0])
         optimizer.load_state_dict(kept[1])
     optimizer.step()
@@ -258,7 +258,7 @@ WORKS: dict[str, Callable[[Case], None]] = {
     "model.zero_grad()": forgets,
     "get_ema_multi_avg_fn on sharded.parameters()": averages,
     "torch.save(sharded.full_state_dict(), path)": saves_whole,
-    "state dicts within sharded.as_parts()": keeps_parts,
+    "state dicts within sharded.as_shards()": keeps_parts,
 }
 
 

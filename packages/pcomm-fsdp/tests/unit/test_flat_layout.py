@@ -35,12 +35,12 @@ def test_every_element_has_one_place_and_shares_end_at_rows(
     assert layout.padding == buffer.count(None)
     gaps = [place for start, end in layout.gaps for place in range(start, end)]
     assert gaps == [place for place, owner in enumerate(buffer) if owner is None]
-    assert layout.share % alignment == 0
+    assert layout.shard_length % alignment == 0
     assert all(offset % alignment == 0 for offset in layout.offsets)
     for rank in range(size):
-        share = buffer[rank * layout.share : (rank + 1) * layout.share]
+        share = buffer[rank * layout.shard_length : (rank + 1) * layout.shard_length]
         for index, shape in enumerate(shapes):
-            piece = layout.piece(index, rank)
+            piece = layout.shard_range(index, rank)
             mine = [place[1] for place in share if place is not None and place[0] == index]
             assert mine == list(range(piece.start, piece.start + piece.length))
             if mine:
@@ -61,7 +61,7 @@ def test_padding_keeps_its_limit(shapes: list[tuple[int, ...]], size: int) -> No
     layout = plan_flat_layout(shapes, size, max_padding=0.25)
     # One element a share is what equal shares may take in any case.
     least = -(-layout.num_elements // size)
-    assert layout.share <= max(least, math.floor(least / 0.75))
+    assert layout.shard_length <= max(least, math.floor(least / 0.75))
 
 
 @given(SHAPES, st.integers(2, 4))
@@ -73,7 +73,7 @@ def test_no_smaller_share_fits_the_given_order(shapes: list[tuple[int, ...]], si
     least = -(-layout.num_elements // size)
     rows = [max(1, math.prod(shape[1:])) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
-    for share in range(least, min(layout.share, least + 40)):
+    for share in range(least, min(layout.shard_length, least + 40)):
         assert not _fits(rows, numels, share, size), f"share {share} is enough"
 
 
@@ -114,7 +114,7 @@ def test_a_block_of_a_transformer_needs_little_padding() -> None:
 def test_it_says_when_it_cuts_rows() -> None:
     layout = plan_flat_layout([(3, 1000)], 4)
     assert not layout.is_row_aligned
-    assert layout.share == 750
+    assert layout.shard_length == 750
     assert "cut inside rows of 1 parameters" in layout.describe()
     assert layout.local_shape(0, 1) == (750,)
 

@@ -21,7 +21,7 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.trace.recorder import Recorder
-from pcomm.fsdp.analysis.simulated import Costs, program, queues_of, stretches
+from pcomm.fsdp.analysis.simulated import Costs, compute_segments, program, queues_of
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.runtime.schedule import Schedule
 from pcomm.fsdp.sharded import Sharded
@@ -76,7 +76,7 @@ def predict(
         steps_s[case] = step_s(schedules, sharded.plans, costs, cluster)
         computing_s = max(
             computing_s,
-            *(sum(sum(stretches(s, own).values()) for s in schedules) for own in costs),
+            *(sum(sum(compute_segments(s, own).values()) for s in schedules) for own in costs),
         )
     return Prediction(latency_s, computing_s, steps_s)
 
