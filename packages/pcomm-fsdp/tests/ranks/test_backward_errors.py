@@ -13,7 +13,7 @@ from torch import Tensor
 from pcomm.core.errors import PcommError, PeerError
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.runtime import hooks
+from pcomm.fsdp.runtime import backward_end
 from pcomm.fsdp.runtime.engine import Engine
 from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
@@ -94,7 +94,7 @@ def test_one_rank_raises_in_a_later_backward(rank: int, recompute: Recompute, wh
 def test_one_rank_raises_in_the_first_backward(rank: int, checks: bool) -> None:
     model = SmallModel()
     with open_two() as groups:
-        sharded = shard(model, groups, CommPolicy(checks_first_step=checks))
+        sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
         if rank == 0:
             break_backward(model, Raising)
         with pytest.raises(PeerError if rank else ArithmeticError) as caught:
@@ -128,13 +128,13 @@ def test_a_backward_that_ends_leaves_nothing_behind(rank: int) -> None:
     model = SmallModel()
     made: list[weakref.ref[object]] = []
     failures: list[BaseException] = []
-    build, fail = hooks._BackwardEnd.__init__, Engine.fail
+    build, fail = backward_end._BackwardEnd.__init__, Engine.fail
 
-    def note(self: hooks._BackwardEnd, engine: Engine, thread: int) -> None:
-        build(self, engine, thread)
+    def note(self: backward_end._BackwardEnd, engine: Engine) -> None:
+        build(self, engine)
         made.append(weakref.ref(self))
 
-    hooks._BackwardEnd.__init__ = note
+    backward_end._BackwardEnd.__init__ = note
     Engine.fail = lambda self, error: failures.append(error)
     gc.disable()
     try:
@@ -145,7 +145,7 @@ def test_a_backward_that_ends_leaves_nothing_behind(rank: int) -> None:
             with torch.no_grad():
                 model.loss(TOKENS)
     finally:
-        hooks._BackwardEnd.__init__, Engine.fail = build, fail
+        backward_end._BackwardEnd.__init__, Engine.fail = build, fail
         gc.enable()
     assert len(made) == 3
     assert all(one() is None for one in made)

@@ -249,8 +249,8 @@ def test_a_gradient_that_is_not_dense_is_copied(rank: int) -> None:
         expected = torch.arange(16.0).view(4, 4)
         for make, is_taken in ((lambda: expected.t().clone(), False), (expected.clone, True)):
             at = give(make())
-            group.expect_gradients()
-            group.take(0)
+            group.gradients.expect()
+            group.gradients.take(0)
             assert group.gradients._buffer is not None
             assert (group.gradients._buffer.data_ptr() == at) == is_taken
             assert_equal(group.plan.full_view(group.gradients._buffer, 0), make())
