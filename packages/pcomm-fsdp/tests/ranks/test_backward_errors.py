@@ -12,14 +12,12 @@ from torch import Tensor
 
 from pcomm.core.errors import PcommError, PeerError
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.runtime import backward_end
 from pcomm.fsdp.runtime.engine import Engine
 from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.testing.small_models import Block, Recompute, SmallModel
+from pcomm.fsdp.testing.small_models import Recompute, SmallModel
 from pcomm.fsdp.testing.small_training import TOKENS, open_two, shard
 
 HEARD = r"an error on rank 0: .*backward raised, within unit 'blocks.1'"
@@ -158,8 +156,7 @@ def test_one_rank_raises_while_the_other_is_a_micro_batch_ahead(rank: int, where
     """Where gradients are reduced once a step, nothing holds a rank up between micro-batches."""
     model = SmallModel()
     with open_two() as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
-        sharded = fully_shard(model, roles, units=[Block], reshard=ReshardPolicy.zero1())
+        sharded = shard(model, groups, reshard=ReshardPolicy.zero1())
 
         def accumulated() -> None:
             sharded.zero_grad()

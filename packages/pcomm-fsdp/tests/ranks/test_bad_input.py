@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.errors import (
-    ConfigError,
-    DivergenceError,
-    PcommError,
-    PeerError,
-    TopologyError,
-)
+from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError, TopologyError
 from pcomm.core.groups.groups import open_groups
 from pcomm.core.groups.options import CommOptions
 from pcomm.core.groups.spec import GroupSpec

@@ -20,7 +20,7 @@ from pcomm.fsdp.testing.small_training import (
     flat_groups,
     model_of,
     open_two,
-    roles_of,
+    shard,
     step_of,
     tokens,
 )
@@ -75,8 +75,7 @@ def test_memory_is_given_back(rank: int, prefetch: int, backward: int | None) ->
     with open_two() as groups:
         model = SmallModel(num_blocks=7).double()
         comm = CommPolicy(prefetch=prefetch, inflight_reduce=2, prefetch_backward=backward)
-        roles = roles_of(groups)
-        sharded = fully_shard(model, roles, units=[Block], comm=comm)
+        sharded = shard(model, groups, comm=comm)
         root, block = (plan.gathered_bytes for plan in sharded.plans[:2])
         gathered, gradients, in_backward = [], [], []
 

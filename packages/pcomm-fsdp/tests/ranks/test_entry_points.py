@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.testing.small_models import Block
-from pcomm.fsdp.testing.small_training import (
-    model_of,
-    open_two,
-    roles_of,
-    tokens,
-)
+from pcomm.fsdp.testing.small_training import model_of, open_two, shard, tokens
 
 
 @ranks(2)
@@ -21,8 +14,7 @@ def test_another_entry_point_and_shapes(rank: int) -> None:
     torch.stack([reference.loss(tokens(0, 0, r)) for r in (0, 1)]).sum().backward()
     with open_two() as groups:
         model = model_of()
-        roles = roles_of(groups)
-        sharded = fully_shard(model, roles, units=[Block], entry_points=["loss"], divisor=1)
+        sharded = shard(model, groups, entry_points=["loss"], divisor=1)
         model.loss(tokens(0, 0, rank)).backward()
         for name, gradient in sharded.full_gradients().items():
             expected = reference.get_parameter(name)

@@ -16,13 +16,7 @@ from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import SmallModel
-from pcomm.fsdp.testing.small_training import (
-    STRATEGIES,
-    model_of,
-    open_two,
-    shard,
-    tokens,
-)
+from pcomm.fsdp.testing.small_training import STRATEGIES, model_of, open_two, shard, tokens
 
 STEPS, MICRO = 4, 2
 MAX_NORM = 0.3

@@ -12,10 +12,7 @@ from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import (
-    roles_of,
-    tokens,
-)
+from pcomm.fsdp.testing.small_training import roles_of, tokens
 
 
 class Experts(nn.Module):

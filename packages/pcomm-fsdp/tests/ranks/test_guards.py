@@ -21,6 +21,7 @@ from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.roles import Roles, Scope
+from pcomm.fsdp.testing.small_training import roles_of
 
 
 class Experts(nn.Module):
@@ -55,7 +56,7 @@ def test_experts_count_in_norms_and_overflow(rank: int) -> None:
             divisor=1,
             spread=groups["dp", "gather"],
         )
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        roles = roles_of(groups)
         model = Experts(rank)
         sharded = fully_shard(model, roles, units=[nn.Linear], scopes={"expert": expert})
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -89,7 +90,7 @@ def test_an_overflow_of_experts_that_are_not_spread(rank: int) -> None:
     with open_groups(topology, [("dp", "gather"), ("dp", "reduce"), "one"]) as groups:
         alone = Roles(groups["one"], groups["one"])
         expert = Scope(lambda name, _: name.startswith("expert"), alone)
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        roles = roles_of(groups)
         model = Experts(rank)
         fully_shard(model, roles, units=[nn.Linear], scopes={"expert": expert})
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
@@ -126,6 +127,8 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "cov": torch.cov,
     "argsort": torch.argsort,
     "_foreach_max": lambda g: torch._foreach_max([g]),
+    "gradient / norm": lambda g: g / g.norm(),
+    "_foreach_div_ by a norm": lambda g: torch._foreach_div_([g.clone()], [g.norm()]),
 }
 
 

@@ -23,7 +23,7 @@ from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import TOKENS, flat_groups, open_two, shard
+from pcomm.fsdp.testing.small_training import TOKENS, flat_groups, open_two, roles_of, shard
 
 
 def held_by(sharded: Sharded) -> list[weakref.ref[object]]:
@@ -238,7 +238,7 @@ def test_parameters_of_one_rank_are_as_they_were_before(rank: int) -> None:
     with open_groups(alone, ["one", ("dp", "gather"), ("dp", "reduce")]) as groups:
         roles = Roles(groups["one"], groups["one"])
         everything = Scope(lambda *_: True, roles, divisor=4)
-        dense = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        dense = roles_of(groups)
         sharded = fully_shard(model, dense, units=[Block], scopes={"own": everything})
         model.loss(TOKENS).backward()
         assert sharded.memory()["gathered"] == 0

@@ -14,11 +14,7 @@ from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import (
-    open_two,
-    roles_of,
-    tokens,
-)
+from pcomm.fsdp.testing.small_training import open_two, roles_of, tokens
 
 
 def _initialise(module: nn.Module) -> None:

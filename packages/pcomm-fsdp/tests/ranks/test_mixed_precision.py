@@ -13,12 +13,7 @@ from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.policy import Precision
 from pcomm.fsdp.testing.small_models import Block
-from pcomm.fsdp.testing.small_training import (
-    model_of,
-    open_two,
-    roles_of,
-    tokens,
-)
+from pcomm.fsdp.testing.small_training import model_of, open_two, roles_of, tokens
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)

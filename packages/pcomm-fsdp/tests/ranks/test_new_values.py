@@ -17,7 +17,7 @@ from pcomm.fsdp.testing.small_training import (
     STRATEGIES,
     model_of,
     open_two,
-    roles_of,
+    shard,
     step_of,
     tokens,
 )
@@ -29,8 +29,7 @@ def test_evaluation_between_steps_sees_new_parameters(rank: int, strategy: str) 
     reference = model_of()
     with open_two() as groups:
         model = model_of()
-        roles = roles_of(groups)
-        sharded = fully_shard(model, roles, units=[Block], reshard=STRATEGIES[strategy])
+        sharded = shard(model, groups, reshard=STRATEGIES[strategy])
         ours = torch.optim.SGD(sharded.parameters(), lr=0.5)
         theirs = torch.optim.SGD(reference.parameters(), lr=0.5)
         for step in range(3):

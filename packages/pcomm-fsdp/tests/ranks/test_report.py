@@ -33,7 +33,14 @@ from pcomm.fsdp.settings.policy import CommPolicy, Precision
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import STAGES, STRATEGIES, TOKENS, flat_groups
+from pcomm.fsdp.testing.small_training import (
+    STAGES,
+    STRATEGIES,
+    TOKENS,
+    flat_groups,
+    open_two,
+    roles_of,
+)
 
 MICRO = 2
 
@@ -143,12 +150,12 @@ def allocated(groups: list[FlatGroup], registry: PoolRegistry | None = None) -> 
                 found[kind][storage.data_ptr()] = storage.nbytes()
 
     for group in groups:
-        add("shards", group.shard)
+        add("shards", group.shard.flat)
         if group.unsharded.flat is not group.shard.flat:
             add("gathered", group.unsharded.flat)
         for buffer in group.gradients.buffers:
             add("gradients", buffer)
-        for free in group._reuse._free.values():
+        for free in group.gradients._pool._free.values():
             for buffer in free:
                 add("gradients", buffer)
         add("shard gradients", group.gradients._sum)
@@ -199,8 +206,8 @@ def check_memory(model: SmallModel, sharded: Sharded) -> PeakMemory:
 def test_the_most_memory_is_that_of_a_real_step(
     rank: int, wire: torch.dtype | None, strategy: str
 ) -> None:
-    with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+    with open_two() as groups:
+        roles = roles_of(groups)
         for prefetch, inflight in ((0, 1), (1, 2), (2, 4)):
             model = SmallModel()
             sharded = fully_shard(
@@ -267,7 +274,7 @@ def test_the_most_memory_is_what_pools_reserve(rank: int, strategy: str) -> None
     scope = Scope(lambda name, _: name.endswith("up.weight"), alone)
     specs = [("dp", "gather"), ("dp", "reduce"), ("dp", "control")]
     with open_groups(Topology({"dp": 2}), specs) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        roles = roles_of(groups)
         for comm in (CommPolicy(), CommPolicy("never", prefetch=2, inflight_reduce=2)):
             registry = PoolRegistry(
                 groups, groups["dp", "control"], FakePools(), timeout_s=PATIENCE_S
@@ -296,8 +303,8 @@ def test_the_most_memory_is_what_pools_reserve(rank: int, strategy: str) -> None
 @ranks(2)
 def test_a_recorded_step_is_reported_and_predicted(rank: int) -> None:
     recorder = Recorder(rank)
-    with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+    with open_two() as groups:
+        roles = roles_of(groups)
         model = SmallModel()
         sharded = fully_shard(model, roles, units=[Block])
         step_of(model, sharded)

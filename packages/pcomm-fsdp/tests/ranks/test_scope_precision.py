@@ -7,15 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.policy import Precision
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_training import open_two
 
 SPECS = [("dp", "gather"), ("dp", "reduce")]
 BF16 = Precision(torch.bfloat16, torch.float32, casts_inputs=False)
@@ -59,7 +58,7 @@ def test_a_scope_with_a_precision_of_its_own(rank: int, keep: str) -> None:
     expected = [rounded_gradients(r) for r in (0, 1)]
     torch.manual_seed(0)
     model = SmallModel()
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+    with open_two() as groups:
         gather, reduce = (groups[key] for key in SPECS)
         roles = Roles(gather, reduce)
         spy = gather.collectives = SpyCollectives(gather.collectives)

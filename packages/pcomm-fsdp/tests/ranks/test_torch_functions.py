@@ -22,13 +22,12 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pcomm.core.errors import PcommError
-from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_training import open_two, roles_of
 
 # Beyond 2 MiB of fp64, and no multiple of anything.
 DIM, VOCABULARY = 97, 301
@@ -398,8 +397,8 @@ def run_rows(
 ) -> None:
     """Each row on a model of its own, with groups that all of them share."""
     wrong = {}
-    with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+    with open_two() as groups:
+        roles = roles_of(groups)
         for name in names:
             try:
                 row(case_of(rank, roles, folder, is_small=is_small), name)
@@ -438,8 +437,8 @@ def test_what_raises(rank: int, tmp_path: Path) -> None:
 def test_matrices_that_one_rank_holds(rank: int) -> None:
     """Optimizers for whole matrices are right where no rank has only some rows."""
     kinds: list[Callable[..., torch.optim.Optimizer]] = [torch.optim.Muon, torch.optim.Adafactor]
-    with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+    with open_two() as groups:
+        roles = roles_of(groups)
         for kind in kinds:
             torch.manual_seed(0)
             whole = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))

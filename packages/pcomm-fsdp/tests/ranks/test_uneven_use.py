@@ -21,6 +21,7 @@ from pcomm.fsdp.testing.small_training import (
     model_of,
     open_two,
     roles_of,
+    shard,
     step_of,
     tokens,
     train_one_process,
@@ -108,8 +109,7 @@ def test_units_that_are_used_twice(rank: int, strategy: str) -> None:
     train_one_process(reference, [0, 1])
     with open_two() as groups:
         model = build()
-        roles = roles_of(groups)
-        sharded = fully_shard(model, roles, units=[Block], reshard=STRATEGIES[strategy])
+        sharded = shard(model, groups, reshard=STRATEGIES[strategy])
         optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.03)
         for step in range(STEPS):
             sharded.zero_grad()

@@ -286,7 +286,7 @@ class Sharded:
             link: Bandwidth and latency of this rank, for the shortest time of a step.
             costs: Seconds that units compute, for the same.
             step_s: A measured step, to be compared with that.
-            events: Events of `pcomm.core.trace`, for the share of communication that is hidden.
+            events: Events of `pcomm.core.trace`, for the fraction of communication that is hidden.
         """
         from pcomm.fsdp.analysis.report import report_of
 

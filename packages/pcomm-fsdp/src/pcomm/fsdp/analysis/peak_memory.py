@@ -12,8 +12,8 @@ from pcomm.fsdp.runtime.schedule import Schedule, Step
 __all__ = ["KINDS", "PeakMemory", "peak_memory"]
 
 KINDS = ("shards", "gathered", "gradients", "shard gradients")
-"""Kinds of buffers: main weights; gathered parameters; whole gradients that are filled, on their
-way, or kept for the next unit; gradients of the shards."""
+"""Kinds of buffers: main weights; unsharded parameters; unsharded gradients that are filled, in
+flight, or kept for the next unit; gradients of the shards."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _Walk:
 
     def _finish(self, plan: GroupPlan) -> None:
         del self.filled[plan.name]
-        # Of one rank and one format, the whole gradient is that of the shard.
+        # With one rank and one format, the unsharded gradient is that of the shard.
         is_shard = plan.reduce.size == 1 and plan.reduce_dtype == plan.main_dtype
         if not is_shard and self._is_reused(plan):
             self.free.append((plan.gradient_bytes, str(plan.reduce_dtype)))

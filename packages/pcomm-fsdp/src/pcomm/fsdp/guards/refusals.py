@@ -6,13 +6,7 @@ that would take a shard for the whole are in `torch_refusals.py`.
 
 from __future__ import annotations
 
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-    DivergenceError,
-    PeerError,
-    PeerTimeoutError,
-)
+from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, PeerError, PeerTimeoutError
 from pcomm.fsdp.plan.group_plan import GroupPlan
 
 __all__ = [

@@ -66,6 +66,8 @@ class ShardGradient(ShardTensor):
     def _instead_of(
         cls, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[Any]
     ) -> Any:
+        if any(isinstance(one, ShardNorm) and not one.is_entire for one in given):
+            raise torch_refusals.mixed_elements("norm")
         is_cut = not all(one.is_entire for one in given if isinstance(one, ShardGradient))
         if name in NORMS and (is_cut or _is_of_all(name, *args, **kwargs)):
             return _norm(name, *args, **kwargs)
