@@ -27,7 +27,7 @@ from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import STRATEGIES, model_of, open_two, tokens
+from pcomm.fsdp.testing.small_training import STRATEGIES, model_of, roles_of, tokens
 
 SPECS = [("dp", "gather"), ("dp", "reduce"), ("dp", "control")]
 STEPS, MICRO = 2, 2
@@ -36,10 +36,6 @@ STEPS, MICRO = 2, 2
 def opened(groups: Groups) -> tuple[FakePools, PoolRegistry]:
     backend = FakePools()
     return backend, PoolRegistry(groups, groups["dp", "control"], backend, timeout_s=PATIENCE_S)
-
-
-def roles_of(groups: Groups) -> Roles:
-    return roles_of(groups)
 
 
 def train_in_pools(model: SmallModel, sharded: Sharded, rank: int) -> dict[str, Tensor]:
@@ -104,7 +100,7 @@ def test_training_is_the_same_and_stays_in_what_was_registered(
     if formats == "mixed":
         precision = Precision(torch.bfloat16, torch.float32)
         comm = CommPolicy(prefetch=2, inflight_reduce=2)
-    with open_two() as groups:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
         roles = roles_of(groups)
 
         def sharded_of(model: SmallModel, pools: PoolRegistry | None) -> Sharded:
@@ -175,7 +171,7 @@ def test_each_pair_is_registered_once_in_one_order_on_all_ranks(rank: int) -> No
 
 @ranks(2)
 def test_a_shared_communicator_has_the_memory_of_both_uses(rank: int) -> None:
-    with open_two() as groups:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
         backend, registry = opened(groups)
         model = model_of(torch.float32)
         sharded = fully_shard(
@@ -234,7 +230,7 @@ def _trained(
 
 @ranks(2)
 def test_two_models_have_memory_of_their_own(rank: int) -> None:
-    with open_two() as groups:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
         _, registry = opened(groups)
         models = [model_of(torch.float32), model_of(torch.float32)]
         sharded = [fully_shard(m, roles_of(groups), units=[Block], pools=registry) for m in models]
@@ -248,7 +244,7 @@ def test_two_models_have_memory_of_their_own(rank: int) -> None:
 
 @ranks(2)
 def test_what_one_communicator_refuses_is_undone_on_all_ranks(rank: int) -> None:
-    with open_two() as groups:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
         backend, registry = opened(groups)
         roles, model = roles_of(groups), model_of(torch.float32)
         if rank == 1:
@@ -269,7 +265,7 @@ def test_what_one_communicator_refuses_is_undone_on_all_ranks(rank: int) -> None
 
 @ranks(2)
 def test_memory_that_one_rank_does_not_have_is_an_error_on_all(rank: int) -> None:
-    with open_two() as groups:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
         backend, registry = opened(groups)
         if rank == 1:
 
@@ -285,7 +281,7 @@ def test_memory_that_one_rank_does_not_have_is_an_error_on_all(rank: int) -> Non
 
 @ranks(2)
 def test_pools_on_one_rank_only_are_an_error_on_all(rank: int) -> None:
-    with open_two() as groups:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
         _, registry = opened(groups)
         with pytest.raises(DivergenceError, match="memory pools: True"):
             fully_shard(
@@ -313,7 +309,7 @@ def test_a_reservation_that_is_too_small_is_an_error_and_not_slow(rank: int, use
 
     pooled_memory.plan_arenas = one_less  # type: ignore[assignment]
     try:
-        with open_two() as groups:
+        with open_groups(Topology({"dp": 2}), SPECS) as groups:
             _, registry = opened(groups)
             model = model_of(torch.float32)
             sharded = fully_shard(model, roles_of(groups), units=[Block], pools=registry)
@@ -329,7 +325,7 @@ def test_a_reservation_that_is_too_small_is_an_error_and_not_slow(rank: int, use
 @ranks(2)
 def test_recompute(rank: int, recompute: str) -> None:
     """Units that are computed again together are gathered together, and that is said."""
-    with open_two() as groups:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
         roles = roles_of(groups)
 
         def trained(reshard: ReshardPolicy, pools: PoolRegistry | None) -> dict[str, Tensor]:
@@ -359,7 +355,7 @@ def test_a_step_that_fails_leaves_no_memory_behind(rank: int) -> None:
                 x_BTD = block(x_BTD)
             return x_BTD
 
-    with open_two() as groups:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
         backend, registry = opened(groups)
         model = Refusing()
         sharded = fully_shard(model, roles_of(groups), units=[Block], pools=registry)
@@ -380,7 +376,7 @@ def test_a_step_that_fails_leaves_no_memory_behind(rank: int) -> None:
 @ranks(2)
 def test_a_gradient_is_copied_to_where_it_is_registered(rank: int) -> None:
     """A unit of one parameter could reduce autograd's own tensor, which is in ordinary memory."""
-    with open_two() as groups:
+    with open_groups(Topology({"dp": 2}), SPECS) as groups:
         _, registry = opened(groups)
         roles = roles_of(groups)
         model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))

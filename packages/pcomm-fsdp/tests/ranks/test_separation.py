@@ -9,8 +9,8 @@ import torch
 
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.fsdp import fully_shard as module
 from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.analysis import separation as module
 from pcomm.fsdp.analysis.separation import Separation, measure_separation
 from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.testing.small_models import Block, SmallModel

@@ -34,11 +34,11 @@ def compile_schedule(
 ) -> Schedule:
     """The schedule of one micro-batch around what its units do.
 
-    Before a unit is used, its own groups and those of the next `prefetch` units are in flight or gathered.
-    After the forward of a unit its groups are released, unless they would be gathered again at
-    once. In backward the next gather is issued before the reduce of the unit that has just ended,
-    so that it does not queue behind it even on one communicator. A unit that backward comes to
-    several times, as after two forwards, is reduced the last time.
+    Before a unit is used, its own groups and those of the next `prefetch` units are in flight or
+    gathered. After the forward of a unit its groups are released, unless they would be gathered
+    again at once. In backward the next gather is issued before the reduce of the unit that has just
+    ended, so that it does not queue behind it even on one communicator. A unit that backward comes
+    to several times, as after two forwards, is reduced the last time.
 
     Without prefetch in backward, a gather is issued when the unit before it has ended, before the
     reduce of that one: a reduce alone is then in flight while a unit computes.
