@@ -68,7 +68,7 @@ FAULTS = {"python": (Raising, ArithmeticError), "autograd": (WrongShape, Runtime
 @pytest.mark.parametrize("recompute", ["no", "blocks", "reentrant"])
 @ranks(2)
 def test_one_rank_raises_in_a_later_backward(rank: int, recompute: Recompute, where: str) -> None:
-    """Without the alarm rank 1 waits until the pool of ranks loses patience, and the test fails."""
+    """Without the failure flag rank 1 waits until the pool of ranks ends it, and the test fails."""
     model = SmallModel(recompute=recompute)
     with open_two() as groups:
         sharded = shard(model, groups)

@@ -236,7 +236,7 @@ def test_two_models_have_memory_of_their_own(rank: int) -> None:
         sharded = [fully_shard(m, roles_of(groups), units=[Block], pools=registry) for m in models]
         names = [{p.gather_pool for p in one.plans} for one in sharded]
         assert not names[0] & names[1]
-        losses = [model.loss(tokens(0, rank)) for model in models]
+        losses = [model.loss(tokens(0, 0, rank)) for model in models]
         for loss in losses:
             loss.backward()
         assert_equal(losses[0], losses[1])
@@ -365,9 +365,9 @@ def test_a_step_that_fails_leaves_no_memory_behind(rank: int) -> None:
             sharded.zero_grad()
             if model.refuses:
                 with pytest.raises(ValueError, match="refuse"):
-                    model.loss(tokens(step, rank))
+                    model.loss(tokens(step, 0, rank))
             else:
-                model.loss(tokens(step, rank)).backward()
+                model.loss(tokens(step, 0, rank)).backward()
         assert sorted((b.group, at) for b in registry.bindings for at in b.arena.pool.segments) == (
             segments
         )

@@ -106,7 +106,7 @@ def test_two_rails_hide_the_shorter_of_gathers_and_reduces(latency_s: float, inf
 
 @pytest.mark.parametrize("case", CASES)
 def test_where_computing_takes_longer_only_the_ends_are_seen(case: str) -> None:
-    """A unit computes longer than its gather and reduce take, whoever shares the link."""
+    """A unit computes longer than its gather and reduce take, with others on the link or alone."""
     forward_s, backward_s, latency_s = 2.5 * MOVE_S + 1, 3 * MOVE_S + 2, 0.25
     found = predicted(case, costs_of(forward_s, backward_s), latency_s=latency_s)
     ends = 2 * (MOVE_S + latency_s)

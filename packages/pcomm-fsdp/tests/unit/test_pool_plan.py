@@ -19,7 +19,8 @@ from pcomm.fsdp.memory.pool_plan import ArenaPlan, plan_arenas
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.compiler import OnDemand, compile_schedule
-from pcomm.fsdp.runtime.schedule import Mark, Phase, ScheduledGroup, Step
+from pcomm.fsdp.runtime.schedule import Mark, Phase, Step
+from pcomm.fsdp.runtime.stepper import scheduled_group
 from pcomm.fsdp.settings.policy import CommPolicy, Precision
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles
@@ -87,20 +88,6 @@ def most_live(
     return most
 
 
-def groups_of(plans: Sequence[GroupPlan], *, is_last: bool) -> list[ScheduledGroup]:
-    return [
-        ScheduledGroup(
-            plan.name,
-            plan.unit,
-            plan.gathered_bytes,
-            plan.reshard.keep,
-            is_last or plan.reshard.reduce == "micro_batch",
-            False,
-        )
-        for plan in plans
-    ]
-
-
 def live_while(
     tree: Tree, plans: Sequence[GroupPlan], comm: CommPolicy, arena: ArenaPlan
 ) -> Iterator[int]:
@@ -110,7 +97,7 @@ def live_while(
     program, evaluation = program_of(tree), program_of(tree, has_backward=False)
     for number, marks in enumerate([program, program, evaluation, program, program]):
         is_last = number % 3 != 0 and marks is program
-        buffers = groups_of(plans, is_last=is_last)
+        buffers = [scheduled_group(plan, is_last=is_last) for plan in plans]
         if number == 0:
             recording = OnDemand(
                 buffers, inflight_reduce=comm.inflight_reduce, gathered=gathered, is_last=is_last

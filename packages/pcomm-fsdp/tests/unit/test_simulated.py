@@ -294,17 +294,17 @@ def test_groups_with_one_communicator_have_one_queue() -> None:
 
 
 def test_costs_are_recorded_without_the_time_of_the_engine() -> None:
-    """A clock that counts: computing takes 1 a stretch, the engine 10 each time."""
+    """A clock that counts: computing takes 1 a segment, the engine 10 each time."""
     now = [0.0]
     recorder = Recorder(clock=lambda: now[0])
-    stretch = ComputeRecorder(recorder)
+    compute = ComputeRecorder(recorder)
     marks = chain(2)
     for _ in range(3):
         for mark in marks:
             now[0] += 1.0
-            stretch.pause(mark)
+            compute.pause(mark)
             now[0] += 10.0
-            stretch.resume()
+            compute.resume()
     (schedule,) = step_of(marks, [plan_of(f"b{i}", 2) for i in range(2)])
     costs = Costs.from_events(recorder.events, schedule, 3)
     # The root computes before, between and behind its two units.
@@ -315,10 +315,10 @@ def test_costs_are_recorded_without_the_time_of_the_engine() -> None:
 
 def test_what_a_failed_step_left_open_is_forgotten() -> None:
     recorder = Recorder(clock=iter(map(float, range(50))).__next__)
-    stretch = ComputeRecorder(recorder)
+    compute = ComputeRecorder(recorder)
     for mark in (*chain(1)[:2], *chain(1)):
-        stretch.pause(mark)
-        stretch.resume()
+        compute.pause(mark)
+        compute.resume()
     assert [event.operation for event in recorder.events].count("forward b0") == 1
 
 

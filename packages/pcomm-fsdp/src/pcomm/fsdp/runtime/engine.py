@@ -17,6 +17,7 @@ from pcomm.fsdp.runtime.forward_pass import ForwardPass
 from pcomm.fsdp.runtime.local_params import LocalParams
 from pcomm.fsdp.runtime.param_shard import ParamShard
 from pcomm.fsdp.runtime.peers import Peers
+from pcomm.fsdp.runtime.recovery import Recovery
 from pcomm.fsdp.runtime.schedule import Mark, Owed, Phase, Schedule, Step
 from pcomm.fsdp.runtime.stepper import Stepper
 from pcomm.fsdp.runtime.unit import Unit
@@ -73,20 +74,17 @@ class Engine:
         self.num_backwards = 0
         self.issued: Counter[str] = Counter()
         self.compute_recorder: ComputeRecorder | None = None
-        self._peers, self._pool = peers, pool
+        self._recovery, self._pool = Recovery(peers), pool
         self._shards = tuple(shards)
         self.groups = {group.plan.name: group for unit in units for group in unit.groups}
         plans = [group.plan for group in self.groups.values()]
-        departures = Departures(peers.groups, self._raise_if_peer_failed)
+        departures = Departures(peers.groups, self._recovery.raise_if_peer_failed)
         self._stepper = Stepper(plans, policy, departures)
         self._recomputed = ForwardPass(0)
         self._entered: set[ForwardPass] = set()
         self._in_backward: list[Unit] = []
         # Forwards up to this one were part of a micro-batch that was given up.
         self._last_given_up = 0
-        self._failure = ""
-        self._num_recoveries = 0
-        self._is_broken = False
         self._endings: list[Callable[[], object]] = []
         self.is_closed = False
 
@@ -96,8 +94,9 @@ class Engine:
         """A forward of the model begins."""
         if self.phase == "backward":
             self._stop("the step before ended with an error in backward")
-        if self._failure:
-            self._recover()
+        if self._recovery.is_due:
+            self._recovery.agree(self.issued)
+            self._stepper.begin_again(self._recovery.round_number)
         elif self.phase is not None:
             # That forward had gradients, and its backward comes later or never.
             self._end("forward")
@@ -197,7 +196,7 @@ class Engine:
         Raises:
             DivergenceError: A rank does something else than this one.
         """
-        message = self._peers.failure(round_number=self._num_recoveries)
+        message = self._recovery.peer_failure()
         if message is None:
             self._stepper.check_peers()
         return message
@@ -241,7 +240,7 @@ class Engine:
         self.units, self.groups, self._shards = {}, {}, ()
         self._in_backward.clear()
         self._entered.clear()
-        self._peers = Peers([])
+        self._recovery.close()
         self._stepper.close()
 
     # -- schedules -------------------------------------------------------------------------
@@ -336,42 +335,15 @@ class Engine:
         self._entered.clear()
         self.phase = None
 
-    # -- errors ----------------------------------------------------------------------------
-
     def _versions(self) -> tuple[int, ...]:
         return tuple(group.shard.version for group in self.groups.values())
 
-    def _raise_if_peer_failed(self) -> None:
-        message = self._peers.failure(round_number=self._num_recoveries)
-        if message is not None:
-            raise refusals.peer_failed(message)
-
     def _stop(self, reason: str) -> None:
         """Give this micro-batch up, and say so to ranks that wait in it."""
-        self._failure = self._failure or reason
-        try:
-            for group in self.groups.values():
-                group.drain()
-        except PcommError:
-            # A collective in flight may write into its buffers at any time.
-            self._is_broken = True
-        self._peers.tell_failure(reason, round_number=self._num_recoveries)
+        self._recovery.give_up(reason, self.groups.values())
         self.phase, self.depth = None, 0
         self._last_given_up = self.current.token
         self._stepper.give_up()
         self._in_backward.clear()
         self._entered.clear()
         self._pool.clear()
-        for group in self.groups.values():
-            group.unsharded.uninstall()
-            if not self._is_broken:
-                group.reset()
-
-    def _recover(self) -> None:
-        """Go on after an error if it left all ranks at the same place. Collective."""
-        error = refusals.broken_collectives(self._failure) if self._is_broken else None
-        counts = [f"{kind}s issued: {self.issued[kind]}" for kind in ("gather", "reduce")]
-        self._peers.agree("fsdp: step after an error", counts, error=error)
-        self._failure = ""
-        self._num_recoveries += 1
-        self._stepper.begin_again(self._num_recoveries)

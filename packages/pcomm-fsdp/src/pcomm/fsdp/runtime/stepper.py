@@ -20,7 +20,7 @@ from pcomm.fsdp.runtime.schedule import (
 from pcomm.fsdp.runtime.traces import Trace, Traces
 from pcomm.fsdp.settings.policy import CommPolicy
 
-__all__ = ["Stepper"]
+__all__ = ["Stepper", "scheduled_group"]
 
 
 class Stepper:
@@ -234,20 +234,25 @@ class Stepper:
         return (*self._taken, *self._schedule.steps[: self._next])
 
     def _scheduled(self, is_last: bool) -> list[ScheduledGroup]:
-        groups = []
-        for plan in self._plans:
-            reduces = plan.is_trainable and (is_last or plan.reshard.reduce == "micro_batch")
-            has_replicas = plan.is_trainable and plan.num_replicas > 1
-            groups.append(
-                ScheduledGroup(
-                    plan.name,
-                    plan.unit,
-                    plan.gathered_bytes,
-                    plan.reshard.keep,
-                    reduces,
-                    reduces and is_last and has_replicas,
-                    trains=plan.is_trainable,
-                    has_replicas=has_replicas,
-                )
-            )
-        return groups
+        return [scheduled_group(plan, is_last=is_last) for plan in self._plans]
+
+
+def scheduled_group(plan: GroupPlan, *, is_last: bool) -> ScheduledGroup:
+    """The facts of a parameter group that the schedule of a micro-batch depends on. Local.
+
+    Args:
+        plan: The plan of the group.
+        is_last: True for the last micro-batch of a step.
+    """
+    reduces = plan.is_trainable and (is_last or plan.reshard.reduce == "micro_batch")
+    has_replicas = plan.is_trainable and plan.num_replicas > 1
+    return ScheduledGroup(
+        plan.name,
+        plan.unit,
+        plan.gathered_bytes,
+        plan.reshard.keep,
+        reduces,
+        reduces and is_last and has_replicas,
+        trains=plan.is_trainable,
+        has_replicas=has_replicas,
+    )

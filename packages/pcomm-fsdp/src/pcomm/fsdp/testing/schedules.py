@@ -13,7 +13,8 @@ from pcomm.fsdp.plan.flat_layout import FlatLayout
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.compiler import compile_schedule
-from pcomm.fsdp.runtime.schedule import Mark, Owed, Schedule, ScheduledGroup
+from pcomm.fsdp.runtime.schedule import Mark, Owed, Schedule
+from pcomm.fsdp.runtime.stepper import scheduled_group
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles
 
@@ -124,16 +125,10 @@ def step_of(
     owed = Owed()
     for number in range(micro_batches):
         is_last = number == micro_batches - 1
-        groups = []
-        for plan in plans:
-            reduces = is_last or plan.reshard.reduce == "micro_batch"
-            all_reduces = reduces and is_last and plan.num_replicas > 1
-            size, keep = plan.gathered_bytes, plan.reshard.keep
-            groups.append(ScheduledGroup(plan.name, plan.unit, size, keep, reduces, all_reduces))
         schedules.append(
             compile_schedule(
                 marks,
-                groups,
+                [scheduled_group(plan, is_last=is_last) for plan in plans],
                 prefetch=prefetch,
                 prefetch_bytes=None,
                 inflight_reduce=inflight,
