@@ -89,7 +89,7 @@ def whole(regions: dict[str, ShardView], tp: Collectives) -> dict[str, Tensor]:
     """The logical tensors, put together from all ranks without the code of checkpoints."""
     joined = {}
     for name, region in regions.items():
-        layout, dim = region.placement.layout, region.placement.dim
+        layout, dim = region.param_layout.layout, region.param_layout.dim
         tensor = region.tensor
         if layout is not None and layout.size > 1:
             shards = tp.all_gather(tensor.contiguous(), dim=dim).split(list(layout.sizes), dim)

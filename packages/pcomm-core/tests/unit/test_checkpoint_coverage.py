@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from pcomm.core.checkpoint.coverage import Box, first_gap
 from pcomm.core.checkpoint.planners import ShardLoadPlanner, ShardSavePlanner
-from pcomm.core.checkpoint.shard_view import FlatPart, ShardView
+from pcomm.core.checkpoint.shard_view import FlatRange, ShardView
 from pcomm.core.errors import ConfigError
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.param_layout import ParamLayout, take_shard
@@ -52,25 +52,25 @@ def test_the_first_gap_is_that_of_a_mask(shape: tuple[int, ...], data: st.DataOb
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 
-def save(folder: Path, regions: dict[str, ShardView]) -> None:
-    dcp.save(regions, checkpoint_id=folder, planner=ShardSavePlanner(), no_dist=True)
+def save(folder: Path, views: dict[str, ShardView]) -> None:
+    dcp.save(views, checkpoint_id=folder, planner=ShardSavePlanner(), no_dist=True)
 
 
-def load(folder: Path, regions: dict[str, ShardView]) -> None:
-    dcp.load(regions, checkpoint_id=folder, planner=ShardLoadPlanner(), no_dist=True)
+def load(folder: Path, views: dict[str, ShardView]) -> None:
+    dcp.load(views, checkpoint_id=folder, planner=ShardLoadPlanner(), no_dist=True)
 
 
-def refusal(folder: Path, regions: dict[str, ShardView]) -> str:
-    """What is said of a checkpoint that does not hold all of `regions`."""
+def refusal(folder: Path, views: dict[str, ShardView]) -> str:
+    """What is said of a checkpoint that does not hold all of `views`."""
     with pytest.raises(CheckpointException) as caught:
-        load(folder, regions)
+        load(folder, views)
     error = caught.value.failures[0][0]
     assert isinstance(error, ConfigError)
     return str(error)
 
 
 def forget(folder: Path, name: str, offset: tuple[int, ...]) -> None:
-    """Leave one saved piece out, as if its rank had not written it."""
+    """Leave one saved chunk out, as if its rank had not written it."""
     path = folder / ".metadata"
     metadata: Metadata = pickle.loads(path.read_bytes())
     saved = metadata.state_dict_metadata[name]
@@ -82,7 +82,7 @@ def forget(folder: Path, name: str, offset: tuple[int, ...]) -> None:
 
 
 @alone
-def test_a_part_that_no_rank_saved_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+def test_a_chunk_that_no_rank_saved_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     logical = torch.arange(1200.0).view(300, 4)
     # Queries and keys of two ranks: this rank's file has rows 0-99 and 200-249.
     fused = Layout.sections([Layout.even(200, 2), Layout.even(100, 2)])
@@ -99,16 +99,16 @@ def test_a_part_that_no_rank_saved_is_named_and_nothing_is_written(tmp_path: Pat
 
     norm.tensor.fill_(-1.0)
     # A whole tensor needs the other rank's rows, which were never written.
-    assert "qk[100:200, 0:4]: no saved piece" in refusal(tmp_path, {"norm": norm, "qk": whole})
+    assert "qk[100:200, 0:4]: no saved chunk" in refusal(tmp_path, {"norm": norm, "qk": whole})
     assert torch.equal(whole.tensor, torch.full((300, 4), -1.0))
     assert torch.equal(norm.tensor, torch.full((10,), -1.0))
-    # So does a stretch of a flattened tensor, from the middle of a row on.
-    stretch = ShardView(torch.full((10,), -1.0), ParamLayout(), 0, FlatPart(394, (300, 4)))
-    assert "qk[100:101, 0:4]: no saved piece" in refusal(tmp_path, {"qk": stretch})
-    # And a piece that has gone from the list of the saved ones.
+    # So does a range of a flattened tensor, from the middle of a row on.
+    flat = ShardView(torch.full((10,), -1.0), ParamLayout(), 0, FlatRange(394, (300, 4)))
+    assert "qk[100:101, 0:4]: no saved chunk" in refusal(tmp_path, {"qk": flat})
+    # And a chunk that has gone from the list of the saved ones.
     forget(tmp_path, "qk", (200, 0))
     target.tensor.fill_(-1.0)
-    assert "qk[200:250, 0:4]: no saved piece" in refusal(tmp_path, {"qk": target})
+    assert "qk[200:250, 0:4]: no saved chunk" in refusal(tmp_path, {"qk": target})
     assert torch.equal(target.tensor, torch.full((150, 4), -1.0))
 
 
@@ -119,4 +119,4 @@ def test_a_number_that_was_not_saved_is_missed_too(tmp_path: Path) -> None:
     load(tmp_path, {"step": target})
     assert float(target.tensor) == 3.0
     forget(tmp_path, "step", ())
-    assert "step[]: no saved piece" in refusal(tmp_path, {"step": target})
+    assert "step[]: no saved chunk" in refusal(tmp_path, {"step": target})

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.core.checkpoint.shard_view import FlatPart, ShardView
+from pcomm.core.checkpoint.shard_view import FlatRange, ShardView
 from pcomm.core.collectives.instrumented import Operation
 from pcomm.core.exchange.exchange import Exchange
 from pcomm.core.exchange.index import Permutation
@@ -133,7 +133,7 @@ def test_what_an_exchange_was_made_from_may_change_afterwards() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: ShardView(torch.ones(3), ParamLayout(), 0, FlatPart(0, (3,))),
+        lambda: ShardView(torch.ones(3), ParamLayout(), 0, FlatRange(0, (3,))),
         lambda: Operation("all_gather", torch.ones(3), 12),
         lambda: RowMoves((1,), (1,), Permutation.of(torch.arange(2)), None),
         lambda: Permutation.of(torch.arange(2)),

@@ -8,23 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pcomm.core.errors import PcommError, PeerError
-from pcomm.core.groups.groups import Groups, open_groups
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
-from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.runtime import hooks
+from pcomm.fsdp.runtime import backward_end
 from pcomm.fsdp.runtime.engine import Engine
 from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.testing.small_models import Block, Recompute, SmallModel
+from pcomm.fsdp.testing.small_models import Recompute, SmallModel
+from pcomm.fsdp.testing.small_training import TOKENS, open_two, shard
 
-TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
-SPECS = [("dp", "gather"), ("dp", "reduce")]
 HEARD = r"an error on rank 0: .*backward raised, within unit 'blocks.1'"
 
 
@@ -52,11 +47,6 @@ class WrongShape(torch.autograd.Function):
         return gradients[0].new_zeros(3, 2)
 
 
-def shard(model: nn.Module, groups: Groups, comm: CommPolicy | None = None) -> Sharded:
-    roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
-    return fully_shard(model, roles, units=[Block], comm=comm or CommPolicy())
-
-
 def step(model: SmallModel, sharded: Sharded) -> float:
     sharded.zero_grad()
     loss = model.loss(TOKENS)
@@ -78,9 +68,9 @@ FAULTS = {"python": (Raising, ArithmeticError), "autograd": (WrongShape, Runtime
 @pytest.mark.parametrize("recompute", ["no", "blocks", "reentrant"])
 @ranks(2)
 def test_one_rank_raises_in_a_later_backward(rank: int, recompute: Recompute, where: str) -> None:
-    """Without the alarm rank 1 waits until the pool of ranks loses patience, and the test fails."""
+    """Without the failure flag rank 1 waits until the pool of ranks ends it, and the test fails."""
     model = SmallModel(recompute=recompute)
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         step(model, sharded)
         fault, own = FAULTS[where]
@@ -101,8 +91,8 @@ def test_one_rank_raises_in_a_later_backward(rank: int, recompute: Recompute, wh
 @ranks(2)
 def test_one_rank_raises_in_the_first_backward(rank: int, checks: bool) -> None:
     model = SmallModel()
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
-        sharded = shard(model, groups, CommPolicy(checks_first_step=checks))
+    with open_two() as groups:
+        sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
         if rank == 0:
             break_backward(model, Raising)
         with pytest.raises(PeerError if rank else ArithmeticError) as caught:
@@ -116,7 +106,7 @@ def test_one_rank_raises_in_the_first_backward(rank: int, checks: bool) -> None:
 def test_all_ranks_raise_in_backward_and_go_on(rank: int, is_first: bool) -> None:
     torch.manual_seed(0)
     model = SmallModel()
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         losses = [] if is_first else [step(model, sharded)]
         for _ in range(2):
@@ -136,24 +126,24 @@ def test_a_backward_that_ends_leaves_nothing_behind(rank: int) -> None:
     model = SmallModel()
     made: list[weakref.ref[object]] = []
     failures: list[BaseException] = []
-    build, fail = hooks._BackwardEnd.__init__, Engine.fail
+    build, fail = backward_end._BackwardEnd.__init__, Engine.fail
 
-    def note(self: hooks._BackwardEnd, engine: Engine, thread: int) -> None:
-        build(self, engine, thread)
+    def note(self: backward_end._BackwardEnd, engine: Engine) -> None:
+        build(self, engine)
         made.append(weakref.ref(self))
 
-    hooks._BackwardEnd.__init__ = note
+    backward_end._BackwardEnd.__init__ = note
     Engine.fail = lambda self, error: failures.append(error)
     gc.disable()
     try:
-        with open_groups(Topology({"dp": 2}), SPECS) as groups:
+        with open_two() as groups:
             sharded = shard(model, groups)
             for _ in range(3):
                 step(model, sharded)
             with torch.no_grad():
                 model.loss(TOKENS)
     finally:
-        hooks._BackwardEnd.__init__, Engine.fail = build, fail
+        backward_end._BackwardEnd.__init__, Engine.fail = build, fail
         gc.enable()
     assert len(made) == 3
     assert all(one() is None for one in made)
@@ -165,9 +155,8 @@ def test_a_backward_that_ends_leaves_nothing_behind(rank: int) -> None:
 def test_one_rank_raises_while_the_other_is_a_micro_batch_ahead(rank: int, where: str) -> None:
     """Where gradients are reduced once a step, nothing holds a rank up between micro-batches."""
     model = SmallModel()
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
-        sharded = fully_shard(model, roles, units=[Block], shard=ReshardPolicy.zero1())
+    with open_two() as groups:
+        sharded = shard(model, groups, reshard=ReshardPolicy.zero1())
 
         def accumulated() -> None:
             sharded.zero_grad()

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.errors import (
-    ConfigError,
-    DivergenceError,
-    PcommError,
-    PeerError,
-    TopologyError,
-)
-from pcomm.core.groups.groups import Groups, open_groups
+from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError, TopologyError
+from pcomm.core.groups.groups import open_groups
 from pcomm.core.groups.options import CommOptions
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.testing.on_ranks import ranks
@@ -26,22 +19,7 @@ from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
-
-TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
-
-
-@contextlib.contextmanager
-def two_groups(size: int = 2) -> Iterator[Groups]:
-    with open_groups(Topology({"dp": size}), [("dp", "gather"), ("dp", "reduce")]) as groups:
-        yield groups
-
-
-def roles_of(groups: Groups) -> Roles:
-    return Roles(groups["dp", "gather"], groups["dp", "reduce"])
-
-
-def shard(model: nn.Module, groups: Groups, **options: object) -> Sharded:
-    return fully_shard(model, roles_of(groups), units=[Block], **options)  # type: ignore[arg-type]
+from pcomm.fsdp.testing.small_training import TOKENS, open_two, roles_of, shard
 
 
 def step(model: SmallModel, sharded: Sharded) -> float:
@@ -78,7 +56,7 @@ def test_a_parameter_in_two_units(rank: int) -> None:
     if rank == 1:
         model.blocks[2].up.weight = model.blocks[0].up.weight
     expected = ConfigError if rank == 1 else PeerError
-    with two_groups() as groups, pytest.raises(expected, match=r"it is also 'blocks.2.up.weight'"):
+    with open_two() as groups, pytest.raises(expected, match=r"it is also 'blocks.2.up.weight'"):
         shard(model, groups)
 
 
@@ -86,7 +64,7 @@ def test_a_parameter_in_two_units(rank: int) -> None:
 def test_a_parameter_on_another_device(rank: int) -> None:
     model = SmallModel()
     model.head.to("meta")
-    with two_groups() as groups, pytest.raises(PcommError, match=r"'head\.weight' on meta"):
+    with open_two() as groups, pytest.raises(PcommError, match=r"'head\.weight' on meta"):
         shard(model if rank else SmallModel(), groups)
 
 
@@ -101,7 +79,7 @@ def test_groups_of_other_ranks(rank: int) -> None:
 
 @ranks(2)
 def test_replicas_within_the_gather_group(rank: int) -> None:
-    with two_groups() as groups:
+    with open_two() as groups:
         roles = Roles(groups["dp", "gather"], groups["dp", "reduce"], groups["dp", "gather"])
         with pytest.raises(TopologyError, match="this rank alone is in both"):
             fully_shard(SmallModel(), roles, units=[Block])
@@ -111,7 +89,7 @@ def test_replicas_within_the_gather_group(rank: int) -> None:
 def test_an_optimizer_made_before(rank: int) -> None:
     model = SmallModel()
     optimizer = torch.optim.SGD(model.parameters()) if rank == 0 else None
-    with two_groups() as groups, pytest.raises(PcommError, match="an optimizer of type SGD"):
+    with open_two() as groups, pytest.raises(PcommError, match="an optimizer of type SGD"):
         shard(model, groups)
     del optimizer
 
@@ -119,7 +97,7 @@ def test_an_optimizer_made_before(rank: int) -> None:
 @ranks(2)
 def test_a_model_that_is_sharded_already(rank: int) -> None:
     model = SmallModel()
-    with two_groups() as groups:
+    with open_two() as groups:
         shard(model, groups)
         with pytest.raises(ConfigError, match=r"embedding.weight.*a shard of shape"):
             shard(model, groups)
@@ -127,13 +105,13 @@ def test_a_model_that_is_sharded_already(rank: int) -> None:
 
 @ranks(2)
 def test_other_models_on_ranks(rank: int) -> None:
-    with two_groups() as groups, pytest.raises(DivergenceError, match=r"rank 0 has .* rank 1 has"):
+    with open_two() as groups, pytest.raises(DivergenceError, match=r"rank 0 has .* rank 1 has"):
         shard(SmallModel(num_blocks=3 + rank), groups)
 
 
 @ranks(2)
 def test_names_that_are_not_there(rank: int) -> None:
-    with two_groups() as groups:
+    with open_two() as groups:
         with pytest.raises(ConfigError, match="unit Conv1d"):
             fully_shard(SmallModel(), roles_of(groups), units=[nn.Conv1d])
         scope = Scope(lambda name, _: "expert" in name, roles_of(groups))
@@ -153,7 +131,7 @@ def test_names_that_are_not_there(rank: int) -> None:
 def test_a_unit_that_is_not_used_is_named(rank: int, checks: bool) -> None:
     """It may be used later, so it is no error; its parameters have no gradients, as without us."""
     model = Faulty()
-    with two_groups() as groups:
+    with open_two() as groups:
         sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
         assert "not used" not in str(sharded.report())
         model.order = (0, 1, 3)
@@ -170,7 +148,7 @@ def test_a_unit_that_is_not_used_is_named(rank: int, checks: bool) -> None:
 def test_another_order_in_the_first_step(rank: int) -> None:
     model = Faulty()
     model.order = (0, 1, 2, 3) if rank else (0, 2, 1, 3)
-    with two_groups() as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         with pytest.raises(DivergenceError, match=r"use blocks.2 forward.*use blocks.1 forward"):
             step(model, sharded)
@@ -182,7 +160,7 @@ def test_a_rank_throws_in_the_first_forward(rank: int, checks: bool) -> None:
     model = Faulty()
     if rank == 1:
         model.fault = throw
-    with two_groups() as groups:
+    with open_two() as groups:
         sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
         expected = ArithmeticError if rank == 1 else PeerError
         with pytest.raises(expected, match="a bad batch"):
@@ -195,7 +173,7 @@ def test_a_rank_throws_in_the_first_forward(rank: int, checks: bool) -> None:
 @ranks(2)
 def test_a_rank_throws_in_a_later_forward(rank: int) -> None:
     model = Faulty()
-    with two_groups() as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         step(model, sharded)
         if rank == 1:
@@ -212,7 +190,7 @@ def test_a_rank_throws_in_a_later_forward(rank: int) -> None:
 def test_all_ranks_throw_and_go_on(rank: int) -> None:
     torch.manual_seed(0)
     model = Faulty()
-    with two_groups() as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         losses = [step(model, sharded)]
         for _ in range(2):
@@ -228,7 +206,7 @@ def test_all_ranks_throw_and_go_on(rank: int) -> None:
 @ranks(2)
 def test_all_ranks_throw_in_the_first_forward_and_go_on(rank: int) -> None:
     model = Faulty()
-    with two_groups() as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         model.fault = throw
         with pytest.raises(ArithmeticError):
@@ -244,7 +222,7 @@ def test_all_ranks_throw_in_backward_and_go_on(rank: int) -> None:
     def refuse(_: Tensor) -> None:
         raise ArithmeticError("a bad gradient")
 
-    with two_groups() as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         first = step(model, sharded)
         handle = model.blocks[1].register_forward_hook(
@@ -259,7 +237,7 @@ def test_all_ranks_throw_in_backward_and_go_on(rank: int) -> None:
 @ranks(2)
 def test_a_rank_uses_units_in_another_order(rank: int) -> None:
     model = Faulty()
-    with two_groups() as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         step(model, sharded)
         if rank == 1:
@@ -272,7 +250,7 @@ def test_a_rank_uses_units_in_another_order(rank: int) -> None:
 @ranks(2)
 def test_a_rank_goes_only_half_of_the_way_back(rank: int) -> None:
     model = Faulty()
-    with two_groups() as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         step(model, sharded)
         if rank == 1:
@@ -287,7 +265,7 @@ def test_a_rank_goes_only_half_of_the_way_back(rank: int) -> None:
 @ranks(2)
 def test_a_rank_leaves_backward_out(rank: int) -> None:
     model = SmallModel()
-    with two_groups() as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         step(model, sharded)
         if rank == 1:
@@ -304,7 +282,7 @@ def test_ranks_that_leave_out_other_layers(rank: int) -> None:
     """In a step that no schedule foresaw: at the first layer that differs, on both."""
     for checks in (True, False):
         model = Faulty()
-        with two_groups() as groups:
+        with open_two() as groups:
             sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
             for _ in range(2):
                 step(model, sharded)
@@ -330,7 +308,7 @@ def test_a_rank_that_never_comes(rank: int) -> None:
 @ranks(2)
 def test_backward_that_is_not_that_of_its_forward(rank: int) -> None:
     model = SmallModel()
-    with two_groups() as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         step(model, sharded)
         loss = model.loss(TOKENS)
@@ -362,7 +340,7 @@ def _backward_inside(model: SmallModel) -> None:
 @ranks(2)
 def test_a_unit_called_by_itself(rank: int) -> None:
     model = SmallModel()
-    with two_groups() as groups:
+    with open_two() as groups:
         shard(model, groups)
         with pytest.raises(ConfigError, match=r"unit 'blocks.0' called by itself"):
             model.blocks[0](torch.zeros(1, 1, 5))

@@ -5,28 +5,16 @@ from __future__ import annotations
 from typing import NoReturn
 
 import pytest
-import torch
 from torch import nn
 
 from pcomm.core.errors import PeerError
-from pcomm.core.groups.groups import Groups, open_groups
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
-from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.runtime.flat_group import FlatGroup
 from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.testing.small_models import Block, SmallModel
-
-TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
-SPECS = [("dp", "gather"), ("dp", "reduce")]
-
-
-def shard(model: nn.Module, groups: Groups, **options: object) -> Sharded:
-    roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
-    return fully_shard(model, roles, units=[Block], **options)  # type: ignore[arg-type]
+from pcomm.fsdp.testing.small_models import SmallModel
+from pcomm.fsdp.testing.small_training import TOKENS, flat_groups, open_two, shard
 
 
 def step(model: SmallModel, sharded: Sharded) -> None:
@@ -43,15 +31,11 @@ def never_ends() -> NoReturn:
     raise PeerError("fsdp: gather of blocks.2", found="no peer", why="It died.", fix="Restart.")
 
 
-def flat_groups(sharded: Sharded) -> list[FlatGroup]:
-    return [group for group in sharded._groups if isinstance(group, FlatGroup)]
-
-
 @ranks(2)
 def test_a_collective_that_never_ended(rank: int) -> None:
     """The ranks have issued the same collectives, so that nothing but this tells them to stop."""
     model = SmallModel()
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         step(model, sharded)
         handle = model.blocks[2].up.register_forward_hook(throw)
@@ -72,7 +56,7 @@ def test_a_collective_that_never_ended(rank: int) -> None:
 def test_the_same_error_without_it_is_no_end(rank: int) -> None:
     """What the test above would find if its error were not the reason."""
     model = SmallModel()
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+    with open_two() as groups:
         sharded = shard(model, groups)
         step(model, sharded)
         handle = model.blocks[2].up.register_forward_hook(throw)
@@ -85,20 +69,15 @@ def test_the_same_error_without_it_is_no_end(rank: int) -> None:
 
 def gradient_storages(sharded: Sharded) -> list[int]:
     """Where gradients of whole units are, that are filled or on their way."""
-    used = []
-    for group in flat_groups(sharded):
-        sent = group._reducing[1] if group._reducing is not None else None
-        used += [
-            one.untyped_storage().data_ptr() for one in (group._gradient, sent) if one is not None
-        ]
-    return used
+    buffers = [one for group in flat_groups(sharded) for one in group.gradients.buffers]
+    return [one.untyped_storage().data_ptr() for one in buffers]
 
 
 @pytest.mark.parametrize(
-    "shard_of", [ReshardPolicy.zero3(), ReshardPolicy.zero1()], ids=["zero3", "zero1"]
+    "reshard", [ReshardPolicy.zero3(), ReshardPolicy.zero1()], ids=["zero3", "zero1"]
 )
 @ranks(2)
-def test_no_gradient_buffer_has_two_owners(rank: int, shard_of: ReshardPolicy) -> None:
+def test_no_gradient_buffer_has_two_owners(rank: int, reshard: ReshardPolicy) -> None:
     """Looked at whenever a reduce starts or has ended.
 
     Buffers of one size come back while those of another are taken, and are then taken one after
@@ -108,24 +87,24 @@ def test_no_gradient_buffer_has_two_owners(rank: int, shard_of: ReshardPolicy) -
     for block in model.blocks[4:8]:
         block.up, block.down = nn.Linear(5, 31), nn.Linear(31, 5, bias=False)
     most = 0
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+    with open_two() as groups:
         comm = CommPolicy(inflight_reduce=3)
-        sharded = shard(model, groups, comm=comm, shard=shard_of)
+        sharded = shard(model, groups, comm=comm, reshard=reshard)
 
         def looked_at(method: str, group: FlatGroup) -> None:
-            act = getattr(group, method)
+            act = getattr(group.gradients, method)
 
-            def run() -> None:
+            def look() -> None:
                 nonlocal most
                 act()
                 used = gradient_storages(sharded)
                 assert len(set(used)) == len(used), f"{method} of {group.plan.name}"
                 most = max(most, len(used))
 
-            setattr(group, method, run)
+            setattr(group.gradients, method, look)
 
         for group in flat_groups(sharded):
-            for method in ("reduce", "finish"):
+            for method in ("reduce", "wait_reduce"):
                 looked_at(method, group)
         for _ in range(2):
             sharded.zero_grad()

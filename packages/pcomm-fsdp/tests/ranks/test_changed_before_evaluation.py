@@ -15,14 +15,8 @@ from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles
-
-STRATEGIES = {
-    "zero3": ReshardPolicy.zero3(),
-    "zero2": ReshardPolicy.zero2(),
-    "zero1": ReshardPolicy.zero1(),
-}
+from pcomm.fsdp.testing.small_training import STRATEGIES, ZERO
 
 
 class Layer(nn.Linear):
@@ -134,7 +128,7 @@ CHANGES: dict[Callable[[Model], None], str] = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ZERO)
 @ranks(2)
 def test_evaluation_refuses_what_buffers_would_not_follow(rank: int, strategy: str) -> None:
     """Before a first step and after one, and again after the error."""
@@ -145,13 +139,13 @@ def test_evaluation_refuses_what_buffers_would_not_follow(rank: int, strategy: s
             for steps in (0, 1):
                 model = Model()
                 strategy_of = STRATEGIES[strategy]
-                sharded = fully_shard(model, roles, units=[Layer], shard=strategy_of)
+                sharded = fully_shard(model, roles, units=[Layer], reshard=strategy_of)
                 for _ in range(steps):
                     model(x).sum().backward()
                 with torch.no_grad():
                     model(x)
                 # Elsewhere `load_state_dict` is refused at once.
-                with sharded.as_parts():
+                with sharded.as_shards():
                     change(model)
                 for _ in range(2):
                     with torch.no_grad(), pytest.raises(ConfigError, match=message):
@@ -174,7 +168,7 @@ def test_what_is_frozen_for_an_evaluation(rank: int) -> None:
         model(x).sum().backward()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ZERO)
 @ranks(2)
 def test_what_stays_gathered_is_never_old(rank: int, strategy: str) -> None:
     """Shards that are written while parameters stay gathered for the next micro-batch."""
@@ -182,7 +176,7 @@ def test_what_stays_gathered_is_never_old(rank: int, strategy: str) -> None:
     with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
         model, plain = Model(), Model()
         roles = Roles(groups["dp"], groups["dp"])
-        sharded = fully_shard(model, roles, units=[Layer], shard=STRATEGIES[strategy])
+        sharded = fully_shard(model, roles, units=[Layer], reshard=STRATEGIES[strategy])
         loaded = {name: 2 * value for name, value in plain.state_dict().items()}
         for _ in range(2):
             with sharded.accumulate(is_last=False):

@@ -15,18 +15,12 @@ from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
-
-STRATEGIES = {
-    "zero3": ReshardPolicy.zero3(),
-    "zero2": ReshardPolicy.zero2(),
-    "zero1": ReshardPolicy.zero1(),
-}
+from pcomm.fsdp.testing.small_training import STRATEGIES, ZERO
 
 both = pytest.mark.parametrize("strategy", ["zero3", "zero1"])
-every = pytest.mark.parametrize("strategy", STRATEGIES)
+every = pytest.mark.parametrize("strategy", ZERO)
 
 
 class Model(nn.Module):
@@ -64,7 +58,7 @@ def plain_backward(model: nn.Module, number: int) -> None:
 def sharding(strategy: str = "zero3") -> Iterator[Callable[[nn.Module], Sharded]]:
     with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
         roles, shard = Roles(groups["dp"], groups["dp", "reduce"]), STRATEGIES[strategy]
-        yield lambda model: fully_shard(model, roles, units=[nn.Linear], shard=shard)
+        yield lambda model: fully_shard(model, roles, units=[nn.Linear], reshard=shard)
 
 
 def named(changes: Iterable[Callable[[Model], None]], name: str) -> Callable[[Model], None]:
@@ -207,7 +201,7 @@ def test_a_weight_before_its_unit_has_gathered_it(rank: int, strategy: str) -> N
     model.units[0].register_forward_hook(lambda _m, _x, y: y * model.units[1].weight.mean())
     with sharding(strategy) as shard:
         shard(model)
-        with pytest.raises(ConfigError, match=r"part of 'units\.1\.weight'"):
+        with pytest.raises(ConfigError, match=r"shard of 'units\.1\.weight'"):
             loss_of(model, 0, rank).backward()
 
 

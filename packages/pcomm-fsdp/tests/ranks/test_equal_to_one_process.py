@@ -11,35 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
-from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_models import SmallModel
+from pcomm.fsdp.testing.small_training import STRATEGIES, model_of, open_two, shard, tokens
 
-STRATEGIES = {
-    "zero3": ReshardPolicy.zero3(),
-    "zero3, reduced once": ReshardPolicy.zero3(reduce="step"),
-    "kept for backward": ReshardPolicy(keep="backward"),
-    "zero2": ReshardPolicy.zero2(),
-    "zero1": ReshardPolicy.zero1(),
-}
 STEPS, MICRO = 4, 2
 MAX_NORM = 0.3
-
-
-def model_of(seed: int = 0, **options: object) -> SmallModel:
-    torch.manual_seed(seed)
-    return SmallModel(**options).double()  # type: ignore[arg-type]
-
-
-def tokens(step: int, micro: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    return torch.randint(7, (2, 6), generator=generator)
 
 
 def optimizer_of(parameters: object) -> torch.optim.Optimizer:
@@ -81,7 +61,9 @@ def torch_fsdp2(rank: int, size: int, **options: object) -> dict[str, Tensor]:
     return {name: p.full_tensor() for name, p in model.named_parameters()}
 
 
-def train(model: SmallModel, sharded: Sharded, rank: int) -> tuple[list[float], list[float]]:
+def train_sharded(
+    model: SmallModel, sharded: Sharded, rank: int
+) -> tuple[list[float], list[float]]:
     """Losses of this rank and gradient norms by step."""
     optimizer = optimizer_of(sharded.parameters())
     losses, norms = [], []
@@ -100,17 +82,19 @@ def train(model: SmallModel, sharded: Sharded, rank: int) -> tuple[list[float], 
 
 
 def check(
-    rank: int, size: int, shard: ReshardPolicy, *, with_fsdp2: bool = True, **options: object
+    rank: int, size: int, reshard: ReshardPolicy, *, with_fsdp2: bool = True, **options: object
 ) -> str:
     """Compare, and return the schedule's fingerprint."""
     comm = options.pop("comm", CommPolicy())
     expected_losses, expected_norms, expected = one_process(size, **options)
     model = model_of(**options)
-    with open_groups(Topology({"dp": size}), [("dp", "gather"), ("dp", "reduce")]) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
-        sharded = fully_shard(model, roles, units=[Block], shard=shard, comm=comm)
-        losses, norms = train(model, sharded, rank)
-        mean = roles.gather.collectives.all_reduce(torch.tensor(losses, dtype=torch.float64)) / size
+    with open_two(size) as groups:
+        sharded = shard(model, groups, reshard=reshard, comm=comm)
+        losses, norms = train_sharded(model, sharded, rank)
+        mean = (
+            groups["dp", "gather"].collectives.all_reduce(torch.tensor(losses, dtype=torch.float64))
+            / size
+        )
         torch.testing.assert_close(mean.tolist(), expected_losses, rtol=1e-11, atol=0)
         torch.testing.assert_close(norms, expected_norms, rtol=1e-10, atol=0)
         state = sharded.full_state_dict()
@@ -148,7 +132,7 @@ def test_four_ranks(rank: int, strategy: str) -> None:
 def test_recompute(rank: int, recompute: str) -> None:
     found = check(rank, 2, ReshardPolicy.zero3(), with_fsdp2=False, recompute=recompute)
     if recompute in ("blocks", "inside"):
-        # Computing again changes nothing about who is gathered and reduced when.
+        # Computing again does not change the schedule.
         assert found == check(rank, 2, ReshardPolicy.zero3(), with_fsdp2=False)
 
 

@@ -65,7 +65,7 @@ def test_as_fsdp2_divides(rank: int, reduce: str) -> None:
                     model,
                     roles,
                     units=[],
-                    shard=ReshardPolicy(reduce=reduce),  # type: ignore[arg-type]
+                    reshard=ReshardPolicy(reduce=reduce),  # type: ignore[arg-type]
                     precision=Precision(FP16, FP16, torch.float32),
                     divisor=divisor,
                 )

@@ -17,12 +17,11 @@ from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.runtime.flat_group import FlatGroup
 from pcomm.fsdp.settings.policy import Precision
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_training import flat_groups
 
 # -- gradients of shards -----------------------------------------------------------------------
 
@@ -34,10 +33,6 @@ def tokens(number: int, rank: int) -> Tensor:
 def replicated_roles(sizes: tuple[int, int]) -> Groups:
     topology = Topology({"rep": sizes[1], "shard": sizes[0]}, order=("shard", "rep"))
     return open_groups(topology, ["shard", "rep"])
-
-
-def flat_groups(sharded: Sharded) -> list[FlatGroup]:
-    return [group for group in sharded._groups if isinstance(group, FlatGroup)]
 
 
 class SumsCopies(SpyCollectives):
@@ -106,10 +101,10 @@ def test_micro_batches_add_into_the_gradient_that_is_there(
             (sum(reference.loss(tokens(micro, r)) for r in (0, 1)) / 2).backward()
             deposits.append([])
             for group in flat_groups(sharded):
-                assert group._deposit is not None
-                at = group._deposit.untyped_storage().data_ptr()
+                assert group.shard._gradient is not None
+                at = group.shard._gradient.untyped_storage().data_ptr()
                 deposits[-1].append(at)
-                for part in group.parts:
+                for part in group.shard.parameters:
                     assert part.grad is not None
                     assert part.grad.untyped_storage().data_ptr() == at
         assert deposits[0] == deposits[1] == deposits[2]
@@ -216,12 +211,14 @@ def test_a_gradient_is_copied_unless_it_is_all_there_is(
             model,
             Roles(groups["dp"], reduce),
             units=list(model),
-            shard=ReshardPolicy("use", reduces),
+            reshard=ReshardPolicy("use", reduces),
             precision=Precision(reduce_dtype=reduce_dtype),
         )
         made: list[int] = []
         for group in flat_groups(sharded):
-            group.wholes[0].register_hook(lambda gradient: made.append(gradient.data_ptr()))
+            group.unsharded.parameters[0].register_hook(
+                lambda gradient: made.append(gradient.data_ptr())
+            )
         # One backward for all: torch, too, adds to a gradient that another one lies in.
         everything = [batch(micro, r).double() for micro in range(2) for r in (0, 1)]
         (sum(reference(x).square().mean() for x in everything) / 2).backward()
@@ -239,22 +236,22 @@ def test_a_gradient_is_copied_unless_it_is_all_there_is(
 
 @ranks(2)
 def test_a_gradient_that_is_not_dense_is_copied(rank: int) -> None:
-    """Autograd makes gradients dense for dense parameters; whoever sets one need not."""
+    """Autograd makes gradients dense for dense parameters; a caller that sets one need not."""
     with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
         model = nn.Sequential(square())
         sharded = fully_shard(model, Roles(groups["dp"], groups["dp"]), units=[nn.Linear])
         (group,) = flat_groups(sharded)
 
         def give(gradient: Tensor) -> int:
-            group.wholes[0].grad = gradient
+            group.unsharded.parameters[0].grad = gradient
             return gradient.data_ptr()
 
         expected = torch.arange(16.0).view(4, 4)
         for make, is_taken in ((lambda: expected.t().clone(), False), (expected.clone, True)):
             at = give(make())
-            group.expect_gradients()
-            group.take(0)
-            assert group._gradient is not None
-            assert (group._gradient.data_ptr() == at) == is_taken
-            assert_equal(group.place(group._gradient, 0), make())
+            group.gradients.expect()
+            group.gradients.take(0)
+            assert group.gradients._buffer is not None
+            assert (group.gradients._buffer.data_ptr() == at) == is_taken
+            assert_equal(group.plan.full_view(group.gradients._buffer, 0), make())
             group.reset()

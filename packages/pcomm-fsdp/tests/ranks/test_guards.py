@@ -21,6 +21,7 @@ from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.roles import Roles, Scope
+from pcomm.fsdp.testing.small_training import roles_of
 
 
 class Experts(nn.Module):
@@ -55,7 +56,7 @@ def test_experts_count_in_norms_and_overflow(rank: int) -> None:
             divisor=1,
             spread=groups["dp", "gather"],
         )
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        roles = roles_of(groups)
         model = Experts(rank)
         sharded = fully_shard(model, roles, units=[nn.Linear], scopes={"expert": expert})
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -89,7 +90,7 @@ def test_an_overflow_of_experts_that_are_not_spread(rank: int) -> None:
     with open_groups(topology, [("dp", "gather"), ("dp", "reduce"), "one"]) as groups:
         alone = Roles(groups["one"], groups["one"])
         expert = Scope(lambda name, _: name.startswith("expert"), alone)
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        roles = roles_of(groups)
         model = Experts(rank)
         fully_shard(model, roles, units=[nn.Linear], scopes={"expert": expert})
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
@@ -126,11 +127,13 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "cov": torch.cov,
     "argsort": torch.argsort,
     "_foreach_max": lambda g: torch._foreach_max([g]),
+    "gradient / norm": lambda g: g / g.norm(),
+    "_foreach_div_ by a norm": lambda g: torch._foreach_div_([g.clone()], [g.norm()]),
 }
 
 
 @ranks(2)
-def test_what_mixes_elements_of_a_part(rank: int) -> None:
+def test_what_mixes_elements_of_a_shard(rank: int) -> None:
     """By whatever form of the function: in place, of a namespace, or for lists."""
     with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
         model = Experts(0)
@@ -139,7 +142,7 @@ def test_what_mixes_elements_of_a_part(rank: int) -> None:
         gradient = model.dense.weight.grad
         assert gradient is not None
         for function in REFUSED.values():
-            with pytest.raises(UnsupportedError, match="a part of the gradient"):
+            with pytest.raises(UnsupportedError, match="a shard of the gradient"):
                 function(gradient)
         torch.testing.assert_close(torch._foreach_maximum([gradient], 0.0)[0], gradient.clamp(0))
         assert gradient.mul_(2).sqrt_().addcmul_(gradient, gradient).shape == gradient.shape
@@ -161,7 +164,7 @@ def test_guards_go_with_the_model(rank: int) -> None:
             model(torch.ones(2, 5)).sum().backward()
             optimizer.step()
         # What is allowed for one is not for the other.
-        with sharded[0].as_parts():
+        with sharded[0].as_shards():
             models[0].state_dict()
             optimizers[0].state_dict()
             with pytest.raises(ConfigError):

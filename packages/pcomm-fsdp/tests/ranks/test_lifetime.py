@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from pcomm.core.errors import ClosedError, PcommError
-from pcomm.core.groups.groups import Groups, open_groups
+from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
@@ -23,22 +23,7 @@ from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
-
-TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
-SPECS = [("dp", "gather"), ("dp", "reduce")]
-
-
-def opened() -> Groups:
-    return open_groups(Topology({"dp": 2}), SPECS)
-
-
-def shard(model: nn.Module, groups: Groups, **options: object) -> Sharded:
-    roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
-    return fully_shard(model, roles, units=[Block], **options)  # type: ignore[arg-type]
-
-
-def flat_groups(sharded: Sharded) -> list[FlatGroup]:
-    return [group for group in sharded._groups if isinstance(group, FlatGroup)]
+from pcomm.fsdp.testing.small_training import TOKENS, flat_groups, open_two, roles_of, shard
 
 
 def held_by(sharded: Sharded) -> list[weakref.ref[object]]:
@@ -46,7 +31,9 @@ def held_by(sharded: Sharded) -> list[weakref.ref[object]]:
     model, engine = sharded.model, sharded._engine
     things: list[object] = [model, engine, *model.buffers(), *flat_groups(sharded)]
     for group in flat_groups(sharded):
-        things += [*group.parts, *group.wholes, group.shard, group._full, group._intact]
+        shard_of, unsharded = group.shard, group.unsharded
+        things += [shard_of, unsharded, group.gradients, unsharded.guard]
+        things += [*shard_of.parameters, *unsharded.parameters, shard_of.flat, unsharded.flat]
         things += [group.plan.gather.process_group, group.plan.reduce.process_group]
     return [weakref.ref(thing) for thing in things]
 
@@ -58,7 +45,7 @@ def alive(held: list[weakref.ref[object]]) -> list[str]:
 # -- runs one after another --------------------------------------------------------------------
 
 
-def train(model: SmallModel, sharded: Sharded) -> Tensor:
+def train_two_steps(model: SmallModel, sharded: Sharded) -> Tensor:
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
     for _ in range(2):
         for number in range(2):
@@ -73,7 +60,7 @@ def train(model: SmallModel, sharded: Sharded) -> Tensor:
 
 def train_and_read(model: SmallModel, sharded: Sharded) -> None:
     """Ends with forwards that have no backward."""
-    train(model, sharded)
+    train_two_steps(model, sharded)
     with torch.no_grad():
         model.loss(TOKENS)
     model.loss(TOKENS).item()
@@ -83,7 +70,7 @@ def raise_in_forward(model: SmallModel, sharded: Sharded) -> None:
     def throw(*_: object) -> None:
         raise ArithmeticError("a bad batch")
 
-    train(model, sharded)
+    train_two_steps(model, sharded)
     model.blocks[2].up.register_forward_hook(throw)
     with pytest.raises(ArithmeticError):
         model.loss(TOKENS)
@@ -93,20 +80,20 @@ def raise_in_backward(model: SmallModel, sharded: Sharded) -> None:
     def throw(_: Tensor) -> None:
         raise ArithmeticError("a bad gradient")
 
-    train(model, sharded)
+    train_two_steps(model, sharded)
     model.blocks[1].register_forward_hook(lambda *a: a[2].register_hook(throw) and None)
     with pytest.raises(ArithmeticError):
         model.loss(TOKENS).backward()
 
 
 def give_up_within_a_step(model: SmallModel, sharded: Sharded) -> None:
-    train(model, sharded)
+    train_two_steps(model, sharded)
     with sharded.accumulate(is_last=False):
         model.loss(TOKENS).backward()
 
 
 RUNS: list[Callable[[SmallModel, Sharded], object]] = [
-    train,
+    train_two_steps,
     train_and_read,
     raise_in_forward,
     raise_in_backward,
@@ -114,12 +101,12 @@ RUNS: list[Callable[[SmallModel, Sharded], object]] = [
 ]
 
 
-def run(do: Callable[[SmallModel, Sharded], object]) -> list[weakref.ref[object]]:
+def hold_after(do: Callable[[SmallModel, Sharded], object]) -> list[weakref.ref[object]]:
     held = []
-    with opened() as groups:
+    with open_two() as groups:
         for strategy in (ReshardPolicy.zero3(), ReshardPolicy.zero1()):
             model = SmallModel()
-            sharded = shard(model, groups, shard=strategy)
+            sharded = shard(model, groups, reshard=strategy)
             do(model, sharded)
             held += held_by(sharded)
     return held
@@ -139,7 +126,7 @@ def count() -> dict[str, int]:
 def test_a_third_run_leaves_no_more_than_the_first(rank: int, number: int) -> None:
     counts = []
     for _ in range(3):
-        held = run(RUNS[number])
+        held = hold_after(RUNS[number])
         gc.collect()
         assert alive(held) == []
         counts.append(count())
@@ -149,7 +136,7 @@ def test_a_third_run_leaves_no_more_than_the_first(rank: int, number: int) -> No
 
 @ranks(2)
 def test_a_model_that_is_dropped_goes_before_its_groups(rank: int) -> None:
-    with opened() as groups:
+    with open_two() as groups:
         for _ in range(2):
             model = SmallModel()
             held = held_by(shard(model, groups))
@@ -168,7 +155,7 @@ def test_a_model_that_is_dropped_goes_before_its_groups(rank: int) -> None:
 @ranks(2)
 def test_nothing_goes_that_is_still_used(rank: int) -> None:
     """The model alone keeps all that it needs, and so does what `fully_shard` returned."""
-    with opened() as groups:
+    with open_two() as groups:
         model = SmallModel()
         shard(model, groups)
         gc.collect()
@@ -185,14 +172,16 @@ def test_nothing_goes_that_is_still_used(rank: int) -> None:
 @pytest.mark.parametrize("by", ["itself", "its groups"])
 @ranks(2)
 def test_a_closed_model_says_so(rank: int, by: str) -> None:
-    groups = opened()
+    groups = open_two()
     model = SmallModel()
     sharded = shard(model, groups, entry_points=["forward", "loss"])
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
     for _ in range(2):
         model.loss(TOKENS).backward()
     loss = model.loss(TOKENS)
-    wholes = [weakref.ref(whole) for group in flat_groups(sharded) for whole in group.wholes]
+    wholes = [
+        weakref.ref(whole) for group in flat_groups(sharded) for whole in group.unsharded.parameters
+    ]
     groups_held = [weakref.ref(group) for group in flat_groups(sharded)]
     steps = sharded.schedule
     parts = [part.data_ptr() for part in sharded.parameters()]
@@ -230,7 +219,7 @@ def test_a_closed_model_says_so(rank: int, by: str) -> None:
 
 @ranks(2)
 def test_two_models_of_the_same_groups_close_one_by_one(rank: int) -> None:
-    with opened() as groups:
+    with open_two() as groups:
         first, second = SmallModel(), SmallModel()
         shard(first, groups).close()
         sharded = shard(second, groups)
@@ -246,10 +235,10 @@ def test_parameters_of_one_rank_are_as_they_were_before(rank: int) -> None:
     alone = Topology({"one": 1, "dp": 2})
     model, plain = SmallModel(), SmallModel()
     plain.load_state_dict(model.state_dict())
-    with open_groups(alone, ["one", *SPECS]) as groups:
+    with open_groups(alone, ["one", ("dp", "gather"), ("dp", "reduce")]) as groups:
         roles = Roles(groups["one"], groups["one"])
         everything = Scope(lambda *_: True, roles, divisor=4)
-        dense = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        dense = roles_of(groups)
         sharded = fully_shard(model, dense, units=[Block], scopes={"own": everything})
         model.loss(TOKENS).backward()
         assert sharded.memory()["gathered"] == 0

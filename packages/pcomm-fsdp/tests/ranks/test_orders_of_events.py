@@ -17,19 +17,12 @@ from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.runtime.departures import Departures
 from pcomm.fsdp.settings.policy import CommPolicy
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.testing.small_training import STRATEGIES
 
 # B batch, D model dim
 
-STRATEGIES = {
-    "zero3": ReshardPolicy.zero3(),
-    "zero3, reduced once": ReshardPolicy.zero3(reduce="step"),
-    "kept for backward": ReshardPolicy(keep="backward"),
-    "zero2": ReshardPolicy.zero2(),
-    "zero1": ReshardPolicy.zero1(),
-}
 STEPS = 6
 
 
@@ -187,7 +180,7 @@ def test_parameters_are_those_of_fsdp2_and_of_one_process(rank: int, strategy: s
         for number, (name, program) in enumerate(PROGRAMS.items()):
             net, reference = Net().double(), Net().double()
             comm = CommPolicy(prefetch=number % 3, inflight_reduce=1 + number % 2)
-            sharded = shard(net, groups, shard=STRATEGIES[strategy], comm=comm)
+            sharded = shard(net, groups, reshard=STRATEGIES[strategy], comm=comm)
             ours = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.5)
             theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5)
             for step in range(STEPS):
@@ -220,7 +213,7 @@ def test_units_that_the_last_micro_batch_leaves_out(rank: int, strategy: str) ->
         with open_groups(topology, ["shard", "rep"]) as groups:
             net, reference = Net().double(), Net().double()
             roles = Roles(groups["shard"], groups["shard"], groups["rep"])
-            sharded = fully_shard(net, roles, units=[nn.Linear], shard=STRATEGIES[strategy])
+            sharded = fully_shard(net, roles, units=[nn.Linear], reshard=STRATEGIES[strategy])
             for step in range(3):
                 for number, (head, dropped) in enumerate([(0, ()), (1, (1,)), (1, (0, 2))]):
                     with sharded.accumulate(is_last=number == 2):
@@ -243,7 +236,7 @@ def test_a_layer_that_was_gathered_ahead_and_is_used_a_micro_batch_later(
     with opened() as groups:
         net, reference = Net().double(), Net().double()
         comm = CommPolicy(prefetch=2)
-        sharded = shard(net, groups, shard=STRATEGIES[strategy], comm=comm)
+        sharded = shard(net, groups, reshard=STRATEGIES[strategy], comm=comm)
         ours = torch.optim.SGD(sharded.parameters(), lr=0.1)
         theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
         for step, dropped in enumerate([(), (1, 2), (2, 3), (0, 1)]):
@@ -282,7 +275,7 @@ def test_replicas_sum_once_what_is_reduced_twice(rank: int) -> None:
 def test_zero_grad_forgets_what_was_left_over(rank: int, strategy: str) -> None:
     with opened() as groups:
         net, reference = Net().double(), Net().double()
-        sharded = shard(net, groups, shard=STRATEGIES[strategy])
+        sharded = shard(net, groups, reshard=STRATEGIES[strategy])
         with sharded.accumulate(is_last=False):
             loss(net, 0, 0, rank, head=0).backward()
         sharded.zero_grad()
@@ -307,7 +300,7 @@ def test_micro_batches_within_one_autocast_region(rank: int, strategy: str) -> N
         fsdp2(unit, mesh=mesh)
     with opened() as groups:
         ours = Net()
-        sharded = shard(ours, groups, shard=STRATEGIES[strategy])
+        sharded = shard(ours, groups, reshard=STRATEGIES[strategy])
         optimizers = [
             torch.optim.SGD(p, lr=0.1) for p in (theirs.parameters(), sharded.parameters())
         ]

@@ -67,7 +67,9 @@ def _flat(part: nn.Parameter) -> Tensor:
     return part.grad.as_subclass(Tensor).flatten()
 
 
-def train(rank: int, width: int, *, is_separate: bool, timeout_s: float) -> list[Tensor]:
+def train_with_late_reduces(
+    rank: int, width: int, *, is_separate: bool, timeout_s: float
+) -> list[Tensor]:
     """Two steps, the second of them with late reduces on rank 1; the gradients of both."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(DEPTH)))
@@ -93,7 +95,7 @@ def train(rank: int, width: int, *, is_separate: bool, timeout_s: float) -> list
 @pytest.mark.parametrize("width", [16, 512], ids=["by torch", "between pairs"])
 @ranks(2)
 def test_a_gather_goes_on_while_a_reduce_is_stuck(rank: int, width: int) -> None:
-    first, second = train(rank, width, is_separate=True, timeout_s=PATIENCE_S)
+    first, second = train_with_late_reduces(rank, width, is_separate=True, timeout_s=PATIENCE_S)
     torch.testing.assert_close(second, first, rtol=0, atol=0)
 
 
@@ -102,4 +104,4 @@ def test_a_gather_goes_on_while_a_reduce_is_stuck(rank: int, width: int) -> None
 def test_on_one_communicator_it_does_not(rank: int, width: int) -> None:
     """The test above can fail: here the gather is behind the reduce, and time runs out."""
     with pytest.raises(PeerError):
-        train(rank, width, is_separate=False, timeout_s=3)
+        train_with_late_reduces(rank, width, is_separate=False, timeout_s=3)

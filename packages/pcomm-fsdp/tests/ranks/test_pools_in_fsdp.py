@@ -27,14 +27,8 @@ from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_training import STRATEGIES, model_of, roles_of, tokens
 
-STRATEGIES = {
-    "zero3": ReshardPolicy.zero3(),
-    "zero3, reduced once": ReshardPolicy.zero3(reduce="step"),
-    "kept for backward": ReshardPolicy(keep="backward"),
-    "zero2": ReshardPolicy.zero2(),
-    "zero1": ReshardPolicy.zero1(),
-}
 SPECS = [("dp", "gather"), ("dp", "reduce"), ("dp", "control")]
 STEPS, MICRO = 2, 2
 
@@ -44,30 +38,17 @@ def opened(groups: Groups) -> tuple[FakePools, PoolRegistry]:
     return backend, PoolRegistry(groups, groups["dp", "control"], backend, timeout_s=PATIENCE_S)
 
 
-def roles_of(groups: Groups) -> Roles:
-    return Roles(groups["dp", "gather"], groups["dp", "reduce"])
-
-
-def model_of(**options: object) -> SmallModel:
-    torch.manual_seed(0)
-    return SmallModel(**options)  # type: ignore[arg-type]
-
-
-def tokens(step: int, rank: int) -> Tensor:
-    return torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def train(model: SmallModel, sharded: Sharded, rank: int) -> dict[str, Tensor]:
+def train_in_pools(model: SmallModel, sharded: Sharded, rank: int) -> dict[str, Tensor]:
     """Some steps of two micro-batches, with an evaluation in between; the whole model after it."""
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.03)
     for step in range(STEPS):
         sharded.zero_grad()
         for micro in range(MICRO):
             with sharded.accumulate(is_last=micro == MICRO - 1):
-                model.loss(tokens(MICRO * step + micro, rank)).backward()
+                model.loss(tokens(step, micro, rank)).backward()
         optimizer.step()
         with torch.no_grad():
-            model.loss(tokens(99, rank))
+            model.loss(tokens(99, 0, rank))
     return sharded.full_state_dict()
 
 
@@ -127,21 +108,21 @@ def test_training_is_the_same_and_stays_in_what_was_registered(
                 model,
                 roles,
                 units=[Block],
-                shard=STRATEGIES[strategy],
+                reshard=STRATEGIES[strategy],
                 precision=precision,
                 comm=comm,
                 pools=pools,
             )
 
-        model = model_of()
-        expected = train(model, sharded_of(model, None), rank)
+        model = model_of(torch.float32)
+        expected = train_in_pools(model, sharded_of(model, None), rank)
         backend, registry = opened(groups)
-        model = model_of()
+        model = model_of(torch.float32)
         sharded = sharded_of(model, registry)
         registered, log = list(backend.registered()), list(backend.log)
         watch = [InPoolsOnly(g.collectives, registry) for g in (roles.gather, roles.reduce)]
         roles.gather.collectives, roles.reduce.collectives = watch
-        found = train(model, sharded, rank)
+        found = train_in_pools(model, sharded, rank)
         for name, value in expected.items():
             assert_equal(found[name], value)
         assert [sorted(one.counts) for one in watch] == [["all_gather"], ["reduce_scatter"]]
@@ -156,7 +137,7 @@ def test_each_pair_is_registered_once_in_one_order_on_all_ranks(rank: int) -> No
     """Frozen parameters have no gradients; sizes that share an arena are registered once."""
     groups = open_groups(Topology({"dp": 3}), SPECS)
     backend, registry = opened(groups)
-    roles, model = roles_of(groups), model_of()
+    roles, model = roles_of(groups), model_of(torch.float32)
     model.embedding.weight.requires_grad_(False)
     sharded = fully_shard(model, roles, units=[Block], pools=registry)
     pairs = [(binding.arena.name, binding.group) for binding in registry.bindings]
@@ -172,7 +153,7 @@ def test_each_pair_is_registered_once_in_one_order_on_all_ranks(rank: int) -> No
     dist.all_gather_object(everywhere, (pairs, backend.log))
     assert everywhere == [(pairs, backend.log)] * 3
     before = list(backend.log)
-    train(model, sharded, rank)
+    train_in_pools(model, sharded, rank)
     # Taken away while the communicators still work, last first.
     plain, sums = backend.communicators["dp[gather]"].deregister_mem_pool, []
 
@@ -192,11 +173,11 @@ def test_each_pair_is_registered_once_in_one_order_on_all_ranks(rank: int) -> No
 def test_a_shared_communicator_has_the_memory_of_both_uses(rank: int) -> None:
     with open_groups(Topology({"dp": 2}), SPECS) as groups:
         backend, registry = opened(groups)
-        model = model_of()
+        model = model_of(torch.float32)
         sharded = fully_shard(
             model, roles_of(groups), units=[Block], pools=registry, comm=CommPolicy("never")
         )
-        train(model, sharded, rank)
+        train_in_pools(model, sharded, rank)
         assert {group for group, _ in backend.registered()} == {"dp[gather]"}
         assert not {p.gather_pool for p in sharded.plans} & {p.reduce_pool for p in sharded.plans}
         root, block = (plan.gathered_bytes for plan in sharded.plans[:2])
@@ -233,7 +214,7 @@ def test_replicas_and_experts(rank: int) -> None:
 def _trained(
     groups: Groups, rank: int, scope: Scope, registry: PoolRegistry | None
 ) -> dict[str, Tensor]:
-    model = model_of()
+    model = model_of(torch.float32)
     roles = Roles(groups["shard"], groups["shard", "reduce"], groups["rep"])
     sharded = fully_shard(model, roles, units=[Block], scopes={"expert": scope}, pools=registry)
     if registry is not None:
@@ -244,18 +225,18 @@ def _trained(
         assert len({group for _, group, _ in pairs}) == 4
     else:
         assert "registered memory" not in str(sharded.report())
-    return train(model, sharded, rank)
+    return train_in_pools(model, sharded, rank)
 
 
 @ranks(2)
 def test_two_models_have_memory_of_their_own(rank: int) -> None:
     with open_groups(Topology({"dp": 2}), SPECS) as groups:
         _, registry = opened(groups)
-        models = [model_of(), model_of()]
+        models = [model_of(torch.float32), model_of(torch.float32)]
         sharded = [fully_shard(m, roles_of(groups), units=[Block], pools=registry) for m in models]
         names = [{p.gather_pool for p in one.plans} for one in sharded]
         assert not names[0] & names[1]
-        losses = [model.loss(tokens(0, rank)) for model in models]
+        losses = [model.loss(tokens(0, 0, rank)) for model in models]
         for loss in losses:
             loss.backward()
         assert_equal(losses[0], losses[1])
@@ -265,7 +246,7 @@ def test_two_models_have_memory_of_their_own(rank: int) -> None:
 def test_what_one_communicator_refuses_is_undone_on_all_ranks(rank: int) -> None:
     with open_groups(Topology({"dp": 2}), SPECS) as groups:
         backend, registry = opened(groups)
-        roles, model = roles_of(groups), model_of()
+        roles, model = roles_of(groups), model_of(torch.float32)
         if rank == 1:
             backend.communicators["dp[reduce]"] = FakeCommunicator(
                 "dp[reduce]", backend.log, refused=range(1, 1 << 60)
@@ -279,7 +260,7 @@ def test_what_one_communicator_refuses_is_undone_on_all_ranks(rank: int) -> None
         assert registry._arenas == {}
         # The model is as it was, and can be sharded without.
         assert all(p is before[name] for name, p in model.named_parameters())
-        train(model, fully_shard(model, roles, units=[Block]), rank)
+        train_in_pools(model, fully_shard(model, roles, units=[Block]), rank)
 
 
 @ranks(2)
@@ -293,7 +274,7 @@ def test_memory_that_one_rank_does_not_have_is_an_error_on_all(rank: int) -> Non
 
             backend.address = full  # type: ignore[method-assign]
         with pytest.raises(RuntimeError if rank else PeerError, match="out of memory"):
-            fully_shard(model_of(), roles_of(groups), units=[Block], pools=registry)
+            fully_shard(model_of(torch.float32), roles_of(groups), units=[Block], pools=registry)
         assert backend.log == []
         assert registry._arenas == {}
 
@@ -304,7 +285,10 @@ def test_pools_on_one_rank_only_are_an_error_on_all(rank: int) -> None:
         _, registry = opened(groups)
         with pytest.raises(DivergenceError, match="memory pools: True"):
             fully_shard(
-                model_of(), roles_of(groups), units=[Block], pools=registry if rank else None
+                model_of(torch.float32),
+                roles_of(groups),
+                units=[Block],
+                pools=registry if rank else None,
             )
 
 
@@ -327,10 +311,12 @@ def test_a_reservation_that_is_too_small_is_an_error_and_not_slow(rank: int, use
     try:
         with open_groups(Topology({"dp": 2}), SPECS) as groups:
             _, registry = opened(groups)
-            model = model_of()
+            model = model_of(torch.float32)
             sharded = fully_shard(model, roles_of(groups), units=[Block], pools=registry)
-            with pytest.raises(ConfigError, match=f"fsdp {use}(.|\n)*in use(.|\n)*Shard\\(keep"):
-                train(model, sharded, rank)
+            with pytest.raises(
+                ConfigError, match=f"fsdp {use}(.|\n)*in use(.|\n)*ReshardPolicy\\(keep"
+            ):
+                train_in_pools(model, sharded, rank)
     finally:
         pooled_memory.plan_arenas = planned
 
@@ -342,18 +328,18 @@ def test_recompute(rank: int, recompute: str) -> None:
     with open_groups(Topology({"dp": 2}), SPECS) as groups:
         roles = roles_of(groups)
 
-        def trained(shard: ReshardPolicy, pools: PoolRegistry | None) -> dict[str, Tensor]:
-            model = model_of(recompute=recompute)
-            sharded = fully_shard(model, roles, units=[Block], shard=shard, pools=pools)
-            return train(model, sharded, rank)
+        def trained(reshard: ReshardPolicy, pools: PoolRegistry | None) -> dict[str, Tensor]:
+            model = model_of(torch.float32, recompute=recompute)
+            sharded = fully_shard(model, roles, units=[Block], reshard=reshard, pools=pools)
+            return train_in_pools(model, sharded, rank)
 
-        shard = ReshardPolicy()
+        reshard = ReshardPolicy()
         if recompute == "all blocks at once":
             with pytest.raises(PcommError, match=r"fsdp gather dp\[gather\](.|\n)*are in use"):
-                trained(shard, opened(groups)[1])
-            shard = ReshardPolicy("backward", "step")
-        expected = trained(shard, None)
-        for name, value in trained(shard, opened(groups)[1]).items():
+                trained(reshard, opened(groups)[1])
+            reshard = ReshardPolicy("backward", "step")
+        expected = trained(reshard, None)
+        for name, value in trained(reshard, opened(groups)[1]).items():
             assert_equal(value, expected[name])
 
 
@@ -379,9 +365,9 @@ def test_a_step_that_fails_leaves_no_memory_behind(rank: int) -> None:
             sharded.zero_grad()
             if model.refuses:
                 with pytest.raises(ValueError, match="refuse"):
-                    model.loss(tokens(step, rank))
+                    model.loss(tokens(step, 0, rank))
             else:
-                model.loss(tokens(step, rank)).backward()
+                model.loss(tokens(step, 0, rank)).backward()
         assert sorted((b.group, at) for b in registry.bindings for at in b.arena.pool.segments) == (
             segments
         )

@@ -25,24 +25,24 @@ from pcomm.core.trace.recorder import Recorder
 from pcomm.core.trace.traced import traced
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.analysis.peak_memory import KINDS, PeakMemory, peak_memory
-from pcomm.fsdp.analysis.simulated import Costs, program, queues_of, stretches
+from pcomm.fsdp.analysis.simulated import Costs, compute_segments, program, queues_of
 from pcomm.fsdp.runtime.engine import Engine
 from pcomm.fsdp.runtime.flat_group import FlatGroup
 from pcomm.fsdp.runtime.schedule import Step
 from pcomm.fsdp.settings.policy import CommPolicy, Precision
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_training import (
+    STAGES,
+    STRATEGIES,
+    TOKENS,
+    flat_groups,
+    open_two,
+    roles_of,
+)
 
-STRATEGIES = {
-    "zero3": ReshardPolicy.zero3(),
-    "zero3, reduced once": ReshardPolicy.zero3(reduce="step"),
-    "zero2": ReshardPolicy.zero2(),
-    "zero1": ReshardPolicy.zero1(),
-}
 MICRO = 2
-TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 
 
 class OneOrTwo(nn.Module):
@@ -97,7 +97,7 @@ def check_bytes(sizes: tuple[int, int], strategy: str) -> None:
             model,
             roles,
             units=[Block],
-            shard=STRATEGIES[strategy],
+            reshard=STRATEGIES[strategy],
             precision=Precision(torch.bfloat16, torch.float32),
         )
         step_of(model, sharded)
@@ -124,7 +124,7 @@ def check_bytes(sizes: tuple[int, int], strategy: str) -> None:
         assert report.sent["gather"] <= limit * report.ideal["gather"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STAGES)
 @ranks(2)
 def test_bytes_are_those_that_a_spy_counts(rank: int, strategy: str) -> None:
     for sizes in ((2, 1), (1, 2)):
@@ -150,16 +150,16 @@ def allocated(groups: list[FlatGroup], registry: PoolRegistry | None = None) -> 
                 found[kind][storage.data_ptr()] = storage.nbytes()
 
     for group in groups:
-        add("shards", group.shard)
-        if group._full is not group.shard:
-            add("gathered", group._full)
-        add("gradients", group._gradient)
-        add("gradients", group._reducing[1] if group._reducing else None)
-        for free in group._reuse._free.values():
+        add("shards", group.shard.flat)
+        if group.unsharded.flat is not group.shard.flat:
+            add("gathered", group.unsharded.flat)
+        for buffer in group.gradients.buffers:
+            add("gradients", buffer)
+        for free in group.gradients._pool._free.values():
             for buffer in free:
                 add("gradients", buffer)
-        add("shard gradients", group._partial)
-        for part in group.parts:
+        add("shard gradients", group.gradients._sum)
+        for part in group.shard.parameters:
             add("shard gradients", part.grad)
     for arena in arenas:
         kind = "gathered" if arena.name.startswith("fsdp gather") else "gradients"
@@ -171,7 +171,7 @@ def allocated(groups: list[FlatGroup], registry: PoolRegistry | None = None) -> 
 def watched(sharded: Sharded, registry: PoolRegistry | None = None) -> Iterator[dict[str, int]]:
     """The most of each kind after any step of the engine, and of all together as `at_once`."""
     most = dict.fromkeys((*KINDS, "at_once"), 0)
-    groups = [group for group in sharded._groups if isinstance(group, FlatGroup)]
+    groups = flat_groups(sharded)
     do = Engine._do
 
     def look(engine: Engine, step: Step) -> None:
@@ -200,21 +200,21 @@ def check_memory(model: SmallModel, sharded: Sharded) -> PeakMemory:
     return memory
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STAGES)
 @pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @ranks(2)
 def test_the_most_memory_is_that_of_a_real_step(
     rank: int, wire: torch.dtype | None, strategy: str
 ) -> None:
-    with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+    with open_two() as groups:
+        roles = roles_of(groups)
         for prefetch, inflight in ((0, 1), (1, 2), (2, 4)):
             model = SmallModel()
             sharded = fully_shard(
                 model,
                 roles,
                 units=[Block],
-                shard=STRATEGIES[strategy],
+                reshard=STRATEGIES[strategy],
                 comm=CommPolicy(prefetch=prefetch, inflight_reduce=inflight),
                 precision=Precision(wire),
             )
@@ -235,7 +235,7 @@ def test_the_most_memory_with_replicas(rank: int, sizes: tuple[int, int]) -> Non
         assert peak_memory(sharded.schedules(MICRO), off).by_kind != memory.by_kind
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STAGES)
 @pytest.mark.parametrize(
     ("sizes", "inflight", "wire"),
     [
@@ -258,7 +258,7 @@ def test_the_most_memory_where_gradients_are_reduced_as_autograd_made_them(
             model,
             Roles(groups["shard"], groups["shard"], groups["rep"]),
             units=[One, Two],
-            shard=STRATEGIES[strategy],
+            reshard=STRATEGIES[strategy],
             comm=CommPolicy(inflight_reduce=inflight),
             precision=Precision(wire),
         )
@@ -266,7 +266,7 @@ def test_the_most_memory_where_gradients_are_reduced_as_autograd_made_them(
         check_memory(model, sharded)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STAGES)
 @ranks(2)
 def test_the_most_memory_is_what_pools_reserve(rank: int, strategy: str) -> None:
     """Segments are held all the time; what no communicator sends comes and goes beside them."""
@@ -274,7 +274,7 @@ def test_the_most_memory_is_what_pools_reserve(rank: int, strategy: str) -> None
     scope = Scope(lambda name, _: name.endswith("up.weight"), alone)
     specs = [("dp", "gather"), ("dp", "reduce"), ("dp", "control")]
     with open_groups(Topology({"dp": 2}), specs) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        roles = roles_of(groups)
         for comm in (CommPolicy(), CommPolicy("never", prefetch=2, inflight_reduce=2)):
             registry = PoolRegistry(
                 groups, groups["dp", "control"], FakePools(), timeout_s=PATIENCE_S
@@ -285,7 +285,7 @@ def test_the_most_memory_is_what_pools_reserve(rank: int, strategy: str) -> None
                 roles,
                 units=[Block],
                 scopes={"alone": scope},
-                shard=STRATEGIES[strategy],
+                reshard=STRATEGIES[strategy],
                 comm=comm,
                 precision=Precision(torch.bfloat16, torch.float32),
                 pools=registry,
@@ -303,8 +303,8 @@ def test_the_most_memory_is_what_pools_reserve(rank: int, strategy: str) -> None
 @ranks(2)
 def test_a_recorded_step_is_reported_and_predicted(rank: int) -> None:
     recorder = Recorder(rank)
-    with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+    with open_two() as groups:
+        roles = roles_of(groups)
         model = SmallModel()
         sharded = fully_shard(model, roles, units=[Block])
         step_of(model, sharded)
@@ -324,7 +324,7 @@ def test_a_recorded_step_is_reported_and_predicted(rank: int) -> None:
         schedules = sharded.schedules(MICRO)
         costs = Costs.from_events(recorder.events, schedules[0], MICRO)
         spans = [event for event in recorder.events if event.queue == COMPUTE]
-        computed = sum(sum(stretches(schedule, costs).values()) for schedule in schedules)
+        computed = sum(sum(compute_segments(schedule, costs).values()) for schedule in schedules)
         assert computed == pytest.approx(sum(span.seconds for span in spans))
         tasks = program(schedules, sharded.plans, costs, num_shards=64)
         everyone = (tuple(range(64)),)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import torch
 from torch import nn
 
 from pcomm.core.collectives.spy import SpyCollectives
@@ -22,9 +21,9 @@ from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_training import TOKENS
 
 MICRO = 2
-TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 SCOPES = ("", "expert")
 
 
@@ -38,12 +37,12 @@ def roles_of(groups: Groups, name: str) -> Roles:
     return Roles(groups[name, "gather"], groups[name, "reduce"], rep)
 
 
-def formula(elements: int, size: int, replicas: int, shard: ReshardPolicy) -> dict[str, float]:
+def formula(elements: int, size: int, replicas: int, reshard: ReshardPolicy) -> dict[str, float]:
     """fp32 bytes of one rank: (N-1)/N P to gather or reduce, 2 (M-1)/M P/N to sum."""
     moved = 4 * elements * (size - 1) / size
     # All gathers of a step, of which the last units of a micro-batch save some in backward.
-    gathers = 2 * MICRO if shard.keep == "use" else 1
-    reduces = MICRO if shard.reduce == "micro_batch" else 1
+    gathers = 2 * MICRO if reshard.keep == "use" else 1
+    reduces = MICRO if reshard.reduce == "micro_batch" else 1
     return {
         "gather": gathers * moved,
         "reduce": reduces * moved,
@@ -73,10 +72,10 @@ def test_bytes_of_each_scope_are_those_of_its_own_groups(
         roles = dict(zip(SCOPES, (roles_of(groups, n) for n in ("dp", "expert.edp")), strict=True))
         model = SmallModel()
         experts = Scope(
-            is_expert, roles["expert"], shard=shards["expert"], spread=groups["expert.ep"]
+            is_expert, roles["expert"], reshard=shards["expert"], spread=groups["expert.ep"]
         )
         sharded = fully_shard(
-            model, roles[""], units=[Block], scopes={"expert": experts}, shard=shards[""]
+            model, roles[""], units=[Block], scopes={"expert": experts}, reshard=shards[""]
         )
         step_of(model, sharded)
         sharded.parameters_changed()
@@ -126,7 +125,8 @@ def check_report(
         total.update(expected)
         padding = sum(plan.layout.length for plan in plans.values()) / elements
         for role in ROLES:
-            own = [step for step in steps if step.kind == role and step.name in plans]
+            kind = "all_reduce" if role == "replicate" else role
+            own = [step for step in steps if step.kind == kind and step.name in plans]
             counted = sum(sent_bytes(step, plans[step.name]) for step in own)
             assert counted == seen[scope, role]
             least = 0.5 if role == "gather" and shards[scope].keep == "use" else 1.0

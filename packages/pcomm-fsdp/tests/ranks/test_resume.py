@@ -79,7 +79,7 @@ def begin(groups: Groups, make: Callable[[Any], Optimizer]) -> tuple[Sharded, Op
     return sharded, make(sharded.parameters())
 
 
-def train(sharded: Sharded, optimizer: Optimizer, rank: int, steps: range) -> None:
+def train_steps(sharded: Sharded, optimizer: Optimizer, rank: int, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(10 * step + rank)
         optimizer.zero_grad()
@@ -87,7 +87,7 @@ def train(sharded: Sharded, optimizer: Optimizer, rank: int, steps: range) -> No
         optimizer.step()
 
 
-def regions_of(sharded: Sharded, optimizer: Optimizer) -> dict[str, Any]:
+def views_of(sharded: Sharded, optimizer: Optimizer) -> dict[str, Any]:
     return {**model_shard_views(sharded), **optimizer_shard_views(sharded, optimizer)}
 
 
@@ -102,27 +102,27 @@ def test_a_resumed_run_has_the_bits_of_one(rank: int, tmp_path: Path) -> None:
     with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
         for name, make in OPTIMIZERS.items():
             one, optimizer = begin(groups, make)
-            train(one, optimizer, rank, range(STEPS))
+            train_steps(one, optimizer, rank, range(STEPS))
             expected = one.full_state_dict()
 
             saved, optimizer = begin(groups, make)
-            early = regions_of(saved, optimizer)
+            early = views_of(saved, optimizer)
             for step in range(STEPS):
                 # Those of before the first step serve as well as new ones.
-                regions = early if step % 2 else regions_of(saved, optimizer)
+                views = early if step % 2 else views_of(saved, optimizer)
                 if step in (0, 1, 3):
-                    save_checkpoint(tmp_path / f"{name} {step}", regions, groups["dp"])
-                train(saved, optimizer, rank, range(step, step + 1))
+                    save_checkpoint(tmp_path / f"{name} {step}", views, groups["dp"])
+                train_steps(saved, optimizer, rank, range(step, step + 1))
             check_same(saved.full_state_dict(), expected, f"{name}, saved")
 
             for step in (0, 1, 3):
                 resumed, optimizer = begin(groups, make)
                 if step == 3:
                     # State that is there already gives way.
-                    train(resumed, optimizer, rank, range(2))
-                regions = regions_of(resumed, optimizer)
-                load_checkpoint(tmp_path / f"{name} {step}", regions, groups["dp"], sharded=resumed)
-                train(resumed, optimizer, rank, range(step, STEPS))
+                    train_steps(resumed, optimizer, rank, range(2))
+                views = views_of(resumed, optimizer)
+                load_checkpoint(tmp_path / f"{name} {step}", views, groups["dp"], sharded=resumed)
+                train_steps(resumed, optimizer, rank, range(step, STEPS))
                 check_same(resumed.full_state_dict(), expected, f"{name}, resumed at {step}")
 
 
@@ -131,11 +131,11 @@ def test_a_run_begins_anew(rank: int, tmp_path: Path) -> None:
     """A checkpoint of before the first step takes state away that came after it."""
     with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
         sharded, optimizer = begin(groups, OPTIMIZERS["SGD momentum"])
-        save_checkpoint(tmp_path, regions_of(sharded, optimizer), groups["dp"])
-        train(sharded, optimizer, rank, range(3))
+        save_checkpoint(tmp_path, views_of(sharded, optimizer), groups["dp"])
+        train_steps(sharded, optimizer, rank, range(3))
         expected = sharded.full_state_dict()
-        load_checkpoint(tmp_path, regions_of(sharded, optimizer), groups["dp"], sharded=sharded)
-        train(sharded, optimizer, rank, range(3))
+        load_checkpoint(tmp_path, views_of(sharded, optimizer), groups["dp"], sharded=sharded)
+        train_steps(sharded, optimizer, rank, range(3))
         check_same(sharded.full_state_dict(), expected, "again")
 
 
@@ -149,11 +149,11 @@ def test_state_that_cannot_be_saved(rank: int, tmp_path: Path) -> None:
             ("rows", torch.ones(9), ConfigError, r"of shape \(9,\)"),
         ):
             sharded, optimizer = begin(groups, OPTIMIZERS["SGD momentum"])
-            train(sharded, optimizer, rank, range(1))
+            train_steps(sharded, optimizer, rank, range(1))
             for state in optimizer.state.values():
                 state[key] = value
             with pytest.raises(error, match=found):
-                save_checkpoint(tmp_path, regions_of(sharded, optimizer), groups["dp"])
+                save_checkpoint(tmp_path, views_of(sharded, optimizer), groups["dp"])
             # What is left out by name does not stand in the way.
             kept = optimizer_shard_views(sharded, optimizer, keys=["momentum_buffer"])
             save_checkpoint(tmp_path, kept, groups["dp"])
@@ -161,7 +161,7 @@ def test_state_that_cannot_be_saved(rank: int, tmp_path: Path) -> None:
 
 @ranks(2)
 def test_a_schedule_of_rates_and_hooks_are_left_alone(rank: int) -> None:
-    """Asking for regions before the first step is no step."""
+    """Asking for views before the first step is no step."""
     with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
         sharded, optimizer = begin(groups, OPTIMIZERS["Adam tensor rate"])
         torch.optim.lr_scheduler.StepLR(optimizer, 1)

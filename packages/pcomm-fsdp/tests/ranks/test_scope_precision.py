@@ -7,15 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.policy import Precision
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_training import open_two
 
 SPECS = [("dp", "gather"), ("dp", "reduce")]
 BF16 = Precision(torch.bfloat16, torch.float32, casts_inputs=False)
@@ -59,11 +58,11 @@ def test_a_scope_with_a_precision_of_its_own(rank: int, keep: str) -> None:
     expected = [rounded_gradients(r) for r in (0, 1)]
     torch.manual_seed(0)
     model = SmallModel()
-    with open_groups(Topology({"dp": 2}), SPECS) as groups:
+    with open_two() as groups:
         gather, reduce = (groups[key] for key in SPECS)
         roles = Roles(gather, reduce)
         spy = gather.collectives = SpyCollectives(gather.collectives)
-        wide = Scope(is_wide, roles, precision=Precision(), shard=ReshardPolicy(keep=keep))
+        wide = Scope(is_wide, roles, precision=Precision(), reshard=ReshardPolicy(keep=keep))
         sharded = fully_shard(
             model, roles, units=[Block], scopes={"wide": wide}, precision=BF16, divisor=1
         )
@@ -79,8 +78,8 @@ def test_a_scope_with_a_precision_of_its_own(rank: int, keep: str) -> None:
         # All but the root and the last two of four blocks are gathered again for backward.
         again = ("blocks.0", "blocks.1")
         assert spy.sent_bytes == sum(
-            plan.layout.share
+            plan.layout.shard_length
             * (4 if plan.scope else 2)
-            * (2 if plan.unit in again and plan.shard.keep == "use" else 1)
+            * (2 if plan.unit in again and plan.reshard.keep == "use" else 1)
             for plan in plans
         )

@@ -8,18 +8,15 @@ import pytest
 import torch
 
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
-from pcomm.fsdp import fully_shard as module
 from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.analysis import separation as module
 from pcomm.fsdp.analysis.separation import Separation, measure_separation
 from pcomm.fsdp.settings.policy import CommPolicy
-from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_training import TOKENS, open_two, roles_of
 
 MEASURED = Separation("dp[gather]", "dp[reduce]", 0.1, 0.2, 0.3, 0.2, None)
-TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 
 
 def test_a_gain_of_three_percent_pays() -> None:
@@ -31,7 +28,7 @@ def test_a_gain_of_three_percent_pays() -> None:
 
 @ranks(2)
 def test_all_ranks_measure_the_same(rank: int) -> None:
-    with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
+    with open_two() as groups:
         gather, reduce = groups["dp", "gather"], groups["dp", "reduce"]
         found = measure_separation(
             gather,
@@ -54,8 +51,8 @@ def test_the_plan_follows_what_was_measured(rank: int, separate_s: float) -> Non
     before = module.measure_separation
     module.measure_separation = lambda *_args, **_options: measured
     try:
-        with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
-            roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+        with open_two() as groups:
+            roles = roles_of(groups)
             model = SmallModel()
             sharded = fully_shard(model, roles, units=[Block], comm=CommPolicy("auto"))
             chosen = roles.reduce if measured.pays else roles.gather

@@ -109,7 +109,7 @@ CHANGES: list[Callable[[SmallModel], None]] = [
 ]
 
 
-def model_of(change: Callable[[SmallModel], None], seed: int = 0) -> SmallModel:
+def changed_model(change: Callable[[SmallModel], None], seed: int = 0) -> SmallModel:
     torch.manual_seed(seed)
     model = SmallModel()
     change(model)
@@ -130,7 +130,7 @@ def test_state_is_that_of_the_unsharded_model(rank: int, tmp_path: Path) -> None
     with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
         roles = Roles(groups["dp"], groups["dp", "reduce"])
         for change in CHANGES:
-            plain, other = model_of(change), model_of(change, seed=1)
+            plain, other = changed_model(change), changed_model(change, seed=1)
             model, loaded = copy.deepcopy(plain), copy.deepcopy(other)
             sharded = fully_shard(model, roles, units=[Block])
             again = fully_shard(loaded, roles, units=[Block])
@@ -140,14 +140,14 @@ def test_state_is_that_of_the_unsharded_model(rank: int, tmp_path: Path) -> None
             same(again.full_state_dict(), plain.state_dict())
             again.load_full_state_dict(other.state_dict())
 
-            # One file of parts, whose names need no wrapper.
-            regions = model_shard_views(sharded)
-            assert not [name for name in regions if "_checkpoint" in name or "_orig" in name]
-            shapes = [tuple(r.logical_shape) for n, r in regions.items() if "extra" not in n]
+            # One file of shards, with names that need no wrapper.
+            views = model_shard_views(sharded)
+            assert not [name for name in views if "_checkpoint" in name or "_orig" in name]
+            shapes = [tuple(r.logical_shape) for n, r in views.items() if "extra" not in n]
             expected = [tuple(p.shape) for p in (*plain.parameters(), *plain.buffers())]
             assert sorted(shapes) == sorted(expected)
             folder = tmp_path / change.__name__
-            save_checkpoint(folder, regions, groups["dp"])
+            save_checkpoint(folder, views, groups["dp"])
             load_checkpoint(folder, model_shard_views(again), groups["dp"], sharded=again)
             same(again.full_state_dict(), plain.state_dict())
 
@@ -159,32 +159,32 @@ def test_wrappers_do_not_show_in_a_checkpoint(rank: int, tmp_path: Path) -> None
         roles = Roles(groups["dp"], groups["dp", "reduce"])
         states: list[dict[str, Any]] = []
         for change in (wrap_blocks, lambda _: None):
-            model = model_of(change, seed=len(states))
+            model = changed_model(change, seed=len(states))
             sharded = fully_shard(model, roles, units=[Block])
             optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.01)
-            regions = model_shard_views(sharded) | optimizer_shard_views(sharded, optimizer)
+            views = model_shard_views(sharded) | optimizer_shard_views(sharded, optimizer)
             if states:
-                load_checkpoint(tmp_path, regions, groups["dp"], sharded=sharded)
+                load_checkpoint(tmp_path, views, groups["dp"], sharded=sharded)
             else:
                 model.loss(tokens(rank)).backward()
                 optimizer.step()
-                save_checkpoint(tmp_path, regions, groups["dp"])
+                save_checkpoint(tmp_path, views, groups["dp"])
             sharded.zero_grad()
             model.loss(tokens(rank)).backward()
             optimizer.step()
             states.append(sharded.full_state_dict())
         same(states[1], states[0])
-    theirs = model_of(wrap_blocks)
+    theirs = changed_model(wrap_blocks)
     mesh = init_device_mesh("cpu", (2,))
     fsdp2(theirs, mesh=mesh)
     assert {f"model.{name}" for name in get_model_state_dict(theirs)} == {
-        name for name in regions if name.startswith("model.")
+        name for name in views if name.startswith("model.")
     }
 
 
 @ranks(2)
 def test_a_hook_that_computes(rank: int) -> None:
-    """The whole state has what the hook makes of whole parameters; regions refuse."""
+    """The whole state has what the hook makes of whole parameters; views refuse."""
 
     def halve(module: nn.Module, state: dict[str, Any], prefix: str, _meta: object) -> None:
         state[f"{prefix}norm"] = state.pop(f"{prefix}weight").norm()
@@ -202,7 +202,7 @@ def test_a_hook_that_computes(rank: int) -> None:
 
 @ranks(2)
 def test_a_refused_state_changes_nothing(rank: int) -> None:
-    model = model_of(rename)
+    model = changed_model(rename)
     with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
         sharded = fully_shard(model, Roles(groups["dp"], groups["dp"]), units=[Block])
         before = sharded.full_state_dict()

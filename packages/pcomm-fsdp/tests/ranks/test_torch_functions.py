@@ -22,13 +22,12 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pcomm.core.errors import PcommError
-from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_training import open_two, roles_of
 
 # Beyond 2 MiB of fp64, and no multiple of anything.
 DIM, VOCABULARY = 97, 301
@@ -36,7 +35,7 @@ SMALL = 11, 38
 FULL = dcp_state.StateDictOptions(full_state_dict=True)
 
 
-def model_of(*, is_small: bool = False) -> SmallModel:
+def model_with_cut_root(*, is_small: bool = False) -> SmallModel:
     torch.manual_seed(0)
     dim, vocabulary = SMALL if is_small else (DIM, VOCABULARY)
     # The embedding is most of the root then, and cut.
@@ -83,9 +82,9 @@ class Case:
 
 
 def case_of(rank: int, roles: Roles, folder: Path, *, is_small: bool) -> Case:
-    model = model_of(is_small=is_small)
+    model = model_with_cut_root(is_small=is_small)
     sharded = fully_shard(model, roles, units=[Block])
-    case = Case(rank, roles, folder, model, sharded, model_of(is_small=is_small))
+    case = Case(rank, roles, folder, model, sharded, model_with_cut_root(is_small=is_small))
     case.backward()
     return case
 
@@ -95,7 +94,7 @@ def case_of(rank: int, roles: Roles, folder: Path, *, is_small: bool) -> Case:
 
 def clips(case: Case) -> None:
     """Against the whole model and, for the default norm, FSDP2; limits below and above the norm."""
-    other = model_of()
+    other = model_with_cut_root()
     mesh = init_device_mesh("cpu", (2,))
     for block in other.blocks:
         fsdp2(block, mesh=mesh)
@@ -236,10 +235,10 @@ def keeps_parts(case: Case) -> None:
     whole = torch.optim.AdamW(case.whole.parameters(), lr=0.1)
     optimizer.step()
     whole.step()
-    with case.sharded.as_parts():
+    with case.sharded.as_shards():
         kept = copy.deepcopy((case.model.state_dict(), optimizer.state_dict()))
     optimizer.step()
-    with case.sharded.as_parts():
+    with case.sharded.as_shards():
         case.model.load_state_dict(kept[0])
         optimizer.load_state_dict(kept[1])
     optimizer.step()
@@ -258,7 +257,7 @@ WORKS: dict[str, Callable[[Case], None]] = {
     "model.zero_grad()": forgets,
     "get_ema_multi_avg_fn on sharded.parameters()": averages,
     "torch.save(sharded.full_state_dict(), path)": saves_whole,
-    "state dicts within sharded.as_parts()": keeps_parts,
+    "state dicts within sharded.as_shards()": keeps_parts,
 }
 
 
@@ -398,8 +397,8 @@ def run_rows(
 ) -> None:
     """Each row on a model of its own, with groups that all of them share."""
     wrong = {}
-    with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+    with open_two() as groups:
+        roles = roles_of(groups)
         for name in names:
             try:
                 row(case_of(rank, roles, folder, is_small=is_small), name)
@@ -438,8 +437,8 @@ def test_what_raises(rank: int, tmp_path: Path) -> None:
 def test_matrices_that_one_rank_holds(rank: int) -> None:
     """Optimizers for whole matrices are right where no rank has only some rows."""
     kinds: list[Callable[..., torch.optim.Optimizer]] = [torch.optim.Muon, torch.optim.Adafactor]
-    with open_groups(Topology({"dp": 2}), [("dp", "gather"), ("dp", "reduce")]) as groups:
-        roles = Roles(groups["dp", "gather"], groups["dp", "reduce"])
+    with open_two() as groups:
+        roles = roles_of(groups)
         for kind in kinds:
             torch.manual_seed(0)
             whole = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))

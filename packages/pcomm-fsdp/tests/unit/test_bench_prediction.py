@@ -55,7 +55,7 @@ def roles_of(case: str) -> Roles:
     return Roles(gather, others[case])
 
 
-def model_of(case: str, inflight: int = 1) -> tuple[list[Schedule], list[GroupPlan]]:
+def planned_step(case: str, inflight: int = 1) -> tuple[list[Schedule], list[GroupPlan]]:
     """Equal units in a row, as the benchmark has them."""
     plans = [plan_of(f"b{i}", roles_of(case), elements=640) for i in range(UNITS)]
     return step_of(chain(UNITS), plans, inflight=inflight), plans
@@ -66,7 +66,7 @@ def costs_of(forward_s: float, backward_s: float) -> Costs:
 
 
 def predicted(case: str, *costs: Costs, latency_s: float = 0.0, inflight: int = 1) -> float:
-    schedules, plans = model_of(case, inflight)
+    schedules, plans = planned_step(case, inflight)
     every = costs * RANKS if len(costs) == 1 else costs
     return step_s(schedules, plans, every, cluster_of(plans, RATE, latency_s))
 
@@ -106,7 +106,7 @@ def test_two_rails_hide_the_shorter_of_gathers_and_reduces(latency_s: float, inf
 
 @pytest.mark.parametrize("case", CASES)
 def test_where_computing_takes_longer_only_the_ends_are_seen(case: str) -> None:
-    """A unit computes longer than its gather and reduce take, whoever shares the link."""
+    """A unit computes longer than its gather and reduce take, with others on the link or alone."""
     forward_s, backward_s, latency_s = 2.5 * MOVE_S + 1, 3 * MOVE_S + 2, 0.25
     found = predicted(case, costs_of(forward_s, backward_s), latency_s=latency_s)
     ends = 2 * (MOVE_S + latency_s)
@@ -125,7 +125,7 @@ def rails_of(cluster: Cluster) -> dict[str, str]:
 
 
 def test_communicators_are_on_the_rails_of_their_interfaces() -> None:
-    clusters = {case: cluster_of(model_of(case)[1], RATE, 0.5) for case in CASES}
+    clusters = {case: cluster_of(planned_step(case)[1], RATE, 0.5) for case in CASES}
     assert rails_of(clusters[ONE]) == {"dp:gather": "rail0"}
     assert rails_of(clusters[TWO]) == {"dp:gather": "rail0", "dp:reduce": "rail0"}
     assert rails_of(clusters[TWO_RAILS]) == {"dp:gather": "rail0", "dp:other rail": "rail1"}

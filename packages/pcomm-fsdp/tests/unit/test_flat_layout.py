@@ -26,7 +26,7 @@ def owners(layout: FlatLayout) -> list[tuple[int, int] | None]:
 
 
 @given(SHAPES, st.integers(1, 7), st.sampled_from([1, 2, 4]), st.sampled_from([0.0, 0.1, 0.6]))
-def test_every_element_has_one_place_and_shares_end_at_rows(
+def test_every_element_has_one_place_and_shards_end_at_rows(
     shapes: list[tuple[int, ...]], size: int, alignment: int, max_padding: float
 ) -> None:
     layout = plan_flat_layout(shapes, size, alignment=alignment, max_padding=max_padding)
@@ -35,33 +35,33 @@ def test_every_element_has_one_place_and_shares_end_at_rows(
     assert layout.padding == buffer.count(None)
     gaps = [place for start, end in layout.gaps for place in range(start, end)]
     assert gaps == [place for place, owner in enumerate(buffer) if owner is None]
-    assert layout.share % alignment == 0
+    assert layout.shard_length % alignment == 0
     assert all(offset % alignment == 0 for offset in layout.offsets)
     for rank in range(size):
-        share = buffer[rank * layout.share : (rank + 1) * layout.share]
+        shard = buffer[rank * layout.shard_length : (rank + 1) * layout.shard_length]
         for index, shape in enumerate(shapes):
-            piece = layout.piece(index, rank)
-            mine = [place[1] for place in share if place is not None and place[0] == index]
-            assert mine == list(range(piece.start, piece.start + piece.length))
+            held = layout.shard_range(index, rank)
+            mine = [place[1] for place in shard if place is not None and place[0] == index]
+            assert mine == list(range(held.start, held.start + held.length))
             if mine:
-                assert share[piece.offset] == (index, piece.start)
-            assert math.prod(layout.local_shape(index, rank)) == piece.length
-            whole_rows = piece.start % max(1, math.prod(shape[1:])) == 0
+                assert shard[held.offset] == (index, held.start)
+            assert math.prod(layout.local_shape(index, rank)) == held.length
+            whole_rows = held.start % max(1, math.prod(shape[1:])) == 0
             assert whole_rows or layout.is_cut_inside_rows(index)
             if not layout.is_cut_inside_rows(index):
                 # Weight decay for what has two dimensions means the same parameters on all ranks.
                 assert not shape or len(layout.local_shape(index, rank)) == len(shape)
-                assert piece.start % max(1, math.prod(shape[1:])) == 0
-                assert piece.length % max(1, math.prod(shape[1:])) == 0
+                assert held.start % max(1, math.prod(shape[1:])) == 0
+                assert held.length % max(1, math.prod(shape[1:])) == 0
                 assert layout.local_shape(index, rank)[1:] == tuple(shape[1:])
 
 
 @given(SHAPES, st.integers(2, 5))
 def test_padding_keeps_its_limit(shapes: list[tuple[int, ...]], size: int) -> None:
     layout = plan_flat_layout(shapes, size, max_padding=0.25)
-    # One element a share is what equal shares may take in any case.
+    # One element a shard is what equal shares may take in any case.
     least = -(-layout.num_elements // size)
-    assert layout.share <= max(least, math.floor(least / 0.75))
+    assert layout.shard_length <= max(least, math.floor(least / 0.75))
 
 
 @given(SHAPES, st.integers(2, 4))
@@ -73,17 +73,17 @@ def test_no_smaller_share_fits_the_given_order(shapes: list[tuple[int, ...]], si
     least = -(-layout.num_elements // size)
     rows = [max(1, math.prod(shape[1:])) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
-    for share in range(least, min(layout.share, least + 40)):
-        assert not _fits(rows, numels, share, size), f"share {share} is enough"
+    for shard in range(least, min(layout.shard_length, least + 40)):
+        assert not _fits(rows, numels, shard, size), f"shard {shard} is enough"
 
 
-def _fits(rows: list[int], numels: list[int], share: int, size: int) -> bool:
+def _fits(rows: list[int], numels: list[int], shard: int, size: int) -> bool:
     ends = {0}
     for row, numel in zip(rows, numels, strict=True):
         after = set()
         for end in ends:
-            for start in range(end, share * size - numel + 1):
-                cuts = range(share, share * size, share)
+            for start in range(end, shard * size - numel + 1):
+                cuts = range(shard, shard * size, shard)
                 if all((cut - start) % row == 0 for cut in cuts if start < cut < start + numel):
                     after.add(start + numel)
                     break
@@ -114,7 +114,7 @@ def test_a_block_of_a_transformer_needs_little_padding() -> None:
 def test_it_says_when_it_cuts_rows() -> None:
     layout = plan_flat_layout([(3, 1000)], 4)
     assert not layout.is_row_aligned
-    assert layout.share == 750
+    assert layout.shard_length == 750
     assert "cut inside rows of 1 parameters" in layout.describe()
     assert layout.local_shape(0, 1) == (750,)
 

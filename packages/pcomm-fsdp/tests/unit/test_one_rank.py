@@ -12,19 +12,15 @@ from pcomm.core.testing.close import assert_equal
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.policy import CommPolicy, Precision
 from pcomm.fsdp.settings.roles import Roles, Scope
-from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_models import Block
+from pcomm.fsdp.testing.small_training import model_of
 
 ALONE = Roles(Group("dp", (0,), None, role="gather"), Group("dp", (0,), None, role="reduce"))
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 
 
-def model_of(**options: object) -> SmallModel:
-    torch.manual_seed(0)
-    return SmallModel(**options)  # type: ignore[arg-type]
-
-
 def test_parameters_stay_as_they_are() -> None:
-    model = model_of()
+    model = model_of(torch.float32)
     before = dict(model.named_parameters())
     sharded = fully_shard(model, ALONE, units=[Block])
     after = dict(model.named_parameters())
@@ -37,7 +33,7 @@ def test_parameters_stay_as_they_are() -> None:
 
 def test_a_divisor_applies_to_each_gradient_once() -> None:
     """EP = DP: the expert has one rank and is divided by all of them, in each micro-batch."""
-    model, plain = model_of(), model_of()
+    model, plain = model_of(torch.float32), model_of(torch.float32)
     scope = Scope(lambda name, _: name.endswith("up.weight"), ALONE, divisor=4)
     fully_shard(model, ALONE, units=[Block], scopes={"expert": scope}, divisor=2)
     for _ in range(3):
@@ -52,14 +48,14 @@ def test_a_divisor_applies_to_each_gradient_once() -> None:
 
 
 def test_other_dtypes_need_buffers_on_one_rank_too() -> None:
-    model = model_of()
+    model = model_of(torch.float32)
     sharded = fully_shard(model, ALONE, units=[Block], precision=Precision(torch.bfloat16))
     assert model.loss(TOKENS).dtype == torch.bfloat16
     for _ in range(2):
         sharded.zero_grad()
         model.loss(TOKENS).backward()
     assert all(p.dtype == torch.float32 == p.grad.dtype for p in sharded.parameters())
-    expected = model_of()
+    expected = model_of(torch.float32)
     with torch.no_grad():
         for parameter in expected.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -70,12 +66,14 @@ def test_other_dtypes_need_buffers_on_one_rank_too() -> None:
 
 def test_state_dicts_are_those_of_the_model() -> None:
     for options in ({}, {"is_tied": True}):
-        model, source = model_of(**options), model_of(**options)
+        model, source = model_of(torch.float32, **options), model_of(torch.float32, **options)
         for parameter in source.parameters():
             parameter.data.add_(1)
         expected = source.state_dict()
         for precision in (Precision(), Precision(torch.bfloat16)):
-            sharded = fully_shard(model_of(**options), ALONE, units=[Block], precision=precision)
+            sharded = fully_shard(
+                model_of(torch.float32, **options), ALONE, units=[Block], precision=precision
+            )
             sharded.load_full_state_dict(expected)
             state = sharded.full_state_dict()
             assert list(state) == list(model.state_dict())
@@ -90,7 +88,7 @@ def test_state_dicts_are_those_of_the_model() -> None:
 
 
 def test_another_entry_point() -> None:
-    model, plain = model_of(), model_of()
+    model, plain = model_of(torch.float32), model_of(torch.float32)
     sharded = fully_shard(
         model, ALONE, units=[Block], entry_points=["loss"], precision=Precision(torch.float64)
     )
@@ -104,13 +102,13 @@ def test_another_entry_point() -> None:
 
 
 def test_the_report_names_groups_and_schedule() -> None:
-    model = model_of()
+    model = model_of(torch.float32)
     sharded = fully_shard(model, ALONE, units=[Block], precision=Precision(torch.bfloat16))
     assert "no schedule yet" in str(sharded.report())
     model.loss(TOKENS).backward()
     assert "backward use  blocks.3" in str(sharded.report())
     assert sharded.schedule is not None
-    alone = fully_shard(model_of(), ALONE, units=[Block])
+    alone = fully_shard(model_of(torch.float32), ALONE, units=[Block])
     assert "left as they are, one rank" in str(alone.report())
 
 
@@ -129,7 +127,7 @@ def test_settings_that_cannot_be(options: dict[str, object]) -> None:
 
 
 def test_a_gradient_that_comes_after_its_reduce() -> None:
-    model = model_of()
+    model = model_of(torch.float32)
     fully_shard(model, ALONE, units=[Block], precision=Precision(torch.bfloat16))
     late: list[torch.Tensor] = []
     up = model.blocks[0].up

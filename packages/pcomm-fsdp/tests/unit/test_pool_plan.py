@@ -19,7 +19,8 @@ from pcomm.fsdp.memory.pool_plan import ArenaPlan, plan_arenas
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.compiler import OnDemand, compile_schedule
-from pcomm.fsdp.runtime.schedule import Buffer, Mark, Phase, Step
+from pcomm.fsdp.runtime.schedule import Mark, Phase, Step
+from pcomm.fsdp.runtime.stepper import scheduled_group
 from pcomm.fsdp.settings.policy import CommPolicy, Precision
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles
@@ -81,27 +82,13 @@ def most_live(
             if step.kind == "use" and step.phase == "backward":
                 live |= {plan.name for plan in plans if plan.unit == step.name}
             live |= {step.name} if step.kind == "reduce" else set()
-            live -= {step.name} if step.kind == "finish" else set()
+            live -= {step.name} if step.kind == "wait_reduce" else set()
         live &= set(arena.plans)
         most = max(most, len(live))
     return most
 
 
-def buffers_of(plans: Sequence[GroupPlan], *, is_last: bool) -> list[Buffer]:
-    return [
-        Buffer(
-            plan.name,
-            plan.unit,
-            plan.gathered_bytes,
-            plan.shard.keep,
-            is_last or plan.shard.reduce == "micro_batch",
-            False,
-        )
-        for plan in plans
-    ]
-
-
-def run(
+def live_while(
     tree: Tree, plans: Sequence[GroupPlan], comm: CommPolicy, arena: ArenaPlan
 ) -> Iterator[int]:
     """The most buffers of an arena in each micro-batch of a run: recorded, replayed, evaluated."""
@@ -110,7 +97,7 @@ def run(
     program, evaluation = program_of(tree), program_of(tree, has_backward=False)
     for number, marks in enumerate([program, program, evaluation, program, program]):
         is_last = number % 3 != 0 and marks is program
-        buffers = buffers_of(plans, is_last=is_last)
+        buffers = [scheduled_group(plan, is_last=is_last) for plan in plans]
         if number == 0:
             recording = OnDemand(
                 buffers, inflight_reduce=comm.inflight_reduce, gathered=gathered, is_last=is_last
@@ -150,7 +137,7 @@ def models(draw: st.DrawFn) -> tuple[Tree, list[GroupPlan]]:
     for unit in (ROOT, *units_of(tree)):
         for number in range(draw(st.integers(1, 2))):
             elements = draw(st.sampled_from([16, 32, 34, 100]))
-            plan = plan_of(unit, ROLES, elements=elements, shard=draw(shards))
+            plan = plan_of(unit, ROLES, elements=elements, reshard=draw(shards))
             plans.append(replace(plan, name=f"{unit}/{number}"))
     return tree, plans
 
@@ -181,7 +168,7 @@ def test_no_schedule_holds_more_than_is_reserved(
         names = [name for arena in arenas if arena.use == use for name in arena.plans]
         assert sorted(names) == sorted(plan.name for plan in plans)
     for arena in arenas:
-        assert max(run(tree, plans, comm, arena)) <= arena.num_slots <= len(arena.plans)
+        assert max(live_while(tree, plans, comm, arena)) <= arena.num_slots <= len(arena.plans)
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(0, None), (1, None), (3, None), (0, 2), (2, 0)])
@@ -202,7 +189,7 @@ def test_units_in_a_row_need_all_that_is_reserved(
         ("reduce", 8): 1 + inflight,
     }
     for arena in found.values():
-        assert max(run(tree, plans, comm, arena)) == arena.num_slots
+        assert max(live_while(tree, plans, comm, arena)) == arena.num_slots
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(0, 2))

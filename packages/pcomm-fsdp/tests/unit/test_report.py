@@ -22,7 +22,9 @@ from pcomm.fsdp.testing.small_models import Block, SmallModel
 ALONE = Roles(Group("dp", (0,), None), Group("dp", (0,), None))
 
 
-def plan_of(shard: ReshardPolicy, *, num_replicas: int = 1, is_trainable: bool = True) -> GroupPlan:
+def plan_of(
+    reshard: ReshardPolicy, *, num_replicas: int = 1, is_trainable: bool = True
+) -> GroupPlan:
     """100 parameters in 120 places of 4 ranks: bf16 on the wire, fp32 gradients."""
     everyone = (0, 1, 2, 3)
     return GroupPlan(
@@ -39,13 +41,13 @@ def plan_of(shard: ReshardPolicy, *, num_replicas: int = 1, is_trainable: bool =
         reduce_dtype=torch.float32,
         main_dtype=torch.float32,
         is_trainable=is_trainable,
-        shard=shard,
+        reshard=reshard,
         layout=FlatLayout(((100,),), (0,), 30, 4, True),
     )
 
 
 @pytest.mark.parametrize(
-    ("shard", "gathers", "reduces"),
+    ("reshard", "gathers", "reduces"),
     [
         (ReshardPolicy.zero3(), 6, 3),
         (ReshardPolicy.zero3(reduce="step"), 6, 1),
@@ -54,15 +56,15 @@ def plan_of(shard: ReshardPolicy, *, num_replicas: int = 1, is_trainable: bool =
         (ReshardPolicy.zero1(), 1, 1),
     ],
 )
-def test_the_formula(shard: ReshardPolicy, gathers: int, reduces: int) -> None:
+def test_the_formula(reshard: ReshardPolicy, gathers: int, reduces: int) -> None:
     """Reference: (N-1)/N P b; 2k, k or 1 gathers; k or 1 reduces; 2 (M-1)/M P/N b."""
-    ideal = ideal_bytes([plan_of(shard, num_replicas=2)], 3)
+    ideal = ideal_bytes([plan_of(reshard, num_replicas=2)], 3)
     assert ideal == {
         "gather": gathers * 75 * 2,
         "reduce": reduces * 75 * 4,
         "replicate": 2 * 0.5 * 25 * 4,
     }
-    frozen = ideal_bytes([plan_of(shard, is_trainable=False)], 3)
+    frozen = ideal_bytes([plan_of(reshard, is_trainable=False)], 3)
     assert frozen == {"gather": gathers * 150, "reduce": 0, "replicate": 0}
 
 
@@ -70,7 +72,7 @@ def schedule() -> Schedule:
     return Schedule(
         (
             Step("gather", "a.w", "forward"),
-            Step("wait", "a.w", "forward"),
+            Step("wait_gather", "a.w", "forward"),
             Step("use", "a", "forward"),
             Step("done", "a", "forward"),
             Step("use", "a", "backward"),
@@ -78,9 +80,9 @@ def schedule() -> Schedule:
             Step("release", "a.w", "backward"),
             Step("reduce", "a.w", "backward"),
             Step("end", "a", "backward"),
-            Step("finish", "a.w", "backward"),
-            Step("replicate", "a.w", "backward"),
-            Step("settle", "a.w", "backward"),
+            Step("wait_reduce", "a.w", "backward"),
+            Step("all_reduce", "a.w", "backward"),
+            Step("wait_all_reduce", "a.w", "backward"),
         ),
         frozenset(),
     )

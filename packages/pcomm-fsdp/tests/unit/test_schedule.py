@@ -11,28 +11,28 @@ from hypothesis import strategies as st
 
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.compiler import OnDemand, compile_schedule
-from pcomm.fsdp.runtime.schedule import Buffer, Mark, Schedule, Step
+from pcomm.fsdp.runtime.schedule import Mark, Schedule, ScheduledGroup, Step
 from pcomm.fsdp.settings.reshard_policy import Keep
 from pcomm.fsdp.testing.random_marks import random_marks
 from pcomm.fsdp.testing.schedules import chain
 
 
-def buffers_of(
-    marks: list[Mark], keep: Keep = "use", *, reduces: bool = True, replicates: bool = False
-) -> list[Buffer]:
+def groups_of(
+    marks: list[Mark], keep: Keep = "use", *, reduces: bool = True, all_reduces: bool = False
+) -> list[ScheduledGroup]:
     units = sorted({mark.unit for mark in marks})
-    return [Buffer(f"{unit}.w", unit, 10, keep, reduces, replicates) for unit in units]
+    return [ScheduledGroup(f"{unit}.w", unit, 10, keep, reduces, all_reduces) for unit in units]
 
 
 @dataclass
 class Machine:
     """Executes steps and refuses what makes no sense."""
 
-    buffers: dict[str, Buffer]
+    groups: dict[str, ScheduledGroup]
     gathered: set[str] = field(default_factory=set)
-    on_the_way: set[str] = field(default_factory=set)
+    in_flight: set[str] = field(default_factory=set)
     reducing: set[str] = field(default_factory=set)
-    replicating: set[str] = field(default_factory=set)
+    all_reducing: set[str] = field(default_factory=set)
     reduced: list[str] = field(default_factory=list)
     most_gathered: int = 0
     most_reducing: int = 0
@@ -40,15 +40,15 @@ class Machine:
     def run(self, steps: tuple[Step, ...]) -> None:
         for step in steps:
             getattr(self, step.kind)(step)
-            live = self.gathered | self.on_the_way
+            live = self.gathered | self.in_flight
             self.most_gathered = max(self.most_gathered, len(live - {f"{ROOT}.w"}))
 
     def use(self, step: Step) -> None:
         # What is on its way beside computation; one more is issued before the oldest is ended.
         self.most_reducing = max(self.most_reducing, len(self.reducing))
-        for buffer in self.buffers.values():
-            if buffer.unit == step.name:
-                assert buffer.name in self.gathered, f"{step} without its parameters"
+        for group in self.groups.values():
+            if group.unit == step.name:
+                assert group.name in self.gathered, f"{step} without its parameters"
 
     def done(self, step: Step) -> None:
         pass
@@ -56,11 +56,11 @@ class Machine:
     end = done
 
     def gather(self, step: Step) -> None:
-        assert step.name not in self.gathered | self.on_the_way
-        self.on_the_way.add(step.name)
+        assert step.name not in self.gathered | self.in_flight
+        self.in_flight.add(step.name)
 
-    def wait(self, step: Step) -> None:
-        self.on_the_way.remove(step.name)
+    def wait_gather(self, step: Step) -> None:
+        self.in_flight.remove(step.name)
         self.gathered.add(step.name)
 
     def release(self, step: Step) -> None:
@@ -71,18 +71,18 @@ class Machine:
         self.reducing.add(step.name)
         self.reduced.append(step.name)
 
-    def finish(self, step: Step) -> None:
+    def wait_reduce(self, step: Step) -> None:
         self.reducing.remove(step.name)
 
-    def replicate(self, step: Step) -> None:
+    def all_reduce(self, step: Step) -> None:
         assert step.name not in self.reducing
-        self.replicating.add(step.name)
+        self.all_reducing.add(step.name)
 
-    def settle(self, step: Step) -> None:
-        self.replicating.remove(step.name)
+    def wait_all_reduce(self, step: Step) -> None:
+        self.all_reducing.remove(step.name)
 
 
-def compiled(marks: list[Mark], buffers: list[Buffer], **options: object) -> Schedule:
+def compiled(marks: list[Mark], groups: list[ScheduledGroup], **options: object) -> Schedule:
     defaults: dict[str, object] = {
         "prefetch": 1,
         "prefetch_bytes": None,
@@ -90,7 +90,7 @@ def compiled(marks: list[Mark], buffers: list[Buffer], **options: object) -> Sch
         "gathered": frozenset(),
         "is_last": True,
     }
-    return compile_schedule(marks, buffers, **(defaults | options))  # type: ignore[arg-type]
+    return compile_schedule(marks, groups, **(defaults | options))  # type: ignore[arg-type]
 
 
 @given(
@@ -109,16 +109,16 @@ def test_any_model_runs(
     prefetch: int,
     inflight: int,
     is_last: bool,
-    replicates: bool,
+    all_reduces: bool,
     limit: int | None,
     prefetch_backward: int | None,
 ) -> None:
-    buffers = buffers_of(marks, keep, replicates=replicates and is_last)
-    machine = Machine({buffer.name: buffer for buffer in buffers})
+    groups = groups_of(marks, keep, all_reduces=all_reduces and is_last)
+    machine = Machine({group.name: group for group in groups})
     for _ in range(2):
         schedule = compiled(
             marks,
-            buffers,
+            groups,
             prefetch=prefetch,
             prefetch_bytes=limit,
             inflight_reduce=inflight,
@@ -129,7 +129,7 @@ def test_any_model_runs(
         machine.reduced.clear()
         machine.run(schedule.steps)
         assert [(s.kind, s.name, s.phase) for s in schedule.steps if s.is_anchor] == marks
-        assert not machine.on_the_way | machine.reducing | machine.replicating
+        assert not machine.in_flight | machine.reducing | machine.all_reducing
         backward = {m.unit for m in marks if m.kind == "done" and m.phase == "backward"}
         assert sorted(machine.reduced) == sorted(f"{unit}.w" for unit in backward)
         assert machine.most_reducing <= inflight
@@ -147,9 +147,9 @@ def test_any_model_runs(
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 def test_units_that_are_gathered_at_once_are_bounded(prefetch: int) -> None:
     marks = chain(8)
-    buffers = buffers_of(marks)
-    machine = Machine({buffer.name: buffer for buffer in buffers})
-    schedule = compiled(marks, buffers, prefetch=prefetch)
+    groups = groups_of(marks)
+    machine = Machine({group.name: group for group in groups})
+    schedule = compiled(marks, groups, prefetch=prefetch)
     machine.run(schedule.steps)
     assert machine.most_gathered == 1 + prefetch
     # All but the last of forward twice, and the root once.
@@ -160,9 +160,9 @@ def test_units_that_are_gathered_at_once_are_bounded(prefetch: int) -> None:
 def test_without_prefetch_in_backward_a_unit_computes_beside_no_other(prefetch: int) -> None:
     """Forward, and what stays for backward, are those of `prefetch`; so are the bytes."""
     marks = chain(8)
-    buffers = buffers_of(marks)
-    schedule = compiled(marks, buffers, prefetch=prefetch, prefetch_backward=0, inflight_reduce=1)
-    usual = compiled(marks, buffers, prefetch=prefetch, inflight_reduce=1)
+    groups = groups_of(marks)
+    schedule = compiled(marks, groups, prefetch=prefetch, prefetch_backward=0, inflight_reduce=1)
+    usual = compiled(marks, groups, prefetch=prefetch, inflight_reduce=1)
     turn = next(i for i, step in enumerate(schedule.steps) if step.phase == "backward")
     assert schedule.steps[:turn] == usual.steps[:turn]
     assert schedule.count("gather") == usual.count("gather")
@@ -179,18 +179,18 @@ def test_without_prefetch_in_backward_a_unit_computes_beside_no_other(prefetch: 
 
 def test_backward_may_look_further_ahead_than_forward() -> None:
     marks = chain(8)
-    buffers = buffers_of(marks)
-    machine = Machine({buffer.name: buffer for buffer in buffers})
-    machine.run(compiled(marks, buffers, prefetch=0, prefetch_backward=3).steps)
+    groups = groups_of(marks)
+    machine = Machine({group.name: group for group in groups})
+    machine.run(compiled(marks, groups, prefetch=0, prefetch_backward=3).steps)
     assert machine.most_gathered == 1 + 3
 
 
 def test_a_budget_of_bytes_limits_the_depth_but_not_below_one() -> None:
     marks = chain(8)
-    buffers = buffers_of(marks)
+    groups = groups_of(marks)
     for limit, depth in ((0, 1), (10, 1), (29, 2), (30, 3)):
-        machine = Machine({buffer.name: buffer for buffer in buffers})
-        machine.run(compiled(marks, buffers, prefetch=5, prefetch_bytes=limit).steps)
+        machine = Machine({group.name: group for group in groups})
+        machine.run(compiled(marks, groups, prefetch=5, prefetch_bytes=limit).steps)
         assert machine.most_gathered <= 1 + depth
 
 
@@ -201,63 +201,63 @@ def places(schedule: Schedule) -> dict[tuple[str, str], int]:
 
 def test_gathers_go_before_the_reduce_of_what_has_ended() -> None:
     marks = chain(6)
-    place = places(compiled(marks, buffers_of(marks), inflight_reduce=6))
+    place = places(compiled(marks, groups_of(marks), inflight_reduce=6))
     for i in range(5, 1, -1):
         assert place["gather", f"b{i - 2}.w"] < place["reduce", f"b{i}.w"]
 
 
 def test_what_is_needed_later_is_gathered_in_the_memory_of_the_reduce_that_ends_first() -> None:
     marks = chain(6)
-    place = places(compiled(marks, buffers_of(marks), inflight_reduce=1))
+    place = places(compiled(marks, groups_of(marks), inflight_reduce=1))
     for i in range(4, 1, -1):
         # The next unit's parameters are on their way before anything queues in front of them.
         assert place["gather", f"b{i - 1}.w"] < place["reduce", f"b{i}.w"]
-        assert place["reduce", f"b{i}.w"] < place["finish", f"b{i + 1}.w"]
-        assert place["finish", f"b{i + 1}.w"] < place["gather", f"b{i - 2}.w"]
+        assert place["reduce", f"b{i}.w"] < place["wait_reduce", f"b{i + 1}.w"]
+        assert place["wait_reduce", f"b{i + 1}.w"] < place["gather", f"b{i - 2}.w"]
         assert place["gather", f"b{i - 2}.w"] < place["use", f"b{i - 1}"]
 
 
 def test_reduces_of_one_unit_count_as_one() -> None:
-    """A unit has several buffers where its experts or formats have groups of their own."""
+    """A unit has several groups where its experts or formats have groups of their own."""
     marks = chain(4)
-    one = buffers_of(marks)
+    one = groups_of(marks)
     twice = [*one, *(dataclasses.replace(b, name=f"{b.unit}.e") for b in one)]
     place = places(compiled(marks, twice, inflight_reduce=1))
     for name in ("w", "e"):
-        assert place["reduce", f"b2.{name}"] < place["finish", f"b3.{name}"]
-        assert place["finish", f"b3.{name}"] < place["use", "b1"]
-        assert place["use", "b1"] < place["finish", f"b2.{name}"]
+        assert place["reduce", f"b2.{name}"] < place["wait_reduce", f"b3.{name}"]
+        assert place["wait_reduce", f"b3.{name}"] < place["use", "b1"]
+        assert place["use", "b1"] < place["wait_reduce", f"b2.{name}"]
 
 
 def test_nothing_is_gathered_again_that_stays() -> None:
     marks = chain(4)
-    buffers = buffers_of(marks, "step", reduces=False)
-    first = compiled(marks, buffers, is_last=False)
+    groups = groups_of(marks, "step", reduces=False)
+    first = compiled(marks, groups, is_last=False)
     assert first.count("gather") == 5
     assert first.count("release") == first.count("reduce") == 0
-    last = compiled(marks, buffers, gathered=first.gathered_at_end)
+    last = compiled(marks, groups, gathered=first.gathered_at_end)
     assert last.count("gather") == 0
     assert last.count("release") == 5
 
 
 @given(random_marks())
 def test_on_demand_is_a_schedule_without_foresight(marks: list[Mark]) -> None:
-    buffers = buffers_of(marks)
-    recorder = OnDemand(buffers, inflight_reduce=2, gathered=frozenset(), is_last=True)
-    machine = Machine({buffer.name: buffer for buffer in buffers})
+    groups = groups_of(marks)
+    recorder = OnDemand(groups, inflight_reduce=2, gathered=frozenset(), is_last=True)
+    machine = Machine({group.name: group for group in groups})
     for mark in marks:
         machine.run(tuple(recorder.steps_for(mark)))
     assert recorder.marks == marks
-    assert not machine.gathered | machine.on_the_way | machine.reducing
+    assert not machine.gathered | machine.in_flight | machine.reducing
 
 
 def test_it_can_be_read_and_compared() -> None:
     marks = chain(4)
-    schedule = compiled(marks, buffers_of(marks))
-    other = compiled(marks, buffers_of(marks, "step"))
-    assert schedule.fingerprint == compiled(marks, buffers_of(marks)).fingerprint
+    schedule = compiled(marks, groups_of(marks))
+    other = compiled(marks, groups_of(marks, "step"))
+    assert schedule.fingerprint == compiled(marks, groups_of(marks)).fingerprint
     assert schedule.fingerprint != other.fingerprint
     lines = schedule.describe().splitlines()
     assert lines[0] == f"schedule {schedule.fingerprint}"
-    assert any(f"gather {ROOT}.w, gather b0.w, wait {ROOT}.w" in line for line in lines)
-    assert "finish" in lines[-1]
+    assert any(f"gather {ROOT}.w, gather b0.w, wait_gather {ROOT}.w" in line for line in lines)
+    assert "wait_reduce" in lines[-1]

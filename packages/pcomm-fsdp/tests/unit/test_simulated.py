@@ -20,7 +20,7 @@ from pcomm.core.simulate.timeline import Timeline
 from pcomm.core.trace.recorder import Recorder
 from pcomm.fsdp.analysis.compute_recorder import ComputeRecorder
 from pcomm.fsdp.analysis.limits import limits_of
-from pcomm.fsdp.analysis.simulated import Costs, program, queues_of, stretches
+from pcomm.fsdp.analysis.simulated import Costs, compute_segments, program, queues_of
 from pcomm.fsdp.bench.bounds import Step as BenchStep
 from pcomm.fsdp.bench.bounds import lower_bounds_s
 from pcomm.fsdp.plan.group_plan import GroupPlan
@@ -47,7 +47,7 @@ def plan_of(
     *,
     elements: int = 640,
     separate: bool = True,
-    shard: ReshardPolicy = SHARDS["zero3"],
+    reshard: ReshardPolicy = SHARDS["zero3"],
     reduce_dtype: torch.dtype = torch.float32,
     num_replicas: int = 1,
 ) -> GroupPlan:
@@ -60,7 +60,7 @@ def plan_of(
         Group("rep", tuple(range(num_replicas)), None) if num_replicas > 1 else None,
     )
     return without_model.plan_of(
-        unit, roles, elements=elements, shard=shard, reduce_dtype=reduce_dtype
+        unit, roles, elements=elements, reshard=reshard, reduce_dtype=reduce_dtype
     )
 
 
@@ -75,7 +75,7 @@ def cluster_of(num_ranks: int, *, num_rails: int = 1, latency_s: float = 0.0) ->
     )
 
 
-def run(tasks: list[Task], num_ranks: int, *, num_rails: int = 1) -> Timeline:
+def simulated(tasks: list[Task], num_ranks: int, *, num_rails: int = 1) -> Timeline:
     cluster = cluster_of(num_ranks, num_rails=num_rails)
     programs = dict.fromkeys(range(num_ranks), tasks)
     check_issue_order(programs, cluster)
@@ -95,7 +95,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Schedule], list[GroupPlan], Costs]:
             num_ranks,
             elements=draw(st.sampled_from([1, 300, 5000])),
             separate=separate,
-            shard=SHARDS[draw(st.sampled_from(sorted(SHARDS)))],
+            reshard=SHARDS[draw(st.sampled_from(sorted(SHARDS)))],
         )
         for unit in units
     ]
@@ -122,11 +122,11 @@ def test_random_models_run_without_deadlock_and_not_faster_than_they_can(
     collectives = [task for task in tasks if task.is_collective]
     issued = sum(s.count("gather") + s.count("reduce") for s in schedules)
     assert len(collectives) == issued
-    computed = sum(sum(stretches(schedule, costs).values()) for schedule in schedules)
+    computed = sum(sum(compute_segments(schedule, costs).values()) for schedule in schedules)
     assert sum(task.seconds for task in tasks) == pytest.approx(computed)
     limits = limits_of(schedules, plans, Rail("any", 1e3), costs)
-    one = run(tasks, num_ranks).makespan_s
-    two = run(tasks, num_ranks, num_rails=2).makespan_s
+    one = simulated(tasks, num_ranks).makespan_s
+    two = simulated(tasks, num_ranks, num_rails=2).makespan_s
     assert one >= limits.one_link_s - 1e-9
     assert two >= limits.independent_s - 1e-9
     assert two <= one + 1e-9
@@ -144,7 +144,8 @@ def test_links_of_their_own_are_never_slower_than_one_communicator(
     )
     num_ranks = plans[0].gather.size
     assert (
-        run(apart, num_ranks, num_rails=2).makespan_s <= run(together, num_ranks).makespan_s + 1e-9
+        simulated(apart, num_ranks, num_rails=2).makespan_s
+        <= simulated(together, num_ranks).makespan_s + 1e-9
     )
 
 
@@ -172,7 +173,7 @@ def test_the_first_gather_behind_a_reduce_starts_before_its_end_iff_the_roles_di
     plans = [replace(p, param_dtype=torch.uint8, reduce_dtype=torch.float64) for p in plans]
     schedules = step_of(chain(units), plans, prefetch=prefetch, inflight=units)
     tasks = program(schedules, plans, chain_costs(units, 1e-3, 1e-3))
-    timeline = run(tasks, num_ranks, num_rails=num_rails)
+    timeline = simulated(tasks, num_ranks, num_rails=num_rails)
     for i in range(2 + prefetch, units):
         reduce = timeline.time(f"backward reduce b{i}.w")
         before = timeline.time(f"backward gather b{i - 1 - prefetch}.w")
@@ -201,7 +202,7 @@ def test_a_second_communicator_on_the_same_rail_needs_prefetch(
         costs = chain_costs(units, compute_s, 2 * compute_s)
         tasks = program(schedules, plans, costs)
         for num_rails in (1, 2):
-            times[separate, num_rails] = run(tasks, num_ranks, num_rails=num_rails).makespan_s
+            times[separate, num_rails] = simulated(tasks, num_ranks, num_rails=num_rails).makespan_s
         limits = limits_of(schedules, plans, Rail("any", 1e3), costs)
         assert times[separate, 1] >= limits.one_link_s - 1e-9
         assert times[separate, 2] >= limits.independent_s - 1e-9
@@ -276,7 +277,7 @@ def test_what_a_program_says() -> None:
 def test_replicas_sum_after_their_reduce() -> None:
     plans = [plan_of("b0", 4, num_replicas=2)]
     tasks = {t.name: t for t in program(step_of(chain(1), plans), plans, chain_costs(1, 1, 2))}
-    total = tasks["backward replicate b0.w"]
+    total = tasks["backward all_reduce b0.w"]
     assert (total.queue, total.kind, total.num_bytes) == ("rep", "all_reduce", 640)
     assert "backward reduce b0.w" in total.after
 
@@ -293,31 +294,31 @@ def test_groups_with_one_communicator_have_one_queue() -> None:
 
 
 def test_costs_are_recorded_without_the_time_of_the_engine() -> None:
-    """A clock that counts: computing takes 1 a stretch, the engine 10 each time."""
+    """A clock that counts: computing takes 1 a segment, the engine 10 each time."""
     now = [0.0]
     recorder = Recorder(clock=lambda: now[0])
-    stretch = ComputeRecorder(recorder)
+    compute = ComputeRecorder(recorder)
     marks = chain(2)
     for _ in range(3):
         for mark in marks:
             now[0] += 1.0
-            stretch.pause(mark)
+            compute.pause(mark)
             now[0] += 10.0
-            stretch.resume()
+            compute.resume()
     (schedule,) = step_of(marks, [plan_of(f"b{i}", 2) for i in range(2)])
     costs = Costs.from_events(recorder.events, schedule, 3)
     # The root computes before, between and behind its two units.
     expected = {ROOT: 3.0, "b0": 1.0, "b1": 1.0}
     assert costs == Costs(expected, expected)
-    assert sum(stretches(schedule, costs).values()) == pytest.approx(10.0)
+    assert sum(compute_segments(schedule, costs).values()) == pytest.approx(10.0)
 
 
 def test_what_a_failed_step_left_open_is_forgotten() -> None:
     recorder = Recorder(clock=iter(map(float, range(50))).__next__)
-    stretch = ComputeRecorder(recorder)
+    compute = ComputeRecorder(recorder)
     for mark in (*chain(1)[:2], *chain(1)):
-        stretch.pause(mark)
-        stretch.resume()
+        compute.pause(mark)
+        compute.resume()
     assert [event.operation for event in recorder.events].count("forward b0") == 1
 
 
@@ -326,4 +327,4 @@ def test_costs_that_are_missing_or_spread() -> None:
         Costs({"b0": 1.0}, {"b0": 1.0}).of("b1", "forward")
     (schedule,) = step_of(chain(3), [plan_of(f"b{i}", 2) for i in range(3)])
     even = Costs.even(schedule, forward_s=8.0, backward_s=4.0)
-    assert sum(stretches(schedule, even).values()) == pytest.approx(12.0)
+    assert sum(compute_segments(schedule, even).values()) == pytest.approx(12.0)

@@ -136,10 +136,10 @@ def cases(draw: st.DrawFn) -> Case:
         inner = [f"{name}.experts"] if draw(st.booleans()) else []
         # Experts are a unit of their own within the block, or parameters of the block.
         owner = inner[0] if inner else name
-        plans.append(plan_of(name, dense, elements=draw(elements), shard=shards[0]))
+        plans.append(plan_of(name, dense, elements=draw(elements), reshard=shards[0]))
         if draw(st.booleans()):
             plans.append(
-                plan_of(owner, expert, scope="expert", elements=draw(elements), shard=shards[1])
+                plan_of(owner, expert, scope="expert", elements=draw(elements), reshard=shards[1])
             )
         units = [name, *inner]
         forward += [Mark("use", unit, "forward") for unit in units]
@@ -181,7 +181,7 @@ def sent_by_formula(case: Case) -> dict[str, float]:
                 sent[f"{name}:gather"] += moved
             elif step.kind == "reduce":
                 sent[f"{name}:{plan.reduce.role}"] += moved
-            elif step.kind == "replicate":
+            elif step.kind == "all_reduce":
                 rep = "rep" if name == "dp" else "expert_rep"
                 sent[rep] += 2 * (replicas - 1) / replicas * whole / size
     return {queue: num_bytes for queue, num_bytes in sent.items() if num_bytes}

@@ -9,7 +9,7 @@ import pytest
 
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.compiler import OnDemand, compile_schedule
-from pcomm.fsdp.runtime.schedule import NOTHING_OWED, Buffer, Mark, Step, marks_of
+from pcomm.fsdp.runtime.schedule import NOTHING_OWED, Mark, ScheduledGroup, Step, marks_of
 from pcomm.fsdp.runtime.traces import MOST_TRACES, Traces
 from pcomm.fsdp.testing.schedules import chain
 
@@ -114,9 +114,9 @@ def test_what_trained_last_is_reported() -> None:
 # -- schedules that begin in the middle --------------------------------------------------------
 
 
-def buffers(keep: str = "use") -> list[Buffer]:
+def groups_of(keep: str = "use") -> list[ScheduledGroup]:
     units = [ROOT, *(f"b{i}" for i in range(6))]
-    return [Buffer(f"{u}.w", u, 10, keep, True, False) for u in units]  # type: ignore[arg-type]
+    return [ScheduledGroup(f"{u}.w", u, 10, keep, True, False) for u in units]  # type: ignore[arg-type]
 
 
 def steps_until(marks: Sequence[Mark], number: int, prefetch: int) -> tuple[Step, ...]:
@@ -132,7 +132,7 @@ def steps_until(marks: Sequence[Mark], number: int, prefetch: int) -> tuple[Step
 def compiled(marks: Sequence[Mark], prefetch: int, taken: Sequence[Step] = ()) -> tuple[Step, ...]:
     return compile_schedule(
         marks,
-        buffers(),
+        groups_of(),
         prefetch=prefetch,
         prefetch_bytes=None,
         inflight_reduce=1,
@@ -143,7 +143,7 @@ def compiled(marks: Sequence[Mark], prefetch: int, taken: Sequence[Step] = ()) -
     ).steps
 
 
-def run(steps: Sequence[Step]) -> int:
+def replay(steps: Sequence[Step]) -> int:
     """Refuses what makes no sense; the most buffers that there were at once beside the root's."""
     live: set[str] = set()
     waiting: set[str] = set()
@@ -154,7 +154,7 @@ def run(steps: Sequence[Step]) -> int:
             assert step.name not in live
             live.add(step.name)
             waiting.add(step.name)
-        elif step.kind == "wait":
+        elif step.kind == "wait_gather":
             waiting.remove(step.name)
         elif step.kind == "release":
             assert step.name not in waiting
@@ -164,7 +164,7 @@ def run(steps: Sequence[Step]) -> int:
         elif step.kind == "reduce":
             assert step.name not in reducing
             reducing.add(step.name)
-        elif step.kind == "finish":
+        elif step.kind == "wait_reduce":
             reducing.remove(step.name)
         most = max(most, len(live - {f"{ROOT}.w"}))
     assert not live | waiting | reducing
@@ -184,14 +184,14 @@ def test_a_schedule_goes_on_from_any_place_with_other_marks(number: int, prefetc
         taken = steps_until(marks, number, prefetch)
         steps = compiled([*before, *rest], prefetch, taken)
         assert list(marks_of([*taken, *steps])) == [*before, *rest]
-        assert run([*taken, *steps]) <= 1 + prefetch
+        assert replay([*taken, *steps]) <= 1 + prefetch
         on_demand = OnDemand(
-            buffers(), inflight_reduce=1, gathered=frozenset(), is_last=True, taken=taken
+            groups_of(), inflight_reduce=1, gathered=frozenset(), is_last=True, taken=taken
         )
         for mark in rest:
             on_demand.steps_for(mark)
         assert on_demand.marks == [*before, *rest]
-        assert run(on_demand.steps) <= 1 + prefetch
+        assert replay(on_demand.steps) <= 1 + prefetch
 
 
 @pytest.mark.parametrize("keep", ["step", "always"])
@@ -205,20 +205,20 @@ def test_what_is_kept_and_was_not_used_is_waited_for(
     options: dict[str, Any] = {"inflight_reduce": 1, "owed": NOTHING_OWED, "is_last": is_last}
     ahead: dict[str, Any] = {**options, "prefetch": 3, "prefetch_bytes": None}
     nothing: frozenset[str] = frozenset()
-    foreseen = compile_schedule(marks, buffers(keep), gathered=nothing, **ahead).steps
+    foreseen = compile_schedule(marks, groups_of(keep), gathered=nothing, **ahead).steps
     places = [place for place, step in enumerate(foreseen) if step.is_anchor]
     taken = foreseen[: places[number - 1] + 1]
     used = {mark.unit for mark in marks[:number]}
     rest = [mark for mark in marks[number:] if mark.unit in used]
     again = [*marks[:number], *rest]
-    planned = compile_schedule(again, buffers(keep), gathered=nothing, taken=taken, **ahead)
-    on_demand = OnDemand(buffers(keep), gathered=nothing, taken=taken, **options)
+    planned = compile_schedule(again, groups_of(keep), gathered=nothing, taken=taken, **ahead)
+    on_demand = OnDemand(groups_of(keep), gathered=nothing, taken=taken, **options)
     for mark in rest:
         on_demand.steps_for(mark)
     for steps in ([*taken, *planned.steps], on_demand.steps):
         gathers = [step.name for step in steps if step.kind == "gather"]
         assert {f"b{i}.w" for i in range(6) if f"b{i}" not in used} & set(gathers)
-        assert sorted(gathers) == sorted(step.name for step in steps if step.kind == "wait")
+        assert sorted(gathers) == sorted(step.name for step in steps if step.kind == "wait_gather")
 
 
 def test_a_unit_that_backward_comes_to_again_is_reduced_once() -> None:
@@ -228,12 +228,12 @@ def test_a_unit_that_backward_comes_to_again_is_reduced_once() -> None:
     steps = compiled([*marks[:-2], *again, *end], 1)
     reduces = [step.name for step in steps if step.kind == "reduce"]
     assert sorted(reduces) == sorted({f"{m.unit}.w" for m in marks})
-    run(steps)
+    replay(steps)
     # Not foreseen, it is reduced each time, one after another.
-    on_demand = OnDemand(buffers(), inflight_reduce=9, gathered=frozenset(), is_last=True)
+    on_demand = OnDemand(groups_of(), inflight_reduce=9, gathered=frozenset(), is_last=True)
     for mark in [*marks[:-2], *again, *end]:
         on_demand.steps_for(mark)
-    run(on_demand.steps)
+    replay(on_demand.steps)
     assert [step.kind for step in on_demand.steps].count("reduce") == 13
 
 
@@ -241,17 +241,19 @@ def test_a_sum_over_replicas_has_ended_before_more_is_added() -> None:
     marks = chain(2)
     again = [m for m in marks if m.phase == "backward" and m.unit != ROOT]
     units = [ROOT, "b0", "b1"]
-    with_replicas = [Buffer(f"{u}.w", u, 10, "use", True, True, has_replicas=True) for u in units]
+    with_replicas = [
+        ScheduledGroup(f"{u}.w", u, 10, "use", True, True, has_replicas=True) for u in units
+    ]
     on_demand = OnDemand(with_replicas, inflight_reduce=1, gathered=frozenset(), is_last=True)
     for mark in [*marks[:-2], *again, *marks[-2:]]:
         on_demand.steps_for(mark)
     summing: set[str] = set()
     for step in on_demand.steps:
-        assert not (step.kind == "finish" and step.name in summing)
-        if step.kind == "replicate":
+        assert not (step.kind == "wait_reduce" and step.name in summing)
+        if step.kind == "all_reduce":
             assert step.name not in summing
             summing.add(step.name)
-        elif step.kind == "settle":
+        elif step.kind == "wait_all_reduce":
             summing.remove(step.name)
     assert not summing
     assert on_demand.owed == NOTHING_OWED

@@ -49,7 +49,7 @@ def read(
         ConfigError: On every rank, if on one of them a tensor is missing, has another logical
             shape, or lies in a damaged file.
     """
-    alone = group is None or group.is_identity
+    alone, planner = group is None or group.is_identity, ShardLoadPlanner()
     try:
         with torch.no_grad(), warnings.catch_warnings():
             # One process reads without torch.distributed, which torch warns about each time.
@@ -57,7 +57,7 @@ def read(
             dcp.load(
                 dict(regions),
                 storage_reader=SafeReader(checkpoint.folder),
-                planner=ShardLoadPlanner(),
+                planner=planner,
                 process_group=None if group is None else group.process_group,
                 no_dist=alone,
             )
@@ -66,6 +66,7 @@ def read(
         if isinstance(error, PcommError):
             raise error from failed
         raise _damaged(checkpoint, error) from failed
+    planner.put()
 
 
 def _damaged(checkpoint: Checkpoint, error: BaseException) -> ConfigError:

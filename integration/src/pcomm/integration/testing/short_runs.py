@@ -90,7 +90,7 @@ def worst_difference(regions: dict[str, ShardView], whole: dict[str, Tensor]) ->
     assert regions.keys() == whole.keys()
     found = []
     for name, region in regions.items():
-        for chunk, piece in region.pieces():
+        for chunk, piece in region.chunks():
             expected = whole[name]
             for dim, place in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 expected = expected.narrow(dim, *place)

@@ -63,7 +63,7 @@ class Shards:
             parallel.roles(dense),
             units=[Block],
             scopes=scopes,
-            shard=_STAGES[parallel.sizes.zero](),
+            reshard=_STAGES[parallel.sizes.zero](),
             precision=precision,
             divisor=1,
             entry_points=("forward", "token_losses"),
@@ -96,9 +96,9 @@ class Shards:
         sharded, placements, ranks = self.sharded, self._placements, self._ranks
         make_moments(optimizer, (p for p in sharded.parameters() if p.requires_grad))
         return {
-            **model_shard_views(sharded, placements=placements, ranks=ranks),
+            **model_shard_views(sharded, param_layouts=placements, ranks=ranks),
             **optimizer_shard_views(
-                sharded, optimizer, keys=MOMENTS, placements=placements, ranks=ranks
+                sharded, optimizer, keys=MOMENTS, param_layouts=placements, ranks=ranks
             ),
         }
 
@@ -130,4 +130,4 @@ def _full_scope(parallel: Parallel, dense: str) -> Scope:
         return parameter not in rounded
 
     stage = _STAGES[min(parallel.sizes.zero, 2)]
-    return Scope(selects, parallel.roles(dense), divisor=1, shard=stage(), precision=_FULL)
+    return Scope(selects, parallel.roles(dense), divisor=1, reshard=stage(), precision=_FULL)

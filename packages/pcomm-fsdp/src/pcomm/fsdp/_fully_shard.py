@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from pcomm.core.errors import PcommError
 from pcomm.core.groups.group import Group
 from pcomm.core.memory.pools.registry import PoolRegistry
-from pcomm.fsdp.analysis.separation import Separation, measure_separation
 from pcomm.fsdp.memory.buffer_pool import BufferPool
 from pcomm.fsdp.memory.registered import PooledMemory, register_memory
 from pcomm.fsdp.plan.checks import (
@@ -34,7 +34,7 @@ from pcomm.fsdp.plan.units import ROOT, UnitModules, Units, find_units
 from pcomm.fsdp.runtime.engine import Engine
 from pcomm.fsdp.runtime.flat_group import FlatGroup
 from pcomm.fsdp.runtime.hooks import install_hooks
-from pcomm.fsdp.runtime.local_group import LocalGroup
+from pcomm.fsdp.runtime.local_params import LocalParams
 from pcomm.fsdp.runtime.peers import Peers
 from pcomm.fsdp.runtime.unit import Unit
 from pcomm.fsdp.runtime.wait import FailureAwareWait
@@ -43,6 +43,9 @@ from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope, roles_from
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.state.materialise import materialise
+
+if TYPE_CHECKING:
+    from pcomm.fsdp.analysis.separation import Separation
 
 __all__ = ["fully_shard"]
 
@@ -57,7 +60,7 @@ def fully_shard(
     *,
     units: Units,
     scopes: Mapping[str, Scope] | None = None,
-    shard: ReshardPolicy = _ZERO3,
+    reshard: ReshardPolicy = _ZERO3,
     comm: CommPolicy = _COMM,
     precision: Precision = _PRECISION,
     divisor: float | None = None,
@@ -68,33 +71,36 @@ def fully_shard(
 ) -> Sharded:
     """Shard a model's parameters, in place, over the ranks of its groups.
 
-    Collective over all groups. Every rank passes the same model; each keeps its part of the values
+    Collective over all groups. Every rank passes the same model, and keeps its shard of the values
     that it has. Errors are raised on all ranks before anything is sent. On one rank, without a
     change of dtype, parameters stay as they are and nothing is hooked.
 
     Args:
-        model: All its parameters are on one device, or on the meta device.
-        roles: The groups of all parameters that no scope selects. Of a DeviceMesh the last
+        model: A model with all its parameters on one device, or on the meta device.
+        roles: The groups of all parameters that no scope selects. In a DeviceMesh the last
             dimension shards, and the first of two replicates; it has one communicator for both
             gathers and reduces.
-        units: Modules, or classes of modules, whose parameters are gathered together; usually the
+        units: Modules, or classes of modules, that gather their parameters together; usually the
             block of the model. One class may be passed without a list. What is outside of them is
             the root, gathered for the whole step.
         scopes: Parameters with groups of their own, by a name for them.
-        shard: What is kept whole for how long.
+        reshard: Time until which parameters and gradients stay unsharded.
         comm: Communication over time.
         precision: Number formats.
-        divisor: By which gradients are divided after they are summed. None for the number of ranks
-            of `roles`: the mean over ranks. 1 for a loss that is divided by the global batch.
+        divisor: Number that gradients are divided by after they are summed. None for the number of
+            ranks of `roles`: the mean over ranks. 1 for a loss that is divided by the global batch.
         entry_points: Methods of the model that begin a forward.
-        device: Where shards lie; needed for a model on the meta device.
+        device: Device of the shards; needed for a model on the meta device.
         initialise: Called with each module that has parameters of its own on the meta device, once
             they are on `device`, in the order of `model.modules()`; None for
             `module.reset_parameters()`. All ranks must draw the same random numbers.
-        pools: Registers memory for gathered parameters and whole gradients with the groups that
-            send them; None for ordinary memory. All ranks of its control group shard the model
+        pools: Registers memory for unsharded parameters and gradients with the groups that send
+            them; None for ordinary memory. All ranks of its control group shard the model
             together. As much as a step can need is reserved now and stays; when the registry's
             groups close, it waits for the device and takes the memory from their communicators.
+
+    Returns:
+        The sharded model: the parameters for an optimizer, state dicts, norms and reports.
 
     Raises:
         UnsupportedError: Memory could not be registered; what was is undone.
@@ -112,7 +118,7 @@ def fully_shard(
         parameters = _check(model, roles, scopes, entry_points)
         target = device_of(parameters, device)
         found = find_units(model, units)
-        default = Scope(lambda *_: True, roles, divisor, shard)
+        default = Scope(lambda *_: True, roles, divisor, reshard)
         return found, plan_groups(found, default, scopes, comm, precision), target
 
     found, planned, target = _agree(plan, peers, comm, has_pools=pools is not None)
@@ -129,16 +135,17 @@ def fully_shard(
             "cut inside rows, and 1-D for the optimizer: %s. A larger max_padding keeps rows whole",
             ", ".join(cut),
         )
-    reuse, waiter = BufferPool(target), FailureAwareWait()
-    flat = [_build(one, target, reuse, waiter, memory) for one in planned]
-    materialise(model, flat, [one.members for one in planned], target, initialise)
-    running = _running(found, flat, precision)
-    engine = Engine(running, flat, comm, peers, reuse)
-    waiter.heard = engine.heard
+    pool, wait = BufferPool(target), FailureAwareWait()
+    built = [_build(one, target, pool, wait, memory) for one in planned]
+    shards = [one.shard if isinstance(one, FlatGroup) else one for one in built]
+    materialise(model, shards, target, initialise)
+    running = _running(found, built, precision)
+    engine = Engine(running, shards, comm, peers, pool)
+    wait.peer_failure = engine.peer_failure
     if any(unit.groups for unit in running):
         install_hooks(engine, running[0], running[1:], entry_points)
     _close_with(groups, engine)
-    return Sharded(model, flat, engine, _first_names(model, planned), separations, memory)
+    return Sharded(model, engine, _first_names(model, planned), separations, memory)
 
 
 def _close_with(roles: Sequence[Roles], engine: Engine) -> None:
@@ -201,6 +208,8 @@ def _decide_separation(
     """With `auto`, measure each pair of groups once, and share where separation does not pay."""
     if comm.separate != "auto":
         return planned, []
+    from pcomm.fsdp.analysis.separation import measure_separation
+
     largest: dict[tuple[int, int], GroupPlan] = {}
     for plan, _ in planned:
         pair = id(plan.gather.process_group), id(plan.reduce.process_group)
@@ -229,24 +238,22 @@ def _decide_separation(
 def _build(
     planned: PlannedGroup,
     device: torch.device,
-    reuse: BufferPool,
-    waiter: FailureAwareWait,
+    pool: BufferPool,
+    wait: FailureAwareWait,
     memory: PooledMemory | None,
-) -> FlatGroup | LocalGroup:
+) -> FlatGroup | LocalParams:
     plan = planned.plan
     owners = [member.owners for member in planned.members]
     originals = [member.parameter for member in planned.members]
     if plan.is_local:
-        return LocalGroup(plan, owners, originals, device)
+        return LocalParams(plan, owners, originals, device)
     fill = memory.fill(plan) if memory else None
-    own_reuse = memory.gradients(plan, device) if memory else None
-    return FlatGroup(
-        plan, owners, originals, device, reuse=own_reuse or reuse, waiter=waiter, fill=fill
-    )
+    own_pool = memory.gradients(plan, device) if memory else None
+    return FlatGroup(plan, owners, originals, device, pool=own_pool or pool, wait=wait, fill=fill)
 
 
 def _running(
-    found: Sequence[UnitModules], groups: Sequence[FlatGroup | LocalGroup], precision: Precision
+    found: Sequence[UnitModules], groups: Sequence[FlatGroup | LocalParams], precision: Precision
 ) -> list[Unit]:
     """The units that communicate or convert, and the root."""
     active: dict[str, list[FlatGroup]] = {unit.name: [] for unit in found}
@@ -270,7 +277,7 @@ def _first_names(model: nn.Module, planned: Sequence[PlannedGroup]) -> dict[str,
 def _lines(
     plans: Sequence[GroupPlan], comm: CommPolicy, *, has_pools: bool
 ) -> Callable[[Group], list[str]]:
-    """What the ranks of a group have to have in common."""
+    """Text that the ranks of a group must have in common."""
 
     def lines(group: Group) -> list[str]:
         found = [f"{replace(comm, separate='always')}, memory pools: {has_pools}"]

@@ -1,30 +1,32 @@
-"""What `fully_shard` returns: the shards of a model, and everything one does with them."""
+"""The result of `fully_shard`: the shards of a model, and everything one does with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.simulate.cluster import Rail
-from pcomm.core.trace.event import Event
-from pcomm.core.trace.recorder import Recorder
-from pcomm.fsdp.analysis.compute_recorder import ComputeRecorder
-from pcomm.fsdp.analysis.report import Report, report_of
-from pcomm.fsdp.analysis.separation import Separation
-from pcomm.fsdp.analysis.simulated import Costs
 from pcomm.fsdp.guards.clip import scale_gradients, sum_of_squares
 from pcomm.fsdp.guards.torch_functions import Guards
 from pcomm.fsdp.memory.registered import PooledMemory
 from pcomm.fsdp.plan.group_plan import GroupPlan
-from pcomm.fsdp.plan.names import NameTable, read_names
 from pcomm.fsdp.runtime.engine import Engine
-from pcomm.fsdp.runtime.flat_group import FlatGroup
-from pcomm.fsdp.runtime.local_group import LocalGroup
+from pcomm.fsdp.runtime.local_params import LocalParams
+from pcomm.fsdp.runtime.param_shard import ParamShard
 from pcomm.fsdp.runtime.schedule import NOTHING_OWED, Schedule
 from pcomm.fsdp.state.full_state import load_whole, whole_state
+from pcomm.fsdp.state.names import NameTable, read_names
+
+if TYPE_CHECKING:
+    from pcomm.core.simulate.cluster import Rail
+    from pcomm.core.trace.event import Event
+    from pcomm.core.trace.recorder import Recorder
+    from pcomm.fsdp.analysis.report import Report
+    from pcomm.fsdp.analysis.separation import Separation
+    from pcomm.fsdp.analysis.simulated import Costs
 
 __all__ = ["Sharded"]
 
@@ -34,44 +36,42 @@ def _every(_name: str) -> bool:
 
 
 class Sharded:
-    """A model whose parameters are shards outside of its forward and backward.
+    """A model with shards as parameters outside of its forward and backward.
 
     The model is changed in place and called as before. The optimizer gets `parameters()`.
 
     Args:
         model: The model.
-        groups: Every parameter group, in the order of the units.
         engine: Its engine.
-        names: For each name of a parameter in the model, its first name.
-        separations: What `separate="auto"` measured.
+        names: The first name of each parameter, by each of its names in the model.
+        separations: Measurements of `separate="auto"`.
         memory: Registered memory of the groups, if there is any.
 
     Attributes:
         model: The model that was sharded.
-        plans: What was decided about each parameter group.
-        separations: What `separate="auto"` measured, for each pair of groups.
+        plans: The plan of each parameter group, in the order of the units.
+        separations: Measurements of `separate="auto"`, one for each pair of groups.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        groups: Sequence[FlatGroup | LocalGroup],
         engine: Engine,
         names: Mapping[str, str],
         separations: Sequence[Separation] = (),
         memory: PooledMemory | None = None,
     ) -> None:
         self.model = model
-        self.plans: tuple[GroupPlan, ...] = tuple(group.plan for group in groups)
+        self.plans: tuple[GroupPlan, ...] = tuple(shard.plan for shard in engine.shards)
         self.separations = tuple(separations)
         self._engine, self._names = engine, dict(names)
         self._memory = memory
-        self._guards = Guards(model, groups)
+        self._guards = Guards(model, engine.shards)
 
     @property
-    def _groups(self) -> tuple[FlatGroup | LocalGroup, ...]:
-        """All parameter groups; an error once this is closed."""
-        return self._engine.all_groups
+    def _shards(self) -> tuple[ParamShard | LocalParams, ...]:
+        """The shards of all parameter groups; an error once this is closed."""
+        return self._engine.shards
 
     def close(self) -> None:
         """Take the model off its groups: hooks are removed, buffers and groups let go. Local.
@@ -83,21 +83,21 @@ class Sharded:
         self._engine.close()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's part of every parameter, by its name in the model, in the model's order.
+        """This rank's shard of every parameter, by its name in the model, in the model's order.
 
         A parameter of which this rank holds nothing has no elements. Local.
         """
-        parts = {
-            name: part
-            for group in self._groups
-            for name, part in zip(group.plan.names, group.parts, strict=True)
+        parameters = {
+            name: parameter
+            for shard in self._shards
+            for name, parameter in zip(shard.plan.names, shard.parameters, strict=True)
         }
         for name, first in self._names.items():
             if name == first:
-                yield name, parts[name]
+                yield name, parameters[name]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's part of every parameter, for an optimizer. Local."""
+        """This rank's shard of every parameter, for an optimizer. Local."""
         for _, parameter in self.named_parameters():
             yield parameter
 
@@ -106,7 +106,7 @@ class Sharded:
 
         Wrappers that rename parameters there, such as `checkpoint_wrapper`, may come and go.
         """
-        return read_names(self.model, self._groups, self._guards.allowed)
+        return read_names(self.model, self._shards, self._guards.allowed)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers in the model's state dict, which are never sharded, by name there. Local."""
@@ -114,11 +114,11 @@ class Sharded:
             yield name, buffer.holder()[buffer.name].detach()
 
     @contextmanager
-    def as_parts(self) -> Iterator[None]:
-        """Within it, torch's own state dicts are those of this rank's parts. Local.
+    def as_shards(self) -> Iterator[None]:
+        """Within it, torch's own state dicts are those of this rank's shards. Local.
 
         `state_dict` and `load_state_dict` of the model and of its optimizers, which are refused
-        otherwise. What they give fits the same rank of the same model, sharded in the same way.
+        otherwise. They fit the same rank of the same model, sharded in the same way.
         """
         with self._guards.allowed():
             yield
@@ -143,32 +143,34 @@ class Sharded:
 
         Waits for communication are left out. `Costs.from_events` makes costs of the events.
         """
-        self._engine.stretches = ComputeRecorder(recorder)
+        from pcomm.fsdp.analysis.compute_recorder import ComputeRecorder
+
+        self._engine.compute_recorder = ComputeRecorder(recorder)
         try:
             yield
         finally:
-            self._engine.stretches = None
+            self._engine.compute_recorder = None
 
     def zero_grad(self) -> None:
-        """Forget all gradients, whole ones that are not reduced yet too. Local.
+        """Drop all gradients, also unsharded ones that are not reduced yet. Local.
 
-        Those an optimizer's `zero_grad` cannot reach; between steps there are none.
+        An optimizer's `zero_grad` cannot reach those; between steps there are none.
         """
         for parameter in self.parameters():
             parameter.grad = None
-        for group in self._groups:
-            if isinstance(group, FlatGroup):
-                group.forget_gradients()
         self._engine.forget_gradients()
 
     def sum_of_squares(self, selects: Callable[[str], bool] = _every) -> Tensor:
-        """Of all gradients, or of those of the parameters selected by name, in fp64.
+        """Sum of squares of all gradients, or of those of selected parameters, in fp64.
 
         Collective over the gather group of each scope, and over what the scope is spread over; all
         ranks select the same. Where tensor parallelism splits some parameters and repeats others,
         take both apart and add those of the former over its group.
+
+        Args:
+            selects: Returns True for the name of a parameter to count.
         """
-        return sum_of_squares(self._groups, selects)
+        return sum_of_squares(self._shards, selects)
 
     def grad_norm(self) -> Tensor:
         """The norm of all gradients of the whole model, in fp64. Collective; see above."""
@@ -179,13 +181,13 @@ class Sharded:
 
         Args:
             max_norm: The limit.
-            norm: The norm where it is known already; then nothing is sent.
+            norm: The norm, if it is known already, so that nothing is sent; None to compute it.
 
         Returns:
             The norm before, in fp64, the same on all ranks.
         """
         norm = self.grad_norm() if norm is None else norm
-        scale_gradients(self._groups, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale_gradients(self._shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     @property
@@ -200,8 +202,9 @@ class Sharded:
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now, by kind of buffer. Local."""
         kinds = dict.fromkeys(("shards", "gathered", "gradients", "shard gradients"), 0)
-        for group in self._groups:
-            for kind, num_bytes in group.memory().items():
+        unsharded = [(one.unsharded, one.gradients) for one in self._engine.groups.values()]
+        for holder in (*self._shards, *(one for pair in unsharded for one in pair)):
+            for kind, num_bytes in holder.memory().items():
                 kinds[kind] += num_bytes
         return kinds
 
@@ -212,9 +215,9 @@ class Sharded:
         `state_dict` then runs with whole parameters, so that hooks and wrappers see those.
 
         Args:
-            device: Where the copies go; None for where the shards are.
+            device: Device of the copies; None for that of the shards.
         """
-        return whole_state(self.model, self._groups, self._guards.allowed, device)
+        return whole_state(self.model, self._shards, self._guards.allowed, device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients, whole, by the names of the parameters. Collective; for inspection.
@@ -223,12 +226,12 @@ class Sharded:
         """
         return {
             name: gradient.clone()
-            for group in self._groups
-            for name, gradient in group.whole_gradients()
+            for shard in self._shards
+            for name, gradient in shard.full_gradients()
         }
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's part of an unsharded state dict, which every rank passes. Local.
+        """Take this rank's shard of an unsharded state dict, which every rank passes. Local.
 
         The model's own `load_state_dict` takes it, so wrappers and hooks that read other names do.
         A parameter with several names may come by one of them.
@@ -236,7 +239,7 @@ class Sharded:
         Raises:
             ConfigError: Names or shapes that do not fit; then nothing is changed.
         """
-        load_whole(self.model, self._groups, self.names(), self._guards.allowed, state)
+        load_whole(self.model, self._shards, self.names(), self._guards.allowed, state)
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
@@ -274,17 +277,19 @@ class Sharded:
         step_s: float | None = None,
         events: Sequence[Event] = (),
     ) -> Report:
-        """Parameter groups, schedule, and what a step moves and holds; `str` of it reads well.
+        """Parameter groups, schedule, bytes and memory of a step; `str` of it reads well.
 
         Local. Figures that need the schedule are there once it is recorded.
 
         Args:
-            micro_batches: Of the step that is reported.
+            micro_batches: Number of micro-batches of the step that is reported.
             link: Bandwidth and latency of this rank, for the shortest time of a step.
             costs: Seconds that units compute, for the same.
             step_s: A measured step, to be compared with that.
-            events: Events of `pcomm.core.trace`, for the share of communication that is hidden.
+            events: Events of `pcomm.core.trace`, for the fraction of communication that is hidden.
         """
+        from pcomm.fsdp.analysis.report import report_of
+
         lines = [plan.describe() for plan in self.plans]
         lines += [separation.describe() for separation in self.separations]
         if self._memory is not None:

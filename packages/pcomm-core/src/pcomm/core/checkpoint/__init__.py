@@ -1,4 +1,4 @@
-"""Regions of logical tensors, written and read through torch.distributed.checkpoint."""
+"""Shards of logical tensors, written and read through torch.distributed.checkpoint."""
 
 from typing import TYPE_CHECKING
 
@@ -6,14 +6,14 @@ from pcomm.core.face import face
 
 if TYPE_CHECKING:
     from pcomm.core.checkpoint.planners import ShardLoadPlanner, ShardSavePlanner
-    from pcomm.core.checkpoint.shard_view import FlatPart, ShardView
+    from pcomm.core.checkpoint.shard_view import FlatRange, ShardView
 
-__all__ = ["FlatPart", "ShardLoadPlanner", "ShardSavePlanner", "ShardView"]
+__all__ = ["FlatRange", "ShardLoadPlanner", "ShardSavePlanner", "ShardView"]
 
 __getattr__, __dir__ = face(
     __name__,
     {
-        "FlatPart": "shard_view",
+        "FlatRange": "shard_view",
         "ShardLoadPlanner": "planners",
         "ShardSavePlanner": "planners",
         "ShardView": "shard_view",

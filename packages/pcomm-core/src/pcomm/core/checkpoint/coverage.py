@@ -62,8 +62,8 @@ def first_gap(whole: Box, parts: Iterable[Box]) -> Box | None:
     """A box of `whole` that no part holds, the one with the lowest corner; None if there is none.
 
     Args:
-        whole: What should be covered.
-        parts: What covers it; they may overlap, and reach beyond it.
+        whole: The box to cover.
+        parts: Boxes that cover it; they may overlap, and reach beyond it.
     """
     missing = [] if whole.is_empty else [whole]
     # In ascending order, so that what is missing stays one box where parts are rows.

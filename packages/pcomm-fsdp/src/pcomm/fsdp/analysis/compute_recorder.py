@@ -11,14 +11,13 @@ __all__ = ["ComputeRecorder"]
 
 
 class ComputeRecorder:
-    """Turns what the engine is told into events `forward UNIT` and `backward UNIT`.
+    """Turns marks of the engine into events `forward UNIT` and `backward UNIT`.
 
-    Each stretch of computing between two things that units do is one event, of the innermost unit;
-    what the engine does there is left out. On a GPU that is the time in which the host hands work
-    over.
+    Each segment of computing between two marks is one event, of the innermost unit; the engine's
+    own time there is left out. On a GPU that is the time in which the host hands work over.
 
     Args:
-        recorder: Where events go.
+        recorder: Takes the events.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -29,7 +28,7 @@ class ComputeRecorder:
     def pause(self, mark: Mark) -> None:
         """A unit begins or ends something; the engine takes over."""
         if (mark.kind, mark.unit, mark.phase) == ("use", ROOT, "forward"):
-            # What is open is of a step that ended with an error.
+            # Units that are open are of a step that ended with an error.
             self._open.clear()
         if self._open:
             of, recorder = self._open[-1], self._recorder

@@ -3,9 +3,9 @@
 Follow the steps with buffers without end and gathers that begin at once. Gathers stand in a line of
 their own, reduces in another, sums over replicas in a third, and computing in a fourth:
 
-    wait      computing goes on when all gathers up to that one are through
-    reduce    begins when what comes before it is computed, and the reduces before it are through
-    replicate the same, after its reduce
+    wait_gather  computing goes on when all gathers up to that one are through
+    reduce       begins when what comes before it is computed, and the reduces before it are through
+    all_reduce   the same, after its reduce
 
 What ends last ends no earlier with any prefetch or number of buffers, since all of them only add
 things to wait for. If all bytes pass one link, the sum of all collectives is a bound too. For equal
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pcomm.core.simulate.cluster import Rail
-from pcomm.fsdp.analysis.simulated import Costs, stretches
+from pcomm.fsdp.analysis.simulated import Costs, compute_segments
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.runtime.schedule import Schedule, Step
 
@@ -30,8 +30,9 @@ class Limits:
     """Least seconds of a step.
 
     Args:
-        one_link_s: If all bytes of a rank pass one link.
-        independent_s: If gathers, reduces and sums over replicas have links of their own.
+        one_link_s: Seconds with one link for all bytes of a rank.
+        independent_s: Seconds with a link for gathers, one for reduces and one for sums over
+            replicas.
     """
 
     one_link_s: float
@@ -39,14 +40,14 @@ class Limits:
 
 
 def sent_bytes(step: Step, plan: GroupPlan) -> float:
-    """What this rank has to send at least for a step of its schedule; 0 if it sends nothing."""
+    """Least bytes that this rank sends in a step of its schedule; 0 if it sends nothing."""
     if step.kind == "gather":
         return plan.gather_bytes
     if step.kind == "reduce":
         return plan.reduce_bytes
-    if step.kind == "replicate":
+    if step.kind == "all_reduce":
         replicas = plan.num_replicas
-        return 2 * (replicas - 1) / replicas * plan.layout.share * plan.main_dtype.itemsize
+        return 2 * (replicas - 1) / replicas * plan.layout.shard_length * plan.main_dtype.itemsize
     return 0
 
 
@@ -59,8 +60,8 @@ def limits_of(
     """The bounds of a step. Local.
 
     Args:
-        schedules: Of each micro-batch of the step, in order.
-        plans: Of all parameter groups.
+        schedules: The schedule of each micro-batch of the step, in order.
+        plans: Plans of all parameter groups.
         link: A rank's link; each collective that sends takes its latency once.
         costs: Seconds of computing; None for none, which makes bounds of communication alone.
     """
@@ -70,7 +71,7 @@ def limits_of(
     reduced: dict[str, float] = {}
     settled: dict[str, float] = {}
     for schedule in schedules:
-        seconds = stretches(schedule, costs) if costs else {}
+        seconds = compute_segments(schedule, costs) if costs else {}
         for place, step in enumerate(schedule.steps):
             if step.is_anchor:
                 now += seconds.get(place, 0.0)
@@ -83,12 +84,12 @@ def limits_of(
             if step.kind == "gather":
                 gathers += takes
                 gathered[step.name] = gathers
-            elif step.kind == "wait":
+            elif step.kind == "wait_gather":
                 now = max(now, gathered[step.name])
             elif step.kind == "reduce":
                 reduces = max(reduces, now) + takes
                 reduced[step.name] = reduces
-            elif step.kind == "replicate":
+            elif step.kind == "all_reduce":
                 replicas = max(replicas, reduced[step.name]) + takes
                 settled[step.name] = replicas
     independent = max(now, reduces, replicas)

@@ -12,8 +12,8 @@ from pcomm.fsdp.runtime.schedule import Schedule, Step
 __all__ = ["KINDS", "PeakMemory", "peak_memory"]
 
 KINDS = ("shards", "gathered", "gradients", "shard gradients")
-"""Kinds of buffers: main weights; gathered parameters; whole gradients that are filled, on their
-way, or kept for the next unit; gradients of the shards."""
+"""Kinds of buffers: main weights; unsharded parameters; unsharded gradients that are filled, in
+flight, or kept for the next unit; gradients of the shards."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class PeakMemory:
     """Bytes of buffers in a step.
 
     Args:
-        by_kind: The most of each kind, at whatever time that is.
+        by_kind: The most of each kind, each at a time of its own.
         at_once: The most of all kinds together.
     """
 
@@ -42,8 +42,8 @@ def peak_memory(
     taken for one that is, although a few have to be copied.
 
     Args:
-        schedules: Of each micro-batch of the step, in order.
-        plans: Of all parameter groups.
+        schedules: The schedule of each micro-batch of the step, in order.
+        plans: Plans of all parameter groups.
         arenas: Registered memory of these groups.
     """
     walk = _Walk(plans, arenas)
@@ -56,7 +56,7 @@ def peak_memory(
 
 @dataclass
 class _Walk:
-    """What is allocated after each step."""
+    """The buffers that are allocated after each step."""
 
     plans: Sequence[GroupPlan]
     arenas: Sequence[ArenaPlan]
@@ -77,7 +77,7 @@ class _Walk:
         for plan in self.plans:
             if plan.is_local and plan.is_trainable:
                 self.deposits[plan.name] = _shard_bytes(plan)
-        self._look()
+        self._count()
 
     def take(self, step: Step) -> None:
         """Follow one step."""
@@ -94,9 +94,9 @@ class _Walk:
                 self.gathered.pop(plan.name, None)
             elif step.kind == "reduce":
                 self._fill(plan)
-            elif step.kind == "finish":
+            elif step.kind == "wait_reduce":
                 self._finish(plan)
-        self._look()
+        self._count()
 
     def end(self) -> None:
         """The micro-batch has ended."""
@@ -113,17 +113,17 @@ class _Walk:
 
     def _finish(self, plan: GroupPlan) -> None:
         del self.filled[plan.name]
-        # Of one rank and one format, the whole gradient is that of the shard.
+        # With one rank and one format, the unsharded gradient is that of the shard.
         is_shard = plan.reduce.size == 1 and plan.reduce_dtype == plan.main_dtype
         if not is_shard and self._is_reused(plan):
             self.free.append((plan.gradient_bytes, str(plan.reduce_dtype)))
         self.deposits[plan.name] = _shard_bytes(plan)
 
     def _is_reused(self, plan: GroupPlan) -> bool:
-        """Whether the gradient's buffer serves other units too: autograd's own tensor does not."""
+        """True if the gradient's buffer serves other units too: autograd's own tensor does not."""
         return not plan.takes_gradient_over and ("reduce", plan.name) not in self._in_arenas
 
-    def _look(self) -> None:
+    def _count(self) -> None:
         now = {
             "shards": self._shards,
             "gathered": self._reserved["gather"] + sum(self.gathered.values()),
@@ -137,5 +137,5 @@ class _Walk:
 
 
 def _shard_bytes(plan: GroupPlan) -> int:
-    num_elements = plan.layout.num_elements if plan.is_local else plan.layout.share
+    num_elements = plan.layout.num_elements if plan.is_local else plan.layout.shard_length
     return num_elements * plan.main_dtype.itemsize

@@ -1,4 +1,4 @@
-"""What a step of a sharded model moves and holds, beside what it has to."""
+"""Bytes and memory of a step of a sharded model, beside the least that it needs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ __all__ = ["ROLES", "Overlap", "Report", "ideal_bytes", "report_of"]
 
 ROLES = ("gather", "reduce", "replicate")
 
+_ROLE_OF_STEP = {"gather": "gather", "reduce": "reduce", "all_reduce": "replicate"}
+
 
 @dataclass(frozen=True)
 class Overlap:
     """How much communication a recorded step hid.
 
     Args:
-        hidden: Share of the time of communication in which the rank computed.
-        gather_reduce: Share of the shorter of a gather's and a reduce's queue in which both were
+        hidden: Fraction of the time of communication in which the rank computed.
+        gather_reduce: Fraction of the shorter of a gather's and a reduce's queue in which both were
             busy; None where they share a queue or one was never used.
     """
 
@@ -40,14 +42,14 @@ class Report:
 
     Args:
         decided: Parameter groups, measured separations and the schedule, as text.
-        micro_batches: Of the step.
+        micro_batches: Number of micro-batches of the step.
         sent: Bytes that the rank sends at least, by role, counted from schedules and plans.
         ideal: The same by the formula of the strategy for buffers without padding.
-        padding: Share of all flat buffers that belongs to no parameter.
+        padding: Fraction of all flat buffers that belongs to no parameter.
         memory: The most memory that buffers take.
         limits: Least seconds of the step on the given link.
         step_s: Seconds of the step as measured.
-        overlap: What the given events show.
+        overlap: Overlap in the given events.
     """
 
     decided: str
@@ -117,25 +119,25 @@ def report_of(
     """The figures of a step. Local.
 
     Args:
-        decided: Text that comes first.
-        schedules: Of each micro-batch, in order; none if nothing is recorded yet.
-        plans: Of all parameter groups.
-        link: Of one rank, for bounds.
+        decided: Text before all figures.
+        schedules: The schedule of each micro-batch, in order; none if nothing is recorded yet.
+        plans: Plans of all parameter groups.
+        link: The link of one rank, for bounds.
         costs: Seconds of computing, for bounds; without them communication alone is bounded.
         step_s: Seconds of a step as measured.
-        events: Of steps recorded through `traced` groups and `Sharded.recording`.
+        events: Events of steps recorded through `traced` groups and `Sharded.recording`.
         arenas: Registered memory of these groups.
     """
     length = sum(plan.layout.length for plan in plans if not plan.is_local)
     padding = sum(plan.layout.padding for plan in plans if not plan.is_local)
-    share = padding / length if length else 0.0
+    fraction = padding / length if length else 0.0
     overlap = _overlap(events, plans) if events else None
     if not schedules:
-        return Report(decided, 0, share, step_s=step_s, overlap=overlap)
+        return Report(decided, 0, fraction, step_s=step_s, overlap=overlap)
     return Report(
         decided=decided,
         micro_batches=len(schedules),
-        padding=share,
+        padding=fraction,
         sent=_sent(schedules, plans),
         ideal=ideal_bytes(plans, len(schedules)),
         memory=peak_memory(schedules, plans, arenas),
@@ -158,10 +160,10 @@ def ideal_bytes(plans: Sequence[GroupPlan], micro_batches: int) -> dict[str, flo
     for plan in plans:
         size, elements = plan.gather.size, plan.layout.num_elements
         moved = (size - 1) / size * elements
-        times = {"use": 2 * micro_batches, "backward": micro_batches}.get(plan.shard.keep, 1)
+        times = {"use": 2 * micro_batches, "backward": micro_batches}.get(plan.reshard.keep, 1)
         ideal["gather"] += times * moved * plan.param_dtype.itemsize
         if plan.is_trainable:
-            times = micro_batches if plan.shard.reduce == "micro_batch" else 1
+            times = micro_batches if plan.reshard.reduce == "micro_batch" else 1
             ideal["reduce"] += times * moved * plan.reduce_dtype.itemsize
             replicas = plan.num_replicas
             sums = 2 * (replicas - 1) / replicas * elements / size
@@ -174,8 +176,8 @@ def _sent(schedules: Sequence[Schedule], plans: Sequence[GroupPlan]) -> dict[str
     sent = dict.fromkeys(ROLES, 0)
     for schedule in schedules:
         for step in schedule.steps:
-            if step.kind in ROLES:
-                sent[step.kind] += int(sent_bytes(step, by_name[step.name]))
+            if step.kind in _ROLE_OF_STEP:
+                sent[_ROLE_OF_STEP[step.kind]] += int(sent_bytes(step, by_name[step.name]))
     return sent
 
 

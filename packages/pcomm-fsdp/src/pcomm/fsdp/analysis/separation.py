@@ -1,4 +1,4 @@
-"""Whether a second communicator pays, found out by trying both."""
+"""The gain of a second communicator, measured by trying both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Separation:
-    """What was measured for one pair of groups, the same on all ranks.
+    """Measurements of one pair of groups, the same on all ranks.
 
     Args:
         gather: The gather group.
@@ -43,12 +43,12 @@ class Separation:
 
     @property
     def gain(self) -> float:
-        """Part of the shared time that separation saves; negative if it takes longer."""
+        """Fraction of the shared time that separation saves; negative if it takes longer."""
         return 1 - self.separate_s / self.shared_s
 
     @property
     def pays(self) -> bool:
-        """Whether it saves at least 3 %."""
+        """True if it saves at least 3 %."""
         return self.gain >= _LEAST_GAIN
 
     def describe(self) -> str:
@@ -80,17 +80,17 @@ def measure_separation(
     Args:
         gather: The gather group.
         reduce: The reduce group.
-        num_elements: Of a buffer of all shares; large ones are cut.
-        gather_dtype: Of what is gathered.
-        reduce_dtype: Of what is reduced.
-        device: Where buffers are.
+        num_elements: Elements of an unsharded buffer; large ones are cut.
+        gather_dtype: Dtype of gathered buffers.
+        reduce_dtype: Dtype of reduced buffers.
+        device: Device of the buffers.
     """
     size = gather.size
     most = _MOST_BYTES // max(gather_dtype.itemsize, reduce_dtype.itemsize)
-    share = max(1, min(num_elements, most) // size)
-    part = torch.zeros(share, dtype=gather_dtype, device=device)
-    whole = torch.zeros(share * size, dtype=gather_dtype, device=device)
-    gradient = torch.zeros(share * size, dtype=reduce_dtype, device=device)
+    length = max(1, min(num_elements, most) // size)
+    shard = torch.zeros(length, dtype=gather_dtype, device=device)
+    whole = torch.zeros(length * size, dtype=gather_dtype, device=device)
+    gradient = torch.zeros(length * size, dtype=reduce_dtype, device=device)
 
     def run(gathers: Group | None, reduces: Group | None) -> float:
         _synchronise(device)
@@ -103,7 +103,7 @@ def measure_separation(
         if reduces is not None:
             pending.append(reduces.collectives.reduce_scatter_async(gradient))
         if gathers is not None:
-            pending.append(gathers.collectives.all_gather_async(part, out=whole))
+            pending.append(gathers.collectives.all_gather_async(shard, out=whole))
         for one in pending:
             one.wait()
         _synchronise(device)

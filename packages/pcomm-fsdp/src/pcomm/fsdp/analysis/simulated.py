@@ -13,7 +13,7 @@ from pcomm.core.trace.event import COMPUTE, Event, queue_of
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.runtime.schedule import Phase, Schedule
 
-__all__ = ["Costs", "program", "queues_of", "stretches"]
+__all__ = ["Costs", "compute_segments", "program", "queues_of"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Costs:
     """Seconds that units compute, for each of their uses, without the units inside them.
 
     Args:
-        forward_s: By unit.
-        backward_s: By unit.
+        forward_s: Seconds of each unit in forward, by its name.
+        backward_s: Seconds of each unit in backward, by its name.
     """
 
     forward_s: Mapping[str, float]
@@ -41,12 +41,12 @@ class Costs:
 
     @classmethod
     def from_events(cls, events: Iterable[Event], schedule: Schedule, micro_batches: int) -> Costs:
-        """Means of what `Sharded.recording` records over so many micro-batches.
+        """Means of the events of `Sharded.recording` over some micro-batches.
 
         Args:
-            events: Also others; those named `forward UNIT` and `backward UNIT` count.
-            schedule: Says how often each unit is used.
-            micro_batches: That were recorded.
+            events: Recorded events; those named `forward UNIT` and `backward UNIT` count.
+            schedule: The schedule of each micro-batch, for the number of uses of each unit.
+            micro_batches: Number of micro-batches that were recorded.
         """
         total: dict[tuple[str, str], float] = {}
         for event in events:
@@ -81,10 +81,10 @@ class Costs:
         return known[unit]
 
 
-def stretches(schedule: Schedule, costs: Costs) -> dict[int, float]:
-    """Seconds of computing after each use and done, by the place of that step.
+def compute_segments(schedule: Schedule, costs: Costs) -> dict[int, float]:
+    """Seconds of computing after each use and done, by the index of that step.
 
-    The innermost unit computes. Its seconds are divided evenly over the stretches that other units
+    The innermost unit computes. Its seconds are divided evenly over the segments that other units
     inside it leave.
     """
     open_uses: list[tuple[int, str]] = []
@@ -101,8 +101,8 @@ def stretches(schedule: Schedule, costs: Costs) -> dict[int, float]:
                     break
         if step.kind in ("use", "done") and open_uses:
             user[place] = open_uses[-1][0]
-    shares = Counter(user.values())
-    return {place: seconds[use] / shares[use] for place, use in user.items()}
+    num_segments = Counter(user.values())
+    return {place: seconds[use] / num_segments[use] for place, use in user.items()}
 
 
 def queues_of(plans: Iterable[GroupPlan]) -> dict[str, str]:
@@ -126,7 +126,7 @@ def program(
     *,
     num_shards: int | Mapping[str, int] | None = None,
 ) -> list[Task]:
-    """What one rank does in a step, as tasks for `pcomm.core.simulate`. Local.
+    """The steps of one rank in a training step, as tasks for `pcomm.core.simulate`. Local.
 
     A collective is issued when all that comes before it in the schedule has been computed and
     waited for: a host that computes itself is there only then, and on a GPU its stream waits for
@@ -136,12 +136,12 @@ def program(
     `backward reduce blocks.0`; a second one of a name has ` (2)` behind it.
 
     Args:
-        schedules: Of each micro-batch of the step, in order.
-        plans: Of all parameter groups; their groups name the queues, as `dp:gather`.
+        schedules: The schedule of each micro-batch of the step, in order.
+        plans: Plans of all parameter groups; their groups name the queues, as `dp:gather`.
         costs: Seconds of computing.
-        num_shards: Predict for so many ranks in each gather and reduce group instead of those of
-            the plans; padding stays as it is. With scopes, a number for each by its name, `""` for
-            the model's own; those left out stay as they are.
+        num_shards: Number of ranks to predict for in each gather and reduce group, instead of
+            those of the plans; padding stays as it is. With scopes, a number for each by its name,
+            `""` for the model's own; those left out stay as they are.
 
     Returns:
         The tasks of every rank that has these plans; `dict.fromkeys(ranks, tasks)` runs them.
@@ -156,7 +156,7 @@ def program(
         num_shards = dict.fromkeys(scopes, num_shards)
     writer = _Writer(plans, num_shards or {})
     for schedule in schedules:
-        seconds = stretches(schedule, costs)
+        seconds = compute_segments(schedule, costs)
         for place, step in enumerate(schedule.steps):
             if step.is_anchor:
                 if step.kind == "use" or seconds.get(place):
@@ -170,7 +170,7 @@ def program(
 
 
 class _Writer:
-    """Writes tasks, and keeps what the rank has waited for."""
+    """Writes tasks, and keeps the tasks that the rank has waited for."""
 
     def __init__(self, plans: Sequence[GroupPlan], num_shards: Mapping[str, int]) -> None:
         self.tasks: list[Task] = []
@@ -178,7 +178,7 @@ class _Writer:
         self._queues = queues_of(plans)
         self._num_shards = num_shards
         self._before: tuple[str, ...] = ()
-        self._on_the_way: dict[str, str] = {}
+        self._in_flight: dict[str, str] = {}
         self._count: Counter[str] = Counter()
 
     def compute(self, name: str, seconds: float) -> None:
@@ -191,24 +191,24 @@ class _Writer:
         group, is_alone = self._group(plan, kind)
         if is_alone:
             return
-        share = plan.layout.length / self._num_shards.get(plan.scope, plan.gather.size)
+        shard_length = plan.layout.length / self._num_shards.get(plan.scope, plan.gather.size)
         task = self._unique(f"{phase} {kind} {name}")
         queue = self._queues[group.key]
         operation: Kind = "all_reduce"
-        size = share * plan.main_dtype.itemsize
+        size = shard_length * plan.main_dtype.itemsize
         if kind == "gather":
-            operation, size = "all_gather", share * plan.param_dtype.itemsize
+            operation, size = "all_gather", shard_length * plan.param_dtype.itemsize
         elif kind == "reduce":
             operation, size = "reduce_scatter", plan.layout.length * plan.reduce_dtype.itemsize
         self.tasks.append(Task(task, queue, operation, num_bytes=size, after=self._before))
-        self._on_the_way[name] = task
+        self._in_flight[name] = task
 
     def wait(self, name: str) -> None:
-        if name in self._on_the_way:
-            self._before += (self._on_the_way.pop(name),)
+        if name in self._in_flight:
+            self._before += (self._in_flight.pop(name),)
 
     def _group(self, plan: GroupPlan, kind: str) -> tuple[Group, bool]:
-        if kind == "replicate":
+        if kind == "all_reduce":
             assert plan.replicate is not None
             return plan.replicate, False
         group = plan.gather if kind == "gather" else plan.reduce

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 ReduceOn = Literal["gather", "reduce", "other rail"]
-"""Whose communicator reduces: that of the gathers, a second one on their rail, one on rail 2."""
+"""Communicator of the reduces: that of the gathers, a second one on their rail, one on rail 2."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Fsdp2Form:
             ranks).
         gather: Torch's all-gather, or pcomm's.
         prefetch: Units gathered ahead by explicit lists, forward and backward; 0 for none.
-        waits_for_reduce: Whether each reduce has ended before the next unit computes. FSDP2 does
-            that on a CPU, where it has no streams. Without it a reduce is waited for after the
+        waits_for_reduce: True to end each reduce before the next unit computes. FSDP2 does
+            that on a CPU, where it has no streams. With False a reduce is waited for after the
             next one was issued, as pcomm does it.
         num_kept: Last units that stay gathered from forward to backward.
         reduce_on: Communicator of the reduces.
@@ -73,9 +73,9 @@ class OurForm:
     Args:
         key: Its name on the command line.
         name: Its name in rows and tables.
-        prefetch: See `CommPolicy`; the last `1 + prefetch` units stay from forward to backward.
-        prefetch_backward: See `CommPolicy`.
-        has_pairs: Whether large collectives go between pairs of ranks. Without it gathers are
+        prefetch: Units gathered ahead; the last `1 + prefetch` stay from forward to backward.
+        prefetch_backward: Units gathered ahead in backward; None for `prefetch`.
+        has_pairs: True to send large collectives between pairs of ranks. With False gathers are
             torch's, and reduces an all-to-all and a local sum.
         reduce_on: Communicator of the reduces.
     """
@@ -96,7 +96,7 @@ class Change:
     """One thing that two forms differ in.
 
     Args:
-        name: What it is.
+        name: Name of the change.
         after: Name of the form that has it.
         before: Name of the form that does not.
     """

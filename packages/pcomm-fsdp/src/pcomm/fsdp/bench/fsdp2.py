@@ -27,12 +27,12 @@ class Fsdp2:
     Args:
         problem: The model.
         group: Its communicator.
-        gather: Collectives whose all-gather takes the place of torch's; None leaves torch's.
-        reduce: Collectives whose reduce-scatter takes the place of torch's; None leaves torch's.
+        gather: Collectives with the all-gather to use in place of torch's; None for torch's.
+        reduce: Collectives with the reduce-scatter to use in place of torch's; None for torch's.
         prefetch: Units gathered ahead, by explicit lists; 0 leaves that to torch, which waits for
             each gather on a CPU.
-        waits_for_reduce: Whether `reduce` is waited for before the next unit computes; if not,
-            after the next one was issued. Torch's own is always waited for on a CPU.
+        waits_for_reduce: True to wait for `reduce` before the next unit computes, False after the
+            next one was issued. Torch's own is always waited for on a CPU.
         num_kept: Last units that stay gathered from forward to backward.
     """
 

@@ -20,7 +20,7 @@ def make(form: Form, problem: Problem, groups: Mapping[str, Group]) -> Training:
     """A new model in a form. Collective over the groups.
 
     Args:
-        form: What to make.
+        form: The form of the model.
         problem: The model.
         groups: Groups of the same ranks by what they are for: `"gather"`, `"reduce"` and
             `"other rail"`.

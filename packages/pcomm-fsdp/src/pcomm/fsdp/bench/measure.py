@@ -44,19 +44,20 @@ Maker = Callable[[], Training]
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured for one model on one number of ranks.
+    """Measurements of one model on one number of ranks.
 
     Args:
         model: Its name.
         num_ranks: Number of ranks.
-        timings: Of each case, as the slowest rank had it.
-        sent_bytes: Of each case, what its interfaces sent in a step, with headers; the mean over
-            the rounds on the rank that sent most.
-        peak_bytes: Of each case, on the rank that needed most; empty where it was not counted.
-        steps: Of each case, what had to be done.
-        bounds_s: Of each case, the lower bounds on one link and on independent links.
-        prediction: Of our cases, what the simulator says; None without any, and on one rank.
-        link: What the links carried.
+        timings: Timing of each case on the slowest rank.
+        sent_bytes: Bytes that the interfaces sent in a step of each case, with headers; the mean
+            over the rounds on the rank that sent most.
+        peak_bytes: Peak of memory of each case, on the rank that needed most; empty where it was
+            not counted.
+        steps: The least work of a step of each case.
+        bounds_s: Lower bounds of each case, on one link and on independent links.
+        prediction: Times of our cases in the simulator; None without any, and on one rank.
+        link: Rates of the links.
     """
 
     model: str
@@ -74,9 +75,9 @@ def measure_on_rank(settings: Settings, link: Link, network: RatedNetwork) -> li
     """All models on the ranks of this world, over `network`. Collective; alike on every rank.
 
     Args:
-        settings: What to measure.
-        link: What the links of `network` carry, and the batch of each rank.
-        network: Where the groups that train are opened.
+        settings: The cases to measure.
+        link: Rates of the links of `network`, and the batch of each rank.
+        network: The network that the groups are opened in.
     """
     with connect(backend="gloo") as world:
         topology = Topology({"dp": world.size})

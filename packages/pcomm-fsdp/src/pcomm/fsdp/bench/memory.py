@@ -1,7 +1,7 @@
 """Peak of all memory that a training takes, as the C library counts it.
 
 Torch's own accounts see one thread, and no staging buffers of gloo. `mallinfo2` sees every block in
-use, whoever asked for it and on whichever thread. With one row in the batch there are next to no
+use, of all libraries and threads. With one row in the batch there are next to no
 activations, so what is left is parameters, gradients and buffers.
 """
 

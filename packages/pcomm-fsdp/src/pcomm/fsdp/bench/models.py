@@ -128,8 +128,8 @@ class Reference:
     """Gradients that a training must have.
 
     Args:
-        plain: By plain torch in fp32.
-        exact: The same in fp64.
+        plain: Gradients of plain torch in fp32.
+        exact: Gradients of plain torch in fp64.
         num_ranks: Ranks over which they are the mean.
     """
 

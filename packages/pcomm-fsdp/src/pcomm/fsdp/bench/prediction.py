@@ -21,7 +21,7 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.trace.recorder import Recorder
-from pcomm.fsdp.analysis.simulated import Costs, program, queues_of, stretches
+from pcomm.fsdp.analysis.simulated import Costs, compute_segments, program, queues_of
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.runtime.schedule import Schedule
 from pcomm.fsdp.sharded import Sharded
@@ -40,11 +40,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says, never a measurement.
+    """Times in a model, never a measurement.
 
     Args:
-        latency_s: Of one collective, as the model had it.
-        computing_s: Of a whole step on the rank that computes longest, as the model had it.
+        latency_s: Seconds of latency of one collective in the model.
+        computing_s: Seconds of computing in a step, in the model, on the rank with the most.
         steps_s: Seconds of a step of each case.
     """
 
@@ -63,10 +63,10 @@ def predict(
     """A step of each case, if units compute what `costs` say. Local.
 
     Args:
-        cases: Models whose schedule is recorded; all of them have the same units.
-        costs: Of each rank.
-        bytes_per_s: Of each link, each way.
-        latency_s: Of each collective.
+        cases: Models with a recorded schedule; all of them have the same units.
+        costs: Costs of each rank.
+        bytes_per_s: Rate of each link, each way.
+        latency_s: Seconds of latency of each collective.
     """
     steps_s = {}
     computing_s = 0.0
@@ -76,7 +76,7 @@ def predict(
         steps_s[case] = step_s(schedules, sharded.plans, costs, cluster)
         computing_s = max(
             computing_s,
-            *(sum(sum(stretches(s, own).values()) for s in schedules) for own in costs),
+            *(sum(sum(compute_segments(s, own).values()) for s in schedules) for own in costs),
         )
     return Prediction(latency_s, computing_s, steps_s)
 
@@ -90,9 +90,9 @@ def step_s(
     """Seconds until the last rank has done its step in virtual time. Local.
 
     Args:
-        schedules: Of each micro-batch.
-        plans: Of all parameter groups.
-        costs: Of each rank; they all have the same schedules.
+        schedules: The schedule of each micro-batch.
+        plans: Plans of all parameter groups.
+        costs: Costs of each rank; all ranks have the same schedules.
         cluster: Links, and what runs on them.
     """
     programs = {rank: program(schedules, plans, own) for rank, own in enumerate(costs)}
@@ -106,9 +106,9 @@ def cluster_of(plans: Sequence[GroupPlan], bytes_per_s: float, latency_s: float)
     once, however many steps its algorithm has, since that is how it was measured.
 
     Args:
-        plans: Of all parameter groups; groups without an interface share one link.
-        bytes_per_s: Of each link, each way.
-        latency_s: Of each collective.
+        plans: Plans of all parameter groups; groups without an interface share one link.
+        bytes_per_s: Rate of each link, each way.
+        latency_s: Seconds of latency of each collective.
     """
     queues = queues_of(plans)
     communicators: dict[str, Communicator] = {}
@@ -129,10 +129,10 @@ def latency_of(
     """Seconds that a collective takes beside its bytes, not below 0. Local.
 
     Args:
-        alone_s: Of all operations, one after another with nothing beside them.
-        num_bytes: What a rank sends in all of them.
-        num_operations: How many they are.
-        bytes_per_s: Of the link, each way.
+        alone_s: Seconds of all operations, one after another with nothing beside them.
+        num_bytes: Bytes that a rank sends in all of them.
+        num_operations: Number of operations.
+        bytes_per_s: Rate of the link, each way.
     """
     return max(0.0, alone_s - num_bytes / bytes_per_s) / num_operations
 
@@ -145,10 +145,10 @@ def recorded_costs(
     Where ranks share cores they slow each other down; that is a part of the costs.
 
     Args:
-        sharded: A model whose schedule is recorded.
+        sharded: A model with a recorded schedule.
         step: Does one step of it.
-        num_steps: How often.
-        control: Ranks tell each other their costs through it.
+        num_steps: Number of steps.
+        control: Collectives that exchange the costs.
     """
     found = []
     for _ in range(num_steps):
@@ -171,7 +171,7 @@ def median_costs(steps: Sequence[Costs]) -> Costs:
 
 
 def costs_of_ranks(own: Costs, control: Collectives) -> list[Costs]:
-    """The costs of all ranks, whose units are the same. Collective."""
+    """The costs of all ranks, which have the same units. Collective."""
     forward, backward = sorted(own.forward_s), sorted(own.backward_s)
     seconds = [
         *(own.forward_s[unit] for unit in forward),

@@ -17,7 +17,7 @@ class Widths:
     """Sizes of a model.
 
     Args:
-        width: Of hidden states.
+        width: Width of hidden states.
         depth: Layers, each of which is a unit.
         rows: Rows of the batch of each rank; the transformer makes sequences of 32 of them.
     """
@@ -64,7 +64,7 @@ class Settings:
         links: Rates, one after another. Of the usual two, communication takes far longer than
             computation on the first, and computation takes longer on the second.
         forms: Keys of the forms that are compared.
-        rounds: How often each case has its turn.
+        rounds: Number of turns of each case.
         alone_rounds: The same on one rank, where a turn is short.
         is_small: Tiny models, which take no time and show nothing.
 

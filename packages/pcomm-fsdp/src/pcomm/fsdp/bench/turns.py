@@ -24,7 +24,7 @@ class Turn:
     """A case, and what goes before and after it outside of its time.
 
     Args:
-        run: What is timed.
+        run: Called, and timed.
         prepare: Called before.
         check: Called after; raises where the result is wrong.
     """
@@ -42,7 +42,7 @@ def take_turns(
     Args:
         turns: The cases, by name.
         control: Ranks meet through it before each turn, and exchange their times.
-        rounds: How often each case has its turn; one round more goes before and does not count.
+        rounds: Number of turns of each case; one round more goes before and does not count.
 
     Returns:
         Times of each case, and the bytes that the rank which sent most has sent in a turn of it,

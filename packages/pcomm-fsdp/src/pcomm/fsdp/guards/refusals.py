@@ -1,11 +1,35 @@
-"""What a sharded model refuses to go on with, and why."""
+"""Everything that a running sharded model refuses, and why: one function for each error.
+
+What `fully_shard` refuses before anything is sharded is in `plan/checks.py`, and functions of torch
+that would take a shard for the whole are in `torch_refusals.py`.
+"""
 
 from __future__ import annotations
 
-from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, PeerError, PeerTimeoutError
 from pcomm.fsdp.plan.group_plan import GroupPlan
 
-__all__ = ["closed", "gone", "late", "lost", "stale", "unexpected"]
+__all__ = [
+    "backward_within_forward",
+    "broken_collectives",
+    "changed_parameter",
+    "changed_weights",
+    "closed",
+    "collective_failed",
+    "different_schedules",
+    "gone",
+    "late_gradient",
+    "late_rank",
+    "lost_gradients",
+    "peer_failed",
+    "second_backward",
+    "stale_gather",
+    "unexpected_gradient",
+    "unit_called_alone",
+    "used_while_sharded",
+]
+
+# -- the life of a model -----------------------------------------------------------------------
 
 
 def closed(asked: str) -> ClosedError:
@@ -29,18 +53,84 @@ def gone() -> ClosedError:
     )
 
 
-def stale(plan: GroupPlan) -> ConfigError:
+def unit_called_alone(unit: str) -> ConfigError:
+    """A unit's module was called outside of the model's forward."""
+    return ConfigError(
+        f"fsdp: unit {unit!r} called by itself",
+        found="the model's forward is not running",
+        why="The schedule begins with an entry point of the model.",
+        fix="Call the model, or name the method that calls this unit in entry_points.",
+    )
+
+
+# -- weights that are not those that were gathered ---------------------------------------------
+
+
+def changed_parameter(name: str, *, found: str, fix: str) -> ConfigError:
+    """A parameter is not what it was when it was sharded."""
+    return ConfigError(
+        f"fsdp: parameter {name!r}",
+        found=found,
+        why="Values are gathered from flat buffers, and gradients reduced, as was planned.",
+        fix=fix,
+    )
+
+
+def stale_gather(plan: GroupPlan) -> ConfigError:
     """Shards were written after they had been gathered."""
     return ConfigError(
         f"fsdp: the gathered parameters of {plan.name!r}",
-        found="this rank's part was written after they had been gathered",
+        found="this rank's shard was written after they had been gathered",
         why="They stay gathered for the next micro-batch, which would compute with old weights.",
         fix="Call sharded.parameters_changed() on all ranks after writing into shards; let the "
         "optimizer step after a backward with accumulate(is_last=True).",
     )
 
 
-def late(plan: GroupPlan, index: int) -> ConfigError:
+def changed_weights() -> ConfigError:
+    """Shards were written between a forward and its backward."""
+    return ConfigError(
+        "backward of a sharded model",
+        found="parameters that were written after the forward that it belongs to",
+        why="They are gathered again for backward, which would compute with other weights.",
+        fix="Call backward before the optimizer steps and before parameters are loaded.",
+    )
+
+
+def used_while_sharded(name: str, unit: str) -> ConfigError:
+    """A shard has got a gradient from autograd."""
+    return ConfigError(
+        f"backward: a gradient of this rank's shard of {name!r}",
+        found=f"the parameter was used while unit {unit!r} had not gathered it",
+        why="Only a shard of it was there, and its gradient would not be reduced.",
+        fix="Use a parameter inside the forward of its unit, or leave it to the root.",
+    )
+
+
+# -- backward ----------------------------------------------------------------------------------
+
+
+def second_backward() -> ConfigError:
+    """Backward has come to a forward that has had its own."""
+    return ConfigError(
+        "backward of a sharded model",
+        found="the graph of a forward that has had its backward, or was given up after an error",
+        why="A unit's gradients are reduced, and its parameters released, once for each forward.",
+        fix="Call backward once for each forward, for all its losses together.",
+    )
+
+
+def backward_within_forward() -> ConfigError:
+    """Backward was called while the model's forward runs."""
+    return ConfigError(
+        "backward of a sharded model",
+        found="its forward, which is still running",
+        why="A unit is in its forward or in its backward; its parameters are released after each.",
+        fix="Compute gradients within the forward of one unit, or after that of the model.",
+    )
+
+
+def late_gradient(plan: GroupPlan, index: int) -> ConfigError:
     """A gradient has come after those of its unit were reduced."""
     return ConfigError(
         f"backward: a gradient of {plan.names[index]}",
@@ -50,7 +140,17 @@ def late(plan: GroupPlan, index: int) -> ConfigError:
     )
 
 
-def lost(plan: GroupPlan) -> ConfigError:
+def unexpected_gradient(plan: GroupPlan, index: int) -> ConfigError:
+    """A gradient has come to a unit that is not in backward."""
+    return ConfigError(
+        f"backward: a gradient of {plan.names[index]}",
+        found=f"backward has not come to unit {plan.unit!r} by a tensor that its forward returned",
+        why="A unit's backward begins at the tensors that it returns, and gathers for it there.",
+        fix="Return every tensor that the loss needs, in tuples, lists, dicts or dataclasses.",
+    )
+
+
+def lost_gradients(plan: GroupPlan) -> ConfigError:
     """Gradients of earlier micro-batches are gone."""
     return ConfigError(
         "forward after a micro-batch that was given up",
@@ -60,11 +160,56 @@ def lost(plan: GroupPlan) -> ConfigError:
     )
 
 
-def unexpected(plan: GroupPlan, index: int) -> ConfigError:
-    """A gradient has come to a unit that is not in backward."""
-    return ConfigError(
-        f"backward: a gradient of {plan.names[index]}",
-        found=f"backward has not come to unit {plan.unit!r} by a tensor that its forward returned",
-        why="A unit's backward begins at the tensors that it returns, and gathers for it there.",
-        fix="Return every tensor that the loss needs, in tuples, lists, dicts or dataclasses.",
+# -- other ranks -------------------------------------------------------------------------------
+
+
+def different_schedules(found: str) -> DivergenceError:
+    """Ranks run units in different orders."""
+    return DivergenceError(
+        "fsdp: what units do",
+        found=found,
+        why="Gathers and reduces are issued in the order in which units run, which has to be that "
+        "of all ranks.",
+        fix="Use units in the same order on all ranks: draw what varies, such as layers that are "
+        "dropped, from the same random numbers; or make one unit of it.",
+    )
+
+
+def late_rank(step: str, limit_s: float) -> PeerTimeoutError:
+    """A rank has not departed from the schedule where this one does."""
+    return PeerTimeoutError(
+        f"fsdp: {step}",
+        found=f"not all ranks came to the same place within {limit_s:g} s",
+        why="This was not foreseen in the schedule, so all ranks have to do it or none.",
+        fix="Look for an earlier error on the other ranks; raise PCOMM_TIMEOUT_S if they are slow.",
+    )
+
+
+def peer_failed(message: str) -> PeerError:
+    """Another rank has failed before an agreement."""
+    return PeerError(
+        "fsdp: what units do",
+        found=f"an error on {message}",
+        why="What was not foreseen in the schedule is done by all ranks or none.",
+        fix="Repair what that rank reports.",
+    )
+
+
+def collective_failed(what: str, found: str) -> PeerError:
+    """A collective will not end."""
+    return PeerError(
+        f"fsdp: {what}",
+        found=found,
+        why="A collective ends only if every rank of its group joins it.",
+        fix="Repair what that rank reports; if it reports nothing, look for its first error.",
+    )
+
+
+def broken_collectives(reason: str) -> PeerError:
+    """A collective of an earlier step never ended."""
+    return PeerError(
+        "fsdp: step after an error",
+        found=f"collectives that some ranks never joined, after: {reason}",
+        why="The next collective would meet what is left of the last ones.",
+        fix="Open new groups and shard the model again, or restart from a checkpoint.",
     )

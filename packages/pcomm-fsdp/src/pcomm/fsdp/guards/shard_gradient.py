@@ -1,27 +1,26 @@
-"""A gradient of which this rank holds a part, which torch's functions do not take for the whole.
+"""A gradient of which this rank holds a shard, which torch's functions do not take for the whole.
 
-Elementwise operations are right on parts and go through. A norm becomes that of the whole gradient
+Elementwise operations are right on shards and go through. A norm becomes that of the whole gradient
 where `nn.utils.get_total_norm` puts the norms of all parameters together, which is where
 `clip_grad_norm_` comes from. The check for overflow of `torch.amp.GradScaler` is that of all ranks.
-What looks at several elements at once, and would see those of one rank alone, is an error.
+Functions of several elements at once, which would see those of one rank alone, are an error.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pcomm.core.errors import UnsupportedError
-from pcomm.core.groups.group import Group
+from pcomm.fsdp.guards import torch_refusals
+from pcomm.fsdp.guards.gradient_origin import GradientOrigin, Origin, alive
+from pcomm.fsdp.guards.shard_norm import ShardNorm
+from pcomm.fsdp.guards.shard_tensor import NORMS, ShardTensor
 
-__all__ = ["GradientOrigin", "ShardGradient"]
-
-_NORMS = frozenset({"norm", "vector_norm", "linalg_norm", "linalg_vector_norm"})
+__all__ = ["ShardGradient", "mark_shard"]
 
 # fmt: off
 _REFUSED = frozenset((
@@ -49,59 +48,13 @@ _TOGETHER = frozenset({"cat", "concat", "concatenate", "hstack", "stack", "vstac
 """Functions that make one tensor of several, of which ranks hold different ones."""
 
 
-class GradientOrigin:
-    """Where the other parts of a group's gradients are.
-
-    Args:
-        over: Groups whose ranks hold the other parts of the same gradients, or other gradients of
-            the group.
-        everyone: All groups of the model, in the same order on all ranks.
-        entire: Places of the parameters of which one rank holds everything.
-    """
-
-    def __init__(
-        self, over: Sequence[Group], everyone: Sequence[Group], entire: frozenset[int]
-    ) -> None:
-        self.over = tuple(one for one in over if one.size > 1)
-        self._everyone = tuple(one for one in everyone if one.size > 1)
-        self._entire = entire
-
-    @property
-    def has_peers(self) -> bool:
-        """Whether the model has other ranks; each of them has to skip a step if this one does."""
-        return bool(self._everyone)
-
-    def mark(self, gradient: Tensor, index: int) -> Tensor:
-        """The same memory as a tensor that knows it is a part; itself on one rank. Local.
-
-        Args:
-            gradient: This rank's part.
-            index: Place of its parameter in the group.
-        """
-        if not self.has_peers:
-            return gradient
-        return _marked(gradient, weakref.ref(self), is_entire=index in self._entire)
-
-    def anywhere(self, flag: Tensor) -> None:
-        """Make a flag the largest of all ranks of the model, in place. Collective over them.
-
-        Twice where there are several groups, so that it reaches ranks that share none.
-        """
-        for _ in range(2 if len(self._everyone) > 1 else 1):
-            for group in self._everyone:
-                group.collectives.all_reduce(flag, op="max", out=flag)
-
-
-Origin = weakref.ReferenceType[GradientOrigin]
-
-
-class ShardGradient(Tensor):
-    """This rank's part of a gradient, in ordinary memory; `as_subclass(Tensor)` takes it as it is.
+class ShardGradient(ShardTensor):
+    """This rank's shard of a gradient, in ordinary memory; `as_subclass(Tensor)` takes it as it is.
 
     Attributes:
-        origin: Where the other parts are.
-        is_entire: Whether one rank holds the whole gradient, so that it may look at all of it.
-        is_computed: Whether it is no gradient any more, but an update or an average, of which an
+        origin: The groups that hold the other shards.
+        is_entire: True if one rank holds the whole gradient, and may look at all of it.
+        is_computed: True if it is no gradient any more, but an update or an average, of which an
             optimizer for whole matrices takes the norm by itself.
     """
 
@@ -110,40 +63,36 @@ class ShardGradient(Tensor):
     is_computed: bool
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+    def _instead_of(
+        cls, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[Any]
     ) -> Any:
-        """Run `func`, refuse it, or have it see all ranks; see the module."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        given = _given(args, kwargs)
+        if any(isinstance(one, ShardNorm) and not one.is_entire for one in given):
+            raise torch_refusals.mixed_elements("norm")
         is_cut = not all(one.is_entire for one in given if isinstance(one, ShardGradient))
-        if name in _NORMS and (is_cut or _is_of_all(name, *args, **kwargs)):
+        if name in NORMS and (is_cut or _is_of_all(name, *args, **kwargs)):
             return _norm(name, *args, **kwargs)
         if name == "_foreach_norm":
             return _norms(*args, **kwargs)
         if (name in _TOGETHER and any(map(_is_spread, given))) or (
             is_cut and _mixes_elements(name, args, kwargs)
         ):
-            raise _mixes(name)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            raise torch_refusals.mixed_elements(name)
+        return NotImplemented
+
+    @classmethod
+    def _taken(cls, name: str, result: Any, args: Sequence[Any], given: Sequence[Any]) -> Any:
         if name == "as_subclass":
             return result
         if name == "_amp_foreach_non_finite_check_and_unscale_":
-            _origin_of(given).anywhere(args[1])
+            first = next(one for one in given if isinstance(one, ShardGradient))
+            alive(first.origin).spread_overflow(args[1])
         if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
             # In place: what it has written to is what it was.
             return result
         if name.startswith("_foreach_") and isinstance(result, list | tuple):
+            lists = [one for one in args if isinstance(one, list | tuple)]
             return [
-                _like(
-                    name, one, [lists[place] for lists in args if isinstance(lists, list | tuple)]
-                )
+                _like(name, one, [members[place] for members in lists])
                 for place, one in enumerate(result)
             ]
         if isinstance(result, Tensor) and not any(result is one for one in given):
@@ -151,7 +100,7 @@ class ShardGradient(Tensor):
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A copy that is a part as well."""
+        """A copy that is a shard as well."""
         copy = self.detach().clone()
         memo[id(self)] = copy
         return copy
@@ -161,46 +110,17 @@ class ShardGradient(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-class _PartNorm(Tensor):
-    """Norms of parts, which are good for one thing: the norm of all of them together.
+def mark_shard(gradient: Tensor, origin: GradientOrigin, index: int) -> Tensor:
+    """The same memory as a `ShardGradient`; the gradient itself in a model of one rank. Local.
 
-    Attributes:
-        order: Of the norm.
-        origins: For each element, whose part it is the norm of; None for a whole tensor.
-        is_entire: Whether it is the norm of a whole gradient, which may be used alone, too.
+    Args:
+        gradient: This rank's shard.
+        origin: The groups that hold the other shards.
+        index: Index of its parameter in the parameter group.
     """
-
-    order: float
-    origins: list[Origin | None]
-    is_entire: bool
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Put norms together, or refuse."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "stack":
-            return _stacked(*args, **kwargs)
-        if name in _NORMS and isinstance(args[0], _PartNorm):
-            return _total(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        if name in ("to", "cpu", "cuda", "double", "float", "detach"):
-            (given,) = (one for one in args if isinstance(one, _PartNorm))
-            moved = _part_norm(result, given.order, given.origins)
-            moved.is_entire = given.is_entire
-            return moved
-        if all(one.is_entire for one in _given(args, kwargs) if isinstance(one, _PartNorm)):
-            return result.as_subclass(Tensor) if isinstance(result, Tensor) else result
-        if isinstance(result, Tensor) or name in ("item", "tolist", "__float__", "__bool__"):
-            raise _mixes("norm")
-        return result
+    if not origin.has_peers:
+        return gradient
+    return _marked(gradient, weakref.ref(origin), is_entire=origin.is_entire(index))
 
 
 def _marked(gradient: Tensor, origin: Origin, *, is_entire: bool) -> ShardGradient:
@@ -210,7 +130,7 @@ def _marked(gradient: Tensor, origin: Origin, *, is_entire: bool) -> ShardGradie
 
 
 def _like(name: str, result: Any, given: Sequence[Any]) -> Any:
-    """What was computed element by element from a part is a part, too."""
+    """The result of an elementwise function of a shard as a shard."""
     if not isinstance(result, Tensor) or not result.is_floating_point():
         return result
     for one in given:
@@ -223,15 +143,11 @@ def _like(name: str, result: Any, given: Sequence[Any]) -> Any:
     return result
 
 
-def _given(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    found: list[Any] = []
-    for one in (*args, *kwargs.values()):
-        found += one if isinstance(one, list | tuple) else [one]
-    return found
-
-
 def _is_spread(one: Any) -> bool:
-    """Whether other ranks hold other parts, or others of its group; not so for experts by rank."""
+    """True if other ranks hold other shards, or other gradients of its group.
+
+    Not so for experts of which each rank has its own.
+    """
     if not isinstance(one, ShardGradient):
         return False
     origin = one.origin()
@@ -239,7 +155,7 @@ def _is_spread(one: Any) -> bool:
 
 
 def _mixes_elements(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a result depends on several elements of one tensor."""
+    """True if a result depends on several elements of one tensor."""
     for form in ("linalg_", "_foreach_"):
         name = name.removeprefix(form)
     # `__rmatmul__`, `__imatmul__`, and `addmm_`.
@@ -250,29 +166,13 @@ def _mixes_elements(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> b
     return name in _REFUSED
 
 
-def _origin_of(given: Sequence[Any]) -> GradientOrigin:
-    return _alive(next(one for one in given if isinstance(one, ShardGradient)).origin)
-
-
-def _alive(origin: Origin) -> GradientOrigin:
-    found = origin()
-    if found is None:
-        raise UnsupportedError(
-            "a gradient of a sharded model that is gone",
-            found="no groups any more",
-            why="The other parts are on other ranks.",
-            fix="Keep the model as long as its gradients, or take full_gradients() before.",
-        )
-    return found
-
-
 # -- norms -------------------------------------------------------------------------------------
 
 
 def _is_of_all(
     name: str, x: Any, ord: Any = None, dim: Any = None, *_: Any, p: Any = None, **__: Any
 ) -> bool:
-    """Whether a norm is that of all elements, seen as a vector."""
+    """True if a norm is that of all elements, seen as a vector."""
     order = p if ord is None else ord
     is_of_matrix = name == "linalg_norm" and order is not None
     return isinstance(x, ShardGradient) and dim is None and not is_of_matrix and order != "nuc"
@@ -280,92 +180,31 @@ def _is_of_all(
 
 def _norm(
     name: str, x: Any, ord: Any = None, *args: Any, p: Any = None, **kwargs: Any
-) -> _PartNorm:
-    """The norm of a part, of `torch.norm`, `Tensor.norm` or `torch.linalg`'s functions."""
+) -> ShardNorm:
+    """The norm of a shard, by `torch.norm`, `Tensor.norm` or `torch.linalg`'s functions."""
     if not _is_of_all(name, x, ord, *args, p=p, **kwargs) or kwargs.get("out") is not None:
-        raise _mixes(f"{name} along dimensions")
+        raise torch_refusals.mixed_elements(f"{name} along dimensions")
     order = p if ord is None else ord
     return _norms([x], 2.0 if order in (None, "fro") else order, kwargs.get("dtype"))[0]
 
 
 def _norms(
     tensors: Sequence[Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
-) -> list[_PartNorm]:
+) -> list[ShardNorm]:
     order = float(ord)
     if not order > 0:
-        raise _mixes(f"norm of order {order}")
+        raise torch_refusals.mixed_elements(f"norm of order {order}")
     plain = [one.as_subclass(Tensor).detach() for one in tensors]
-    # The largest of nothing is an error of torch's; a part may be empty.
+    # The largest of nothing is an error of torch's; a shard may be empty.
     filled = [one for one in plain if one.numel()]
     found = iter(torch._foreach_norm(filled, order, dtype) if filled else ())
     norms = []
     for one, own in zip(tensors, plain, strict=True):
         value = next(found) if own.numel() else own.new_zeros((), dtype=dtype or own.dtype)
         origin = one.origin if isinstance(one, ShardGradient) else None
-        norm = _part_norm(value, order, [origin])
+        norm = ShardNorm.of(value, order, [origin])
         norm.is_entire = not _is_spread(one)
         if isinstance(one, ShardGradient) and one.is_entire and one.is_computed:
             norm.is_entire = True
         norms.append(norm)
     return norms
-
-
-def _part_norm(value: Tensor, order: float, origins: list[Origin | None]) -> _PartNorm:
-    norm = value.as_subclass(_PartNorm)
-    norm.order, norm.origins, norm.is_entire = order, origins, False
-    return norm
-
-
-def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> _PartNorm:
-    parts = [one for one in tensors if isinstance(one, _PartNorm)]
-    origins = [one.origins[0] if isinstance(one, _PartNorm) else None for one in tensors]
-    if any(one.dim() for one in tensors) or len({one.order for one in parts}) > 1:
-        raise _mixes("stack of norms")
-    values = torch.stack([one.as_subclass(Tensor) for one in tensors])
-    return _part_norm(values, parts[0].order, origins)
-
-
-def _total(
-    norms: _PartNorm,
-    ord: Any = None,
-    dim: Any = None,
-    *_: Any,
-    p: Any = None,
-    dtype: torch.dtype | None = None,
-    **__: Any,
-) -> Tensor:
-    """The norm over all ranks. Collective: one all-reduce for each set of groups, in fp64."""
-    given = p if ord is None else ord
-    order = 2.0 if given in (None, "fro") else float(given)
-    if order != norms.order or dim is not None:
-        raise _mixes(f"norm of order {given} of norms of order {norms.order}")
-    powers = norms.as_subclass(Tensor).double().view(-1)
-    powers = powers if math.isinf(order) else powers.pow(order)
-    together: Callable[[Tensor], Tensor] = torch.amax if math.isinf(order) else torch.sum
-    terms: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    over: dict[tuple[tuple[int, ...], ...], tuple[Group, ...]] = {}
-    for place, origin in enumerate(norms.origins):
-        groups = () if origin is None else _alive(origin).over
-        key = tuple(group.ranks for group in groups)
-        terms.setdefault(key, []).append(place)
-        over[key] = groups
-    sums = []
-    for key, places in terms.items():
-        total = together(powers[places])
-        for group in over[key]:
-            total = group.collectives.all_reduce(total, op="max" if math.isinf(order) else "sum")
-        sums.append(total)
-    whole = together(torch.stack(sums))
-    whole = whole if math.isinf(order) else whole.pow(1 / order)
-    return whole.to(dtype or norms.dtype)
-
-
-def _mixes(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"torch: {name} of a gradient of a sharded model",
-        found="a part of the gradient: the rest is on other ranks",
-        why="The result would be that of this rank's part, and differ between ranks. An optimizer "
-        "that needs it, such as LAMB or Shampoo, does not fit to shards.",
-        fix="Use sharded.clip_grad_norm(), grad_norm() or full_gradients(); elementwise "
-        "optimizers; or gradient.as_subclass(torch.Tensor) where this rank's part is meant.",
-    )

@@ -15,7 +15,7 @@ class BufferPool:
     kept between steps.
 
     Args:
-        device: Where buffers are.
+        device: Device of the buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class BufferPool:
         return free.pop() if free else torch.empty(length, dtype=dtype, device=self._device)
 
     def give(self, buffer: Tensor) -> None:
-        """Take a buffer back that nobody reads any more."""
+        """Take back a buffer that is not read any more."""
         self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
     def clear(self) -> None:

@@ -21,7 +21,7 @@ from pcomm.fsdp.settings.policy import CommPolicy
 __all__ = ["ArenaPlan", "Nesting", "most_at_once", "plan_arenas"]
 
 Use = Literal["gather", "reduce"]
-"""What buffers are for: gathered parameters, or whole gradients."""
+"""Kind of buffers: of gathered parameters, or of unsharded gradients."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class ArenaPlan:
 
     Args:
         name: Begins with the use, the group and the size.
-        use: What the buffers are for.
+        use: Kind of the buffers, of gathers or of reduces.
         group: The first group of the communicator.
-        slot_bytes: Of each buffer.
-        num_slots: Buffers that can live at once.
-        plans: Names of the parameter groups whose buffers these are.
+        slot_bytes: Bytes of each buffer.
+        num_slots: Number of buffers that can live at once.
+        plans: Names of the parameter groups that have these buffers.
     """
 
     name: str
@@ -52,17 +52,17 @@ def plan_arenas(plans: Sequence[GroupPlan], comm: CommPolicy) -> list[ArenaPlan]
     are the shard itself.
 
     Args:
-        plans: Of all parameter groups; which groups they use is final.
-        comm: How many buffers live at once.
+        plans: Plans of all parameter groups, with the groups that they use in the end.
+        comm: Depths, which bound the buffers that live at once.
     """
     nested = Nesting(plans)
 
     def num_gathered(own: Sequence[GroupPlan]) -> int:
-        passing = [plan for plan in own if plan.shard.keep == "use"]
+        passing = [plan for plan in own if plan.reshard.keep == "use"]
         return most_at_once(own, passing, nested, comm.most_prefetch)
 
     def num_gradients(own: Sequence[GroupPlan]) -> int:
-        passing = [plan for plan in own if plan.shard.reduce == "micro_batch"]
+        passing = [plan for plan in own if plan.reshard.reduce == "micro_batch"]
         return most_at_once(own, passing, nested, comm.inflight_reduce)
 
     gathered = [p for p in plans if p.gather.process_group is not None and not p.is_one_buffer]
@@ -77,7 +77,7 @@ class Nesting:
     """Which units are in use whenever another one is.
 
     Args:
-        plans: Of all parameter groups; units without any are never gathered.
+        plans: Plans of all parameter groups; units without any are never gathered.
     """
 
     def __init__(self, plans: Sequence[GroupPlan]) -> None:
@@ -104,11 +104,11 @@ def most_at_once(
 
     Beside what stays, those of the units around one unit have one, and those of `more + 1` units.
     Gathered parameters: of the unit in use and of `prefetch` that are next. Gradients: of the unit
-    that fills them and of `inflight_reduce` whose reduces are on their way.
+    that fills them and of `inflight_reduce` with reduces in flight.
 
     Args:
         own: Parameter groups.
-        passing: Those of them whose buffers go with their unit; all others stay.
+        passing: Groups among `own` with buffers that go with their unit; all others stay.
         nested: Units of the whole model.
         more: Units beside the one in use.
     """

@@ -21,17 +21,17 @@ from pcomm.fsdp.settings.policy import CommPolicy
 __all__ = ["Fill", "PooledGradients", "PooledMemory", "register_memory"]
 
 Fill = Callable[[torch.UntypedStorage, int], object]
-"""Gives memory to a storage that has none: the storage, and how many bytes it needs."""
+"""Gives memory to a storage that has none: called with the storage and its number of bytes."""
 
 
 class PooledMemory:
     """The arenas of one model, reserved and registered. Made by `register_memory`.
 
     Args:
-        arenas: What was planned, and what came of it.
+        arenas: Each plan with its arena.
 
     Attributes:
-        planned: What was planned.
+        planned: The plans of all arenas.
     """
 
     def __init__(self, arenas: Sequence[tuple[ArenaPlan, Arena]]) -> None:
@@ -50,13 +50,13 @@ class PooledMemory:
         )
 
     def fill(self, plan: GroupPlan) -> Fill | None:
-        """What gives memory to the gathered buffer of a plan; None for ordinary memory."""
+        """Gives memory to the unsharded parameters of a plan; None for ordinary memory."""
         if not plan.gather_pool:
             return None
         return functools.partial(_fill, self._arenas[plan.gather_pool])
 
     def gradients(self, plan: GroupPlan, device: torch.device) -> BufferPool | None:
-        """Where a plan's gradient buffers come from; None for ordinary memory."""
+        """The pool of a plan's gradient buffers; None for ordinary memory."""
         if not plan.reduce_pool:
             return None
         return PooledGradients(self._arenas[plan.reduce_pool], device)
@@ -77,11 +77,11 @@ class PooledMemory:
 
 
 class PooledGradients(BufferPool):
-    """Gradient buffers out of an arena, which is what reuses them.
+    """Gradient buffers out of an arena, which reuses their memory.
 
     Args:
-        arena: Reserved for as many as can live at once.
-        device: Where it is.
+        arena: An arena with as many slots as buffers can live at once.
+        device: Device of the arena.
     """
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
@@ -89,14 +89,14 @@ class PooledGradients(BufferPool):
         self._arena, self._where = arena, device
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
-        """A buffer with any contents, whose memory goes back with it, or by `give` before that."""
+        """A buffer with any contents. Its memory goes back with it, or by `give` before that."""
         flat = torch.empty(0, dtype=dtype, device=self._where)
         storage = flat.untyped_storage()
         _fill(self._arena, storage, length * dtype.itemsize)
         return flat.set_(storage, 0, (length,), (1,))
 
     def give(self, buffer: Tensor) -> None:
-        """Take the memory from a buffer that nobody reads any more, whoever still holds it."""
+        """Take the memory from a buffer that is not read any more, referenced or not."""
         buffer.untyped_storage().resize_(0)
 
 
@@ -107,7 +107,7 @@ def register_memory(
     peers: Peers,
     device: torch.device,
 ) -> PooledMemory:
-    """Reserve memory for all buffers that are sent, and register it with who sends them.
+    """Reserve memory for all buffers that are sent, and register it with their communicators.
 
     Collective over all groups and the registry's control group. Each communicator is used once
     before, since torch registers with none that is not initialised. If anything fails on one rank,
@@ -115,10 +115,10 @@ def register_memory(
 
     Args:
         registry: Registers, and undoes it when the groups close.
-        plans: Of all parameter groups; which groups they use is final.
-        comm: How many buffers live at once.
+        plans: Plans of all parameter groups, with the groups that they use in the end.
+        comm: Depths, which bound the buffers that live at once.
         peers: All ranks of the groups.
-        device: Where buffers are.
+        device: Device of the buffers.
 
     Raises:
         PcommError: What `PoolRegistry.bind` raises.
@@ -132,7 +132,7 @@ def register_memory(
             arenas.append((plan, registry.new_arena(plan.group.role, plan.name)))
             arenas[-1][1].reserve(plan.num_slots, plan.slot_bytes, device)
     except Exception as problem:
-        # Whatever it is, the other ranks must not wait for this one.
+        # Any error: the other ranks must not wait for this one.
         error = problem
     try:
         peers.agree("fully_shard: reserve memory", [plan.name for plan, _ in arenas], error=error)
@@ -167,5 +167,6 @@ def _fill(arena: Arena, storage: torch.UntypedStorage, num_bytes: int) -> None:
             found=str(problem).splitlines()[0],
             why="Memory was reserved for units that are used one after another or inside each "
             "other. Here more of them are in use, as under one checkpoint of several units.",
-            fix="Shard(keep='backward', reduce='step') reserves for all units; or use no pools.",
+            fix="ReshardPolicy(keep='backward', reduce='step') reserves for all units; or use no "
+            "pools.",
         ) from problem

@@ -37,7 +37,7 @@ def check_roles(scope: str, roles: Roles) -> None:
         raise TopologyError(
             f"{name}: gather {roles.gather.key}, reduce {roles.reduce.key}",
             found=f"ranks {list(roles.gather.ranks)} and {list(roles.reduce.ranks)}",
-            why="Each rank gathers from the shards whose gradients the same ranks reduce.",
+            why="Each rank gathers from the ranks that reduce gradients with it.",
             fix="Open both along the same axes, with different roles.",
         )
     outer = roles.replicate

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from pcomm.core.groups.group import Group
 from pcomm.fsdp.plan.flat_layout import FlatLayout
@@ -15,9 +17,9 @@ __all__ = ["GroupPlan"]
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Who communicates what for the parameters of one unit, scope, dtype and kind.
+    """Which groups communicate what for the parameters of one unit, scope, dtype and kind.
 
-    Made when the model is sharded and never changed; buffers carry it, so no place where something
+    Made when the model is sharded and never changed. Buffers carry it, so no place where something
     is gathered or reduced chooses a group.
 
     Args:
@@ -27,18 +29,19 @@ class GroupPlan:
         names: Names of the parameters in the model.
         gather: Group that gathers parameters.
         reduce: Group that reduces gradients.
-        replicate: Group over which shards of gradients are summed, if there are replicas.
-        spread: Group whose ranks hold other parameters of the scope.
-        divisor: By which summed gradients are divided.
-        param_dtype: Of gathered parameters.
-        reduce_dtype: Of whole gradients.
-        main_dtype: Of the shard.
-        is_trainable: Whether there are gradients at all.
-        shard: What is kept whole for how long.
-        layout: Where each parameter lies in the flat buffer.
-        gather_pool: Arena of the gathered buffer, registered with `gather`; empty for ordinary
+        replicate: Group over which gradients of shards are summed, if there are replicas.
+        spread: Group with one rank for each set of other parameters of the scope.
+        divisor: Number that summed gradients are divided by.
+        param_dtype: Dtype of unsharded parameters.
+        reduce_dtype: Dtype of unsharded gradients.
+        main_dtype: Dtype of the shard.
+        is_trainable: True if there are gradients at all.
+        reshard: Time until which parameters and gradients stay unsharded.
+        layout: Offset of each parameter in the flat buffer.
+        gather_pool: Arena of the unsharded parameters, registered with `gather`; empty for
+            ordinary memory.
+        reduce_pool: Arena of unsharded gradients, registered with `reduce`; empty for ordinary
             memory.
-        reduce_pool: Arena of whole gradients, registered with `reduce`; empty for ordinary memory.
     """
 
     name: str
@@ -54,7 +57,7 @@ class GroupPlan:
     reduce_dtype: torch.dtype
     main_dtype: torch.dtype
     is_trainable: bool
-    shard: ReshardPolicy
+    reshard: ReshardPolicy
     layout: FlatLayout
     gather_pool: str = ""
     reduce_pool: str = ""
@@ -71,23 +74,23 @@ class GroupPlan:
 
     @property
     def is_local(self) -> bool:
-        """Whether the parameters stay as they are: nobody to talk to, and nothing to convert."""
+        """True if the parameters stay as they are: one rank, and nothing to convert."""
         return self.is_one_buffer and self.num_replicas == 1
 
     @property
     def is_one_buffer(self) -> bool:
-        """Whether the shard is the gathered buffer: one rank, and nothing to convert."""
+        """True if the shard is the unsharded buffer: one rank, and nothing to convert."""
         return self.gather.size == 1 and self.param_dtype == self.main_dtype
 
     @property
     def cut_names(self) -> list[str]:
-        """Parameters that are cut inside rows, whose parts have one dimension."""
+        """Parameters that are cut inside rows, and have shards of one dimension."""
         cut = self.layout.is_cut_inside_rows
         return [name for index, name in enumerate(self.names) if cut(index)]
 
     @property
     def takes_gradient_over(self) -> bool:
-        """Whether autograd's own tensor is reduced, where nothing has to be put beside it."""
+        """True if autograd's own tensor can be reduced: nothing has to be put beside it."""
         is_same = self.layout.is_one_parameter and self.param_dtype == self.reduce_dtype
         return is_same and not self.reduce_pool
 
@@ -106,30 +109,41 @@ class GroupPlan:
 
     @property
     def gathered_bytes(self) -> int:
-        """Size of the gathered buffer."""
+        """Bytes of the unsharded parameters."""
         return self.layout.length * self.param_dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Size of the buffer of whole gradients."""
+        """Bytes of the unsharded gradients."""
         return self.layout.length * self.reduce_dtype.itemsize
 
     @property
     def gather_bytes(self) -> int:
-        """What one gather has to send from this rank at least."""
-        return (self.gather.size - 1) * self.layout.share * self.param_dtype.itemsize
+        """Least bytes that this rank sends in one gather."""
+        return (self.gather.size - 1) * self.layout.shard_length * self.param_dtype.itemsize
 
     @property
     def reduce_bytes(self) -> int:
-        """What one reduce has to send from this rank at least."""
-        return (self.reduce.size - 1) * self.layout.share * self.reduce_dtype.itemsize
+        """Least bytes that this rank sends in one reduce."""
+        return (self.reduce.size - 1) * self.layout.shard_length * self.reduce_dtype.itemsize
+
+    def full_view(self, flat: Tensor, index: int) -> Tensor:
+        """Parameter `index` in an unsharded buffer of `layout.length` elements: a view."""
+        start, shape = self.layout.offsets[index], self.layout.shapes[index]
+        return flat[start : start + math.prod(shape)].view(shape)
+
+    def shard_view(self, flat: Tensor, index: int) -> Tensor:
+        """This rank's shard of parameter `index` in a flat shard: a view."""
+        held = self.layout.shard_range(index, self.rank)
+        shape = self.layout.local_shape(index, self.rank)
+        return flat[held.offset : held.offset + held.length].view(shape)
 
     def lines(self) -> list[str]:
         """The plan as the ranks compare it: all but which rank this is."""
         kinds = f"{self.param_dtype} {self.reduce_dtype} {self.main_dtype}"
         what = f"{self.name}: {len(self.names)} parameters, {kinds}, divisor {self.divisor:g}"
-        how = f"{self.shard}, trainable {self.is_trainable}, replicas {self.num_replicas}"
-        places = f"{self.layout.shapes} at {self.layout.offsets} of {self.layout.share}"
+        how = f"{self.reshard}, trainable {self.is_trainable}, replicas {self.num_replicas}"
+        places = f"{self.layout.shapes} at {self.layout.offsets} of {self.layout.shard_length}"
         return [f"{what}, {how}, {', '.join(self.names)}", places]
 
     def describe(self) -> str:

@@ -38,10 +38,10 @@ def plan_groups(
     """One plan for each unit, scope, dtype and kind (trained or frozen). Local.
 
     Args:
-        units: From `find_units`.
-        default: For parameters that no scope selects.
-        scopes: By name; the first that selects a parameter has it.
-        comm: Padding, and whether gathers and reduces are separate.
+        units: The result of `find_units`.
+        default: The scope of parameters that no other one selects.
+        scopes: Scopes by name; the first that selects a parameter has it.
+        comm: Padding, and the separation of gathers and reduces.
         precision: Number formats of scopes that have none of their own.
 
     Raises:
@@ -114,7 +114,7 @@ def _plan(
         reduce_dtype=precision.reduce_dtype or param_dtype,
         main_dtype=main_dtype,
         is_trainable=is_trainable,
-        shard=chosen.shard or default.shard or ReshardPolicy(),
+        reshard=chosen.reshard or default.reshard or ReshardPolicy(),
         layout=layout,
     )
 

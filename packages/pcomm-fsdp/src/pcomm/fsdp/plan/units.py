@@ -1,4 +1,4 @@
-"""Which module gathers which parameters."""
+"""Units: the module that gathers each parameter."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Member:
 
 @dataclass
 class UnitModules:
-    """A module whose parameters are gathered together.
+    """A module that gathers its parameters together.
 
     Args:
         name: Its name in the model.
-        module: It.
+        module: The module.
         members: Its parameters, without those of units inside it.
     """
 
@@ -51,7 +51,7 @@ class UnitModules:
 
 
 Units = Sequence[type[nn.Module] | nn.Module] | type[nn.Module]
-"""What may be passed as units: classes and modules, or a single class."""
+"""Units as a caller passes them: classes and modules, or a single class."""
 
 
 def find_units(model: nn.Module, units: Units) -> list[UnitModules]:
@@ -61,7 +61,7 @@ def find_units(model: nn.Module, units: Units) -> list[UnitModules]:
 
     Args:
         model: The whole model.
-        units: Classes, all of whose instances are units, and single modules; or one class.
+        units: Classes, with every instance as a unit, and single modules; or one class.
 
     Raises:
         ConfigError: Something that is no unit of this model, or a parameter that belongs to two.
@@ -146,7 +146,7 @@ def _no_unit(unit: object) -> ConfigError:
     return ConfigError(
         f"fully_shard: units, {unit!r:.80}",
         found=f"a {type(unit).__name__}",
-        why="Units are classes of modules, all of whose instances are meant, or modules.",
+        why="Units are classes of modules, which stand for all their instances, or modules.",
         fix="Pass a list, such as units=[Block] or units=list(model.layers), or one class.",
     )
 

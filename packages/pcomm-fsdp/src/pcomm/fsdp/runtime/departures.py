@@ -1,4 +1,4 @@
-"""Ranks that do what no schedule foresaw: all of them alike, or none."""
+"""Steps that no schedule foresaw: all ranks take them, or none does."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from datetime import timedelta
 from torch.distributed import Store
 
 from pcomm.core.control.default import control_of_group
-from pcomm.core.errors import DivergenceError, PeerError, PeerTimeoutError
+from pcomm.core.errors import PeerError
 from pcomm.core.groups.group import Group
 from pcomm.core.process import environment
+from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.runtime.wait import POLL_PERIOD_S
 
 __all__ = ["Departures"]
-
-# How often a rank that waits for the others looks whether one of them has failed.
-_LOOK_EVERY_S = 0.2
 
 _KEYS = ("first", "count", "difference", "end")
 
@@ -26,13 +25,13 @@ class Departures:
 
     A rank that departs says at which mark, and waits until all others have departed there too. A
     rank that does not depart learns of it while it waits for a collective that the first one never
-    joins, since it looks around then. So all of them go on, or all of them have an error.
+    joins, since it polls for departures then. So all of them go on, or all of them have an error.
 
     Making one is collective: the ranks of each group agree on where they meet.
 
     Args:
-        groups: The groups whose ranks have to agree, in the same order on all ranks.
-        raise_if_failed: Raises if another rank has failed; asked while this one waits.
+        groups: Groups of the ranks that have to agree, in the same order on all ranks.
+        raise_if_failed: Raises if another rank has failed; called while this one waits.
     """
 
     def __init__(self, groups: Sequence[Group], raise_if_failed: Callable[[], object]) -> None:
@@ -44,8 +43,8 @@ class Departures:
         """Go on once all ranks are at the same place with the same text. Collective.
 
         Args:
-            place: How many marks there were.
-            text: What this rank is about to do, or has done.
+            place: Number of marks before.
+            text: The mark that this rank is about to do, or the marks that it has done.
 
         Raises:
             DivergenceError: A rank says something else, or does not depart.
@@ -61,7 +60,7 @@ class Departures:
         """Raise if a rank has departed from what this one has done since. Local.
 
         Args:
-            place: How many marks this rank has done or is doing as was foreseen.
+            place: Number of marks that this rank has done, or is doing, as was foreseen.
 
         Raises:
             DivergenceError: One has; it gets the same error.
@@ -110,9 +109,9 @@ class _Meeting:
                 if not self._store.check([f"{key}/end"]):
                     raise
             if time.monotonic() > end_s:
-                raise _late(text, limit_s)
+                raise refusals.late_rank(text.splitlines()[0], limit_s)
         if self._store.check([f"{key}/difference"]):
-            raise _divergence(self._store.get(f"{key}/difference").decode())
+            raise refusals.different_schedules(self._store.get(f"{key}/difference").decode())
         self._last = key
 
     def check(self, name: str, place: int) -> None:
@@ -123,7 +122,7 @@ class _Meeting:
         if int(there) <= place:
             mine = f"{place}\nwhat the schedule has"
             self._differ(key, int(first), f"{there}\n{text}", mine)
-            raise _divergence(self._store.get(f"{key}/difference").decode())
+            raise refusals.different_schedules(self._store.get(f"{key}/difference").decode())
 
     def _differ(self, key: str, first: int, theirs: str, mine: str) -> None:
         """Tell all ranks how the first one and this one differ."""
@@ -140,29 +139,9 @@ class _Meeting:
 
 
 def _is_there(store: Store, key: str) -> bool:
-    """Whether a key is there, or comes soon."""
+    """True if a key is there, or comes within the polling period."""
     try:
-        store.wait([key], timedelta(seconds=_LOOK_EVERY_S))
+        store.wait([key], timedelta(seconds=POLL_PERIOD_S))
     except RuntimeError:
         return bool(store.check([key]))
     return True
-
-
-def _divergence(found: str) -> DivergenceError:
-    return DivergenceError(
-        "fsdp: what units do",
-        found=found,
-        why="Gathers and reduces are issued in the order in which units run, which has to be that "
-        "of all ranks.",
-        fix="Use units in the same order on all ranks: draw what varies, such as layers that are "
-        "dropped, from the same random numbers; or make one unit of it.",
-    )
-
-
-def _late(text: str, limit_s: float) -> PeerTimeoutError:
-    return PeerTimeoutError(
-        f"fsdp: {text.splitlines()[0]}",
-        found=f"not all ranks came to the same place within {limit_s:g} s",
-        why="This was not foreseen in the schedule, so all ranks have to do it or none.",
-        fix="Look for an earlier error on the other ranks; raise PCOMM_TIMEOUT_S if they are slow.",
-    )

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from pcomm.core.errors import ConfigError, PcommError, PeerError
-from pcomm.fsdp.analysis.compute_recorder import ComputeRecorder
+from pcomm.core.errors import PcommError
 from pcomm.fsdp.guards import refusals
 from pcomm.fsdp.memory.buffer_pool import BufferPool
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.departures import Departures
-from pcomm.fsdp.runtime.flat_group import FlatGroup
 from pcomm.fsdp.runtime.forward_pass import ForwardPass
-from pcomm.fsdp.runtime.local_group import LocalGroup
+from pcomm.fsdp.runtime.local_params import LocalParams
+from pcomm.fsdp.runtime.param_shard import ParamShard
 from pcomm.fsdp.runtime.peers import Peers
+from pcomm.fsdp.runtime.recovery import Recovery
 from pcomm.fsdp.runtime.schedule import Mark, Owed, Phase, Schedule, Step
 from pcomm.fsdp.runtime.stepper import Stepper
 from pcomm.fsdp.runtime.unit import Unit
 from pcomm.fsdp.settings.policy import CommPolicy
+
+if TYPE_CHECKING:
+    from pcomm.fsdp.analysis.compute_recorder import ComputeRecorder
 
 __all__ = ["Engine"]
 
@@ -36,19 +40,31 @@ class Engine:
 
     Args:
         units: All units that communicate or convert, the root first.
-        groups: All parameter groups, those of one rank too.
-        policy: Depths.
+        shards: This rank's shard of every parameter group, and the groups that stay as they are.
+        policy: Depths of gathers ahead and of reduces in flight.
         peers: The ranks that take part.
-        reuse: Gradient buffers, to be freed at the end of a step.
+        pool: Gradient buffers, freed at the end of a step.
+
+    Attributes:
+        units: The units by name.
+        groups: The parameter groups that communicate or convert, by name.
+        is_last: True if the next backward is the last of its step.
+        phase: Forward or backward of the micro-batch that is open; None between micro-batches.
+        depth: 1 while an entry point of the model runs, else 0.
+        current: The last forward that has begun.
+        num_backwards: Number of backwards that have begun.
+        issued: Number of steps taken of each kind.
+        compute_recorder: Records what units compute; None records nothing.
+        is_closed: True after `close`.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        groups: Sequence[FlatGroup | LocalGroup],
+        shards: Sequence[ParamShard | LocalParams],
         policy: CommPolicy,
         peers: Peers,
-        reuse: BufferPool,
+        pool: BufferPool,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.is_last = True
@@ -57,21 +73,18 @@ class Engine:
         self.depth = 0
         self.num_backwards = 0
         self.issued: Counter[str] = Counter()
-        self.stretches: ComputeRecorder | None = None
-        self._peers, self._reuse = peers, reuse
-        self._all_groups = tuple(groups)
-        self._groups = {group.plan.name: group for unit in units for group in unit.groups}
-        plans = [group.plan for group in self._groups.values()]
-        departures = Departures(peers.groups, self._raise_if_heard)
+        self.compute_recorder: ComputeRecorder | None = None
+        self._recovery, self._pool = Recovery(peers), pool
+        self._shards = tuple(shards)
+        self.groups = {group.plan.name: group for unit in units for group in unit.groups}
+        plans = [group.plan for group in self.groups.values()]
+        departures = Departures(peers.groups, self._recovery.raise_if_peer_failed)
         self._stepper = Stepper(plans, policy, departures)
         self._recomputed = ForwardPass(0)
         self._entered: set[ForwardPass] = set()
         self._in_backward: list[Unit] = []
         # Forwards up to this one were part of a micro-batch that was given up.
         self._last_given_up = 0
-        self._failure = ""
-        self._num_recoveries = 0
-        self._is_broken = False
         self._endings: list[Callable[[], object]] = []
         self.is_closed = False
 
@@ -81,15 +94,16 @@ class Engine:
         """A forward of the model begins."""
         if self.phase == "backward":
             self._stop("the step before ended with an error in backward")
-        if self._failure:
-            self._recover()
+        if self._recovery.is_due:
+            self._recovery.agree(self.issued)
+            self._stepper.begin_again(self._recovery.round_number)
         elif self.phase is not None:
             # That forward had gradients, and its backward comes later or never.
             self._end("forward")
         grad = torch.is_grad_enabled()
-        for group in self._groups.values():
+        for group in self.groups.values():
             group.check(trains=grad)
-        versions = tuple(group.version for group in self._groups.values())
+        versions = self._versions()
         self.current = ForwardPass(self.current.token + 1, versions)
         self._begin("forward", f"{entry_point} {'train' if grad else 'eval'}")
 
@@ -128,11 +142,11 @@ class Engine:
         if self.is_closed:
             raise refusals.closed("backward of a sharded model")
         if self.depth:
-            raise _within_forward()
+            raise refusals.backward_within_forward()
         if forward.is_over or forward.token <= self._last_given_up:
-            raise _over()
-        if forward.versions != tuple(group.version for group in self._groups.values()):
-            raise _changed_weights()
+            raise refusals.second_backward()
+        if forward.versions != self._versions():
+            raise refusals.changed_weights()
         self._entered.add(forward)
         if self.phase == "backward":
             # One loss of several forwards.
@@ -173,8 +187,8 @@ class Engine:
         """
         self._stop(f"{type(error).__name__}: {error}")
 
-    def heard(self) -> str | None:
-        """What a rank said that failed since all ranks last went on together.
+    def peer_failure(self) -> str | None:
+        """Message of a rank that has failed since all ranks last went on together. Local.
 
         Not in this micro-batch alone: with gradients that are reduced once a step, a rank may have
         gone on to the next one before it needs the rank that failed.
@@ -182,7 +196,7 @@ class Engine:
         Raises:
             DivergenceError: A rank does something else than this one.
         """
-        message = self._peers.heard(round_number=self._num_recoveries)
+        message = self._recovery.peer_failure()
         if message is None:
             self._stepper.check_peers()
         return message
@@ -190,15 +204,15 @@ class Engine:
     # -- ownership -------------------------------------------------------------------------
 
     @property
-    def all_groups(self) -> tuple[FlatGroup | LocalGroup, ...]:
-        """All parameter groups.
+    def shards(self) -> tuple[ParamShard | LocalParams, ...]:
+        """This rank's shard of every parameter group, in the order of the units.
 
         Raises:
             ClosedError: The model was closed.
         """
         if self.is_closed:
             raise refusals.closed("a part of a sharded model")
-        return self._all_groups
+        return self._shards
 
     def at_end(self, call: Callable[[], object]) -> None:
         """Have `call` called when this closes."""
@@ -207,8 +221,8 @@ class Engine:
     def close(self) -> None:
         """Take the model off its groups, and let go of everything. Local.
 
-        The model keeps this rank's parts as parameters, and refuses to compute. Collectives that
-        are on their way are not waited for: a peer may never join them. Calling it again does
+        The model keeps this rank's shards as parameters, and refuses to compute. Collectives that
+        are in flight are not waited for: a peer may never join them. Calling it again does
         nothing.
         """
         if self.is_closed:
@@ -217,14 +231,16 @@ class Engine:
         endings, self._endings = self._endings[::-1], []
         for call in endings:
             call()
-        for group in self._all_groups:
+        for group in self.groups.values():
             group.close()
-        self._reuse.clear()
-        self.phase, self.depth, self.stretches = None, 0, None
-        self.units, self._groups, self._all_groups = {}, {}, ()
+        for shard in self._shards:
+            shard.close()
+        self._pool.clear()
+        self.phase, self.depth, self.compute_recorder = None, 0, None
+        self.units, self.groups, self._shards = {}, {}, ()
         self._in_backward.clear()
         self._entered.clear()
-        self._peers = Peers([])
+        self._recovery.close()
         self._stepper.close()
 
     # -- schedules -------------------------------------------------------------------------
@@ -235,9 +251,9 @@ class Engine:
         """The schedule of the next micro-batch if it trains as the last one that did. Local.
 
         Args:
-            is_last: Whether it is the last one of its step.
-            gathered: What is gathered before it; None for what is now.
-            owed: What earlier ones have left to it; None for what they have now.
+            is_last: True if it is the last one of its step.
+            gathered: Names of groups that are gathered before it; None for those that are now.
+            owed: Gradients that earlier ones have left to it; None for those that they have now.
         """
         trace = self._stepper.last_training
         if trace is None:
@@ -254,7 +270,9 @@ class Engine:
         self._stepper.invalidate()
 
     def forget_gradients(self) -> None:
-        """The gradients of earlier micro-batches were dropped."""
+        """Drop the gradients of earlier micro-batches that are not reduced yet."""
+        for group in self.groups.values():
+            group.gradients.forget()
         self._stepper.forget_gradients()
 
     # -- execution -------------------------------------------------------------------------
@@ -266,119 +284,66 @@ class Engine:
         self._stepper.begin(context, is_last=self.is_last)
 
     def _mark(self, mark: Mark) -> None:
-        if self.stretches is not None:
-            self.stretches.pause(mark)
+        if self.compute_recorder is not None:
+            self.compute_recorder.pause(mark)
         try:
             for step in self._stepper.steps_for(mark):
                 self._do(step)
-            if self.stretches is not None:
-                self.stretches.resume()
+            if self.compute_recorder is not None:
+                self.compute_recorder.resume()
         except PcommError as error:
-            # Out of forward the entry point says so; backward has no one else who would.
+            # In forward the entry point tells the peers; in backward nothing else would.
             if self.phase == "backward":
                 self.fail(error)
             raise
 
     def _do(self, step: Step) -> None:
-        kind = step.kind
-        if kind == "use":
+        if step.kind == "use":
             for group in self.units[step.name].groups:
-                group.attach()
+                group.unsharded.install()
                 if step.phase == "backward":
-                    group.expect_gradients()
-        elif kind not in ("done", "end"):
-            group = self._groups[step.name]
-            if kind in ("gather", "reduce", "replicate"):
-                self.issued[kind] += 1
-            getattr(group, kind)()
-            if kind == "release":
-                group.leave()
+                    group.gradients.expect()
+        if step.is_anchor:
+            return
+        self.issued[step.kind] += 1
+        group = self.groups[step.name]
+        match step.kind:
+            case "gather":
+                group.unsharded.gather()
+            case "wait_gather":
+                group.unsharded.wait_gather()
+            case "release":
+                group.unsharded.release()
+                group.unsharded.leave()
+            case "reduce":
+                group.gradients.reduce()
+            case "wait_reduce":
+                group.gradients.wait_reduce()
+            case "all_reduce":
+                group.gradients.all_reduce()
+            case "wait_all_reduce":
+                group.gradients.wait_all_reduce()
 
     def _end(self, phase: Phase) -> None:
         self._mark(Mark("end", ROOT, phase))
         self._stepper.end()
-        for group in self._groups.values():
+        for group in self.groups.values():
             group.end()
-        self._reuse.clear()
+        self._pool.clear()
         for forward in self._entered:
             forward.is_over = True
         self._entered.clear()
         self.phase = None
 
-    # -- errors ----------------------------------------------------------------------------
-
-    def _raise_if_heard(self) -> None:
-        message = self._peers.heard(round_number=self._num_recoveries)
-        if message is not None:
-            raise PeerError(
-                "fsdp: what units do",
-                found=f"an error on {message}",
-                why="What was not foreseen in the schedule is done by all ranks or none.",
-                fix="Repair what that rank reports.",
-            )
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(group.shard.version for group in self.groups.values())
 
     def _stop(self, reason: str) -> None:
         """Give this micro-batch up, and say so to ranks that wait in it."""
-        self._failure = self._failure or reason
-        try:
-            for group in self._groups.values():
-                group.drain()
-        except PcommError:
-            # What is still on its way may write into its buffers at any time.
-            self._is_broken = True
-        self._peers.sound(reason, round_number=self._num_recoveries)
+        self._recovery.give_up(reason, self.groups.values())
         self.phase, self.depth = None, 0
         self._last_given_up = self.current.token
         self._stepper.give_up()
         self._in_backward.clear()
         self._entered.clear()
-        self._reuse.clear()
-        for group in self._groups.values():
-            group.detach()
-            if not self._is_broken:
-                group.reset()
-
-    def _recover(self) -> None:
-        """Go on after an error if it left all ranks at the same place. Collective."""
-        error = _broken(self._failure) if self._is_broken else None
-        counts = [f"{kind}s issued: {self.issued[kind]}" for kind in ("gather", "reduce")]
-        self._peers.agree("fsdp: step after an error", counts, error=error)
-        self._failure = ""
-        self._num_recoveries += 1
-        self._stepper.begin_again(self._num_recoveries)
-
-
-def _over() -> ConfigError:
-    return ConfigError(
-        "backward of a sharded model",
-        found="the graph of a forward that has had its backward, or was given up after an error",
-        why="A unit's gradients are reduced, and its parameters released, once for each forward.",
-        fix="Call backward once for each forward, for all its losses together.",
-    )
-
-
-def _within_forward() -> ConfigError:
-    return ConfigError(
-        "backward of a sharded model",
-        found="its forward, which is still running",
-        why="A unit is in its forward or in its backward; its parameters are released after each.",
-        fix="Compute gradients within the forward of one unit, or after that of the model.",
-    )
-
-
-def _changed_weights() -> ConfigError:
-    return ConfigError(
-        "backward of a sharded model",
-        found="parameters that were written after the forward that it belongs to",
-        why="They are gathered again for backward, which would compute with other weights.",
-        fix="Call backward before the optimizer steps and before parameters are loaded.",
-    )
-
-
-def _broken(reason: str) -> PeerError:
-    return PeerError(
-        "fsdp: step after an error",
-        found=f"collectives that some ranks never joined, after: {reason}",
-        why="The next collective would meet what is left of the last ones.",
-        fix="Open new groups and shard the model again, or restart from a checkpoint.",
-    )
+        self._pool.clear()

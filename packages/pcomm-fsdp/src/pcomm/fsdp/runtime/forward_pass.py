@@ -9,18 +9,18 @@ __all__ = ["ForwardPass"]
 
 
 class ForwardPass:
-    """What one forward has to tell its backward. Hooks in its graph hold it, and it holds no model.
+    """State that a forward leaves for its backward. Hooks in its graph hold it; it holds no model.
 
     Args:
-        token: Which forward of the model it is; ascending.
-        versions: Of the shards when it began.
+        token: Number of the forward in the model, ascending.
+        versions: Version of each shard when it began.
 
     Attributes:
-        thread: The thread that computed it.
-        watched: Units of which it tells when backward has passed them.
-        unbounded: Units of which it does not, for a use at least: no input had a gradient.
-        is_over: Whether it has had its backward.
-        open_inputs: For each unit, how many of its uses backward has not passed yet.
+        thread: Identifier of the thread that computed it.
+        watched: Units with an input hook that reports when backward has passed them.
+        unbounded: Units with a use that no input hook reports: no input had a gradient.
+        is_over: True after its backward.
+        open_inputs: Number of uses that backward has not passed yet, by unit.
     """
 
     def __init__(self, token: int, versions: tuple[int, ...] = ()) -> None:
@@ -32,5 +32,5 @@ class ForwardPass:
         self.open_inputs: Counter[str] = Counter()
 
     def has_passed(self, unit: str) -> bool:
-        """Whether backward has passed all uses of a unit."""
+        """True if backward has passed all uses of a unit."""
         return not self.open_inputs[unit] and unit not in self.unbounded

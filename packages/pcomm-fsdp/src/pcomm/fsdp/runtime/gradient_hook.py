@@ -1,4 +1,4 @@
-"""What autograd calls with a gathered parameter that has a gradient."""
+"""The hook that autograd calls when an unsharded parameter has a gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Takes", "gradient_hook"]
 
 
 class Takes(Protocol):
-    """What owns the parameter."""
+    """Collects the gradients of its parameters."""
 
     def take(self, index: int) -> None:
         """The gradient of parameter `index` is there."""
@@ -22,7 +22,7 @@ class Takes(Protocol):
 
 
 def gradient_hook(owner: Takes, index: int) -> Callable[[Tensor], None]:
-    """A hook for the gathered parameter `index` of `owner`, which it does not keep alive. Local.
+    """A hook for the unsharded parameter `index` of `owner`, which it does not keep alive. Local.
 
     Autograd's own C++ holds the hook, where the garbage collector sees nothing: with a strong
     reference the owner would never go, nor its groups and their threads.

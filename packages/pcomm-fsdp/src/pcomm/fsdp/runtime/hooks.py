@@ -1,9 +1,8 @@
-"""Where modules and autograd tell the engine what they do."""
+"""Hooks of modules and of autograd, which call the engine."""
 
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
@@ -11,11 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from pcomm.core.errors import ConfigError
-from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.guards import refusals, torch_refusals
+from pcomm.fsdp.runtime.backward_end import end_with_backward
 from pcomm.fsdp.runtime.engine import Engine
 from pcomm.fsdp.runtime.forward_pass import ForwardPass
 from pcomm.fsdp.runtime.lent_containers import LentContainers
@@ -27,15 +25,15 @@ __all__ = ["install_hooks"]
 def install_hooks(
     engine: Engine, root: Unit, units: Sequence[Unit], entry_points: Sequence[str]
 ) -> None:
-    """Let `engine` hear of every forward and backward of the units, until it closes. Local.
+    """Have `engine` called at every forward and backward of the units, until it closes. Local.
 
     Args:
-        engine: Who is told. The modules own it, autograd refers to it weakly.
-        root: The whole model.
-        units: All others.
+        engine: The engine. The modules own it, autograd refers to it weakly.
+        root: The unit of the whole model.
+        units: All other units.
         entry_points: Methods of the model that compute a forward.
     """
-    vars(root.module)["__deepcopy__"] = _no_copy
+    vars(root.module)["__deepcopy__"] = _refuse_copy
     for name in entry_points:
         setattr(root.module, name, _entry(engine, root, name, getattr(root.module, name)))
     handles = []
@@ -54,7 +52,7 @@ def _take_off(
     entry_points: Sequence[str],
     handles: Sequence[torch.utils.hooks.RemovableHandle],
 ) -> None:
-    """Leave nothing at the modules but a refusal to compute with parts of parameters."""
+    """Leave nothing at the modules but a refusal to compute with shards."""
     for handle in handles:
         handle.remove()
     for unit in units:
@@ -72,7 +70,7 @@ def _refuse(asked: str, *_args: object, **_options: object) -> NoReturn:
 def _entry(engine: Engine, root: Unit, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """`method` as the beginning and the end of a micro-batch's forward."""
     hooks = _UnitHooks(engine, root)
-    device_type = next((group.shard.device.type for group in root.groups), "cpu")
+    device_type = next((group.shard.flat.device.type for group in root.groups), "cpu")
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -103,21 +101,16 @@ class _UnitHooks:
     def __init__(self, engine: Engine, unit: Unit) -> None:
         self._engine, self._unit = engine, unit
         self._self = weakref.ref(self)
-        # Of each use that has begun and not ended, the innermost last, and of which forward it is.
+        # Uses that have begun and not ended, the innermost last: number of the forward, containers.
         self._lent: list[tuple[int, LentContainers | None]] = []
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Have the parameters gathered, and learn when backward has left the unit."""
+        """Have the parameters gathered, and watch for backward to leave the unit."""
         engine, unit = self._engine, self._unit
         if not engine.depth and engine.phase != "backward":
-            raise ConfigError(
-                f"fsdp: unit {unit.name!r} called by itself",
-                found="the model's forward is not running",
-                why="The schedule begins with an entry point of the model.",
-                fix="Call the model, or name the method that calls this unit in entry_points.",
-            )
+            raise refusals.unit_called_alone(unit.name)
         if engine.phase == "forward":
             engine.use(unit, "forward")
         elif not unit.is_in_backward:
@@ -135,7 +128,7 @@ class _UnitHooks:
         return args, kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Have the parameters released, and learn when backward comes to the unit."""
+        """Have the parameters released, and watch for backward to come to the unit."""
         engine, unit = self._engine, self._unit
         lent = self._lent.pop()[1] if self._lent else None
         left_in_inputs = lent.hand_back() if lent is not None else []
@@ -152,7 +145,7 @@ class _UnitHooks:
         """Backward has come to the unit."""
         engine, unit = self._engine, self._unit
         if engine.begin_backward(forward):
-            Variable._execution_engine.queue_callback(_BackwardEnd(engine, forward.thread))
+            end_with_backward(engine, forward.thread)
         if not unit.is_in_backward:
             engine.use(unit, "backward")
         unit.passes.add(forward)
@@ -165,7 +158,7 @@ class _UnitHooks:
             engine.done(unit, "backward")
 
     def _lend(self, given: tuple[Any, Any], used: tuple[Any, Any]) -> None:
-        """Remember whose the containers are that the unit gets copies of."""
+        """Remember the caller's containers, of which the unit gets copies."""
         token = self._engine.current.token
         # What ended with an error has handed nothing back.
         self._lent = [one for one in self._lent if one[0] == token]
@@ -212,39 +205,6 @@ def _pass_input(hooks: weakref.ref[_UnitHooks], forward: ForwardPass) -> None:
         found.pass_input(forward)
 
 
-class _BackwardEnd:
-    """What autograd calls when backward has ended, and only drops when backward has raised.
-
-    Nobody else holds it, so it goes with autograd's own record of this backward, before the error
-    reaches whoever called backward. That is the moment to tell the ranks that wait for this one.
-
-    Args:
-        engine: In backward.
-        thread: That of the forward.
-    """
-
-    def __init__(self, engine: Engine, thread: int) -> None:
-        self._engine, self._number, self._thread = engine, engine.num_backwards, thread
-
-    def __call__(self) -> None:
-        self._engine.end_backward()
-
-    def __del__(self) -> None:
-        engine = self._engine
-        is_open = engine.phase == "backward" and engine.num_backwards == self._number
-        # On a GPU a thread of autograd's may be the last to drop it, while the caller's goes on
-        # with the error. Two threads must not change the engine: there the next forward finds out.
-        if is_open and threading.get_ident() == self._thread:
-            engine.fail(_backward_raised(engine))
-
-
-def _backward_raised(engine: Engine) -> RuntimeError:
-    """What is known of an error that autograd holds: where it was, and not what it says."""
-    open_units = [name for name, unit in engine.units.items() if unit.is_in_backward]
-    place = f"within unit {open_units[-1]!r}" if open_units else "at its beginning"
-    return RuntimeError(f"backward raised, {place}; the traceback of this rank says what")
-
-
 class _Watch(torch.autograd.Function):
     """Returns its inputs; calls back when backward has reached all of them."""
 
@@ -278,13 +238,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _no_copy(_memo: object) -> nn.Module:
-    raise ConfigError(
-        "copy.deepcopy of a sharded model",
-        found="entry points and hooks that belong to the model it is a copy of",
-        why="The copy would compute with the parameters of the original.",
-        fix="Copy the model before fully_shard, or keep copies of sharded.parameters().",
-    )
+def _refuse_copy(_memo: object) -> nn.Module:
+    raise torch_refusals.copied_model()
 
 
 def _has_graph(output: Any) -> bool:

@@ -17,8 +17,8 @@ class LentContainers:
     """Gives what a unit has put into its copies, such as a cache or further losses, to the caller.
 
     Args:
-        original: What the caller passed.
-        copy: The same with tensors replaced, made by `torch.utils._pytree`.
+        original: The arguments that the caller passed.
+        copy: The same arguments with tensors replaced, made by `torch.utils._pytree`.
     """
 
     def __init__(self, original: object, copy: object) -> None:

@@ -1,4 +1,4 @@
-"""The ranks that a sharded model shares anything with, and what they tell each other."""
+"""The ranks that a sharded model shares groups with: agreements and failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Peers:
     """Every group of a model once, so that a mistake on one rank is an error on all of them.
 
     Args:
-        groups: Groups of all roles and scopes; those over the same ranks count once.
+        groups: Groups of all roles and scopes; of those over the same ranks the first one counts.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -28,17 +28,17 @@ class Peers:
             (group for group in distinct.values() if group.size > 1),
             key=lambda group: (-group.size, group.name),
         )
-        self._alarms: list[FailureFlag] = []
+        self._flags: list[FailureFlag] = []
 
-    def sound(self, message: str, *, round_number: int) -> None:
+    def tell_failure(self, message: str, *, round_number: int) -> None:
         """Tell every rank that waits in this round that this one has failed. Local."""
-        for alarm in self._alarms:
-            alarm.sound(message, round_number=round_number)
+        for flag in self._flags:
+            flag.sound(message, round_number=round_number)
 
-    def heard(self, *, round_number: int) -> str | None:
-        """What a rank said that failed in this round. Local."""
-        for alarm in self._alarms:
-            message = alarm.heard(round_number=round_number)
+    def failure(self, *, round_number: int) -> str | None:
+        """Message of a rank that has failed in this round; None if none has. Local."""
+        for flag in self._flags:
+            message = flag.heard(round_number=round_number)
             if message is not None:
                 return message
         return None
@@ -56,9 +56,10 @@ class Peers:
         that share no group with the one that has it.
 
         Args:
-            topic: What the lines are about.
-            lines: What this rank holds, or what it holds for one group.
-            error: What this rank found wrong.
+            topic: Name of the agreement, for errors.
+            lines: Text that all ranks of a group must have in common, or a function of the group
+                that returns it.
+            error: The error that this rank has found; None if there is none.
         """
         if not self.groups and error is not None:
             raise error
@@ -72,6 +73,6 @@ class Peers:
                     error = error or problem
         if error is not None:
             raise error
-        if not self._alarms:
-            # Ranks that agree hold the same groups, so they can make the alarms together.
-            self._alarms = [FailureFlag(group, "fsdp") for group in self.groups]
+        if not self._flags:
+            # Ranks that agree hold the same groups, so they can make the flags together.
+            self._flags = [FailureFlag(group, "fsdp") for group in self.groups]

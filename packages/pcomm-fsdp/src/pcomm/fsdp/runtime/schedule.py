@@ -1,4 +1,4 @@
-"""The schedule as data: what modules do in a micro-batch, and when to communicate around that.
+"""The schedule as data: the marks of a micro-batch, and the communication around them.
 
 A *trace* is the order in which units begin and end, forward and backward; the ranks compare
 traces. `pcomm.fsdp.runtime.compiler` turns one into a list of steps by integers and names alone,
@@ -17,29 +17,38 @@ from pcomm.fsdp.settings.reshard_policy import Keep
 
 __all__ = [
     "NOTHING_OWED",
-    "Buffer",
     "Kind",
     "Mark",
     "Owed",
     "Phase",
     "Schedule",
+    "ScheduledGroup",
     "Step",
     "marks_of",
 ]
 
 Phase = Literal["forward", "backward"]
 Kind = Literal[
-    "use", "done", "end", "gather", "wait", "release", "reduce", "finish", "replicate", "settle"
+    "use",
+    "done",
+    "end",
+    "gather",
+    "wait_gather",
+    "release",
+    "reduce",
+    "wait_reduce",
+    "all_reduce",
+    "wait_all_reduce",
 ]
 
 ANCHORS = ("use", "done", "end")
-"""Kinds of steps that the model does; all others are done by us around them."""
+"""Kinds of steps that the model does; the engine does all others around them."""
 
-_BLOCKING = ("wait", "finish", "settle")
+_BLOCKING = ("wait_gather", "wait_reduce", "wait_all_reduce")
 
 
 class Mark(NamedTuple):
-    """Something that a unit did, as the ranks compare it."""
+    """A unit's beginning or end, as the ranks compare it."""
 
     kind: Literal["use", "done", "end"]
     unit: str
@@ -50,12 +59,12 @@ class Step(NamedTuple):
     """One operation of a schedule.
 
     Attributes:
-        kind: `use` and `done`: a unit's module begins and ends; `end`: the micro-batch ends;
-            `gather`, `wait`, `release`: of a buffer of parameters; `reduce`, `finish`: of
-            gradients, the latter adds them to the shard; `replicate`, `settle`: of their sum over
-            replicas.
-        name: A unit for `use`, `done` and `end`; a buffer for all others.
-        phase: When.
+        kind: `use`, `done`: a unit's module begins and ends; `end`: the micro-batch ends; `gather`,
+            `wait_gather`, `release`: of parameters; `reduce`, `wait_reduce`: of gradients, which
+            are then added to those of the shard; `all_reduce`, `wait_all_reduce`: of gradients of
+            the shard, over replicas.
+        name: A unit for `use`, `done` and `end`; a parameter group for all others.
+        phase: Forward or backward.
     """
 
     kind: Kind
@@ -64,28 +73,28 @@ class Step(NamedTuple):
 
     @property
     def is_anchor(self) -> bool:
-        """Whether the model does it."""
+        """True if the model does it."""
         return self.kind in ANCHORS
 
     @property
     def is_blocking(self) -> bool:
-        """Whether it waits for a collective."""
+        """True if it waits for a collective."""
         return self.kind in _BLOCKING
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """What the schedule knows of one parameter group.
+class ScheduledGroup:
+    """The facts of one parameter group that a schedule depends on.
 
     Args:
         name: Unique.
         unit: The unit that uses it.
-        num_bytes: Size when gathered.
-        keep: See `ReshardPolicy`.
-        reduces: Whether gradients are reduced in this micro-batch.
-        replicates: Whether they are then summed over replicas.
-        trains: Whether there are gradients at all.
-        has_replicas: Whether there are replicas at all.
+        num_bytes: Bytes of its unsharded parameters.
+        keep: Time until which they stay gathered, as in `ReshardPolicy`.
+        reduces: True if gradients are reduced in this micro-batch.
+        all_reduces: True if they are then summed over replicas.
+        trains: True if there are gradients at all.
+        has_replicas: True if there are replicas at all.
     """
 
     name: str
@@ -93,17 +102,17 @@ class Buffer:
     num_bytes: int
     keep: Keep
     reduces: bool
-    replicates: bool
+    all_reduces: bool
     trains: bool = True
     has_replicas: bool = False
 
 
 class Owed(NamedTuple):
-    """What earlier micro-batches have left to the last one of the step, by names of buffers.
+    """Gradients that earlier micro-batches have left to the last one of the step.
 
     Attributes:
-        reduces: Whole gradients that were added up and are not reduced yet.
-        sums: Gradients of shards that are not summed over replicas yet.
+        reduces: Names of groups with unsharded gradients that are not reduced yet.
+        sums: Names of groups with gradients of shards that are not summed over replicas yet.
     """
 
     reduces: frozenset[str] = frozenset()
@@ -118,9 +127,9 @@ class Schedule:
     """The steps of one micro-batch, in the order in which this rank takes them.
 
     Args:
-        steps: All of them.
-        gathered_at_end: Buffers that stay gathered for the next micro-batch.
-        owed_at_end: What is left to a later micro-batch of the step.
+        steps: All steps.
+        gathered_at_end: Names of groups that stay gathered for the next micro-batch.
+        owed_at_end: Gradients that are left to a later micro-batch of the step.
     """
 
     steps: tuple[Step, ...]
@@ -129,16 +138,16 @@ class Schedule:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for equal lists of steps."""
+        """A hash, the same for equal lists of steps."""
         text = "\n".join(" ".join(step) for step in self.steps)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def count(self, kind: Kind) -> int:
-        """How many steps of a kind there are."""
+        """Number of steps of a kind."""
         return sum(step.kind == kind for step in self.steps)
 
     def describe(self) -> str:
-        """One line for each thing that a unit does, with what is done before and after it."""
+        """One line for each mark, with the steps around it."""
         lines = [f"schedule {self.fingerprint}"]
         before: list[str] = []
         for step in self.steps:
@@ -154,7 +163,7 @@ class Schedule:
 
 
 def marks_of(steps: Iterable[Step]) -> tuple[Mark, ...]:
-    """What the model did, of all the steps."""
+    """The steps that the model did, as marks."""
     return tuple(
         Mark(step.kind, step.name, step.phase)
         for step in steps

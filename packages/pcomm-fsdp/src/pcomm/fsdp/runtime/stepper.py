@@ -1,4 +1,4 @@
-"""From what units do to what is to be done around it: foreseen, or on demand."""
+"""The steps around each mark of a micro-batch: from a schedule, or on demand."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from weakref import WeakKeyDictionary
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.runtime.compiler import OnDemand, compile_schedule
 from pcomm.fsdp.runtime.departures import Departures
-from pcomm.fsdp.runtime.schedule import NOTHING_OWED, Buffer, Mark, Owed, Schedule, Step, marks_of
+from pcomm.fsdp.runtime.schedule import (
+    NOTHING_OWED,
+    Mark,
+    Owed,
+    Schedule,
+    ScheduledGroup,
+    Step,
+    marks_of,
+)
 from pcomm.fsdp.runtime.traces import Trace, Traces
 from pcomm.fsdp.settings.policy import CommPolicy
 
-__all__ = ["Stepper"]
+__all__ = ["Stepper", "scheduled_group"]
 
 
 class Stepper:
@@ -23,9 +31,9 @@ class Stepper:
     on demand; the ranks agree on that first, so that none of them is alone with it.
 
     Args:
-        plans: Of all groups that communicate or convert.
-        policy: Depths, and whether ranks compare what they do on demand before each gather.
-        departures: The ranks that have to agree.
+        plans: Plans of all groups that communicate or convert.
+        policy: Depths; `checks_first_step` has ranks agree before each gather on demand.
+        departures: Agreements between the ranks.
     """
 
     def __init__(
@@ -58,13 +66,13 @@ class Stepper:
             self._schedule = self.schedule(trace, is_last=is_last)
 
     def set_last(self, is_last: bool) -> None:
-        """Whether it is the last one of its step may be said anew when its backward begins."""
+        """Say anew, when its backward begins, if it is the last one of its step. Local."""
         if is_last != self._is_last:
             self._is_last = is_last
             self._plan_again(self._steps_taken(), None if self._on_demand else self._marks)
 
     def steps_for(self, mark: Mark) -> Sequence[Step]:
-        """What to do before and after `mark`, which is one of the steps.
+        """The steps before and after `mark`, which is one of them.
 
         Collective where it was not foreseen.
         """
@@ -126,7 +134,7 @@ class Stepper:
         self._owed = NOTHING_OWED
 
     def close(self) -> None:
-        """Agree with no one any more; schedules can still be asked for. Local."""
+        """End all agreements; schedules can still be asked for. Local."""
         self._departures.close()
         self.give_up()
 
@@ -159,17 +167,7 @@ class Stepper:
         schedules = self._schedules.setdefault(trace, {})
         key = gathered, owed, is_last
         if key not in schedules:
-            schedules[key] = compile_schedule(
-                trace.marks,
-                self._buffers(is_last),
-                prefetch=self._policy.prefetch,
-                prefetch_bytes=self._policy.prefetch_bytes,
-                prefetch_backward=self._policy.prefetch_backward,
-                inflight_reduce=self._policy.inflight_reduce,
-                gathered=gathered,
-                owed=owed,
-                is_last=is_last,
-            )
+            schedules[key] = self._compile(trace.marks, gathered, owed, is_last=is_last)
         return schedules[key]
 
     # -- departures ------------------------------------------------------------------------
@@ -193,22 +191,35 @@ class Stepper:
             self._on_demand = self._make_on_demand(taken)
             return
         self._marks = marks
-        self._schedule = compile_schedule(
+        self._schedule = self._compile(
+            marks, self._gathered, self._owed, is_last=self._is_last, taken=taken
+        )
+
+    def _compile(
+        self,
+        marks: Sequence[Mark],
+        gathered: frozenset[str],
+        owed: Owed,
+        *,
+        is_last: bool,
+        taken: tuple[Step, ...] = (),
+    ) -> Schedule:
+        return compile_schedule(
             marks,
-            self._buffers(self._is_last),
+            self._scheduled(is_last),
             prefetch=self._policy.prefetch,
             prefetch_bytes=self._policy.prefetch_bytes,
             prefetch_backward=self._policy.prefetch_backward,
             inflight_reduce=self._policy.inflight_reduce,
-            gathered=self._gathered,
-            owed=self._owed,
-            is_last=self._is_last,
+            gathered=gathered,
+            owed=owed,
+            is_last=is_last,
             taken=taken,
         )
 
     def _make_on_demand(self, taken: tuple[Step, ...]) -> OnDemand:
         return OnDemand(
-            self._buffers(self._is_last),
+            self._scheduled(self._is_last),
             inflight_reduce=self._policy.inflight_reduce,
             gathered=self._gathered,
             owed=self._owed,
@@ -222,21 +233,26 @@ class Stepper:
         assert self._schedule is not None
         return (*self._taken, *self._schedule.steps[: self._next])
 
-    def _buffers(self, is_last: bool) -> list[Buffer]:
-        buffers = []
-        for plan in self._plans:
-            reduces = plan.is_trainable and (is_last or plan.shard.reduce == "micro_batch")
-            has_replicas = plan.is_trainable and plan.num_replicas > 1
-            buffers.append(
-                Buffer(
-                    plan.name,
-                    plan.unit,
-                    plan.gathered_bytes,
-                    plan.shard.keep,
-                    reduces,
-                    reduces and is_last and has_replicas,
-                    trains=plan.is_trainable,
-                    has_replicas=has_replicas,
-                )
-            )
-        return buffers
+    def _scheduled(self, is_last: bool) -> list[ScheduledGroup]:
+        return [scheduled_group(plan, is_last=is_last) for plan in self._plans]
+
+
+def scheduled_group(plan: GroupPlan, *, is_last: bool) -> ScheduledGroup:
+    """The facts of a parameter group that the schedule of a micro-batch depends on. Local.
+
+    Args:
+        plan: The plan of the group.
+        is_last: True for the last micro-batch of a step.
+    """
+    reduces = plan.is_trainable and (is_last or plan.reshard.reduce == "micro_batch")
+    has_replicas = plan.is_trainable and plan.num_replicas > 1
+    return ScheduledGroup(
+        plan.name,
+        plan.unit,
+        plan.gathered_bytes,
+        plan.reshard.keep,
+        reduces,
+        reduces and is_last and has_replicas,
+        trains=plan.is_trainable,
+        has_replicas=has_replicas,
+    )

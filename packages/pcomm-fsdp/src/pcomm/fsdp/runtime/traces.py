@@ -1,6 +1,6 @@
-"""What micro-batches did so far, and which of it the next one will most likely do again.
+"""Traces of the micro-batches so far, and a guess which one the next repeats.
 
-All ranks have the same traces in the same order, so they guess alike without a word.
+All ranks have the same traces in the same order, so they guess alike without communication.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pcomm.fsdp.runtime.schedule import Mark
 __all__ = ["MOST_TRACES", "Trace", "Traces"]
 
 MOST_TRACES = 16
-"""How many different traces are kept for each way to begin a micro-batch."""
+"""Number of different traces that are kept for each way to begin a micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,14 +22,14 @@ class Trace:
     """The marks of one micro-batch from its beginning to its end.
 
     Args:
-        marks: What units did, in order; the last one is `end`.
+        marks: Beginnings and ends of units, in order; the last one is `end`.
     """
 
     marks: tuple[Mark, ...]
 
     @property
     def trains(self) -> bool:
-        """Whether it is a forward and its backward."""
+        """True for a forward and its backward."""
         return self.marks[0].phase == "forward" and self.marks[-1].phase == "backward"
 
 
@@ -84,9 +84,9 @@ class Traces:
         same from `mark` on, without the backward of units that took no part in forward.
 
         Args:
-            context: How the micro-batch began.
-            before: What it did so far.
-            mark: What it does now, other than was expected.
+            context: Context of the micro-batch.
+            before: Marks of the micro-batch so far.
+            mark: The next mark, another one than was expected.
         """
         known = self._known.get(context, [])[::-1]
         length, before = len(before), tuple(before)

@@ -14,17 +14,17 @@ __all__ = ["Unit"]
 
 
 class Unit:
-    """A module, its parameter groups, and where it is in a micro-batch.
+    """A module, its parameter groups, and its state in a micro-batch.
 
     Args:
         name: Its name in the model.
         module: The module.
         groups: Its parameter groups that communicate or convert.
-        input_dtype: To which inputs of floating point are cast; None leaves them.
+        input_dtype: Dtype that floating-point inputs are cast to; None leaves them.
 
     Attributes:
-        is_in_backward: Whether backward has come to it and has not passed it.
-        passes: The forwards whose backward is in it.
+        is_in_backward: True from the moment backward comes to it until backward has passed it.
+        passes: Forwards that backward is in the unit for.
     """
 
     def __init__(
@@ -48,5 +48,5 @@ class Unit:
             group.begin()
 
     def has_passed(self) -> bool:
-        """Whether backward has passed all that it came to the unit for."""
+        """True if backward has passed all uses of the unit that it came for."""
         return all(one.has_passed(self.name) for one in self.passes)

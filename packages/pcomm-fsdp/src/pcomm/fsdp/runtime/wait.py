@@ -8,56 +8,47 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Pending
-from pcomm.core.errors import PeerError
+from pcomm.fsdp.guards import refusals
 
-__all__ = ["FailureAwareWait"]
+__all__ = ["POLL_PERIOD_S", "FailureAwareWait"]
 
-# How often a rank that waits looks whether another has failed. A look costs about 0.1 ms.
-_LOOK_EVERY_S = 0.2
+POLL_PERIOD_S = 0.2
+"""Seconds between two looks for a failed peer while a rank waits. A look costs about 0.1 ms."""
 
 
 class FailureAwareWait:
-    """Ends collectives, and looks around while a peer keeps it waiting.
+    """Completes collectives, and raises if a peer fails that one of them needs.
 
     Attributes:
-        heard: Asked for what a rank that failed has said, if one has.
+        peer_failure: Returns the message of a rank that has failed; None while there is none.
     """
 
     def __init__(self) -> None:
-        self.heard: Callable[[], str | None] = _nothing
+        self.peer_failure: Callable[[], str | None] = lambda: None
 
-    def wait(self, pending: Pending, what: str) -> Tensor:
-        """The result of a collective; blocks until it has ended.
+    def __call__(self, pending: Pending, what: str) -> Tensor:
+        """Block until a collective has ended, polling for a peer failure, and return its result.
 
-        Where the host cannot see the end, as on a GPU, nobody looks around: the stream waits.
+        Where the host cannot see the end, as on a GPU, there is no polling: the stream waits.
+
+        Args:
+            pending: The collective.
+            what: Its description for an error, such as `"gather of blocks.0"`.
 
         Raises:
-            PeerError: A peer failed or died, or did not join within the group's time.
+            PeerError: A peer failed or died, or did not join within the group's time limit.
         """
         is_done = threading.Event()
         if pending.on_done(is_done.set):
-            while not is_done.wait(_LOOK_EVERY_S):
-                message = self.heard()
-                # The rank that failed may have joined this one before.
-                if message is not None and not is_done.wait(_LOOK_EVERY_S):
-                    raise _peer_error(what, f"an error on {message}")
+            while not is_done.wait(POLL_PERIOD_S):
+                message = self.peer_failure()
+                # The rank that failed may have joined this collective before.
+                if message is not None and not is_done.wait(POLL_PERIOD_S):
+                    raise refusals.collective_failed(what, f"an error on {message}")
         try:
             return pending.wait()
         except RuntimeError as problem:
             # A rank that failed may have closed its connections since, and has said why before.
-            message = self.heard()
+            message = self.peer_failure()
             found = str(problem).split("\n")[0] if message is None else f"an error on {message}"
-            raise _peer_error(what, found) from problem
-
-
-def _nothing() -> None:
-    return None
-
-
-def _peer_error(what: str, found: str) -> PeerError:
-    return PeerError(
-        f"fsdp: {what}",
-        found=found,
-        why="A collective ends only if every rank of its group joins it.",
-        fix="Repair what that rank reports; if it reports nothing, look for its first error.",
-    )
+            raise refusals.collective_failed(what, found) from problem

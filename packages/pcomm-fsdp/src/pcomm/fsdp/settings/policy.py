@@ -22,17 +22,17 @@ class CommPolicy:
             shares the gather group where separation gains less than 3 %.
         prefetch: Units that are gathered ahead of the one in use, forward and backward. The last
             `1 + prefetch` units of forward stay gathered for backward.
-        prefetch_bytes: Most bytes of units gathered ahead, this rank's; None for no limit. One
-            unit may always be gathered ahead.
-        inflight_reduce: Units whose reduces may be on their way while the next one computes. One
-            keeps a link busy as long as units are of about the same size.
-        max_padding: Largest part of a flat buffer that may be padding so that shares end at row
-            borders; beyond it shares are cut inside rows.
-        checks_first_step: Whether ranks compare what they do before each gather of what no schedule
-            foresaw, such as the first step, through the store. Without it, ranks whose units run
-            in different orders find out where they depart from a schedule, at the end of that
-            micro-batch, or by a time limit.
-        prefetch_backward: Units that are gathered ahead in backward, if not `prefetch`. With 0 a
+        prefetch_bytes: Most bytes of this rank's units gathered ahead; None for no limit. One unit
+            may always be gathered ahead.
+        inflight_reduce: Units with a reduce in flight while the next one computes. One keeps a link
+            busy as long as units are of about the same size.
+        max_padding: Largest fraction of a flat buffer that may be padding so that shards end at row
+            boundaries; beyond it shards are cut inside rows.
+        checks_first_step: True to have ranks compare their steps, through the store, before each
+            gather that no schedule foresaw, such as those of the first step. With False, ranks
+            with units in different orders find out where they depart from a schedule, at the end
+            of that micro-batch, or by a time limit.
+        prefetch_backward: Units that are gathered ahead in backward; None for `prefetch`. With 0 a
             gather is issued when the unit before it has ended, so that a unit's computation has
             one gathered unit less beside it. Each gather of backward is then waited for unless
             communication takes longer than computation anyway.
@@ -74,12 +74,13 @@ class Precision:
     """Number formats of one parameter's copies; None takes the next one named.
 
     Args:
-        param_dtype: Of gathered parameters, of the computation and of gathers on the wire; None for
-            that of the main weights.
-        reduce_dtype: Of whole gradients and of reduces on the wire; None for `param_dtype`.
-        main_dtype: Of shards and of their gradients, which the optimizer sees; None for the dtype
-            that the parameter has when it is sharded.
-        casts_inputs: Whether floating-point inputs of a unit are cast to `param_dtype`.
+        param_dtype: Dtype of unsharded parameters, of the computation and of gathers on the wire;
+            None for that of the main weights.
+        reduce_dtype: Dtype of unsharded gradients and of reduces on the wire; None for
+            `param_dtype`.
+        main_dtype: Dtype of shards and of their gradients, which the optimizer sees; None for the
+            dtype that the parameter has when it is sharded.
+        casts_inputs: True to cast floating-point inputs of a unit to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None

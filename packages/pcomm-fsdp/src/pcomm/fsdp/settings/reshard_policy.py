@@ -1,4 +1,4 @@
-"""How much is sharded, as data: what stays whole for how long."""
+"""How much is sharded, as data: the time until which parameters and gradients stay unsharded."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Reduce = Literal["micro_batch", "step"]
 
 @dataclass(frozen=True)
 class ReshardPolicy:
-    """What a scope of parameters keeps whole, and for how long.
+    """The time until which a scope's parameters stay gathered, and when its gradients are reduced.
 
     Optimizer state and main weights are always shards. HSDP is none of these fields: it is a
     `replicate` group in `Roles`, and goes with each of them.
 
     Args:
-        keep: Until when gathered parameters stay: `"use"` to the end of the unit's forward and of
-            its backward, `"backward"` from its forward to the end of its backward, `"step"` to
+        keep: The time that parameters stay gathered: `"use"` to the end of the unit's forward and
+            of its backward, `"backward"` from its forward to the end of its backward, `"step"` to
             the last backward of the step, `"always"` until new values take the same memory.
-        reduce: Gradients are reduced in each `"micro_batch"`, into the shard, or once a `"step"`;
-            until then they add up whole, which is memory for communication.
+        reduce: The time of the reduce, in each `"micro_batch"` or once a `"step"`; until then
+            gradients add up unsharded, which is memory for communication.
     """
 
     keep: Keep = "use"

@@ -42,12 +42,13 @@ class Scope:
     """Parameters with groups or number formats of their own, such as those of experts.
 
     Args:
-        selects: Given a parameter's name in the model and the parameter: does it belong here?
+        selects: Returns True for the name and the parameter of a parameter of this scope.
         roles: Its groups.
-        divisor: By which the summed gradient is divided; None for that of the model. With expert
-            parallelism that is right: an expert's gradient on one rank already holds the tokens of
-            the whole expert-parallel group, so the sum over *its* replicas is that over all ranks.
-        shard: None for that of the model.
+        divisor: Number that the summed gradient is divided by; None for that of the model. With
+            expert parallelism that is right: an expert's gradient on one rank already holds the
+            tokens of the whole expert-parallel group, so the sum over *its* replicas is that over
+            all ranks.
+        reshard: Time until which parameters and gradients stay unsharded; None for the model's.
         spread: Ranks that hold *other* parameters of this scope, such as the expert-parallel
             group; the norm of all gradients sums over them.
         precision: Number formats; None for those of the model. The inputs of units are cast, or
@@ -57,7 +58,7 @@ class Scope:
     selects: Callable[[str, nn.Parameter], bool]
     roles: Roles
     divisor: float | None = None
-    shard: ReshardPolicy | None = None
+    reshard: ReshardPolicy | None = None
     spread: Group | None = None
     precision: Precision | None = None
 

@@ -8,33 +8,31 @@ import torch
 from torch import nn
 
 from pcomm.core.errors import ConfigError
-from pcomm.fsdp.plan.units import Member
-from pcomm.fsdp.runtime.flat_group import FlatGroup
-from pcomm.fsdp.runtime.local_group import LocalGroup
+from pcomm.fsdp.runtime.local_params import LocalParams
+from pcomm.fsdp.runtime.param_shard import ParamShard
 
 __all__ = ["materialise"]
 
 
 def materialise(
     model: nn.Module,
-    groups: Sequence[FlatGroup | LocalGroup],
-    members: Sequence[Sequence[Member]],
+    shards: Sequence[ParamShard | LocalParams],
     device: torch.device,
     initialise: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Initialise what is on the meta device, module by module, and keep this rank's part. Local.
+    """Initialise what is on the meta device, module by module, and keep this rank's shard. Local.
 
     A module's parameters are whole only while it is initialised, so the model never is.
 
     Raises:
-        ConfigError: A module with parameters on meta that nobody initialises.
+        ConfigError: A module with parameters on the meta device, and without an initialisation.
     """
     places = {
-        (module, name): (group, index)
-        for group in groups
-        for index, own in enumerate(group.owners)
+        (module, name): (shard, index)
+        for shard in shards
+        for index, own in enumerate(shard.owners)
         for module, name in own
-        if group.is_on_meta[index]
+        if shard.is_on_meta[index]
     }
     tied: dict[tuple[int, int], nn.Parameter] = {}
     for module in model.modules():
@@ -48,24 +46,24 @@ def materialise(
             buffer = module._buffers[name]
             assert buffer is not None
             module._buffers[name] = torch.empty_like(buffer, device=device)
-        for name, (group, index) in own.items():
-            key = id(group), index
+        for name, (shard, index) in own.items():
+            key = id(shard), index
             whole = tied.get(key)
             if whole is None:
-                shape = group.plan.layout.shapes[index]
+                shape = shard.plan.layout.shapes[index]
                 whole = nn.Parameter(
-                    torch.empty(shape, dtype=group.plan.main_dtype, device=device),
-                    requires_grad=group.plan.is_trainable,
+                    torch.empty(shape, dtype=shard.plan.main_dtype, device=device),
+                    requires_grad=shard.plan.is_trainable,
                 )
-                if len(group.owners[index]) > 1:
+                if len(shard.owners[index]) > 1:
                     tied[key] = whole
             module._parameters[name] = whole
         _initialise(module, initialise)
-        for name, (group, index) in own.items():
+        for name, (shard, index) in own.items():
             whole = module._parameters[name]
             assert whole is not None
-            group.load(index, whole)
-            module._parameters[name] = group.parts[index]
+            shard.load(index, whole)
+            module._parameters[name] = shard.parameters[index]
 
 
 def _initialise(module: nn.Module, initialise: Callable[[nn.Module], None] | None) -> None:

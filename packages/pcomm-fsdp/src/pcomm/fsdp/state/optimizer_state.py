@@ -70,7 +70,7 @@ def _foreseen(
             f"state of {type(optimizer).__name__} before its first step",
             found=f"{type(error).__name__}: {error}",
             why="Names and shapes of state are those that a step with zero gradients makes.",
-            fix="Let the optimizer make its state, by a step, before regions are asked for.",
+            fix="Let the optimizer make its state, by a step, before shard views are asked for.",
         ) from error
     found: Mapping[str, Any] = other.state[own]
     return found

@@ -29,7 +29,7 @@ _BATCH = 12
 
 
 def train_and_save(
-    size: int, shard: ReshardPolicy, folder: Path, steps: range, replicas: int = 1
+    size: int, reshard: ReshardPolicy, folder: Path, steps: range, replicas: int = 1
 ) -> dict[str, Tensor]:
     """Train some steps, from a checkpoint if they begin in the middle, and save.
 
@@ -37,10 +37,10 @@ def train_and_save(
 
     Args:
         size: Number of ranks.
-        shard: What is sharded.
-        folder: Of the checkpoint.
-        steps: Which steps, the first being 0.
-        replicas: How many ranks hold the same shard.
+        reshard: Time until which parameters and gradients stay unsharded.
+        folder: Folder of the checkpoint.
+        steps: Numbers of the steps, from 0.
+        replicas: Number of ranks that hold the same shard.
 
     Returns:
         The whole parameters afterwards.
@@ -54,19 +54,19 @@ def train_and_save(
             model,
             Roles(groups["dp"], groups["dp", "reduce"], groups["rep"]),
             units=[Block],
-            shard=shard,
+            reshard=reshard,
             # Rows are cut on three ranks.
             comm=CommPolicy(max_padding=0.0 if size == 3 else 0.1),
         )
         optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.03)
-        regions = model_shard_views(sharded) | optimizer_shard_views(sharded, optimizer)
+        views = model_shard_views(sharded) | optimizer_shard_views(sharded, optimizer)
         if steps.start:
-            load_checkpoint(folder, regions, groups["rep_dp"], sharded=sharded)
+            load_checkpoint(folder, views, groups["rep_dp"], sharded=sharded)
         for step in steps:
             sharded.zero_grad()
             generator = torch.Generator().manual_seed(step)
             batch = torch.randint(7, (_BATCH, 5), generator=generator)
             model.loss(batch.chunk(size)[rank]).backward()
             optimizer.step()
-        save_checkpoint(folder, regions, groups["rep_dp"])
+        save_checkpoint(folder, views, groups["rep_dp"])
         return sharded.full_state_dict()

@@ -13,7 +13,8 @@ from pcomm.fsdp.plan.flat_layout import FlatLayout
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.compiler import compile_schedule
-from pcomm.fsdp.runtime.schedule import Buffer, Mark, Owed, Schedule
+from pcomm.fsdp.runtime.schedule import Mark, Owed, Schedule
+from pcomm.fsdp.runtime.stepper import scheduled_group
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles
 
@@ -21,13 +22,13 @@ __all__ = ["PlannedGroup", "chain", "chain_costs", "plan_of", "step_of"]
 
 
 class PlannedGroup(Group):
-    """A group whose communicator is any object, for plans, which only ask which one it is.
+    """A group with any object as its communicator, for plans, which only compare communicators.
 
     Args:
         name: Axes along which the group runs.
         ranks: Global ranks, ascending; this process is the first one.
-        communicator: What stands for it.
-        role: What it is for.
+        communicator: Any object, in place of a communicator.
+        role: Role of the group.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class PlannedGroup(Group):
 
     @property
     def process_group(self) -> Any:
-        """What stands for it."""
+        """The object in place of a communicator."""
         return self._stand_in
 
 
@@ -69,7 +70,7 @@ def plan_of(
     *,
     scope: str = "",
     elements: int = 640,
-    shard: ReshardPolicy | None = None,
+    reshard: ReshardPolicy | None = None,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> GroupPlan:
     """The plan of one parameter of a unit, a row of fp32 numbers that is cut anywhere.
@@ -79,8 +80,8 @@ def plan_of(
         roles: Groups of the scope.
         scope: Its name, empty for the model's own.
         elements: Length of the parameter.
-        shard: What is kept whole for how long; None for the default.
-        reduce_dtype: Of whole gradients.
+        reshard: Time until which parameters and gradients stay unsharded; None for the default.
+        reduce_dtype: Dtype of unsharded gradients.
     """
     size = roles.gather.size
     return GroupPlan(
@@ -97,7 +98,7 @@ def plan_of(
         reduce_dtype=reduce_dtype,
         main_dtype=torch.float32,
         is_trainable=True,
-        shard=shard or ReshardPolicy(),
+        reshard=reshard or ReshardPolicy(),
         layout=FlatLayout(((elements,),), (0,), -(-elements // size), size, True),
     )
 
@@ -113,27 +114,21 @@ def step_of(
     """The schedules of a step, as the engine compiles them.
 
     Args:
-        marks: Of each micro-batch.
-        plans: Of all parameter groups.
-        micro_batches: Of the step.
+        marks: Marks of each micro-batch.
+        plans: Plans of all parameter groups.
+        micro_batches: Number of micro-batches of the step.
         prefetch: Units gathered ahead.
-        inflight: Reduces on their way while the next gradients are computed.
+        inflight: Reduces in flight while the next gradients are computed.
     """
     schedules: list[Schedule] = []
     gathered: frozenset[str] = frozenset()
     owed = Owed()
     for number in range(micro_batches):
         is_last = number == micro_batches - 1
-        buffers = []
-        for plan in plans:
-            reduces = is_last or plan.shard.reduce == "micro_batch"
-            replicates = reduces and is_last and plan.num_replicas > 1
-            size, keep = plan.gathered_bytes, plan.shard.keep
-            buffers.append(Buffer(plan.name, plan.unit, size, keep, reduces, replicates))
         schedules.append(
             compile_schedule(
                 marks,
-                buffers,
+                [scheduled_group(plan, is_last=is_last) for plan in plans],
                 prefetch=prefetch,
                 prefetch_bytes=None,
                 inflight_reduce=inflight,

@@ -45,8 +45,8 @@ class SmallModel(nn.Module):
         dim: Model dim.
         num_blocks: Number of blocks.
         vocabulary: Number of tokens.
-        is_tied: Whether the head's weight is the embedding's.
-        recompute: What is computed again in backward.
+        is_tied: True if the head's weight is the embedding's.
+        recompute: Part of the model that is computed again in backward.
     """
 
     def __init__(

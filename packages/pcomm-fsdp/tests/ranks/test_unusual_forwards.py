@@ -1,4 +1,4 @@
-"""Models that use their weights in odd ways have the gradients of plain torch."""
+"""Models that use their weights in unusual ways have the gradients of plain torch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles
 from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.testing.small_training import STRATEGIES
 
 # B batch, D model dim
 
-STRATEGIES = {
-    "zero3": ReshardPolicy.zero3(),
-    "zero2": ReshardPolicy.zero2(),
-    "zero1": ReshardPolicy.zero1(),
-}
 MICRO = 2
 
 
@@ -299,12 +294,12 @@ def check_gradients(sharded: Sharded, reference: nn.Module) -> None:
 @contextmanager
 def sharding(strategy: str) -> Iterator[Callable[[nn.Module], Sharded]]:
     with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
-        roles, shard = Roles(groups["dp"], groups["dp", "reduce"]), STRATEGIES[strategy]
+        roles, reshard = Roles(groups["dp"], groups["dp", "reduce"]), STRATEGIES[strategy]
 
         def run(model: nn.Module) -> Sharded:
             kinds = [Unit, Recurrent, nn.Sequential]
             units = [m for m in model.modules() if type(m) in (*kinds, Outer, Frozen)]
-            return fully_shard(model, roles, units=units, shard=shard)
+            return fully_shard(model, roles, units=units, reshard=reshard)
 
         yield run
 

@@ -1,4 +1,4 @@
-"""What a model's state dict holds, and under which names: the one place that knows them."""
+"""Names in a model's state dict, and what each stands for: the one place that knows them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from pcomm.core.errors import ConfigError
-from pcomm.fsdp.runtime.flat_group import FlatGroup
-from pcomm.fsdp.runtime.local_group import LocalGroup
+from pcomm.fsdp.runtime.local_params import LocalParams
+from pcomm.fsdp.runtime.param_shard import ParamShard
 
-__all__ = ["Buffer", "ExtraState", "NameTable", "read_names", "unwrapped"]
+__all__ = ["ExtraState", "ModuleBuffer", "NameTable", "read_names", "unwrapped"]
 
 _COMPILED = "_orig_mod."
 _WRAPPED = "_checkpoint_wrapped_module."
@@ -21,12 +21,12 @@ _EXTRA = "_extra_state"
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """A buffer, by where it is now: modules may put another tensor in its place.
+class ModuleBuffer:
+    """A buffer by its place, where its module may put another tensor.
 
     Args:
-        module: Whose it is.
-        name: Its name there.
+        module: The module that holds it.
+        name: Its name in the module.
     """
 
     module: nn.Module
@@ -38,10 +38,10 @@ class Buffer:
 
 
 class ExtraState(dict[str, Any]):
-    """What a module's `get_extra_state` returns, as a mapping with the one key `"state"`.
+    """The result of a module's `get_extra_state`, as a mapping with the one key `"state"`.
 
     Args:
-        module: With `get_extra_state` and `set_extra_state`.
+        module: A module with `get_extra_state` and `set_extra_state`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -67,15 +67,15 @@ class NameTable:
     make of its name; so is a buffer.
 
     Args:
-        parameters: For each parameter by its name in the model, its names in the state dict. Empty
+        parameters: Names in the state dict of each parameter, by its name in the model. Empty
             where a hook leaves it out.
-        buffers: By name in the state dict.
-        extras: What modules add by `get_extra_state`, by name in the state dict.
+        buffers: Buffers by name in the state dict.
+        extras: Modules with `get_extra_state`, by the name of that state in the state dict.
         computed: Names in the state dict of tensors that are neither.
     """
 
     parameters: Mapping[str, tuple[str, ...]]
-    buffers: Mapping[str, Buffer]
+    buffers: Mapping[str, ModuleBuffer]
     extras: Mapping[str, nn.Module]
     computed: tuple[str, ...]
 
@@ -88,13 +88,13 @@ class NameTable:
         """State is parameters, buffers and extra state, and nothing computed from them. Local.
 
         Raises:
-            ConfigError: A hook makes other tensors, which a checkpoint of parts cannot hold.
+            ConfigError: A hook makes other tensors, which a checkpoint of shards cannot hold.
         """
         if self.computed:
             raise ConfigError(
                 asked,
                 found=f"tensors that hooks of the state dict make: {list(self.computed[:4])}",
-                why="They are computed from this rank's parts, which are not the whole parameters.",
+                why="They are computed from this rank's shards, not from the whole parameters.",
                 fix="Save sharded.full_state_dict(), where hooks see whole parameters.",
             )
 
@@ -106,37 +106,37 @@ def unwrapped(name: str) -> str:
 
 def read_names(
     model: nn.Module,
-    groups: Sequence[FlatGroup | LocalGroup],
+    shards: Sequence[ParamShard | LocalParams],
     allowed: Callable[[], AbstractContextManager[None]],
 ) -> NameTable:
     """The table of a model as it is now. Local.
 
     Args:
-        model: Its modules hold the parts.
-        groups: All parameter groups.
-        allowed: Within it, the model's state dict may be taken.
+        model: The sharded model.
+        shards: The shards of all parameter groups.
+        allowed: A context in which the model's state dict may be taken.
     """
     with allowed():
         state: dict[str, Any] = model.state_dict(keep_vars=True)
-    parts = {
-        id(part): name
-        for group in groups
-        for name, part in zip(group.plan.names, group.parts, strict=True)
+    first_names = {
+        id(parameter): name
+        for shard in shards
+        for name, parameter in zip(shard.plan.names, shard.parameters, strict=True)
     }
     places = {
-        id(buffer): Buffer(module, name)
+        id(buffer): ModuleBuffer(module, name)
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     }
     modules = dict(model.named_modules(remove_duplicate=False))
-    parameters: dict[str, list[str]] = {name: [] for name in parts.values()}
-    buffers: dict[str, Buffer] = {}
+    parameters: dict[str, list[str]] = {name: [] for name in first_names.values()}
+    buffers: dict[str, ModuleBuffer] = {}
     extras: dict[str, nn.Module] = {}
     computed = []
     for name, value in state.items():
-        if id(value) in parts:
-            parameters[parts[id(value)]].append(name)
+        if id(value) in first_names:
+            parameters[first_names[id(value)]].append(name)
         elif id(value) in places:
             buffers[name] = places[id(value)]
         elif name.rpartition(".")[2] == _EXTRA and name.rpartition(".")[0] in modules:
