@@ -15,12 +15,21 @@ import torch
 from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
-from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.call import Call, OperationName
 from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.errors import UnsupportedError
 
 __all__ = ["DifferentiableCollectives", "differentiable"]
+
+_ADJOINTS: dict[OperationName, OperationName] = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    # For the source; the gradient of the other ranks, whose inputs have no part in it, is zero.
+    "broadcast": "all_reduce",
+}
 
 
 def differentiable(collectives: Collectives) -> Collectives:
@@ -45,44 +54,40 @@ class DifferentiableCollectives(Handle, Collectives):
 
     def run(self, call: Call) -> Tensor:
         """The result of an operation, with its gradient."""
-        _refuse(call, call.operation)
+        _check(call, "")
+        # Autograd hands on the input itself, unless a transform of torch stands between.
         return with_adjoint(
-            call.x, lambda x: self.inner.run(call.with_input(x)), self._adjoint(call)
+            call.x,
+            lambda x: self.inner.run(call if x is call.x else call.with_input(x)),
+            self._adjoint(call),
         )
 
     def start(self, call: Call) -> Pending:
         """Start an operation; waiting for it puts its result into the graph."""
-        _refuse(call, f"{call.operation}_async")
+        _check(call, "_async")
         x, adjoint = call.x, self._adjoint(call)
         pending = self.inner.start(call.with_input(x.detach()))
         return Pending(lambda: with_adjoint(x, lambda _: pending.wait(), adjoint))
 
     def _adjoint(self, call: Call) -> Callable[[Tensor], Tensor]:
-        """The operation of the backward; it holds no tensor of `call`."""
-        dim, sizes, receive_sizes, source = call.dim, call.sizes, call.receive_sizes, call.source
-        match call.operation:
-            case "all_gather":
-                return lambda gradient: self.reduce_scatter(gradient, dim=dim, sizes=sizes)
-            case "reduce_scatter":
-                return lambda gradient: self.all_gather(gradient, dim=dim, sizes=sizes)
-            case "all_reduce":
-                return self.all_reduce
-            case "all_to_all":
-                return lambda gradient: self.all_to_all(
-                    gradient, send_sizes=receive_sizes, receive_sizes=sizes, dim=dim
-                )
-            case "broadcast":
-                return lambda gradient: self._to_source(gradient, source)
+        """The backward of a call; it refers to no tensor of that."""
+        operation, dim, sizes, receive_sizes = _ADJOINTS[call.operation], call.dim, call.sizes, None
+        if operation == "all_to_all":
+            sizes, receive_sizes = call.receive_sizes, sizes
+        is_source = call.operation != "broadcast" or self.rank == call.source
 
-    def _to_source(self, gradient: Tensor, source: int) -> Tensor:
-        total = self.all_reduce(gradient)
-        return total if self.rank == source else torch.zeros_like(total)
+        def backward(gradient: Tensor) -> Tensor:
+            total = self.run(Call(operation, gradient, None, dim, sizes, receive_sizes))
+            return total if is_source else torch.zeros_like(total)
+
+        return backward
 
 
-def _refuse(call: Call, name: str) -> None:
+def _check(call: Call, suffix: str) -> None:
+    """Refuse what cannot carry a gradient; `suffix` is that of the method that was called."""
     if call.out is not None:
         raise UnsupportedError(
-            f"{name}: out={tuple(call.out.shape)}",
+            f"{call.operation}{suffix}: out={tuple(call.out.shape)}",
             found="differentiable collectives",
             why="A result written over an existing tensor cannot carry a gradient.",
             fix="Leave out away, or use the group's plain collectives.",

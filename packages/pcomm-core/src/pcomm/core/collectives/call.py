@@ -46,16 +46,8 @@ class Call:
 
     def with_input(self, x: Tensor) -> Call:
         """The same call of another input tensor. Local."""
-        return Call(
-            self.operation,
-            x,
-            self.out,
-            self.dim,
-            self.sizes,
-            self.receive_sizes,
-            self.op,
-            self.source,
-        )
+        sizes = self.sizes, self.receive_sizes
+        return Call(self.operation, x, self.out, self.dim, *sizes, self.op, self.source)
 
     def sent_bytes(self, rank: int, size: int) -> int:
         """Least number of bytes that a rank must send. Local.

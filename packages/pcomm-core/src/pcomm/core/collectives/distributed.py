@@ -19,10 +19,16 @@ from pcomm.core.collectives.out import check_out, deliver, is_dense, is_direct, 
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
 
-__all__ = ["DistributedCollectives", "Started", "finish_later", "in_front"]
+__all__ = ["DistributedCollectives", "Issued", "in_front"]
 
-Started = tuple[Callable[[], Tensor], Any]
-"""A function that waits for an operation and returns its result, and a handle of the operation."""
+Issued = tuple[Any, Tensor | None, Tensor | Callable[[], Tensor]]
+"""An operation in flight.
+
+- Its handle; None if it has ended.
+- The tensor that it reads, which has to live until it has ended.
+- Its result with `dim` first, or the function that computes that once it has ended. The tensor is
+  the `out` of the call itself if the result was written there.
+"""
 
 
 class DistributedCollectives(Handle, Collectives):
@@ -70,12 +76,14 @@ class DistributedCollectives(Handle, Collectives):
 
     def run(self, call: Call) -> Tensor:
         """The result of an operation, once it has ended; on NCCL, once it is queued."""
-        return self._issue(call, False)[0]()
+        return _finished(self._issue(call, False), call.dim, call.out)
 
     def start(self, call: Call) -> Pending:
         """Issue an operation and return at once."""
-        finish, work = self._issue(call, True)
-        return Pending(finish, work if self.is_seen_by_host else None)
+        # Not the call, which would keep its input alive.
+        issued, dim, out = self._issue(call, True), call.dim, call.out
+        work = issued[0] if self.is_seen_by_host else None
+        return Pending(lambda: _finished(issued, dim, out), work)
 
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
         """The sum or maximum of `x` over all ranks; `out=x` works in place."""
@@ -85,10 +93,9 @@ class DistributedCollectives(Handle, Collectives):
             return x
         return super().all_reduce(x, op=op, out=out)
 
-    # Each of these issues an operation. A blocking call ends at once; it asks torch for a blocking
-    # operation too, which spares NCCL an event.
+    # A blocking call asks torch for a blocking operation too, which spares NCCL an event.
 
-    def _issue(self, call: Call, is_async: bool) -> Started:
+    def _issue(self, call: Call, is_async: bool) -> Issued:
         match call.operation:
             case "all_gather":
                 return self._all_gather(call, is_async)
@@ -101,7 +108,7 @@ class DistributedCollectives(Handle, Collectives):
             case "broadcast":
                 return self._broadcast(call, is_async)
 
-    def _all_gather(self, call: Call, is_async: bool) -> Started:
+    def _all_gather(self, call: Call, is_async: bool) -> Issued:
         uneven = gather_sizes(call, self.rank, self.size)
         if uneven is not None:
             return self._gather_padded(call, uneven, is_async)
@@ -116,9 +123,9 @@ class DistributedCollectives(Handle, Collectives):
         else:
             gathered = front.new_empty(front.shape[0] * self.size, *front.shape[1:])
         work = self._gather(gathered, front, self._group.get(), is_async)
-        return finish_later(call, work, front, gathered)
+        return work, front, gathered
 
-    def _gather_padded(self, call: Call, lengths: Sequence[int], is_async: bool) -> Started:
+    def _gather_padded(self, call: Call, lengths: Sequence[int], is_async: bool) -> Issued:
         """An all-gather of shards padded to the longest: torch gathers equal ones alone."""
         check_out(call, sum(lengths))
         longest, front = max(lengths), in_front(call)
@@ -131,9 +138,9 @@ class DistributedCollectives(Handle, Collectives):
             padded = zip(gathered.split(longest), lengths, strict=True)
             return torch.cat([shard[:length] for shard, length in padded], out=target)
 
-        return finish_later(call, work, front, join)
+        return work, front, join
 
-    def _reduce_scatter(self, call: Call, is_async: bool) -> Started:
+    def _reduce_scatter(self, call: Call, is_async: bool) -> Issued:
         if scatter_sizes(call, self.size) is not None:
             return self._exchange_and_add(call, is_async)
         out = call.out
@@ -148,9 +155,9 @@ class DistributedCollectives(Handle, Collectives):
             shard = front.new_empty(front.shape[0] // self.size, *front.shape[1:])
         operation = self._operation("sum", front)
         work = self._scatter(shard, front, operation, self._group.get(), is_async)
-        return finish_later(call, work, front, shard)
+        return work, front, shard
 
-    def _exchange_and_add(self, call: Call, is_async: bool) -> Started:
+    def _exchange_and_add(self, call: Call, is_async: bool) -> Issued:
         """A reduce-scatter by an all-to-all and a local sum, for shards of any length."""
         uneven = scatter_sizes(call, self.size)
         length = call.x.shape[call.dim] // self.size if uneven is None else uneven[self.rank]
@@ -173,16 +180,16 @@ class DistributedCollectives(Handle, Collectives):
             total: Tensor = torch.sum(parts, 0, dtype=parts.dtype, out=target)
             return total
 
-        return finish_later(call, work, front, add)
+        return work, front, add
 
-    def _all_reduce(self, call: Call, is_async: bool) -> Started:
+    def _all_reduce(self, call: Call, is_async: bool) -> Issued:
         # Made contiguous before and returned after: torch reduces only dense memory, and a view
         # handed back unreduced is the classic mistake here (Megatron-LM #5338).
         total = _own_copy(call)
         work = dist.all_reduce(total, self._operation(call.op, total), self._group.get(), is_async)
-        return finish_later(call, work, total, total)
+        return work, total, total
 
-    def _all_to_all(self, call: Call, is_async: bool) -> Started:
+    def _all_to_all(self, call: Call, is_async: bool) -> Issued:
         sent, received = transfer_sizes(call, self.rank, self.size)
         out, num_received = call.out, sum(received)
         check_out(call, num_received)
@@ -197,41 +204,28 @@ class DistributedCollectives(Handle, Collectives):
             work = dist.all_to_all_single(
                 target, front, received, sent, self._group.get(), is_async
             )
-        return finish_later(call, work, front, target)
+        return work, front, target
 
-    def _broadcast(self, call: Call, is_async: bool) -> Started:
+    def _broadcast(self, call: Call, is_async: bool) -> Issued:
         target = _own_copy(call)
         work = dist.broadcast(
             target, group=self._group.get(), async_op=is_async, group_src=call.source
         )
-        return finish_later(call, work, target, target)
+        return work, target, target
 
     def _operation(self, op: Reduction, x: Tensor) -> Any:
         # Gloo adds booleans as bytes, and two times true is then no boolean any more.
         return self._operations["max" if x.dtype == torch.bool else op]
 
 
-def finish_later(
-    call: Call, work: Any, read: Tensor | None, result: Tensor | Callable[[], Tensor]
-) -> Started:
-    """How an operation that was issued ends: with its result in the place that the call names.
-
-    Args:
-        call: Call that was issued; the returned function holds neither it nor its input.
-        work: Handle of the operation; None if it has ended.
-        read: Tensor that the operation reads, which has to live until it has ended.
-        result: Dense result with `dim` first, or the function that computes it once the operation
-            has ended. The tensor is `out` itself if it was written there.
-    """
-    dim, out = call.dim, call.out
-
-    def finish() -> Tensor:
-        _wait(work, read)
-        found = result if isinstance(result, Tensor) else result()
-        is_there = found is out or (out is None and dim == 0)
-        return found if is_there else deliver(found.movedim(0, dim), out)
-
-    return finish, work
+def _finished(issued: Issued, dim: int, out: Tensor | None) -> Tensor:
+    """Wait for an operation; returns its result in the place that the call names."""
+    work, _, found = issued
+    if work is not None:
+        work.wait()
+    result = found if isinstance(found, Tensor) else found()
+    is_there = result is out or (out is None and dim == 0)
+    return result if is_there else deliver(result.movedim(0, dim), out)
 
 
 def in_front(call: Call) -> Tensor:
@@ -245,12 +239,6 @@ def in_front(call: Call) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _wait(work: Any, _keep_alive: Tensor | None) -> None:
-    """Wait for an asynchronous operation; the tensor that it reads must live until then."""
-    if work is not None:
-        work.wait()
-
-
 def _plain(x: Tensor) -> Tensor:
     """`x`, whose memory holds its numbers and not their conjugates or negatives."""
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
@@ -258,8 +246,12 @@ def _plain(x: Tensor) -> Tensor:
 
 def _own_copy(call: Call) -> Tensor:
     """What an operation in place may run on: `out` with the numbers of `x`, or a dense copy."""
-    check_out(call)
     x, out = call.x, call.out
+    if out is x and is_dense(x):
+        return x
+    check_out(call)
+    if x.requires_grad:
+        x = x.detach()
     if out is None or not is_dense(out):
-        return _plain(x.detach()).clone(memory_format=torch.contiguous_format)
-    return out if out is x else out.copy_(not_over(x.detach(), out))
+        return _plain(x).clone(memory_format=torch.contiguous_format)
+    return out.copy_(not_over(x, out))

@@ -58,9 +58,9 @@ class IdentityCollectives(Collectives):
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        if sizes is None and out is None:
+        if out is None and (sizes is None or _is_whole(x, dim, sizes)):
             return x
-        return super().all_gather(x, dim=dim, sizes=sizes, out=out)
+        return self.run(Call("all_gather", x, out, dim, sizes))
 
     def reduce_scatter(
         self,
@@ -71,13 +71,13 @@ class IdentityCollectives(Collectives):
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        if sizes is None and out is None:
+        if out is None and (sizes is None or _is_whole(x, dim, sizes)):
             return x
-        return super().reduce_scatter(x, dim=dim, sizes=sizes, out=out)
+        return self.run(Call("reduce_scatter", x, out, dim, sizes))
 
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
         """`x`."""
-        return x if out is None else super().all_reduce(x, op=op, out=out)
+        return x if out is None else self.run(Call("all_reduce", x, out))
 
     def all_to_all(
         self,
@@ -89,12 +89,18 @@ class IdentityCollectives(Collectives):
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        if send_sizes is None and receive_sizes is None and out is None:
+        if out is None and (
+            (send_sizes is None and receive_sizes is None)
+            or (_is_whole(x, dim, send_sizes) and _is_whole(x, dim, receive_sizes))
+        ):
             return x
-        return super().all_to_all(
-            x, send_sizes=send_sizes, receive_sizes=receive_sizes, dim=dim, out=out
-        )
+        return self.run(Call("all_to_all", x, out, dim, send_sizes, receive_sizes))
 
     def broadcast(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Tensor:
         """`x`."""
-        return x if out is None else super().broadcast(x, source=source, out=out)
+        return x if out is None else self.run(Call("broadcast", x, out))
+
+
+def _is_whole(x: Tensor, dim: int, sizes: Sequence[int] | None) -> bool:
+    """Whether `sizes` are those of one rank that has all of `dim`."""
+    return sizes is not None and len(sizes) == 1 and sizes[0] == x.shape[dim]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pcomm.core.collectives.call import Call
-from pcomm.core.collectives.distributed import DistributedCollectives, Started
+from pcomm.core.collectives.distributed import DistributedCollectives, Issued
 
 __all__ = ["WithoutPairs"]
 
@@ -19,5 +19,5 @@ class WithoutPairs(DistributedCollectives):
 
     is_seen_by_host = True
 
-    def _reduce_scatter(self, call: Call, is_async: bool) -> Started:
+    def _reduce_scatter(self, call: Call, is_async: bool) -> Issued:
         return self._exchange_and_add(call, is_async)

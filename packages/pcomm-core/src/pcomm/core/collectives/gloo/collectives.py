@@ -18,12 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pcomm.core.collectives.call import Call
-from pcomm.core.collectives.distributed import (
-    DistributedCollectives,
-    Started,
-    finish_later,
-    in_front,
-)
+from pcomm.core.collectives.distributed import DistributedCollectives, Issued, in_front
 from pcomm.core.collectives.gloo.pairwise import AddUp, Gather, Pairs
 from pcomm.core.collectives.gloo.work_queue import WorkItem, WorkQueue
 from pcomm.core.collectives.out import check_out, is_direct, not_over
@@ -61,7 +56,7 @@ class GlooCollectives(DistributedCollectives):
         super().close()
         self._queue.rest()
 
-    def _all_gather(self, call: Call, is_async: bool) -> Started:
+    def _all_gather(self, call: Call, is_async: bool) -> Issued:
         lengths = gather_sizes(call, self.rank, self.size)
         if lengths is None:
             lengths = [call.x.shape[call.dim]] * self.size
@@ -77,9 +72,9 @@ class GlooCollectives(DistributedCollectives):
         own = parts[self.rank]
         if own.data_ptr() != front.data_ptr():
             own.copy_(not_over(front, own))
-        return self._enqueue(call, Gather(self._pairs, own, parts), gathered, is_async)
+        return self._enqueue(Gather(self._pairs, own, parts), gathered, is_async)
 
-    def _reduce_scatter(self, call: Call, is_async: bool) -> Started:
+    def _reduce_scatter(self, call: Call, is_async: bool) -> Issued:
         x, out = call.x, call.out
         lengths = scatter_sizes(call, self.size)
         if lengths is None:
@@ -99,13 +94,13 @@ class GlooCollectives(DistributedCollectives):
             front = not_over(front, total)
             total.copy_(front.split(lengths)[self.rank])
         parts = front.split(lengths)
-        return self._enqueue(call, AddUp(self._pairs, parts, total), total, is_async)
+        return self._enqueue(AddUp(self._pairs, parts, total), total, is_async)
 
-    def _enqueue(self, call: Call, item: WorkItem, result: Tensor, is_async: bool) -> Started:
+    def _enqueue(self, item: WorkItem, result: Tensor, is_async: bool) -> Issued:
         self._group.get()
         transfer = self._queue.start(item, is_async=is_async)
         # The queue keeps alive what the operation reads.
-        return finish_later(call, transfer, None, result)
+        return transfer, None, result
 
 
 def _is_large(call: Call, lengths: Sequence[int]) -> bool:
