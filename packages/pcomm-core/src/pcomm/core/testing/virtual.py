@@ -59,7 +59,8 @@ class VirtualCollectives(Handle, Collectives):
         x, dim = call.x, call.dim
         lengths = list(call.sizes) if call.sizes else [x.shape[dim] // self.size] * self.size
         total = torch.stack(self._all(x)).sum(0)
-        return total.split(lengths, dim)[self.rank].clone()
+        shard: Tensor = total.split(lengths, dim)[self.rank].clone()
+        return shard
 
     def _exchanged(self, call: Call) -> Tensor:
         sent, received = transfer_sizes(call, self.rank, self.size)
