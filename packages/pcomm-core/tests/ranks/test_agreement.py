@@ -182,7 +182,7 @@ def test_the_first_difference_is_the_one_named(lines: list[str], words: str) -> 
             raise problem  # type: ignore[misc]
 
 
-def test_meetings_of_different_ranks_share_a_store() -> None:
+def test_rounds_of_different_ranks_share_a_store() -> None:
     """Two halves of a job agree on different things at the same time."""
 
     def call(store: dist.Store, rank: int) -> str:

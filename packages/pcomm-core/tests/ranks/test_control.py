@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from pcomm.core.control.agreement_round import AgreementRound
 from pcomm.core.control.control import Control
-from pcomm.core.control.meeting import Meeting
 from pcomm.core.control.rank_sets import parsed, spelled, word_for
 from pcomm.core.errors import (
     ConfigError,
@@ -21,7 +21,7 @@ from pcomm.core.errors import (
     TopologyError,
 )
 
-# Far beyond what a meeting takes, and for calls to which no other rank comes.
+# Far beyond what a round takes, and for calls to which no other rank comes.
 WAIT_S, SHORT_S = 60.0, 0.2
 
 
@@ -69,7 +69,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def meet(controls: dict[int, Control]) -> str:
-    """The name that all ranks get in one meeting."""
+    """The name that all ranks get in one round."""
     names = together(lambda rank: controls[rank].agree("plan", ["same"]), controls)
     (name,) = {str(found) for found in names.values()}
     assert name.startswith("pcomm/"), name
@@ -90,7 +90,7 @@ def mistake() -> ConfigError:
     return ConfigError("steps", found="0", why="None.", fix="Use 1.")
 
 
-# -- a meeting ---------------------------------------------------------------------------------
+# -- a round ---------------------------------------------------------------------------------
 
 
 def test_ranks_agree_on_any_store(store: dist.Store) -> None:
@@ -179,21 +179,21 @@ def together_in_order(
     return together(call, order)
 
 
-def test_a_rank_that_is_given_up_on_as_it_comes_takes_part_in_the_next_meeting(
+def test_a_rank_that_is_given_up_on_as_it_comes_takes_part_in_the_next_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 looks at the number, rank 0 gives up, rank 1 arrives: too late for that number."""
     store = dist.HashStore()
-    arrive = Meeting._arrive
+    arrive = AgreementRound._arrive
     given_up: list[object] = []
 
-    def late(self: Meeting) -> None:
+    def late(self: AgreementRound) -> None:
         if self._rank == 1 and not given_up:
             found = together(lambda _: zero.agree("plan", ["a"], timeout_s=SHORT_S), [0])
             given_up.append(found[0])
         arrive(self)
 
-    monkeypatch.setattr(Meeting, "_arrive", late)
+    monkeypatch.setattr(AgreementRound, "_arrive", late)
     zero, one = controls_of(store, (0, 1)).values()
 
     def call(rank: int) -> str:
@@ -212,15 +212,15 @@ def test_an_interrupted_rank_that_calls_again_counts_once(
 ) -> None:
     store = dist.HashStore()
     pair = controls_of(store, (0, 1), timeout_s=SHORT_S)
-    hear = Meeting.hear
+    hear = AgreementRound.hear
 
-    def interrupted(self: Meeting, name: str) -> str:
+    def interrupted(self: AgreementRound, name: str) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Meeting, "hear", interrupted)
+    monkeypatch.setattr(AgreementRound, "hear", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pair[1].fail_together("check", None)
-    monkeypatch.setattr(Meeting, "hear", hear)
+    monkeypatch.setattr(AgreementRound, "hear", hear)
     with pytest.raises(PeerTimeoutError, match=r"ranks \[0\] of 2"):
         pair[1].fail_together("check", None)
 
@@ -248,7 +248,7 @@ def test_one_rank_of_several_agrees_with_itself() -> None:
 
 
 def test_sets_with_the_same_first_rank_meet_at_the_same_time(store: dist.Store) -> None:
-    """Rank 0 is in a meeting of two and in one of three at once, by two threads."""
+    """Rank 0 is in a round of two and in one of three at once, by two threads."""
     pair, three = controls_of(store, (0, 1)), controls_of(store, (0, 1, 2))
 
     def call(caller: int) -> str:
@@ -422,8 +422,8 @@ def test_a_long_run_does_not_fill_the_store(store: dist.Store) -> None:
     assert [round_of_everything() for _ in range(3)] == [first] * 3
 
 
-def test_keys_of_a_meeting_stay_until_all_have_read_them() -> None:
-    """The slowest rank reads how a meeting ended while the others are in the next one."""
+def test_keys_of_a_round_stay_until_all_have_read_them() -> None:
+    """The slowest rank reads how a round ended while the others are in the next one."""
     store = dist.HashStore()
     pair = controls_of(store, (0, 1))
     name = meet(pair)

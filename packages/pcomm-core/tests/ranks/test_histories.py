@@ -1,6 +1,6 @@
 """Ranks with different pasts meet: one comes back, one skipped a call, one was left out.
 
-Each history is told for all that has to agree: opening groups, alarms, and the ledger.
+Each history is told for all that has to agree: opening groups, failure flags, and the ledger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pcomm.core.topology import Topology
 from pcomm.core.trace.ledgered import LedgeredCollectives, ledgered
 
 THREE = Topology({"dp": 3})
-# Far beyond what a meeting takes, and for calls to which no other rank comes.
+# Far beyond what a round takes, and for calls to which no other rank comes.
 WAIT_S, SHORT_S = 60.0, 0.3
 
 
@@ -41,15 +41,15 @@ def all_have_come(word: str, size: int) -> None:
 
 
 def agree_on_everything(topology: Topology, rank: int, word: str) -> None:
-    """Open the group, hear an alarm of its last rank, compare operations, and close."""
+    """Open the group, hear a flag of its last rank, compare operations, and close."""
     size = topology.world_size - len(topology.failed)
     with open_groups(topology, ["dp"], timeout_s=WAIT_S) as groups:
         group = groups["dp"]
-        alarm, quiet = FailureFlag(group, "work"), FailureFlag(group, "work")
+        flag, quiet = FailureFlag(group, "work"), FailureFlag(group, "work")
         if group.rank == group.size - 1:
-            alarm.sound(f"out of {word}", round_number=0)
+            flag.sound(f"out of {word}", round_number=0)
         all_have_come(f"{word} sounded", size)
-        assert alarm.heard(round_number=0) == f"rank {group.ranks[-1]}: out of {word}"
+        assert flag.heard(round_number=0) == f"rank {group.ranks[-1]}: out of {word}"
         assert quiet.heard(round_number=0) is None
         watched = ledgered(group.collectives, group, every=1, patience_s=0.2, timeout_s=WAIT_S)
         assert float(watched.all_reduce(torch.ones(1))) == group.size

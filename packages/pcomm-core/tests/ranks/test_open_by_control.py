@@ -122,11 +122,11 @@ def test_all_that_agrees_goes_on_in_the_generation_of_the_survivors(rank: int) -
         agree_in_group(group, "test", ["same"], control=following)
         with pytest.raises(DivergenceError, match="rank 0 has '0', rank 1 has '1'"):
             agree_in_group(group, "test", [str(rank)], control=following)
-        alarm = FailureFlag(following, "work")
+        flag = FailureFlag(following, "work")
         if rank == 0:
-            alarm.sound("out of paper", round_number=1)
+            flag.sound("out of paper", round_number=1)
         following.agree("test: sounded")
-        assert alarm.heard(round_number=1) == "rank 0: out of paper"
+        assert flag.heard(round_number=1) == "rank 0: out of paper"
         backend = FakePools()
         pools = PoolRegistry(groups, group, backend)
         arena = pools.arena("")
@@ -173,8 +173,8 @@ def test_groups_of_a_later_generation_agree_in_it_wherever_they_are_passed_on(ra
             agree_in_group(opened["dp"], "passed on", ["the same"], timeout_s=WAIT_S)
             agree_in_group(opened["tp"], "passed on", [f"of rank {rank}"], timeout_s=WAIT_S)
             assert control_of_group(opened["dp"]).generation == 1
-            alarm = FailureFlag(opened["dp"], "passed on")
-            assert alarm.heard(round_number=0) is None
+            flag = FailureFlag(opened["dp"], "passed on")
+            assert flag.heard(round_number=0) is None
         assert derived.control is groups.control
         # By the process group alone it is somebody else's, of no generation.
         process_group = groups["dp"].process_group

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcomm.core.checkpoint.shard_view import FlatRange, ShardView
-from pcomm.core.collectives.instrumented import Operation
+from pcomm.core.collectives.call import Call
 from pcomm.core.exchange.exchange import Exchange
 from pcomm.core.exchange.index import Permutation
 from pcomm.core.exchange.rows import RowMoves
@@ -134,11 +134,11 @@ def test_what_an_exchange_was_made_from_may_change_afterwards() -> None:
     "make",
     [
         lambda: ShardView(torch.ones(3), ParamLayout(), 0, FlatRange(0, (3,))),
-        lambda: Operation("all_gather", torch.ones(3), 12),
+        lambda: Call("all_gather", torch.ones(3)),
         lambda: RowMoves((1,), (1,), Permutation.of(torch.arange(2)), None),
         lambda: Permutation.of(torch.arange(2)),
     ],
-    ids=["ShardView", "Operation", "RowMoves", "Permutation"],
+    ids=["ShardView", "Call", "RowMoves", "Permutation"],
 )
 def test_what_holds_tensors_is_compared_by_identity(make: Callable[[], object]) -> None:
     """Comparing tensors gives tensors, of which several have no truth value."""

@@ -113,3 +113,17 @@ def test_a_dense_input_lives_until_the_wait(works: list[WeakWork]) -> None:
         gc.collect()
         pending.wait()
     assert [work.was_waited_for for work in works] == [True] * 3
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce", "broadcast"])
+def test_an_input_that_was_copied_is_free_at_once(operation: str, works: list[WeakWork]) -> None:
+    group = FakeGroup()
+    collectives = DistributedCollectives(cast(dist.ProcessGroup, group))
+    x = torch.ones(4, 4)
+    original = weakref.ref(x)
+    pending = OPERATIONS[operation](collectives, x)
+    del x
+    gc.collect()
+    assert original() is None
+    pending.wait()
+    assert len(works) == 1

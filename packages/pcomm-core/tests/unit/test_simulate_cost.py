@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, TopologyError
-from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
+from pcomm.core.simulate.cluster import Cluster, Rail, SimulatedCommunicator
 from pcomm.core.simulate.cost import Load, loads
 from pcomm.core.simulate.sharing import Port, Ports, fair_rates
 from pcomm.core.simulate.task import Task
@@ -140,12 +140,16 @@ def test_rates_of_the_changed_are_those_of_a_fresh_start(picks: list[int]) -> No
         (lambda: Task("a", "dp", "all_gather", num_bytes=float("nan")), ConfigError, "nan"),
         (lambda: Rail("a", 0.0), ConfigError, "bytes_per_s=0.0"),
         (lambda: Rail("a", 1.0, -1.0), ConfigError, "latency_s=-1.0"),
-        (lambda: Communicator("dp", "a", ((0, 1), (1, 2))), TopologyError, "disjoint"),
-        (lambda: Communicator("dp", "a", ((),)), TopologyError, "every group has a member"),
-        (lambda: Communicator("dp", "a", ((0,),), "rings"), ConfigError, "mean 'ring'"),
+        (lambda: SimulatedCommunicator("dp", "a", ((0, 1), (1, 2))), TopologyError, "disjoint"),
+        (
+            lambda: SimulatedCommunicator("dp", "a", ((),)),
+            TopologyError,
+            "every group has a member",
+        ),
+        (lambda: SimulatedCommunicator("dp", "a", ((0,),), "rings"), ConfigError, "mean 'ring'"),
         (lambda: Cluster([Rail("a", 1), Rail("a", 2)], []), ConfigError, "name of its own"),
         (
-            lambda: Cluster([Rail("nic0", 1)], [Communicator("dp", "nic1", ((0,),))]),
+            lambda: Cluster([Rail("nic0", 1)], [SimulatedCommunicator("dp", "nic1", ((0,),))]),
             ConfigError,
             "mean 'nic0'",
         ),

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from pcomm.core.errors import ConfigError, DivergenceError, TopologyError
-from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
+from pcomm.core.simulate.cluster import Cluster, Rail, SimulatedCommunicator
 from pcomm.core.simulate.deadlock import DeadlockError
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.simulate.issue_order import check_issue_order
@@ -28,8 +28,8 @@ def two_queues(
     groups = (tuple(range(ranks)),)
     rails = [Rail(name, **{"bytes_per_s": 1.0, **rail}) for name in "ab"]
     communicators = [
-        Communicator(GATHER, "a", groups, algorithm),
-        Communicator(REDUCE, reduce_rail, groups, algorithm),
+        SimulatedCommunicator(GATHER, "a", groups, algorithm),
+        SimulatedCommunicator(REDUCE, reduce_rail, groups, algorithm),
     ]
     return Cluster(rails, communicators)
 
@@ -114,10 +114,10 @@ def test_groups_of_one_cost_nothing() -> None:
 
 def test_a_straggler_splits_off_its_own_group_only() -> None:
     groups = tuple((i, i + 1) for i in range(0, 1024, 2))
-    cluster = Cluster([Rail("a", 1.0)], [Communicator(GATHER, "a", groups)])
+    cluster = Cluster([Rail("a", 1.0)], [SimulatedCommunicator(GATHER, "a", groups)])
     usual, slow = ((compute("c", s), gather("g", 1, "c"), compute("d", s, "g")) for s in (1.0, 3.0))
     timeline = simulate(dict.fromkeys(range(1024), usual) | {7: slow}, cluster)
-    assert timeline.num_actors == 3
+    assert timeline.num_rank_classes == 3
     assert [timeline.time("d", rank).stop_s for rank in (0, 6, 7, 8)] == [3, 5, 7, 3]
 
 
@@ -126,7 +126,8 @@ def test_being_unlike_spreads_from_group_to_group() -> None:
     pairs = tuple((i, i + 1) for i in range(0, 8, 2))
     shifted = ((0,), (1, 2), (3, 4), (5, 6), (7,))
     cluster = Cluster(
-        [Rail("a", 1.0)], [Communicator(GATHER, "a", pairs), Communicator(REDUCE, "a", shifted)]
+        [Rail("a", 1.0)],
+        [SimulatedCommunicator(GATHER, "a", pairs), SimulatedCommunicator(REDUCE, "a", shifted)],
     )
     usual, slow = (
         (compute("c", s), gather("g", 1, "c"), reduce("r", 2, "g"), gather("h", 1, "r"))
@@ -136,7 +137,7 @@ def test_being_unlike_spreads_from_group_to_group() -> None:
     alone = simulate(dict.fromkeys(range(8), usual) | {3: slow}, cluster, collapse=False)
     assert [timeline.time("h", r).stop_s for r in range(8)] == [6, 6, 6, 6, 6, 6, 4, 4]
     assert spans(timeline, 5) == spans(alone, 5)
-    assert simulate(dict.fromkeys(range(8), usual), cluster).num_actors == 4
+    assert simulate(dict.fromkeys(range(8), usual), cluster).num_rank_classes == 4
 
 
 def test_the_source_of_a_broadcast_is_told_apart() -> None:
@@ -278,7 +279,9 @@ def test_the_first_pair_is_named() -> None:
 
 def test_an_order_that_only_three_ranks_break_is_found() -> None:
     groups = {"x": (0, 2), "y": (0, 1), "z": (1, 2)}
-    cluster = Cluster([Rail("a", 1.0)], [Communicator(q, "a", (g,)) for q, g in groups.items()])
+    cluster = Cluster(
+        [Rail("a", 1.0)], [SimulatedCommunicator(q, "a", (g,)) for q, g in groups.items()]
+    )
     orders = {0: "xy", 1: "yz", 2: "zx"}
     programs = {r: [gather(q, 1, queue=q) for q in order] for r, order in orders.items()}
     with pytest.raises(DivergenceError, match="waits for the next: 'x' on 'x' on rank 0"):

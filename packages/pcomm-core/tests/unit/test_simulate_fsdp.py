@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
+from pcomm.core.simulate.cluster import Cluster, Rail, SimulatedCommunicator
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.simulate.issue_order import check_issue_order
 from pcomm.core.simulate.task import Kind, Task
@@ -95,8 +95,8 @@ def rails(num_ranks: int, bytes_per_s: float, num_rails: int) -> Cluster:
     return Cluster(
         [Rail(f"rail{n}", bytes_per_s) for n in range(num_rails)],
         [
-            Communicator(GATHER, "rail0", groups),
-            Communicator(REDUCE, f"rail{num_rails - 1}", groups),
+            SimulatedCommunicator(GATHER, "rail0", groups),
+            SimulatedCommunicator(REDUCE, f"rail{num_rails - 1}", groups),
         ],
     )
 

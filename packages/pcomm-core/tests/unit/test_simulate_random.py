@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import DivergenceError
-from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
+from pcomm.core.simulate.cluster import Cluster, Rail, SimulatedCommunicator
 from pcomm.core.simulate.deadlock import DeadlockError
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.simulate.issue_order import check_issue_order
@@ -39,7 +39,7 @@ def clusters(draw: st.DrawFn, *, one_rail_each: bool = False) -> Cluster:
     return Cluster(
         rails,
         [
-            Communicator(
+            SimulatedCommunicator(
                 f"q{n}",
                 f"rail{n if one_rail_each else draw(st.integers(0, n))}",
                 draw(st.sampled_from(PARTITIONS)),
@@ -130,7 +130,7 @@ def test_ranks_that_are_run_once_have_the_times_that_they_have_alone(
 ) -> None:
     collapsed = simulate(*case)
     every = simulate(*case, collapse=False)
-    assert every.num_actors == RANKS
+    assert every.num_rank_classes == RANKS
     assert times(collapsed) == pytest.approx(times(every), rel=1e-9, abs=1e-9)
 
 
@@ -194,7 +194,9 @@ def test_on_a_shared_rail_more_bandwidth_can_end_a_run_later() -> None:
         Task("urgent", "q1", "all_gather", num_bytes=0.1, after=("first",)),
         Task("last", "other", "compute", seconds=10.0, after=("urgent",)),
     )
-    cluster = Cluster([Rail("r", 1.0)], [Communicator(q, "r", ((0, 1),)) for q in ("q0", "q1")])
+    cluster = Cluster(
+        [Rail("r", 1.0)], [SimulatedCommunicator(q, "r", ((0, 1),)) for q in ("q0", "q1")]
+    )
     slow, fast = (simulate(dict.fromkeys((0, 1), program), faster(cluster, f)) for f in (1, 1.1))
     assert slow.makespan_s == pytest.approx(12.0)
     assert fast.makespan_s > 12.05
@@ -262,7 +264,9 @@ def reference(programs: Programs, queues: list[str], rate: int) -> dict[tuple[in
 @settings(max_examples=60, deadline=None)
 def test_times_are_those_of_a_slow_exact_reference(data: st.DataObject) -> None:
     queues = ["q0", "q1", "q2"]
-    cluster = Cluster([Rail("r", 2.0)], [Communicator(q, "r", ((0, 1, 2),)) for q in queues])
+    cluster = Cluster(
+        [Rail("r", 2.0)], [SimulatedCommunicator(q, "r", ((0, 1, 2),)) for q in queues]
+    )
     lists: list[list[Task]] = [[], [], []]
     for n in range(data.draw(st.integers(1, 8))):
         queue = data.draw(st.sampled_from(["compute", *queues]))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.collectives.autograd import DifferentiableCollectives
+from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.collectives.spy import SpyCollectives
@@ -53,16 +54,18 @@ class SlowCollectives(IdentityCollectives):
     def __init__(self, clock: Clock, *, is_seen: bool) -> None:
         self.clock, self.is_seen, self.work = clock, is_seen, SlowWork()
 
-    def all_gather_async(self, x: Tensor, **options: object) -> Pending:
+    def start(self, call: Call) -> Pending:
+        x = call.x
+
         def finish() -> Tensor:
             self.clock.now_s = max(self.clock.now_s, 9.0)
             return x
 
         return Pending(finish, self.work if self.is_seen else None)  # type: ignore[arg-type]
 
-    def all_reduce(self, x: Tensor, **options: object) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         self.clock.now_s += 2.0
-        return x
+        return call.x
 
 
 X = torch.arange(6.0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 from torch import Tensor
 
-from pcomm.core.collectives.instrumented import InstrumentedCollectives, Operation
+from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.protocol import Pending
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import open_groups
@@ -53,16 +54,14 @@ class Log(InstrumentedCollectives):
         super().__init__(group.collectives)
         self.role, self.log = group.role, log
 
-    def blocking(
-        self, operation: Operation, run: Callable[[], Tensor], start: Callable[[], Pending]
-    ) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         """Note and pass on."""
-        self.log.append(f"{operation.name} at once on {self.role}")
-        return run()
+        self.log.append(f"{call.operation} at once on {self.role}")
+        return super().run(call)
 
-    def started(self, operation: Operation, start: Callable[[], Pending]) -> Pending:
+    def start(self, call: Call) -> Pending:
         """Note and pass on."""
-        word, pending = operation.name, start()
+        word, pending = call.operation, super().start(call)
         self.log.append(f"{word} on {self.role}")
 
         def wait() -> Tensor:

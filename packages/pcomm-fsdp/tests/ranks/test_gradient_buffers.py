@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.protocol import Collectives, Pending, Reduction
+from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.groups.groups import Groups, open_groups
 from pcomm.core.testing.close import assert_equal
@@ -38,10 +39,10 @@ def replicated_roles(sizes: tuple[int, int]) -> Groups:
 class SumsCopies(SpyCollectives):
     """Hands gloo copies, since its thread lets go of memory a moment after the sum is there."""
 
-    def all_reduce_async(
-        self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None
-    ) -> Pending:
-        total = self.inner.all_reduce(x.clone(), op=op)
+    def start(self, call: Call) -> Pending:
+        if call.operation != "all_reduce":
+            return super().start(call)
+        out, total = call.out, self.inner.all_reduce(call.x.clone(), op=call.op)
         result = total if out is None else out.copy_(total)
         return Pending(lambda: result)
 
@@ -124,9 +125,10 @@ class Addresses(SpyCollectives):
         super().__init__(inner)
         self.reduced: list[int] = []
 
-    def reduce_scatter_async(self, x: Tensor, **options: object) -> Pending:
-        self.reduced.append(x.data_ptr())
-        return super().reduce_scatter_async(x, **options)  # type: ignore[arg-type]
+    def start(self, call: Call) -> Pending:
+        if call.operation == "reduce_scatter":
+            self.reduced.append(call.x.data_ptr())
+        return super().start(call)
 
 
 class Prefix(nn.Module):

@@ -6,12 +6,12 @@ if, rank 0's gather does not wait behind its reduce.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.errors import PeerError
 from pcomm.core.groups.group import Group
@@ -27,7 +27,7 @@ from pcomm.fsdp.settings.roles import Roles
 DEPTH = 6
 
 
-class Late:
+class Late(InstrumentedCollectives):
     """Collectives that join each reduce when it is waited for, and after the last gather.
 
     Args:
@@ -37,24 +37,21 @@ class Late:
     """
 
     def __init__(self, inner: Collectives, gathers: list[Pending], is_late: bool) -> None:
-        self._inner, self._gathers, self._is_late = inner, gathers, is_late
+        super().__init__(inner)
+        self._gathers, self._is_late = gathers, is_late
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def start(self, call: Call) -> Pending:
+        """Keep a gather, and join a late reduce when it is waited for."""
+        if self._is_late and call.operation == "reduce_scatter":
+            return Pending(lambda: self._join(call))
+        pending = super().start(call)
+        if call.operation == "all_gather":
+            self._gathers.append(pending)
+        return pending
 
-    def all_gather_async(self, x: Tensor, **options: Any) -> Pending:
-        self._gathers.append(self._inner.all_gather_async(x, **options))
-        return self._gathers[-1]
-
-    def reduce_scatter_async(self, x: Tensor, **options: Any) -> Pending:
-        if not self._is_late:
-            return self._inner.reduce_scatter_async(x, **options)
-
-        def finish() -> Tensor:
-            self._gathers[-1].wait()
-            return self._inner.reduce_scatter(x, **options)
-
-        return Pending(finish)
+    def _join(self, call: Call) -> Tensor:
+        self._gathers[-1].wait()
+        return self.inner.run(call)
 
 
 def late(group: Group, gathers: list[Pending], is_late: bool) -> Group:

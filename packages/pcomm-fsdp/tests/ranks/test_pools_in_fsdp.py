@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError, UnsupportedError
@@ -59,15 +60,13 @@ class InPoolsOnly(SpyCollectives):
         super().__init__(inner)
         self.registry = registry
 
-    def all_gather_async(self, x: Tensor, **options: object) -> Pending:
-        out = options["out"]
-        assert isinstance(out, Tensor)
-        self._check(out)
-        return super().all_gather_async(x, **options)  # type: ignore[arg-type]
-
-    def reduce_scatter_async(self, x: Tensor, **options: object) -> Pending:
-        self._check(x)
-        return super().reduce_scatter_async(x, **options)  # type: ignore[arg-type]
+    def start(self, call: Call) -> Pending:
+        if call.operation == "all_gather":
+            assert call.out is not None
+            self._check(call.out)
+        elif call.operation == "reduce_scatter":
+            self._check(call.x)
+        return super().start(call)
 
     def _check(self, buffer: Tensor) -> None:
         storage = buffer.untyped_storage()

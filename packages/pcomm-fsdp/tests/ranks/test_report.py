@@ -15,7 +15,7 @@ from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import open_groups
 from pcomm.core.memory.pools.fake import FakePools
 from pcomm.core.memory.pools.registry import PoolRegistry
-from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
+from pcomm.core.simulate.cluster import Cluster, Rail, SimulatedCommunicator
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.patience import PATIENCE_S
@@ -331,7 +331,7 @@ def test_a_recorded_step_is_reported_and_predicted(rank: int) -> None:
         queues = sorted(set(queues_of(sharded.plans).values()))
         assert queues == ["dp:gather", "dp:reduce"]
         cluster = Cluster(
-            [Rail("nic", 1e9)], [Communicator(queue, "nic", everyone) for queue in queues]
+            [Rail("nic", 1e9)], [SimulatedCommunicator(queue, "nic", everyone) for queue in queues]
         )
         timeline = simulate(dict.fromkeys(range(64), tasks), cluster)
         assert timeline.makespan_s > computed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, DivergenceError
 from pcomm.core.groups.group import Group
-from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
+from pcomm.core.simulate.cluster import Cluster, Rail, SimulatedCommunicator
 from pcomm.core.simulate.deadlock import DeadlockError
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.simulate.issue_order import check_issue_order
@@ -69,8 +69,8 @@ def cluster_of(num_ranks: int, *, num_rails: int = 1, latency_s: float = 0.0) ->
     return Cluster(
         [Rail(f"rail{i}", 1e3, latency_s) for i in range(num_rails)],
         [
-            Communicator("dp:gather", "rail0", everyone),
-            Communicator("dp:reduce", f"rail{num_rails - 1}", everyone),
+            SimulatedCommunicator("dp:gather", "rail0", everyone),
+            SimulatedCommunicator("dp:reduce", f"rail{num_rails - 1}", everyone),
         ],
     )
 

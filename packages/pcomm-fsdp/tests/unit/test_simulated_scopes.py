@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, DivergenceError
 from pcomm.core.groups.group import Group
-from pcomm.core.simulate.cluster import Algorithm, Cluster, Communicator, Rail
+from pcomm.core.simulate.cluster import Algorithm, Cluster, Rail, SimulatedCommunicator
 from pcomm.core.simulate.deadlock import DeadlockError
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.simulate.issue_order import check_issue_order
@@ -102,7 +102,7 @@ class Ranks:
         return Cluster(
             [Rail(f"rail{n}", RATE) for n in range(3)],
             [
-                Communicator(queue, f"rail{rail_of.get(queue, 0)}", groups, algorithm)
+                SimulatedCommunicator(queue, f"rail{rail_of.get(queue, 0)}", groups, algorithm)
                 for queue, groups in self.partitions().items()
             ],
         )

@@ -1,4 +1,4 @@
-"""What a group can do with tensors, once as a protocol and then once per way of doing it."""
+"""Collective operations: one interface, and its implementations (start at `protocol.py`)."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,7 @@ from pcomm.core.face import face
 if TYPE_CHECKING:
     from pcomm.core.collectives.adjoint import with_adjoint
     from pcomm.core.collectives.autograd import differentiable
+    from pcomm.core.collectives.call import Call
     from pcomm.core.collectives.distributed import DistributedCollectives
     from pcomm.core.collectives.identity import IdentityCollectives
     from pcomm.core.collectives.instrumented import InstrumentedCollectives
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from pcomm.core.collectives.spy import SpyCollectives
 
 __all__ = [
+    "Call",
     "Collectives",
     "DistributedCollectives",
     "IdentityCollectives",
@@ -27,6 +29,7 @@ __all__ = [
 __getattr__, __dir__ = face(
     __name__,
     {
+        "Call": "call",
         "Collectives": "protocol",
         "DistributedCollectives": "distributed",
         "IdentityCollectives": "identity",

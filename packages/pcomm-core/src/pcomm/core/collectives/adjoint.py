@@ -37,9 +37,9 @@ def with_adjoint(
     """`run(x)`, whose backward passes the gradient through `adjoint`.
 
     Args:
-        x: Any tensor.
-        run: A linear operation; it is executed without recording.
-        adjoint: Its transpose, from gradients of the result to gradients of `x`. It is itself
+        x: Input tensor, of any shape.
+        run: Linear operation; it is executed without recording.
+        adjoint: Transpose of `run`, from gradients of the result to gradients of `x`. It is itself
             recorded when a second derivative is asked for.
     """
     result: Tensor = _Linear.apply(run, adjoint, x)  # type: ignore[no-untyped-call]

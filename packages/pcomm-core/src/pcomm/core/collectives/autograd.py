@@ -4,22 +4,32 @@ The convention is the mathematical one: every rank has a loss of its own, and th
 that of their sum. The adjoint of a gather is a reduce-scatter and the other way round, an
 all-to-all is its own adjoint with the sizes swapped, and an all-reduce is its own adjoint.
 Where a value is *the same* on all ranks and its loss is counted once, as in tensor-parallel
-layers, use the regions of `pcomm.core.tensor_parallel` instead.
+layers, use the mappings of `pcomm.core.tensor_parallel` instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
+from pcomm.core.collectives.call import Call, OperationName
 from pcomm.core.collectives.handle import Handle
-from pcomm.core.collectives.protocol import Collectives, Pending, Reduction
+from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.errors import UnsupportedError
 
 __all__ = ["DifferentiableCollectives", "differentiable"]
+
+_ADJOINTS: dict[OperationName, OperationName] = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    # For the source; the gradient of the other ranks, whose inputs have no part in it, is zero.
+    "broadcast": "all_reduce",
+}
 
 
 def differentiable(collectives: Collectives) -> Collectives:
@@ -27,14 +37,14 @@ def differentiable(collectives: Collectives) -> Collectives:
     return collectives if collectives.size == 1 else DifferentiableCollectives(collectives)
 
 
-class DifferentiableCollectives(Handle):
+class DifferentiableCollectives(Handle, Collectives):
     """`Collectives` whose results carry gradients; backward communicates through `inner` too.
 
     `out` is refused: a result written over an existing tensor has no place in a graph. An
     asynchronous operation enters the graph when it is waited for, and its backward blocks.
 
     Args:
-        inner: The collectives that move the tensors.
+        inner: Collectives that move the tensors.
     """
 
     def __init__(self, inner: Collectives) -> None:
@@ -42,167 +52,49 @@ class DifferentiableCollectives(Handle):
         self.rank = inner.rank
         self.size = inner.size
 
-    def all_gather(
-        self,
-        x: Tensor,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """The shards of all ranks; backward is a reduce-scatter."""
-        _refuse("all_gather", out)
+    def run(self, call: Call) -> Tensor:
+        """The result of an operation, with its gradient."""
+        _check(call, "")
+        # Autograd hands on the input itself, unless a transform of torch stands between.
         return with_adjoint(
-            x,
-            lambda x: self.inner.all_gather(x, dim=dim, sizes=sizes),
-            lambda gradient: self.reduce_scatter(gradient, dim=dim, sizes=sizes),
+            call.x,
+            lambda x: self.inner.run(call if x is call.x else call.with_input(x)),
+            self._adjoint(call),
         )
 
-    def all_gather_async(
-        self,
-        x: Tensor,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
-    ) -> Pending:
-        """Start an `all_gather`."""
-        _refuse("all_gather_async", out)
-        return _later(
-            x,
-            self.inner.all_gather_async(x.detach(), dim=dim, sizes=sizes),
-            lambda gradient: self.reduce_scatter(gradient, dim=dim, sizes=sizes),
-        )
+    def start(self, call: Call) -> Pending:
+        """Start an operation; waiting for it puts its result into the graph."""
+        _check(call, "_async")
+        x, adjoint = call.x, self._adjoint(call)
+        pending = self.inner.start(call.with_input(x.detach()))
+        return Pending(lambda: with_adjoint(x, lambda _: pending.wait(), adjoint))
 
-    def reduce_scatter(
-        self,
-        x: Tensor,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """This rank's shard of the sum; backward is an all-gather."""
-        _refuse("reduce_scatter", out)
-        return with_adjoint(
-            x,
-            lambda x: self.inner.reduce_scatter(x, dim=dim, sizes=sizes),
-            lambda gradient: self.all_gather(gradient, dim=dim, sizes=sizes),
-        )
+    def _adjoint(self, call: Call) -> Callable[[Tensor], Tensor]:
+        """The backward of a call; it refers to no tensor of that."""
+        operation, dim, sizes, receive_sizes = _ADJOINTS[call.operation], call.dim, call.sizes, None
+        if operation == "all_to_all":
+            sizes, receive_sizes = call.receive_sizes, sizes
+        is_source = call.operation != "broadcast" or self.rank == call.source
 
-    def reduce_scatter_async(
-        self,
-        x: Tensor,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
-    ) -> Pending:
-        """Start a `reduce_scatter`."""
-        _refuse("reduce_scatter_async", out)
-        return _later(
-            x,
-            self.inner.reduce_scatter_async(x.detach(), dim=dim, sizes=sizes),
-            lambda gradient: self.all_gather(gradient, dim=dim, sizes=sizes),
-        )
+        def backward(gradient: Tensor) -> Tensor:
+            total = self.run(Call(operation, gradient, None, dim, sizes, receive_sizes))
+            return total if is_source else torch.zeros_like(total)
 
-    def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
-        """The sum over all ranks; backward sums the gradients of all ranks."""
-        _refuse("all_reduce", out)
-        _refuse_max(op)
-        return with_adjoint(x, self.inner.all_reduce, self.all_reduce)
-
-    def all_reduce_async(
-        self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None
-    ) -> Pending:
-        """Start an `all_reduce`."""
-        _refuse("all_reduce_async", out)
-        _refuse_max(op)
-        return _later(x, self.inner.all_reduce_async(x.detach()), self.all_reduce)
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        *,
-        send_sizes: Sequence[int] | None = None,
-        receive_sizes: Sequence[int] | None = None,
-        dim: int = 0,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """The parts received; backward sends their gradients back."""
-        _refuse("all_to_all", out)
-        return with_adjoint(
-            x,
-            lambda x: self.inner.all_to_all(
-                x, send_sizes=send_sizes, receive_sizes=receive_sizes, dim=dim
-            ),
-            lambda gradient: self.all_to_all(
-                gradient, send_sizes=receive_sizes, receive_sizes=send_sizes, dim=dim
-            ),
-        )
-
-    def all_to_all_async(
-        self,
-        x: Tensor,
-        *,
-        send_sizes: Sequence[int] | None = None,
-        receive_sizes: Sequence[int] | None = None,
-        dim: int = 0,
-        out: Tensor | None = None,
-    ) -> Pending:
-        """Start an `all_to_all`."""
-        _refuse("all_to_all_async", out)
-        return _later(
-            x,
-            self.inner.all_to_all_async(
-                x.detach(), send_sizes=send_sizes, receive_sizes=receive_sizes, dim=dim
-            ),
-            lambda gradient: self.all_to_all(
-                gradient, send_sizes=receive_sizes, receive_sizes=send_sizes, dim=dim
-            ),
-        )
-
-    def broadcast(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Tensor:
-        """`x` of `source`, whose gradient is the sum over ranks; the others' is zero."""
-        _refuse("broadcast", out)
-        return with_adjoint(
-            x,
-            lambda x: self.inner.broadcast(x, source=source),
-            lambda gradient: self._to_source(gradient, source),
-        )
-
-    def broadcast_async(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Pending:
-        """Start a `broadcast`."""
-        _refuse("broadcast_async", out)
-        return _later(
-            x,
-            self.inner.broadcast_async(x.detach(), source=source),
-            lambda gradient: self._to_source(gradient, source),
-        )
-
-    def _to_source(self, gradient: Tensor, source: int) -> Tensor:
-        total = self.all_reduce(gradient)
-        return total if self.rank == source else torch.zeros_like(total)
+        return backward
 
 
-def _later(x: Tensor, pending: Pending, adjoint: Callable[[Tensor], Tensor]) -> Pending:
-    return Pending(lambda: with_adjoint(x, lambda _: pending.wait(), adjoint))
-
-
-def _refuse(name: str, out: Tensor | None) -> None:
-    if out is not None:
+def _check(call: Call, suffix: str) -> None:
+    """Refuse what cannot carry a gradient; `suffix` is that of the method that was called."""
+    if call.out is not None:
         raise UnsupportedError(
-            f"{name}: out={tuple(out.shape)}",
+            f"{call.operation}{suffix}: out={tuple(call.out.shape)}",
             found="differentiable collectives",
             why="A result written over an existing tensor cannot carry a gradient.",
             fix="Leave out away, or use the group's plain collectives.",
         )
-
-
-def _refuse_max(op: Reduction) -> None:
-    if op != "sum":
+    if call.op != "sum":
         raise UnsupportedError(
-            f"all_reduce: op={op!r}",
+            f"all_reduce: op={call.op!r}",
             found="differentiable collectives",
             why="Only a sum over ranks has a gradient that is again a collective.",
             fix="Use the group's plain collectives for a maximum, outside the graph.",

@@ -1,4 +1,4 @@
-"""Which collectives a torch process group gets."""
+"""The choice of the collectives for a torch process group, by its backend."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["new_collectives"]
 
 
 def new_collectives(process_group: dist.ProcessGroup) -> DistributedCollectives:
-    """New collectives, those that are best on the group's backend. Local.
+    """New collectives, the fastest for the group's backend. Local.
 
-    Once for each process group, since two would number its messages independently:
-    `pcomm.core.groups.communicators.communicator_of` has those that all share.
+    They are made once for each process group, since two would number its messages independently:
+    `pcomm.core.groups.communicators.communicator_of` returns those that all share.
 
     Args:
         process_group: A group that this rank belongs to. One that has gloo for tensors on the CPU

@@ -1,4 +1,4 @@
-"""What stands for something of this process: copies of it are itself, and it is not pickled."""
+"""Base of objects bound to this process: a copy of one is the object itself, pickling an error."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ class Handle:
             f"pickle: {type(self).__name__}, or a module that holds it",
             found=f"the communicator of rank {collectives.rank} of {collectives.size}",
             why="A communicator belongs to the process that opened it, and to no other one.",
-            fix="Save the module's state_dict, or its regions (pcomm.core.checkpoint), and build "
+            fix="Save the module's state_dict, or its shards (pcomm.core.checkpoint), and build "
             "the module anew with the groups of the process that loads it.",
         )

@@ -1,4 +1,4 @@
-"""Communication with nobody: on one rank every operation returns its input."""
+"""The collectives of a group of one rank: every operation returns its input."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from pcomm.core.collectives.call import Call, Reduction
 from pcomm.core.collectives.out import check_out, deliver, not_over
-from pcomm.core.collectives.protocol import Pending, Reduction
+from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
 
 __all__ = ["IdentityCollectives"]
 
 
-class IdentityCollectives:
+class IdentityCollectives(Collectives):
     """The `Collectives` of a group of one: no communicator, no autograd function, no copy.
 
     With `out` the input is copied there, without its gradient, unless they are the same tensor.
@@ -26,6 +27,28 @@ class IdentityCollectives:
     rank = 0
     size = 1
 
+    def run(self, call: Call) -> Tensor:
+        """The input, or `out` with a copy of it."""
+        if call.sizes is not None or call.receive_sizes is not None:
+            match call.operation:
+                case "all_gather":
+                    gather_sizes(call, 0, 1)
+                case "reduce_scatter":
+                    scatter_sizes(call, 1)
+                case "all_to_all":
+                    transfer_sizes(call, 0, 1)
+        x, out = call.x, call.out
+        if out is None:
+            return x
+        check_out(call)
+        return out if out is x else deliver(not_over(x, out), out)
+
+    def start(self, call: Call) -> Pending:
+        """The result of `run`, at once."""
+        return Pending.ready(self.run(call))
+
+    # The named methods once more, so that the usual call on one rank creates no object.
+
     def all_gather(
         self,
         x: Tensor,
@@ -35,20 +58,9 @@ class IdentityCollectives:
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        if sizes is not None:
-            gather_sizes(x, dim, sizes, 0, 1)
-        return x if out is None else _into("all_gather", out, x)
-
-    def all_gather_async(
-        self,
-        x: Tensor,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
-    ) -> Pending:
-        """`x`, at once."""
-        return Pending.ready(self.all_gather(x, dim=dim, sizes=sizes, out=out))
+        if out is None and (sizes is None or _is_whole(x, dim, sizes)):
+            return x
+        return self.run(Call("all_gather", x, out, dim, sizes))
 
     def reduce_scatter(
         self,
@@ -59,30 +71,13 @@ class IdentityCollectives:
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        if sizes is not None:
-            scatter_sizes(x, dim, sizes, 1)
-        return x if out is None else _into("reduce_scatter", out, x)
-
-    def reduce_scatter_async(
-        self,
-        x: Tensor,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
-    ) -> Pending:
-        """`x`, at once."""
-        return Pending.ready(self.reduce_scatter(x, dim=dim, sizes=sizes, out=out))
+        if out is None and (sizes is None or _is_whole(x, dim, sizes)):
+            return x
+        return self.run(Call("reduce_scatter", x, out, dim, sizes))
 
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
         """`x`."""
-        return x if out is None else _into("all_reduce", out, x)
-
-    def all_reduce_async(
-        self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None
-    ) -> Pending:
-        """`x`, at once."""
-        return Pending.ready(self.all_reduce(x, op=op, out=out))
+        return x if out is None else self.run(Call("all_reduce", x, out))
 
     def all_to_all(
         self,
@@ -94,33 +89,18 @@ class IdentityCollectives:
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        if send_sizes is not None or receive_sizes is not None:
-            transfer_sizes(x, dim, send_sizes, receive_sizes, 0, 1)
-        return x if out is None else _into("all_to_all", out, x)
-
-    def all_to_all_async(
-        self,
-        x: Tensor,
-        *,
-        send_sizes: Sequence[int] | None = None,
-        receive_sizes: Sequence[int] | None = None,
-        dim: int = 0,
-        out: Tensor | None = None,
-    ) -> Pending:
-        """`x`, at once."""
-        return Pending.ready(
-            self.all_to_all(x, send_sizes=send_sizes, receive_sizes=receive_sizes, dim=dim, out=out)
-        )
+        if out is None and (
+            (send_sizes is None and receive_sizes is None)
+            or (_is_whole(x, dim, send_sizes) and _is_whole(x, dim, receive_sizes))
+        ):
+            return x
+        return self.run(Call("all_to_all", x, out, dim, send_sizes, receive_sizes))
 
     def broadcast(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Tensor:
         """`x`."""
-        return x if out is None else _into("broadcast", out, x)
-
-    def broadcast_async(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Pending:
-        """`x`, at once."""
-        return Pending.ready(self.broadcast(x, source=source, out=out))
+        return x if out is None else self.run(Call("broadcast", x, out))
 
 
-def _into(name: str, out: Tensor, x: Tensor) -> Tensor:
-    check_out(name, x, x.shape, out)
-    return out if out is x else deliver(not_over(x, out), out)
+def _is_whole(x: Tensor, dim: int, sizes: Sequence[int] | None) -> bool:
+    """Whether `sizes` are those of one rank that has all of `dim`."""
+    return sizes is not None and len(sizes) == 1 and sizes[0] == x.shape[dim]

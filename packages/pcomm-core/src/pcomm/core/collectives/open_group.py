@@ -1,4 +1,4 @@
-"""A torch process group as long as it is open."""
+"""A reference to a torch process group that is refused once the group is closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["OpenGroup"]
 
 
 class OpenGroup:
-    """A weak reference to a process group, which an operation follows when it is issued.
+    """A weak reference to a process group, resolved when an operation is issued.
 
     Weak, so that a result, a hook or a model that outlives its groups keeps no connections and no
     polling threads.

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from pcomm.core.collectives.call import Call
 from pcomm.core.errors import LayoutError
 
-__all__ = ["check_out", "deliver", "is_dense", "not_over"]
+__all__ = ["check_out", "deliver", "is_dense", "is_direct", "not_over"]
 
 
-def check_out(name: str, x: Tensor, shape: Sequence[int], out: Tensor | None) -> None:
+def check_out(call: Call, length: int | None = None) -> None:
     """Refuse an `out` that cannot take the result as it is. Local, before anything is sent.
 
     Torch would resize it, cast to its dtype, or receive the bytes as other numbers, depending on
     operation and size.
 
     Args:
-        name: The operation, for the message.
-        x: What goes in; the result has its dtype and device.
-        shape: Of the result.
-        out: What the caller named; None if nothing.
+        call: Call with an `out`, or without one, which is right. Its result has dtype and device
+            of its input.
+        length: Length of the result along `dim`; without it the result has the input's shape.
 
     Raises:
         LayoutError: Shape, dtype or device differ, or elements of `out` share memory.
     """
+    x, out = call.x, call.out
     if out is None:
         return
-    if out.shape == shape and out.dtype == x.dtype and out.device == x.device:
-        if all(stride or n < 2 for n, stride in zip(out.shape, out.stride(), strict=True)):
+    shape = list(x.shape)
+    if length is not None:
+        shape[call.dim] = length
+    if list(out.shape) == shape and out.dtype == x.dtype and out.device == x.device:
+        # Strides in Python only where they are unusual: this runs in every call with an `out`.
+        if out.is_contiguous() or _has_own_places(out):
             return
         found = f"strides {out.stride()}, so that several elements are one place in memory"
     else:
         found = f"a result of shape {tuple(shape)}, {x.dtype} on {x.device}"
     raise LayoutError(
-        f"{name}: out={out.dtype} of shape {tuple(out.shape)} on {out.device}",
+        f"{call.operation}: out={out.dtype} of shape {tuple(out.shape)} on {out.device}",
         found=found,
         why="A result is written to out as it comes; out is never resized, and nothing is cast.",
         fix="Pass an out of that shape, dtype and device, or none.",
@@ -54,6 +57,11 @@ def is_dense(out: Tensor) -> bool:
     )
 
 
+def is_direct(call: Call) -> bool:
+    """Whether a result with `dim` first and dense is the result of `call` as it is."""
+    return call.dim == 0 and (call.out is None or is_dense(call.out))
+
+
 def not_over(x: Tensor, out: Tensor) -> Tensor:
     """`x`, or a copy of it where writing to `out` would change what is still to be read. Local."""
     first, last = _span(x)
@@ -68,6 +76,10 @@ def deliver(result: Tensor, out: Tensor | None) -> Tensor:
     # Results carry no gradient. Autograd still sees that `out` has changed.
     out.detach().copy_(result.detach())
     return out
+
+
+def _has_own_places(out: Tensor) -> bool:
+    return all(stride or n < 2 for n, stride in zip(out.shape, out.stride(), strict=True))
 
 
 def _span(x: Tensor) -> tuple[int, int]:

@@ -1,29 +1,20 @@
-"""Sizes that operations over a group agree on before anything is sent."""
+"""Checks of the sizes along `dim` that a call names, made before anything is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
+from pcomm.core.collectives.call import Call
 from pcomm.core.errors import LayoutError
 
-__all__ = ["gather_sizes", "scatter_sizes", "transfer_sizes", "with_length"]
+__all__ = ["gather_sizes", "scatter_sizes", "transfer_sizes"]
 
 
-def with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
-    """Shape of `x` with another length along `dim`."""
-    shape = list(x.shape)
-    shape[dim] = length
-    return tuple(shape)
-
-
-def gather_sizes(
-    x: Tensor, dim: int, sizes: Sequence[int] | None, rank: int, size: int
-) -> Sequence[int] | None:
-    """Checked lengths of every rank's shard along `dim`; None where all are equal."""
-    if sizes is None:
+def gather_sizes(call: Call, rank: int, size: int) -> Sequence[int] | None:
+    """Checked lengths of every rank's shard in an all-gather; None where all are equal. Local."""
+    if call.sizes is None:
         return None
+    x, dim, sizes = call.x, call.dim, call.sizes
     if len(sizes) != size or sizes[rank] != x.shape[dim] or min(sizes) < 0:
         raise LayoutError(
             f"all_gather: sizes {list(sizes)} along dim {dim}",
@@ -35,10 +26,9 @@ def gather_sizes(
     return None if len(set(sizes)) == 1 else sizes
 
 
-def scatter_sizes(
-    x: Tensor, dim: int, sizes: Sequence[int] | None, size: int
-) -> Sequence[int] | None:
-    """Checked lengths that the shards of `x` will have; None where all are equal."""
+def scatter_sizes(call: Call, size: int) -> Sequence[int] | None:
+    """Checked lengths of the shards of a reduce-scatter; None where all are equal. Local."""
+    x, dim, sizes = call.x, call.dim, call.sizes
     if sizes is None:
         if x.shape[dim] % size:
             raise LayoutError(
@@ -59,15 +49,9 @@ def scatter_sizes(
     return None if len(set(sizes)) == 1 else sizes
 
 
-def transfer_sizes(
-    x: Tensor,
-    dim: int,
-    send_sizes: Sequence[int] | None,
-    receive_sizes: Sequence[int] | None,
-    rank: int,
-    size: int,
-) -> tuple[list[int], list[int]]:
-    """Checked lengths of the parts sent to and received from each rank."""
+def transfer_sizes(call: Call, rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Checked lengths of the parts sent to and received from each rank in an all-to-all. Local."""
+    x, dim, send_sizes, receive_sizes = call.x, call.dim, call.sizes, call.receive_sizes
     if (send_sizes is None) != (receive_sizes is None):
         raise LayoutError(
             "all_to_all",

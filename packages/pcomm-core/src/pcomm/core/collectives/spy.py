@@ -1,30 +1,29 @@
-"""Collectives that note what passes through them, for tests and reports."""
+"""Collectives that keep a record of every call, for tests and reports."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from pcomm.core.collectives.instrumented import InstrumentedCollectives, Operation
+from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.protocol import Collectives, Pending
 
-__all__ = ["Call", "SpyCollectives"]
+__all__ = ["CallRecord", "SpyCollectives"]
 
 
 @dataclass(frozen=True)
-class Call:
-    """One operation: its name, what entered it, and what it costs on the wire at best.
+class CallRecord:
+    """Name, input and least cost of one call; it holds no tensor.
 
     Args:
         operation: Name without `_async`.
-        input_shape: Shape of the tensor that went in.
-        input_bytes: Its size.
-        sent_bytes: Least number of bytes that this rank must send; see
-            `pcomm.core.collectives.instrumented.Operation`.
-        is_async: Whether it was started and waited for separately.
+        input_shape: Shape of the input tensor.
+        input_bytes: Size of the input tensor, in bytes.
+        sent_bytes: Least number of bytes that this rank must send, see `Call.sent_bytes`.
+        is_async: True if it was started and waited for separately.
     """
 
     operation: str
@@ -43,7 +42,7 @@ class SpyCollectives(InstrumentedCollectives):
 
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner)
-        self.calls: list[Call] = []
+        self.calls: list[CallRecord] = []
 
     @property
     def counts(self) -> dict[str, int]:
@@ -59,19 +58,18 @@ class SpyCollectives(InstrumentedCollectives):
         """Forget all calls."""
         self.calls.clear()
 
-    def blocking(
-        self, operation: Operation, run: Callable[[], Tensor], start: Callable[[], Pending]
-    ) -> Tensor:
-        """Note and pass on."""
-        self._note(operation, False)
-        return run()
+    def run(self, call: Call) -> Tensor:
+        """Record and pass on."""
+        self._record(call, False)
+        return self.inner.run(call)
 
-    def started(self, operation: Operation, start: Callable[[], Pending]) -> Pending:
-        """Note and pass on."""
-        self._note(operation, True)
-        return start()
+    def start(self, call: Call) -> Pending:
+        """Record and pass on."""
+        self._record(call, True)
+        return self.inner.start(call)
 
-    def _note(self, operation: Operation, is_async: bool) -> None:
-        x = operation.x
-        call = Call(operation.name, tuple(x.shape), x.nbytes, operation.sent_bytes, is_async)
-        self.calls.append(call)
+    def _record(self, call: Call, is_async: bool) -> None:
+        x, sent_bytes = call.x, call.sent_bytes(self.rank, self.size)
+        self.calls.append(
+            CallRecord(call.operation, tuple(x.shape), x.nbytes, sent_bytes, is_async)
+        )

@@ -1,7 +1,4 @@
-"""Ranks agree on something before they enter a collective, or all learn why they do not.
-
-For callers that have a store and the ranks at hand; who has a `Control` asks that.
-"""
+"""Agreement before a collective as two functions, for callers with a store and no `Control`."""
 
 from __future__ import annotations
 
@@ -26,11 +23,11 @@ def agree_on_lines(
     """Make sure that all ranks hold the same lines of text. Collective; see `Control.agree`.
 
     Args:
-        store: A store that all ranks share.
-        topic: What the lines are about; part of the keys and of errors.
-        lines: What this rank holds, one fact a line.
-        rank: This rank, one of `ranks`.
-        ranks: Who takes part, the same on every rank.
+        store: Store that all ranks share.
+        topic: Subject of the lines; part of the keys and of errors.
+        lines: Facts that this rank holds, one a line.
+        rank: Rank of this process, one of `ranks`.
+        ranks: Ranks that take part, the same on every rank.
         timeout_s: Seconds to wait for the others.
 
     Returns:
@@ -61,11 +58,11 @@ def fail_together(
     that; the others raise a `PeerError` that repeats the first one.
 
     Args:
-        store: A store that all ranks share; None when alone.
-        topic: What was checked; part of the keys and of errors.
-        error: What this rank found, or None.
-        rank: This rank, one of `ranks`.
-        ranks: Who takes part, the same on every rank.
+        store: Store that all ranks share; None when alone.
+        topic: Subject of the check; part of the keys and of errors.
+        error: Error that this rank found, or None.
+        rank: Rank of this process, one of `ranks`.
+        ranks: Ranks that take part, the same on every rank.
         timeout_s: Seconds to wait for the others.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Who has to agree, where they meet, and until when: an object that is passed around.
+"""The control plane as an object: ranks that agree through a store, in one generation.
 
 Nothing here needs a communicator or a default process group: a store that all ranks share is
 enough, and a wait has a time limit. A mistake on one rank becomes an error on every rank instead
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from pcomm.core.control import generations
-from pcomm.core.control.meeting import Meeting, Missed
+from pcomm.core.control.agreement_round import AgreementRound, Missed
 from pcomm.core.control.rank_sets import spelled, word_for
 from pcomm.core.errors import (
     DivergenceError,
@@ -28,29 +28,29 @@ from pcomm.core.process import environment
 
 __all__ = ["Control"]
 
-# Between two looks of a process that waits to be taken in; changes of membership are rare.
+# Between two polls of a process that waits to be taken in; changes of membership are rare.
 _PAUSE_S = 0.02
 
 
 class Control:
     """A set of ranks that agree through a store, in one generation.
 
-    Everything that has to agree takes one: `open_groups`, `agree_in_group`, alarms, ledgers.
-    Making one is local. Ranks meet under keys that carry the generation, the whole set of ranks
-    and the topic, and the number of a meeting is counted in the store; so ranks meet whatever
+    Functions that need agreement take one: `open_groups`, `agree_in_group`, `FailureFlag`,
+    `ledgered`. Making one is local. Keys in the store carry the generation, the whole set of ranks
+    and the topic, and the rounds about a topic are counted in the store. So ranks agree whatever
     each of them did before, and other sets of ranks, other generations and other topics never
-    touch. In one process, calls about one topic follow each other; different topics may be
-    discussed by different threads at once.
+    interfere. In one process, calls about one topic follow each other; different threads may agree
+    about different topics at once.
 
     A generation belongs to the store. Where parts of a job change their members independently,
     each part gets a `torch.distributed.PrefixStore` of its own.
 
     Attributes:
-        store: Shared by all ranks; None for a single one.
-        ranks: Who agrees, ascending.
-        rank: This process.
-        generation: Counts changes of membership, from 0. Calls with an older one than the newest
-            raise `FencedError`.
+        store: Store that all ranks share; None for a single rank.
+        ranks: Ranks that agree, ascending.
+        rank: Rank of this process.
+        generation: Number of changes of membership so far. Calls with an older one than the
+            newest raise `FencedError`.
         timeout_s: Seconds to wait for the others; None for `PCOMM_TIMEOUT_S` at each call.
 
     Raises:
@@ -138,7 +138,7 @@ class Control:
         the new one comes in a later one, so that the two are never taken for each other.
 
         Args:
-            ranks: Who goes on: ranks of this control, and others that `join`.
+            ranks: Ranks of the next generation: some of this control, and others that `join`.
 
         Raises:
             FencedError: The next generation is without this rank, or another one has followed it.
@@ -156,7 +156,7 @@ class Control:
 
     @property
     def prefix(self) -> str:
-        """Of the keys of these ranks in this generation; the same on all of them."""
+        """Prefix of the keys of these ranks in this generation; the same on all of them."""
         return f"pcomm/{self.generation}/{word_for(self.ranks)}"
 
     def wait_s(self, timeout_s: float | None = None) -> float:
@@ -184,11 +184,11 @@ class Control:
         Either every rank raises or none does. An error is told before a difference.
 
         Args:
-            topic: What this is about, the same on every rank, from a fixed set of words: each
-                topic keeps some keys in the store.
-            lines: What this rank holds, one fact a line; None to compare nothing, which all
+            topic: Subject of the agreement, the same on every rank, from a fixed set of words:
+                each topic keeps some keys in the store.
+            lines: Facts that this rank holds, one a line; None to compare nothing, which all
                 ranks do alike.
-            error: What this rank found wrong before; its lines do not matter then.
+            error: Error that this rank found before; its lines do not matter then.
             timeout_s: Seconds to wait for the others; by default as for the control.
 
         Returns:
@@ -207,7 +207,7 @@ class Control:
             return f"{self.prefix}/{topic}"
         while True:
             try:
-                return self._meet(self.store, topic, lines, error, self.wait_s(timeout_s))
+                return self._agree(self.store, topic, lines, error, self.wait_s(timeout_s))
             except Missed:
                 continue
             except (PeerTimeoutError, FencedError) as problem:
@@ -228,7 +228,7 @@ class Control:
 
     # -- how it is done ------------------------------------------------------------------
 
-    def _meet(
+    def _agree(
         self,
         store: dist.Store,
         topic: str,
@@ -236,7 +236,7 @@ class Control:
         error: Exception | None,
         timeout_s: float,
     ) -> str:
-        meeting = Meeting(
+        round_ = AgreementRound(
             store,
             f"{self.prefix}/{topic}",
             topic,
@@ -247,10 +247,10 @@ class Control:
         )
         if error is not None:
             told = f"rank {self.rank}: {type(error).__name__}: {error}"
-            meeting.say_first("error", told)
+            round_.say_first("error", told)
         if lines is not None:
-            self._compare(meeting, "\n".join(lines))
-        problems = meeting.finish()
+            self._compare(round_, "\n".join(lines))
+        problems = round_.finish()
         if error is not None:
             raise error
         if "error" in problems:
@@ -268,17 +268,17 @@ class Control:
                 "other.",
                 fix="Compute it from the same configuration on every rank.",
             )
-        return meeting.name
+        return round_.name
 
-    def _compare(self, meeting: Meeting, text: str) -> None:
+    def _compare(self, round_: AgreementRound, text: str) -> None:
         reference_rank = self.ranks[0]
         if self.rank == reference_rank:
-            meeting.say("lines", text)
+            round_.say("lines", text)
             return
-        reference = meeting.hear("lines")
+        reference = round_.hear("lines")
         if text != reference:
             told = _first_difference(reference_rank, reference, self.rank, text)
-            meeting.say_first("difference", told)
+            round_.say_first("difference", told)
 
     def _check(self) -> None:
         if self.rank not in self.ranks:

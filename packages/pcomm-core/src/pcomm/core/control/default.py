@@ -1,4 +1,4 @@
-"""The control that is meant where none is given: some ranks of torch.distributed, in its store."""
+"""The control used where none is given: some ranks of torch.distributed, in its store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that has failed tells those that wait for it."""
+"""A flag in the store by which a rank that failed tells the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ __all__ = ["FailureFlag"]
 
 
 class FailureFlag:
-    """A note in the store that the other ranks of a group look for while they wait.
+    """A flag in the store that a failed rank raises, and that the other ranks poll while they wait.
 
     A collective ends only when every rank joins it, and a rank that has failed never does. It
-    sounds the alarm for the round of work in which it failed; whoever waits in that round hears of
-    it, at the price of one look into the store now and then, and only while it waits.
+    raises the flag for the round of work in which it failed. Ranks that wait in that round read it,
+    at the price of one read of the store now and then, and only while they wait.
 
-    Making one is collective: the ranks that listen agree on where the note is kept. Sounding and
-    hearing are local.
+    Making one is collective: the ranks agree on the key of the flag. `sound` and `heard` are local.
 
     Args:
-        listeners: Who listens: the ranks of a control, or those of a group, which then agree in
+        listeners: Ranks that poll: those of a control, or those of a group, which then agree in
             the store of torch.distributed.
-        topic: What the alarm is about, the same on every rank; part of the keys.
+        topic: Subject of the flag, the same on every rank; part of the keys.
 
     Raises:
         PeerTimeoutError: A rank made none.
@@ -32,16 +31,16 @@ class FailureFlag:
     def __init__(self, listeners: Group | Control, topic: str) -> None:
         control = control_of_group(listeners) if isinstance(listeners, Group) else listeners
         self._rank, self._store = control.rank, control.store
-        self._name = control.agree(f"alarm {topic}")
+        self._name = control.agree(f"failure flag {topic}")
 
     def sound(self, message: str, *, round_number: int) -> None:
-        """Tell the others that this rank failed in a round; the first message of a round stays."""
+        """Record that this rank failed in a round; the first message of a round stays."""
         if self._store is not None:
             key = f"{self._name}/round {round_number}"
             self._store.compare_set(key, "", f"rank {self._rank}: {message}")
 
     def heard(self, *, round_number: int) -> str | None:
-        """What a rank said that failed in a round, or None."""
+        """The message of the rank that failed in a round, or None."""
         key = f"{self._name}/round {round_number}"
         if self._store is None or not self._store.check([key]):
             return None

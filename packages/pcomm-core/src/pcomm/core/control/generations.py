@@ -19,7 +19,7 @@ __all__ = ["decide", "decided", "fence", "key_of", "register"]
 
 
 def key_of(number: int) -> str:
-    """Where the ranks of a generation are kept."""
+    """Key of the ranks of a generation."""
     return f"pcomm/generation/{number}"
 
 
@@ -41,10 +41,10 @@ def fence(store: dist.Store, number: int, rank: int) -> None:
 
 
 def register(store: dist.Store, number: int, ranks: Sequence[int], rank: int) -> None:
-    """Make sure that generation `number` is of `ranks`; whoever comes first writes that.
+    """Make sure that generation `number` is of `ranks`; the first process to come writes that.
 
-    The numbers below get a record too where somebody else counts generations and has left some
-    out, because that is where a process of an older one looks.
+    Numbers below that were left out get a record too, because a process of an older generation
+    looks there.
 
     Raises:
         FencedError: The generation is not of this rank, or is over.

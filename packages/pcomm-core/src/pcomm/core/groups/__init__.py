@@ -1,1 +1,1 @@
-"""Process groups with roles: described, opened together, shared where equal, and closed."""
+"""Groups of ranks: their description, opening, communicators and closing (start at `groups.py`)."""

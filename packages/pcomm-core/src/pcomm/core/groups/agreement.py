@@ -1,4 +1,4 @@
-"""The ranks of a group agree on something before they communicate about it."""
+"""Agreement of the ranks of a group before they enter a collective."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def agree_in_group(
     raises the error.
 
     Args:
-        group: The ranks that take part.
-        topic: What the lines are about; part of the keys and of errors.
-        lines: What this rank holds, one fact a line; any if it has an error.
-        error: What this rank found wrong before.
+        group: Group whose ranks take part.
+        topic: Subject of the lines; part of the keys and of errors.
+        lines: Facts that this rank holds, one a line; any if it has an error.
+        error: Error that this rank found before.
         timeout_s: Seconds to wait for the others; by default that of `control`, or
             `PCOMM_TIMEOUT_S`.
-        control: By which the ranks agree, such as `groups.control`; by default in torch's store.
+        control: Control by which the ranks agree, such as `groups.control`; by default they agree
+            in the store of torch.distributed.
 
     Raises:
         Exception: This rank's own `error`.
@@ -45,6 +46,6 @@ def agree_in_group(
         if error is not None:
             raise error
         return
-    # Groups of the same ranks may meet about the same topic one after another.
+    # Groups of the same ranks may agree about the same topic one after another.
     topic = f"{topic}: group {group.key}"
     control_of_group(group, control).agree(topic, lines, error=error, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""What has to end before groups close."""
+"""Calls that are made before groups close."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Closing"]
 
 
 class Closing:
-    """Calls that are made once, when the groups that they stand on close."""
+    """Calls that are made once, when the groups that they depend on close."""
 
     def __init__(self) -> None:
         # By an object each, since two equal calls are two.
@@ -18,10 +18,10 @@ class Closing:
         """Have `call` called. Local.
 
         Args:
-            call: Called without arguments. It is kept until then, with all that it refers to.
+            call: Function without arguments. It is kept until then, with all that it refers to.
 
         Returns:
-            What takes `call` back; calling it again does nothing.
+            A function that takes `call` back; calling it again does nothing.
         """
         key = object()
         self._calls[key] = call

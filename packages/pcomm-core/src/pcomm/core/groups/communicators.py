@@ -2,7 +2,7 @@
 
 Ranks match the operations of a communicator by their order. What keeps that order on one rank (the
 tags of messages, the queue of large operations) therefore belongs to the communicator, and every
-`Group` around it shares it, however many there are and whoever made the process group.
+`Group` around it shares it, however many there are and wherever the process group was made.
 
 `torch.distributed.new_group` names a group made by its members alone after their ranks and the
 number of groups that the process already has, and its members find each other in the store
@@ -33,11 +33,11 @@ class Communicator:
     """One torch process group with its collectives. Made by `communicator_of` alone.
 
     It holds the process group weakly: the owner, torch's registry for most, decides how long it
-    lives, and a handle that somebody has forgotten keeps no connections and no threads.
+    lives, and a forgotten handle keeps no connections and no threads.
 
     Attributes:
         collectives: Operations without gradients.
-        differentiable: The same with gradients.
+        differentiable: Operations with gradients.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -86,10 +86,10 @@ def new_communicator(
     """A communicator of `ranks`, owned by the caller. Collective: its members call it, no others.
 
     Args:
-        name: The same on all members, and never used before in this job.
+        name: Name that is the same on all members, and never used before in this job.
         ranks: Global ranks, ascending; this process's rank is one of them.
         granted: Backend and options.
-        description: What torch's own reports call it.
+        description: Name in torch's own reports.
     """
     default = distributed_c10d._get_default_group()
     backend = dist.Backend(granted.backend)
@@ -118,7 +118,7 @@ def new_communicator(
 
 
 def close_communicator(process_group: dist.ProcessGroup) -> None:
-    """Close what `new_communicator` made, if torch.distributed has not ended since. Collective."""
+    """Close a group of `new_communicator`, unless torch.distributed has ended since. Collective."""
     communicator_of(process_group).close()
     # Torch's registry: empty after its end, and without this one after a new beginning.
     if process_group in distributed_c10d._world.pg_map:

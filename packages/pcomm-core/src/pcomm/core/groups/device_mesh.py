@@ -30,7 +30,7 @@ def device_mesh(
     mesh is not to be used after that.
 
     Args:
-        groups: From `open_groups`.
+        groups: Groups of `open_groups`.
         axes: Keys of groups, of one view; they become the dimensions, outermost first, under
             their names (`"dp_cp"` for `("dp_cp", "gather")`).
         device_type: `"cpu"` or `"cuda"`.

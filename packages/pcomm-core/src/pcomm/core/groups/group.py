@@ -1,4 +1,4 @@
-"""One group of ranks with a role."""
+"""An ordered set of ranks with a role, and the collectives of its communicator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Group"]
 
 
 class Group(Handle):
-    """An ordered set of ranks, what it is for, and how its ranks talk to each other.
+    """An ordered set of ranks, its role, and the collectives between its ranks.
 
     Made by `open_groups`, or from a plain process group. Read only. It is data around a
     communicator, which it shares with all other groups around the same process group: their
@@ -28,17 +28,17 @@ class Group(Handle):
 
     Attributes:
         name: Axes along which the group runs, such as `"dp_cp"`.
-        role: What its communicator is for, such as `"gather"`; empty for the usual one.
+        role: Purpose of its communicator, such as `"gather"`; empty for the usual one.
         ranks: Global ranks, ascending.
-        rank: This rank's place in `ranks`.
+        rank: Place of this rank in `ranks`.
         size: Number of ranks.
         asked: Options that were asked for.
         granted: Options in force.
         refused: Options that are not in force, with the reason.
-        control: By which its ranks agree; None for groups around somebody else's process group,
-            which agree through the store of torch.distributed.
+        control: Control by which its ranks agree; None for a group around an existing process
+            group, which agrees through the store of torch.distributed.
         collectives: Operations without gradients.
-        differentiable: The same with gradients.
+        differentiable: Operations with gradients.
     """
 
     __slots__ = (
@@ -95,13 +95,13 @@ class Group(Handle):
         role: str = "",
         closing: Closing | None = None,
     ) -> Group:
-        """A group around somebody else's communicator, which is not closed by us. Local.
+        """A group around an existing communicator, which its owner closes. Local.
 
         Args:
             name: Axes along which the group runs.
             group: Torch's group; its owner keeps it alive.
-            role: What it is for.
-            closing: What ends with the collection that this group is a part of.
+            role: Purpose of its communicator.
+            closing: Calls before the collection that this group is a part of closes.
 
         Raises:
             TopologyError: `group` is what torch hands to ranks that do not belong to it.
@@ -138,11 +138,11 @@ class Group(Handle):
     def before_close(self, call: Callable[[], object]) -> Callable[[], None]:
         """Have `call` called when the `Groups` that this group belongs to close. Local.
 
-        See `Groups.before_close`. A group made by `from_process_group` alone is closed by
-        whoever made the process group, and then `call` is not called.
+        See `Groups.before_close`. A group made by `from_process_group` alone is closed by the
+        owner of the process group, and then `call` is not called.
 
         Returns:
-            What takes `call` back; calling it again does nothing.
+            A function that takes `call` back; calling it again does nothing.
         """
         return self._closing.add(call)
 

@@ -1,4 +1,4 @@
-"""All groups that a program uses, opened together and closed together.
+"""All groups of a program, opened together and closed together.
 
 Every rank first describes, line by line, the topology and the groups it is about to open, and
 the ranks compare descriptions through the store. Only then are communicators made, in the order
@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.control.control import Control
-from pcomm.core.control.default import default_control
-from pcomm.core.control.rank_sets import spelled
 from pcomm.core.errors import PcommError, TopologyError, near_misses
 from pcomm.core.groups.closing import Closing
 from pcomm.core.groups.communicators import close_communicator, new_communicator
 from pcomm.core.groups.group import Group
+from pcomm.core.groups.open_checks import callers_of, check_callers, wanted_groups
 from pcomm.core.groups.options import Granted, Rails, grant
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.groups.table import table_of_groups
@@ -37,11 +36,11 @@ class Groups(Mapping[str | tuple[str, str], Group]):
     role and options are all equal (such as `dp` and `dp_cp` when cp is 1) share a communicator.
 
     Args:
-        groups: The groups of this rank.
+        groups: Groups of this rank.
         owned: Communicators to close, in the order in which they were made.
-        topology: What the groups run along, where it is known.
-        closing: What ends before the communicators; that of `groups`.
-        control: By which the ranks that opened them together agree, where it is known.
+        topology: Topology whose axes the groups run along; None where it is not known.
+        closing: Calls before the communicators close; the same object as that of `groups`.
+        control: Control of the ranks that opened them together; None where it is not known.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
     def from_process_groups(
         cls, process_groups: Mapping[str | tuple[str, str], dist.ProcessGroup]
     ) -> Groups:
-        """Groups around communicators that somebody else made and will close. Local.
+        """Groups around existing communicators, which their owner closes. Local.
 
         For a Megatron-style collection pass its attributes by the names wanted here:
         `Groups.from_process_groups({"tp": c.tp, ("dp_cp", "gather"): c.dp_cp_ag})`.
@@ -104,12 +103,12 @@ class Groups(Mapping[str | tuple[str, str], Group]):
     def before_close(self, call: Callable[[], object]) -> Callable[[], None]:
         """Have `call` called when these groups close, while their communicators still work.
 
-        Local. The last one given is called first. What it raises is raised by `close`, after the
-        communicators are closed. It is kept until then with all that it refers to, so what may go
-        before the groups do should be referred to weakly.
+        Local. The last one given is called first. Its errors are raised by `close`, after the
+        communicators are closed. It is kept until then with all that it refers to, so objects that
+        may be freed before the groups should be referred to weakly.
 
         Returns:
-            What takes `call` back; calling it again does nothing.
+            A function that takes `call` back; calling it again does nothing.
         """
         return self._closing.add(call)
 
@@ -126,10 +125,10 @@ class Groups(Mapping[str | tuple[str, str], Group]):
     def close(self) -> None:
         """Close the communicators that these groups own, last opened first. Collective.
 
-        What stands on the groups ends first (see `before_close`), then the communicators and their
-        threads. Handles that somebody has kept raise `ClosedError` from then on. Calling it again
-        does nothing. Communicators that ended with torch.distributed need no closing, also where it
-        was begun again since, and those of others are left alone.
+        The calls of `before_close` are made first, then close the communicators and their
+        threads. Handles that are still referred to raise `ClosedError` from then on. Calling it
+        again does nothing. Communicators that ended with torch.distributed need no closing, also
+        where it was begun again since, and those of others are left alone.
         """
         self._groups = {}
         with contextlib.ExitStack() as last_first:
@@ -154,7 +153,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         except Exception as problem:
             if value is None:
                 raise
-            # What went wrong in the block is why closing went wrong.
+            # The error of the block is the cause of this one.
             value.add_note(f"closing the groups: {type(problem).__name__}: {problem}")
 
     def _distinct(self) -> list[Group]:
@@ -185,9 +184,9 @@ def open_groups(
     must be (see `pcomm.core.process.world.connect`). Failed ranks do not call it. Each call makes
     communicators of its own; if one cannot be made, those made before it are closed.
 
-    Who calls it is what `control` says: its ranks, and the topology must be of exactly these.
-    Without one, all processes of torch.distributed call it, or, for a topology with an offset
-    above 0, its ranks alone. So the first ranks of a job open groups of their own with
+    The ranks of `control` call it, and the topology must be of exactly these. Without one, all
+    processes of torch.distributed call it, or, for a topology with an offset above 0, its ranks
+    alone. So the first ranks of a job open groups of their own with
     `control=default_control(topology.ranks)`.
 
     Args:
@@ -196,7 +195,7 @@ def open_groups(
         backend: `"gloo"` or `"nccl"`.
         timeout_s: Seconds to wait for other ranks; by default that of `control`, or
             `PCOMM_TIMEOUT_S`.
-        control: By which the ranks that call it agree.
+        control: Control of the ranks that call it.
 
     Raises:
         ConfigError: A `PCOMM_*` variable cannot be used.
@@ -207,7 +206,7 @@ def open_groups(
         PeerTimeoutError: A rank did not arrive.
         FencedError: A newer generation than that of `control` has begun.
     """
-    callers = _participants(topology) if control is None else control
+    callers = callers_of(topology) if control is None else control
     error: PcommError | None = None
     wanted: list[GroupSpec] = []
     granted: list[Granted] = []
@@ -215,9 +214,8 @@ def open_groups(
     try:
         environment.check()
         wait_s = callers.wait_s(timeout_s)
-        _check_world(topology, callers, is_given=control is not None)
-        wanted = [_normalised(topology, spec) for spec in specs]
-        _check_distinct(wanted)
+        check_callers(topology, callers, is_given=control is not None)
+        wanted = wanted_groups(topology, specs)
         granted = [grant(spec.options, spec.backend or backend, group=spec.axes) for spec in wanted]
     except PcommError as problem:
         error = problem
@@ -235,10 +233,10 @@ def open_groups(
             for spec, grants in zip(wanted, granted, strict=True):
                 group = _open(topology, spec, grants, callers, agreement, made, closing)
                 opened.append(group)
-        except Exception as problem:  # whatever the backend raises, the other ranks hear of it
+        except Exception as problem:  # raised on every rank by `fail_together`
             failure = problem
         # A communicator that is closed while a peer still connects to it is an error there, so
-        # nobody goes on before all are done.
+        # no rank goes on before all are done.
         callers.fail_together("open_groups: connecting", failure, timeout_s=wait_s)
         undo.pop_all()
     return Groups(
@@ -275,7 +273,7 @@ def _open(
         )
     identity = (members, spec.role, spec.options, granted.backend)
     if identity not in made:
-        # Only members create a group: at 100,000 ranks nobody can create all of them.
+        # Only members create a group: at 100,000 ranks no rank can create all of them.
         key = f"{spec.axes}:{spec.role}"
         name = f"{agreement}/{key}/{members[0]}"
         made[identity] = new_communicator(name, members, granted, description=f"pcomm:{key}")
@@ -290,80 +288,4 @@ def _open(
         refused=granted.refused,
         closing=closing,
         control=own,
-    )
-
-
-def _normalised(topology: Topology, spec: str | tuple[str, str] | GroupSpec) -> GroupSpec:
-    if isinstance(spec, str):
-        spec = GroupSpec(spec)
-    elif isinstance(spec, tuple):
-        spec = GroupSpec(*spec)
-    canonical = topology.canonical_name(spec.axes)
-    if canonical != spec.axes:
-        raise TopologyError(
-            f"open_groups: group {spec.axes!r}",
-            found=f"order {topology.order}, in which it is {canonical!r}",
-            why="A group has one name, its axes from the slowest to the fastest.",
-            fix=f"Ask for {canonical!r}.",
-        )
-    return spec
-
-
-def _check_distinct(specs: Sequence[GroupSpec]) -> None:
-    seen: dict[tuple[str, str], GroupSpec] = {}
-    for spec in specs:
-        other = seen.setdefault((spec.axes, spec.role), spec)
-        if other is not spec:
-            raise TopologyError(
-                f"open_groups: group {spec.axes!r} with role {spec.role!r}",
-                found=f"asked for twice, with {other.options.asked} and {spec.options.asked}",
-                why="Axes and role are the key under which a group is found.",
-                fix="Remove one, or give it a role of its own.",
-            )
-
-
-def _participants(topology: Topology) -> Control:
-    """By what the ranks agree that open groups together, where the caller does not say."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return Control(None, (topology.offset,), topology.offset)
-    rank = dist.get_rank()
-    # Without an offset every process of the job is meant, also where the sizes do not multiply to
-    # their number: that is a mistake, and all of them have to hear of it.
-    called: Sequence[int] = topology.ranks if topology.offset else range(dist.get_world_size())
-    if topology.failed:
-        called = [r for r in called if r not in topology.failed]
-    if len(called) == 1 or rank not in called:
-        return Control(None, (rank,), rank)
-    return default_control(called)
-
-
-def _check_world(topology: Topology, callers: Control, *, is_given: bool) -> None:
-    """Make sure that the callers are the ranks of the topology, and that this is one of them."""
-    connected = dist.is_available() and dist.is_initialized()
-    size, rank = dist.get_world_size() if connected else 1, callers.rank
-    alive = tuple(r for r in topology.ranks if r not in topology.failed)
-    fix = (
-        "Start as many processes as the sizes multiply to (torchrun, or --ranks), "
-        "or change the sizes."
-    )
-    if is_given and alive != callers.ranks:
-        found = f"a control of ranks {spelled(callers.ranks)}"
-        fix = "Give control.among(...) of the ranks of this topology, or change its sizes."
-    elif connected and rank != dist.get_rank():
-        found = f"this is rank {dist.get_rank()} of torch.distributed, and {rank} of the control"
-        fix = "Make the control with the rank of torch.distributed."
-    elif not is_given and connected and size != topology.world_size and topology.offset == 0:
-        found = f"torch.distributed has {size} ranks"
-        fix += " If only some of the processes open it: control=default_control(topology.ranks)."
-    elif not connected and topology.world_size > 1:
-        found = "torch.distributed is not initialised, so there is one process"
-    elif rank not in alive:
-        found = f"this is rank {rank} of {size}"
-    else:
-        return
-    raise TopologyError(
-        f"open_groups: {topology.describe()}, ranks {topology.ranks[0]} to {topology.ranks[-1]}",
-        found=found,
-        why="Every rank of the topology is one process, and every process has a place in it.",
-        fix=fix,
     )

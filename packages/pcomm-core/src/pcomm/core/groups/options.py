@@ -1,4 +1,4 @@
-"""What a communicator was asked to be, and what the backend granted."""
+"""The options of a communicator: those asked for, and those that the backend grants."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["CommOptions", "Granted", "Rails", "grant"]
 class Rails:
     """Numbers for the interfaces of one rank's groups, in the order in which they are named.
 
-    Nodes name their interfaces each in its own way. What their ranks must have in common is which
-    groups have the same one, since those can share a communicator.
+    Nodes may name their interfaces differently. Their ranks must agree on which groups have the
+    same one, since those can share a communicator.
     """
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class CommOptions:
         return {name: value for name, value in fields.items() if value is not None}
 
     def describe(self, rails: Rails) -> str:
-        """What must be the same on all ranks of a group, as one line. Local.
+        """One line of all that must be the same on all ranks of a group. Local.
 
         Args:
-            rails: Of the groups that are opened together.
+            rails: Rails of the groups that are opened together.
         """
         asked = {name: value for name, value in self.asked.items() if name != "interface"}
         strictly = ", strict" if self.strict else ""
@@ -86,13 +86,13 @@ class CommOptions:
 
 @dataclass(frozen=True)
 class Granted:
-    """What the backend took from `CommOptions`.
+    """The options that a backend took from `CommOptions`.
 
     Args:
         backend: Name to give to `torch.distributed.new_group`.
         fields: Options that are in force.
         refused: Options that are not, each with the reason.
-        pg_options: The backend's own options object, or None.
+        pg_options: Options object of the backend, or None.
     """
 
     backend: str
@@ -128,7 +128,7 @@ def grant(options: CommOptions, backend: str, *, group: str) -> Granted:
     """Decide which options `backend` can honour, without creating anything. Local.
 
     Args:
-        options: What is asked for.
+        options: Options asked for.
         backend: `"gloo"` or `"nccl"`; others get the timeout alone.
         group: Name of the group, for the error.
 
@@ -161,7 +161,7 @@ def grant(options: CommOptions, backend: str, *, group: str) -> Granted:
 
 
 def _check_numbers(asked: Mapping[str, Any], group: str) -> None:
-    # Gloo takes 0 threads, and then nobody does what is in its queue.
+    # Gloo accepts 0 threads, and then no thread works on its queue.
     threads, timeout_s = asked.get("threads", 1), asked.get("timeout_s", 1.0)
     is_count = isinstance(threads, int) and threads >= 1
     is_time = isinstance(timeout_s, int | float) and math.isfinite(timeout_s) and timeout_s > 0

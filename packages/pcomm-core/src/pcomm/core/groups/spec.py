@@ -1,4 +1,4 @@
-"""One group to open: along which axes, in which role, with which options."""
+"""The description of one group to open: axes, role, options and backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["GroupSpec"]
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group to open: along which axes, in which role, with which options.
+    """A group to open: its axes, role, options and backend.
 
     Args:
         axes: Axis names joined by `_`, with a view prefix if needed: `"dp_cp"`, `"expert.ep"`.

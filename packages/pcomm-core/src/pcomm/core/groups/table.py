@@ -1,4 +1,4 @@
-"""What `Groups.explain` prints: one line a group, with what was asked for and what is in force."""
+"""The table of `Groups.explain`: one line a group, with the options asked for and in force."""
 
 from __future__ import annotations
 

@@ -5,22 +5,22 @@ from typing import TYPE_CHECKING
 from pcomm.core.face import face
 
 if TYPE_CHECKING:
-    from pcomm.core.simulate.cluster import Algorithm, Cluster, Communicator, Rail
+    from pcomm.core.simulate.cluster import Algorithm, Cluster, Rail, SimulatedCommunicator
     from pcomm.core.simulate.deadlock import DeadlockError
     from pcomm.core.simulate.engine import simulate
     from pcomm.core.simulate.issue_order import check_issue_order
-    from pcomm.core.simulate.run import Run
     from pcomm.core.simulate.task import Task
+    from pcomm.core.simulate.task_times import TaskTimes
     from pcomm.core.simulate.timeline import Timeline
 
 __all__ = [
     "Algorithm",
     "Cluster",
-    "Communicator",
     "DeadlockError",
     "Rail",
-    "Run",
+    "SimulatedCommunicator",
     "Task",
+    "TaskTimes",
     "Timeline",
     "check_issue_order",
     "simulate",
@@ -31,11 +31,11 @@ __getattr__, __dir__ = face(
     {
         "Algorithm": "cluster",
         "Cluster": "cluster",
-        "Communicator": "cluster",
         "DeadlockError": "deadlock",
         "Rail": "cluster",
-        "Run": "run",
+        "SimulatedCommunicator": "cluster",
         "Task": "task",
+        "TaskTimes": "task_times",
         "Timeline": "timeline",
         "check_issue_order": "issue_order",
         "simulate": "engine",

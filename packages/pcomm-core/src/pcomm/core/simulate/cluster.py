@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from pcomm.core.errors import ConfigError, TopologyError, near_misses
 
-__all__ = ["Algorithm", "Cluster", "Communicator", "Rail"]
+__all__ = ["Algorithm", "Cluster", "Rail", "SimulatedCommunicator"]
 
 Algorithm = Literal["ring", "direct", "in_network"]
 
@@ -19,10 +19,10 @@ class Rail:
     """One network on which every rank has a port of its own, behind a switch that never blocks.
 
     Args:
-        name: Such as `nvlink` or `nic0`.
+        name: Name such as `nvlink` or `nic0`.
         bytes_per_s: Bandwidth of a port in each direction; of both together if not full duplex.
-        latency_s: Time of one step of an algorithm, without the bytes.
-        full_duplex: Whether sending and receiving at once cost each other nothing.
+        latency_s: Time of one step of an algorithm, without the bytes, in seconds.
+        full_duplex: True if sending and receiving at once cost each other nothing.
 
     Raises:
         ConfigError: A bandwidth that is not above zero, or a negative latency.
@@ -44,14 +44,14 @@ class Rail:
 
 
 @dataclass(frozen=True)
-class Communicator:
-    """One queue of every rank, and the groups of ranks that meet on it.
+class SimulatedCommunicator:
+    """One queue of every rank, and the groups whose collectives run on it.
 
     Args:
         queue: Name of the queue, as tasks use it: group and role, such as `dp:gather`.
-        rail: The rail that carries it. Communicators on one rail share its bandwidth.
+        rail: Name of the rail that carries it. Communicators on one rail share its bandwidth.
         groups: Ranks of each group, in order; a rank is in one of them at most.
-        algorithm: How operations move their bytes, see `pcomm.core.simulate.cost`.
+        algorithm: Algorithm that moves the bytes, see `pcomm.core.simulate.cost`.
 
     Raises:
         TopologyError: A rank occurs twice, or a group is empty.
@@ -66,7 +66,7 @@ class Communicator:
     def __post_init__(self) -> None:
         if self.algorithm not in get_args(Algorithm):
             raise ConfigError(
-                f"Communicator {self.queue!r}",
+                f"SimulatedCommunicator {self.queue!r}",
                 found=f"algorithm {self.algorithm!r}",
                 why="The cost model has formulas for the algorithms that it knows.",
                 fix=near_misses(self.algorithm, get_args(Algorithm)),
@@ -74,7 +74,7 @@ class Communicator:
         ranks = [rank for group in self.groups for rank in group]
         if len(set(ranks)) < len(ranks) or not all(self.groups):
             raise TopologyError(
-                f"Communicator {self.queue!r}",
+                f"SimulatedCommunicator {self.queue!r}",
                 found=f"groups {list(self.groups)}",
                 why="A rank has one queue for a communicator, and every group has a member.",
                 fix="Give disjoint groups, or one communicator for each set of groups.",
@@ -86,15 +86,15 @@ class Cluster:
     """Rails and the communicators on them.
 
     Args:
-        rails: Names are unique.
-        communicators: Queues are unique.
+        rails: Rails with unique names.
+        communicators: Communicators with unique queues.
 
     Raises:
         ConfigError: A name occurs twice, or a communicator names a rail that is not there.
     """
 
     rails: Sequence[Rail]
-    communicators: Sequence[Communicator]
+    communicators: Sequence[SimulatedCommunicator]
 
     def __post_init__(self) -> None:
         for names in ([r.name for r in self.rails], [c.queue for c in self.communicators]):

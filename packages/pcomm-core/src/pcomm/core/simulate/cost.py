@@ -34,7 +34,7 @@ __all__ = ["Load", "loads"]
 
 
 class Load(NamedTuple):
-    """What one member of a collective does: bytes out and in."""
+    """Bytes that one member of a collective sends and receives."""
 
     sent_bytes: float
     received_bytes: float
@@ -46,9 +46,9 @@ def loads(
     """Number of steps, and the load of each member.
 
     Args:
-        operation: The collective.
-        algorithm: How it moves its bytes.
-        num_bytes: What each member puts in, in group order.
+        operation: Name of the collective.
+        algorithm: Algorithm that moves its bytes.
+        num_bytes: Bytes that each member puts in, in group order.
         source: Place of the sender of a broadcast.
     """
     size = len(num_bytes)

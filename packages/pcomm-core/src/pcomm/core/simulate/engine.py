@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from pcomm.core.simulate.cluster import Cluster, Rail
 from pcomm.core.simulate.deadlock import deadlock
-from pcomm.core.simulate.rank_classes import Cast, Meeting, cast
-from pcomm.core.simulate.run import Run, TaskId
+from pcomm.core.simulate.rank_classes import MatchedCollective, SimulatedJob, classify
 from pcomm.core.simulate.sharing import Port, Ports
 from pcomm.core.simulate.task import Programs
+from pcomm.core.simulate.task_times import TaskId, TaskTimes
 from pcomm.core.simulate.timeline import Timeline
 
 __all__ = ["simulate"]
@@ -36,19 +36,19 @@ def simulate(programs: Programs, cluster: Cluster, *, collapse: bool = True) -> 
     Raises:
         DeadlockError: Tasks are left that wait for each other.
         ConfigError, TopologyError, DivergenceError: Programs and cluster do not fit together, see
-            `pcomm.core.simulate.rank_classes.cast`.
+            `pcomm.core.simulate.rank_classes.classify`.
     """
-    players = cast(programs, cluster, collapse=collapse)
-    run = Run.of(players)
-    _Engine(players, cluster, run).play()
-    if run.num_left:
-        raise deadlock(players, run)
-    return Timeline(players, run)
+    job = classify(programs, cluster, collapse=collapse)
+    times = TaskTimes.of(job)
+    _Engine(job, cluster, times).play()
+    if times.num_left:
+        raise deadlock(job, times)
+    return Timeline(job, times)
 
 
 @dataclass
 class _Transfer:
-    """A meeting that moves bytes: what is left, in seconds that it would take alone."""
+    """A collective that moves bytes: what is left, in seconds that it would take alone."""
 
     left_s: float
     since_s: float
@@ -65,28 +65,28 @@ class _Transfer:
 class _Engine:
     """The state of one run between two events."""
 
-    def __init__(self, players: Cast, cluster: Cluster, run: Run) -> None:
-        self._cast, self._run = players, run
+    def __init__(self, job: SimulatedJob, cluster: Cluster, times: TaskTimes) -> None:
+        self._job, self._times = job, times
         self._rails = {rail.name: rail for rail in cluster.rails}
-        self._absent = [len(meeting.members) for meeting in players.meetings]
-        self._needs = [[len(n) for n in a.program.needs] for a in players.actors]
+        self._absent = [len(collective.members) for collective in job.collectives]
+        self._needs = [[len(n) for n in a.program.needs] for a in job.classes]
         self._ports = Ports()
         self._transfers: dict[int, _Transfer] = {}
         self._changed: set[int] = set()
-        # Ends of computing (actor, place) and of latencies (-1, meeting); the time decides, and
-        # the numbers only make the order of simultaneous ends the same every time.
+        # Ends of computing (rank class, place) and of latencies (-1, collective); the time decides,
+        # and the numbers only make the order of simultaneous ends the same every time.
         self._ends: list[tuple[float, int, int]] = []
         self._now = 0.0
 
     def play(self) -> None:
         """Until nothing runs any more."""
-        for actor, needs in enumerate(self._needs):
+        for rank_class, needs in enumerate(self._needs):
             for place, count in enumerate(needs):
                 if not count:
-                    self._ready((actor, place), None)
+                    self._ready((rank_class, place), None)
         while True:
-            for meeting, rate in sorted(self._ports.rates(self._changed).items()):
-                self._transfers[meeting].proceed(self._now, rate)
+            for collective, rate in sorted(self._ports.rates(self._changed).items()):
+                self._transfers[collective].proceed(self._now, rate)
             self._changed.clear()
             stop_s = min((t.stop_s for t in self._transfers.values()), default=math.inf)
             if self._ends:
@@ -98,68 +98,68 @@ class _Engine:
 
     def _advance(self) -> None:
         """Handle all that ends now."""
-        for meeting in [m for m, t in self._transfers.items() if t.stop_s <= self._now]:
-            del self._transfers[meeting]
-            self._changed |= self._ports.stop(meeting)
-            self._finish_meeting(meeting)
+        for collective in [m for m, t in self._transfers.items() if t.stop_s <= self._now]:
+            del self._transfers[collective]
+            self._changed |= self._ports.stop(collective)
+            self._finish_collective(collective)
         while self._ends and self._ends[0][0] <= self._now:
-            _, actor, place = heapq.heappop(self._ends)
-            if actor < 0:
+            _, rank_class, place = heapq.heappop(self._ends)
+            if rank_class < 0:
                 self._move(place)
             else:
-                self._finish((actor, place))
+                self._finish((rank_class, place))
 
     def _ready(self, task: TaskId, cause: TaskId | None) -> None:
         """All that a task needs has ended, `cause` last."""
-        actor, place = task
-        self._run.ready(task, self._now)
-        meeting = self._cast.actors[actor].meetings[place]
-        if meeting < 0:
-            seconds = self._cast.actors[actor].program.tasks[place].seconds
-            self._run.start(task, self._now, cause)
-            heapq.heappush(self._ends, (self._now + seconds, actor, place))
+        rank_class, place = task
+        self._times.ready(task, self._now)
+        collective = self._job.classes[rank_class].collectives[place]
+        if collective < 0:
+            seconds = self._job.classes[rank_class].program.tasks[place].seconds
+            self._times.start(task, self._now, cause)
+            heapq.heappush(self._ends, (self._now + seconds, rank_class, place))
             return
-        self._absent[meeting] -= 1
-        if not self._absent[meeting]:
-            spec = self._cast.meetings[meeting]
+        self._absent[collective] -= 1
+        if not self._absent[collective]:
+            spec = self._job.collectives[collective]
             for member in spec.tasks():
-                self._run.start(member, self._now, cause)
+                self._times.start(member, self._now, cause)
             latency_s = spec.num_steps * self._rails[spec.communicator.rail].latency_s
-            heapq.heappush(self._ends, (self._now + latency_s, -1, meeting))
+            heapq.heappush(self._ends, (self._now + latency_s, -1, collective))
 
-    def _move(self, meeting: int) -> None:
-        spec = self._cast.meetings[meeting]
+    def _move(self, collective: int) -> None:
+        spec = self._job.collectives[collective]
         seconds, use = _use(spec, self._rails[spec.communicator.rail])
         if seconds:
-            self._ports.start(meeting, use)
-            self._transfers[meeting] = _Transfer(seconds, self._now)
-            self._changed.add(meeting)
+            self._ports.start(collective, use)
+            self._transfers[collective] = _Transfer(seconds, self._now)
+            self._changed.add(collective)
         else:
-            self._finish_meeting(meeting)
+            self._finish_collective(collective)
 
-    def _finish_meeting(self, meeting: int) -> None:
-        self._changed.discard(meeting)
-        for task in self._cast.meetings[meeting].tasks():
+    def _finish_collective(self, collective: int) -> None:
+        self._changed.discard(collective)
+        for task in self._job.collectives[collective].tasks():
             self._finish(task)
 
     def _finish(self, task: TaskId) -> None:
-        actor, place = task
-        self._run.stop(task, self._now)
-        needs = self._needs[actor]
-        for follower in self._cast.actors[actor].program.followers[place]:
+        rank_class, place = task
+        self._times.stop(task, self._now)
+        needs = self._needs[rank_class]
+        for follower in self._job.classes[rank_class].program.followers[place]:
             needs[follower] -= 1
             if not needs[follower]:
-                self._ready((actor, follower), task)
+                self._ready((rank_class, follower), task)
 
 
-def _use(meeting: Meeting, rail: Rail) -> tuple[float, Mapping[Port, float]]:
+def _use(collective: MatchedCollective, rail: Rail) -> tuple[float, Mapping[Port, float]]:
     """Seconds that a transfer takes alone, and the share of each port that it then uses."""
     seconds: dict[Port, float] = {}
-    for actor, (sent, received) in meeting.loads.items():
+    for rank_class, (sent, received) in collective.loads.items():
         if rail.full_duplex:
-            seconds[Port(rail.name, actor, "send")] = sent / rail.bytes_per_s
-            seconds[Port(rail.name, actor, "receive")] = received / rail.bytes_per_s
+            seconds[Port(rail.name, rank_class, "send")] = sent / rail.bytes_per_s
+            seconds[Port(rail.name, rank_class, "receive")] = received / rail.bytes_per_s
         else:
-            seconds[Port(rail.name, actor, "both")] = (sent + received) / rail.bytes_per_s
+            seconds[Port(rail.name, rank_class, "both")] = (sent + received) / rail.bytes_per_s
     longest = max(seconds.values())
     return longest, {port: own / longest for port, own in seconds.items() if own}

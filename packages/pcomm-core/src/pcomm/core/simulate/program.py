@@ -1,4 +1,4 @@
-"""One rank's program checked and turned into numbers: what each task waits for."""
+"""The program of one rank, checked and turned into numbers: which tasks each task waits for."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Program", "resolve"]
 
 @dataclass(frozen=True)
 class Program:
-    """Tasks with what they wait for, by place in the program.
+    """Tasks and the tasks that they wait for, by place in the program.
 
     Args:
-        tasks: In the order in which the host issues them.
-        needs: For each task the places of those that must have ended: the one before it on its
+        tasks: Tasks in the order in which the host issues them.
+        needs: Places of the tasks that must have ended before each task: the one before it on its
             queue, then those it names.
-        followers: The same, seen from the other end.
+        followers: Places of the tasks that need each task.
         queues: Places of the tasks on each queue, in order.
         places: Place of each task by name.
     """
@@ -47,8 +47,8 @@ def resolve(rank: int, tasks: Sequence[Task], communicators: Collection[str]) ->
     """Check one program and number it.
 
     Args:
-        rank: For errors only.
-        tasks: The program.
+        rank: Rank that errors name.
+        tasks: Tasks in the order in which the host issues them.
         communicators: Queues on which collectives may run.
 
     Raises:
@@ -73,7 +73,7 @@ def resolve(rank: int, tasks: Sequence[Task], communicators: Collection[str]) ->
                 f"program of rank {rank}: {task.kind} {task.name!r}",
                 found=f"queue {task.queue!r} has no communicator",
                 why="It is not known which ranks it meets there, nor over which rail.",
-                fix="Add a Communicator with that queue to the cluster. "
+                fix="Add a SimulatedCommunicator with that queue to the cluster. "
                 + near_misses(task.queue, communicators),
             )
         on_queue = queues.setdefault(task.queue, [])

@@ -13,74 +13,81 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from pcomm.core.errors import ConfigError, DivergenceError, TopologyError
-from pcomm.core.simulate.cluster import Cluster, Communicator
+from pcomm.core.simulate.cluster import Cluster, SimulatedCommunicator
 from pcomm.core.simulate.cost import Load, loads
 from pcomm.core.simulate.program import Program, resolve
 from pcomm.core.simulate.task import Programs, Task
 
-__all__ = ["Actor", "Cast", "Meeting", "cast"]
+__all__ = ["MatchedCollective", "RankClass", "SimulatedJob", "classify"]
 
-Group = tuple[int, ...]
-GroupOf = dict[str, dict[int, Group]]
+Members = tuple[int, ...]
+MembersOf = dict[str, dict[int, Members]]
 
 
 @dataclass(frozen=True)
-class Actor:
+class RankClass:
     """Ranks that behave alike.
 
     Args:
-        ranks: All of them, ascending; the first is the one that is run.
-        program: What each of them does.
-        meetings: Place in `Cast.meetings` for each task; -1 for a task that is not a collective.
+        ranks: All ranks of the class, ascending; the first is the one that is run.
+        program: Program of each of them.
+        collectives: Place in `SimulatedJob.collectives` for each task; -1 for a task that is not
+            a collective.
     """
 
     ranks: tuple[int, ...]
     program: Program
-    meetings: tuple[int, ...]
+    collectives: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """A collective, and the actors that take part.
+class MatchedCollective:
+    """A collective whose tasks were found in the programs of its members.
 
     Args:
-        task: As its first member has it.
-        communicator: Where it runs.
+        task: Task of the first member.
+        communicator: Communicator that it runs on.
         group: Ranks of one of the groups that it stands for.
-        members: For each actor of the group the place of the task in its program; None where the
+        members: Place of the task in the program of each rank class of the group; None where the
             program does not have it, so that the others wait for ever.
-        num_steps: Of the algorithm.
-        loads: What each actor moves.
+        num_steps: Number of steps of the algorithm.
+        loads: Bytes that each rank class sends and receives.
     """
 
     task: Task
-    communicator: Communicator
-    group: Group
+    communicator: SimulatedCommunicator
+    group: Members
     members: dict[int, int | None]
     num_steps: int
     loads: dict[int, Load]
 
     def tasks(self) -> list[tuple[int, int]]:
-        """Actor and place of the task for each member that has it."""
-        return [(actor, place) for actor, place in self.members.items() if place is not None]
+        """Rank class and place of the task for each member that has it."""
+        return [(number, place) for number, place in self.members.items() if place is not None]
 
 
 @dataclass(frozen=True)
-class Cast:
-    """All actors and meetings of a simulation."""
-
-    actors: tuple[Actor, ...]
-    meetings: tuple[Meeting, ...]
-    actor_of: dict[int, int]
-
-
-def cast(programs: Programs, cluster: Cluster, *, collapse: bool) -> Cast:
-    """Resolve programs, and find actors and meetings.
+class SimulatedJob:
+    """All rank classes and collectives of a simulation.
 
     Args:
-        programs: By rank.
-        cluster: Where they run.
-        collapse: Whether ranks that behave alike become one actor.
+        classes: All rank classes.
+        collectives: All collectives.
+        class_of: Place in `classes` of each rank.
+    """
+
+    classes: tuple[RankClass, ...]
+    collectives: tuple[MatchedCollective, ...]
+    class_of: dict[int, int]
+
+
+def classify(programs: Programs, cluster: Cluster, *, collapse: bool) -> SimulatedJob:
+    """Resolve programs, and find rank classes and collectives.
+
+    Args:
+        programs: Tasks by rank.
+        cluster: Rails and communicators.
+        collapse: True if ranks that behave alike become one class, False for one class a rank.
 
     Raises:
         ConfigError: A program does not stand by itself, or a broadcast has no such source.
@@ -95,18 +102,17 @@ def cast(programs: Programs, cluster: Cluster, *, collapse: bool) -> Cast:
     by_colour: dict[int, list[int]] = {}
     for rank in sorted(resolved):
         by_colour.setdefault(colours[rank], []).append(rank)
-    classes = [tuple(ranks) for ranks in by_colour.values()]
-    actor_of = {rank: actor for actor, ranks in enumerate(classes) for rank in ranks}
-    meetings: list[Meeting] = []
+    class_of = {rank: number for number, ranks in enumerate(by_colour.values()) for rank in ranks}
+    collectives: list[MatchedCollective] = []
     known: dict[Hashable, dict[str, int]] = {}
-    actors = []
-    for ranks in classes:
+    classes = []
+    for ranks in map(tuple, by_colour.values()):
         program = resolved[ranks[0]]
         # Groups whose members have the same colours are one group here.
-        own: dict[str, tuple[Group, dict[str, int]]] = {}
+        own: dict[str, tuple[Members, dict[str, int]]] = {}
         for queue in program.communicators:
             group = groups[queue][ranks[0]]
-            key = (queue, tuple(sorted(actor_of[rank] for rank in group)))
+            key = (queue, tuple(sorted(class_of[rank] for rank in group)))
             own[queue] = group, known.setdefault(key, {})
         places = []
         for task in program.tasks:
@@ -115,15 +121,17 @@ def cast(programs: Programs, cluster: Cluster, *, collapse: bool) -> Cast:
                 continue
             group, by_name = own[task.queue]
             if task.name not in by_name:
-                by_name[task.name] = len(meetings)
+                by_name[task.name] = len(collectives)
                 communicator = communicators[task.queue]
-                meetings.append(_meeting(task, communicator, group, resolved, actor_of))
+                collectives.append(_matched(task, communicator, group, resolved, class_of))
             places.append(by_name[task.name])
-        actors.append(Actor(ranks, program, tuple(places)))
-    return Cast(tuple(actors), tuple(meetings), actor_of)
+        classes.append(RankClass(ranks, program, tuple(places)))
+    return SimulatedJob(tuple(classes), tuple(collectives), class_of)
 
 
-def _resolve_all(programs: Programs, communicators: dict[str, Communicator]) -> dict[int, Program]:
+def _resolve_all(
+    programs: Programs, communicators: dict[str, SimulatedCommunicator]
+) -> dict[int, Program]:
     """One `Program` for all ranks that have equal tasks, so that identity is equality."""
     # The tasks are kept with the answer: an identity means nothing once its object is gone.
     by_identity: dict[int, tuple[Sequence[Task], Program]] = {}
@@ -139,7 +147,9 @@ def _resolve_all(programs: Programs, communicators: dict[str, Communicator]) -> 
     return resolved
 
 
-def _groups(resolved: dict[int, Program], communicators: dict[str, Communicator]) -> GroupOf:
+def _groups(
+    resolved: dict[int, Program], communicators: dict[str, SimulatedCommunicator]
+) -> MembersOf:
     groups = {q: {r: g for g in c.groups for r in g} for q, c in communicators.items()}
     for rank, program in resolved.items():
         for queue in program.communicators:
@@ -161,7 +171,7 @@ def _groups(resolved: dict[int, Program], communicators: dict[str, Communicator]
     return groups
 
 
-def _colours(resolved: dict[int, Program], groups: GroupOf, collapse: bool) -> dict[int, int]:
+def _colours(resolved: dict[int, Program], groups: MembersOf, collapse: bool) -> dict[int, int]:
     if not collapse:
         return {rank: rank for rank in resolved}
     sources = {id(p): _queues_with_source(p) for p in resolved.values()}
@@ -176,7 +186,7 @@ def _colours(resolved: dict[int, Program], groups: GroupOf, collapse: bool) -> d
     queues = {id(p): p.communicators for p in resolved.values()}
     count = len(set(colours.values()))
     while True:
-        met: dict[Group, tuple[int, ...]] = {}
+        met: dict[Members, tuple[int, ...]] = {}
         signatures: dict[int, Hashable] = {}
         for rank, program in resolved.items():
             around = []
@@ -201,13 +211,13 @@ def _queues_with_source(program: Program) -> list[str]:
     return list(dict.fromkeys(t.queue for t in program.tasks if t.kind == "broadcast"))
 
 
-def _meeting(
+def _matched(
     first: Task,
-    communicator: Communicator,
-    group: Group,
+    communicator: SimulatedCommunicator,
+    group: Members,
     resolved: dict[int, Program],
-    actor_of: dict[int, int],
-) -> Meeting:
+    class_of: dict[int, int],
+) -> MatchedCollective:
     place_in: dict[int, int | None] = {}
     for rank in group:
         program = resolved[rank]
@@ -217,7 +227,7 @@ def _meeting(
     num_bytes = []
     for rank in group:
         place = place_in[id(resolved[rank])]
-        members[actor_of[rank]] = place
+        members[class_of[rank]] = place
         task = first if place is None else resolved[rank].tasks[place]
         _check_agreement(first, task, group, rank)
         num_bytes.append(task.num_bytes)
@@ -229,11 +239,11 @@ def _meeting(
             fix=f"Use 0 to {len(group) - 1}.",
         )
     steps, all_loads = loads(first.kind, communicator.algorithm, num_bytes, first.source)
-    own = {actor_of[rank]: load for rank, load in zip(group, all_loads, strict=True)}
-    return Meeting(first, communicator, group, members, steps, own)
+    own = {class_of[rank]: load for rank, load in zip(group, all_loads, strict=True)}
+    return MatchedCollective(first, communicator, group, members, steps, own)
 
 
-def _check_agreement(first: Task, task: Task, group: Group, rank: int) -> None:
+def _check_agreement(first: Task, task: Task, group: Members, rank: int) -> None:
     same = (task.kind, task.source) == (first.kind, first.source)
     uneven = first.kind in ("all_gather", "all_to_all")
     if same and (uneven or task.num_bytes == first.num_bytes):

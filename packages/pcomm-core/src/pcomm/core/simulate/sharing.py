@@ -18,7 +18,7 @@ class Port(NamedTuple):
     """One direction of one rank's connection to a rail; `both` where the directions share."""
 
     rail: str
-    actor: int
+    rank_class: int
     direction: str
 
 
@@ -75,7 +75,7 @@ def fair_rates(ports: Iterable[Uses]) -> dict[int, float]:
     """Max-min fair rates of the transfers that occur in `ports`.
 
     Args:
-        ports: For each port the share that each transfer on it takes at rate 1.
+        ports: Share of each port that each transfer on it takes at rate 1.
 
     Returns:
         Rate by transfer, above 0 and at most 1 where some port is used fully at rate 1.

@@ -1,4 +1,4 @@
-"""What one rank does, as data: computing, and collectives on the queues of its communicators."""
+"""One step of the program of a rank, as data: computing, or a collective on a queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["compute", "all_gather", "reduce_scatter", "all_reduce", "all_to_
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing that a rank does, on one of its queues.
+    """One step of the program of a rank, on one of its queues.
 
     A queue takes its tasks one at a time, in the order of the program, like a CUDA stream or the
     stream of an NCCL communicator. A task begins when the task before it on its queue and all
@@ -25,10 +25,11 @@ class Task:
 
     Args:
         name: Unique within the program of the rank.
-        queue: `compute` or any other name; for a collective the queue of a `Communicator`.
+        queue: `compute` or any other name; for a collective the queue of a
+            `SimulatedCommunicator`.
         kind: `compute`, or the operation.
-        seconds: How long a `compute` task takes.
-        num_bytes: Size of what this rank puts into a collective: its shard for `all_gather`, the
+        seconds: Duration of a `compute` task, in seconds.
+        num_bytes: Bytes that this rank puts into a collective: its shard for `all_gather`, the
             whole buffer for all others. Ranks may differ in `all_gather` and `all_to_all`.
         after: Names of tasks of the same rank that must have ended.
         source: Place of the sender of a `broadcast` within the group.

@@ -1,4 +1,4 @@
-"""The result of a simulation: when what ran, how much of it at once, and what it waited for."""
+"""The result of a simulation: when each task ran, how queues overlap, and the critical path."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import cached_property
 
 from pcomm.core.errors import ConfigError, near_misses
 from pcomm.core.simulate.deadlock import rank_text
-from pcomm.core.simulate.rank_classes import Cast
-from pcomm.core.simulate.run import Run, TaskId
+from pcomm.core.simulate.rank_classes import SimulatedJob
 from pcomm.core.simulate.task import Kind
+from pcomm.core.simulate.task_times import TaskId, TaskTimes
 from pcomm.core.trace.event import Event
 from pcomm.core.trace.overlap import intersection, total_s
 
@@ -21,14 +21,15 @@ class TaskTime:
     """One task of one rank in virtual time.
 
     Args:
-        rank: Whose.
-        name: Of the task.
-        queue: Where it ran.
-        kind: What it was.
-        num_bytes: What the rank put into a collective.
-        ready_s: When the rank was ready for it; a collective then waits for the other ranks.
-        start_s: When it began.
-        stop_s: When it ended.
+        rank: Global rank that ran it.
+        name: Name of the task.
+        queue: Queue that it ran on.
+        kind: Operation, or `compute`.
+        num_bytes: Bytes that the rank put into a collective.
+        ready_s: Time at which the rank was ready for it, in seconds; a collective then waits for
+            the other ranks.
+        start_s: Time at which it began, in seconds.
+        stop_s: Time at which it ended, in seconds.
     """
 
     rank: int
@@ -49,29 +50,29 @@ class TaskTime:
 class Timeline:
     """When every task of every rank ran. A prediction of a model, never a measurement."""
 
-    def __init__(self, players: Cast, run: Run) -> None:
-        self._cast, self._run = players, run
+    def __init__(self, job: SimulatedJob, times: TaskTimes) -> None:
+        self._job, self._times = job, times
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks, ascending."""
-        return tuple(sorted(self._cast.actor_of))
+        return tuple(sorted(self._job.class_of))
 
     @property
-    def num_actors(self) -> int:
-        """How many ranks had to be run; all others behave like one of them."""
-        return len(self._cast.actors)
+    def num_rank_classes(self) -> int:
+        """Number of ranks that had to be run; all others behave like one of them."""
+        return len(self._job.classes)
 
     @cached_property
     def makespan_s(self) -> float:
         """When the last task ended."""
-        return max((stop for stops in self._run.stop_s for stop in stops), default=0.0)
+        return max((stop for stops in self._times.stop_s for stop in stops), default=0.0)
 
     def times(self, rank: int) -> tuple[TaskTime, ...]:
         """All tasks of a rank, in the order of its program."""
-        actor = self._actor(rank)
-        size = len(self._run.stop_s[actor])
-        return tuple(self._time((actor, place), rank) for place in range(size))
+        rank_class = self._class(rank)
+        size = len(self._times.stop_s[rank_class])
+        return tuple(self._time((rank_class, place), rank) for place in range(size))
 
     def time(self, name: str, rank: int = 0) -> TaskTime:
         """One task of a rank.
@@ -79,8 +80,8 @@ class Timeline:
         Raises:
             ConfigError: The rank or the name is not there.
         """
-        actor = self._actor(rank)
-        places = self._cast.actors[actor].program.places
+        rank_class = self._class(rank)
+        places = self._job.classes[rank_class].program.places
         if name not in places:
             raise ConfigError(
                 f"Timeline.time: {name!r}",
@@ -88,17 +89,19 @@ class Timeline:
                 why="Tasks are found by name.",
                 fix=near_misses(name, places),
             )
-        return self._time((actor, places[name]), rank)
+        return self._time((rank_class, places[name]), rank)
 
     def events(self, rank: int) -> tuple[Event, ...]:
         """All tasks of a rank as `pcomm.core.trace` has them, for its Chrome trace and overlaps."""
-        actor = self._actor(rank)
-        meetings = self._cast.actors[actor].meetings
+        rank_class = self._class(rank)
+        collectives = self._job.classes[rank_class].collectives
         events = []
-        for time, meeting in zip(self.times(rank), meetings, strict=True):
-            group, _, role = time.queue.partition(":") if meeting >= 0 else ("", "", "")
-            sent = self._cast.meetings[meeting].loads[actor].sent_bytes if meeting >= 0 else 0
-            name = time.name if meeting < 0 else f"{time.kind} {time.name}"
+        for time, collective in zip(self.times(rank), collectives, strict=True):
+            group, _, role = time.queue.partition(":") if collective >= 0 else ("", "", "")
+            sent, name = 0.0, time.name
+            if collective >= 0:
+                sent = self._job.collectives[collective].loads[rank_class].sent_bytes
+                name = f"{time.kind} {time.name}"
             events.append(
                 Event(group, role, name, round(sent), time.start_s, time.stop_s, rank, time.queue)
             )
@@ -127,26 +130,26 @@ class Timeline:
         """
         last: TaskId | None = max(
             (
-                (actor, place)
-                for actor, stops in enumerate(self._run.stop_s)
+                (rank_class, place)
+                for rank_class, stops in enumerate(self._times.stop_s)
                 for place in range(len(stops))
             ),
-            key=lambda task: self._run.stop_s[task[0]][task[1]],
+            key=lambda task: self._times.stop_s[task[0]][task[1]],
             default=None,
         )
         path = []
         while last is not None:
-            path.append(self._time(last, self._cast.actors[last[0]].ranks[0]))
-            last = self._run.causes[last[0]][last[1]]
+            path.append(self._time(last, self._job.classes[last[0]].ranks[0]))
+            last = self._times.causes[last[0]][last[1]]
         return tuple(reversed(path))
 
     def describe(self) -> str:
         """Makespan, how busy the queues are, and the critical path, as text."""
         lines = [f"predicted makespan {_ms(self.makespan_s)}, {len(self.ranks)} ranks"]
-        for actor in self._cast.actors:
-            lines.append(rank_text(actor.ranks))
-            for queue in actor.program.queues:
-                busy = self.busy_s(queue, actor.ranks[0])
+        for rank_class in self._job.classes:
+            lines.append(rank_text(rank_class.ranks))
+            for queue in rank_class.program.queues:
+                busy = self.busy_s(queue, rank_class.ranks[0])
                 share = busy / self.makespan_s if self.makespan_s else 0.0
                 lines.append(f"  {queue:<20} busy {_ms(busy)}, {share:4.0%}")
         lines.append("critical path")
@@ -155,18 +158,18 @@ class Timeline:
             lines.append(f"  {_ms(i.start_s)} to {_ms(i.stop_s)}  {where:<24} {i.name}")
         return "\n".join(lines)
 
-    def _actor(self, rank: int) -> int:
-        if rank not in self._cast.actor_of:
+    def _class(self, rank: int) -> int:
+        if rank not in self._job.class_of:
             raise ConfigError(
                 f"Timeline: rank {rank}",
                 found=f"{rank_text(self.ranks)} were simulated",
                 why="A rank without a program does nothing.",
                 fix="Ask for one of those ranks.",
             )
-        return self._cast.actor_of[rank]
+        return self._job.class_of[rank]
 
     def _on(self, queue: str, rank: int) -> list[tuple[float, float]]:
-        known = {name for actor in self._cast.actors for name in actor.program.queues}
+        known = {name for rank_class in self._job.classes for name in rank_class.program.queues}
         if queue not in known:
             raise ConfigError(
                 f"Timeline: queue {queue!r}",
@@ -177,17 +180,17 @@ class Timeline:
         return [(t.start_s, t.stop_s) for t in self.times(rank) if t.queue == queue]
 
     def _time(self, task: TaskId, rank: int) -> TaskTime:
-        actor, place = task
-        spec = self._cast.actors[actor].program.tasks[place]
+        rank_class, place = task
+        spec = self._job.classes[rank_class].program.tasks[place]
         return TaskTime(
             rank,
             spec.name,
             spec.queue,
             spec.kind,
             spec.num_bytes,
-            self._run.ready_s[actor][place],
-            self._run.start_s[actor][place],
-            self._run.stop_s[actor][place],
+            self._times.ready_s[rank_class][place],
+            self._times.start_s[rank_class][place],
+            self._times.stop_s[rank_class][place],
         )
 
 

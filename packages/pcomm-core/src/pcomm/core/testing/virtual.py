@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.out import check_out, deliver
-from pcomm.core.collectives.protocol import Pending, Reduction
+from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
 __all__ = ["VirtualCollectives", "run_virtual"]
 
 
-class VirtualCollectives(Handle):
+class VirtualCollectives(Handle, Collectives):
     """`Collectives` of one of several threads that hand tensors to each other.
 
     Written apart from the distributed ones, in the plainest way, so that one checks the other.
@@ -28,84 +29,53 @@ class VirtualCollectives(Handle):
         self.rank, self.size = rank, size
         self._table, self._barrier = table, barrier
 
-    def all_gather(
-        self,
-        x: Tensor,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """The shards of all ranks."""
-        gather_sizes(x, dim, sizes, self.rank, self.size)
-        return _into("all_gather", x, out, torch.cat(self._all(x), dim))
+    def run(self, call: Call) -> Tensor:
+        """The result of an operation, computed from the inputs of all threads."""
+        match call.operation:
+            case "all_gather":
+                result = self._gathered(call)
+            case "reduce_scatter":
+                result = self._reduced(call)
+            case "all_reduce":
+                stacked = torch.stack(self._all(call.x))
+                result = stacked.sum(0) if call.op == "sum" else stacked.amax(0)
+            case "all_to_all":
+                result = self._exchanged(call)
+            case "broadcast":
+                result = self._all(call.x)[call.source].clone()
+        check_out(call, result.shape[call.dim] if result.dim() else None)
+        return result if call.out is None else deliver(result, call.out)
 
-    def reduce_scatter(
-        self,
-        x: Tensor,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """This rank's shard of the sum."""
-        scatter_sizes(x, dim, sizes, self.size)
-        lengths = list(sizes) if sizes else [x.shape[dim] // self.size] * self.size
+    def start(self, call: Call) -> Pending:
+        """The result of `run`, at once."""
+        return Pending.ready(self.run(call))
+
+    def _gathered(self, call: Call) -> Tensor:
+        gather_sizes(call, self.rank, self.size)
+        return torch.cat(self._all(call.x), call.dim)
+
+    def _reduced(self, call: Call) -> Tensor:
+        scatter_sizes(call, self.size)
+        x, dim = call.x, call.dim
+        lengths = list(call.sizes) if call.sizes else [x.shape[dim] // self.size] * self.size
         total = torch.stack(self._all(x)).sum(0)
-        return _into("reduce_scatter", x, out, total.split(lengths, dim)[self.rank].clone())
+        shard: Tensor = total.split(lengths, dim)[self.rank].clone()
+        return shard
 
-    def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
-        """The sum or maximum over all ranks."""
-        stacked = torch.stack(self._all(x))
-        return _into("all_reduce", x, out, stacked.sum(0) if op == "sum" else stacked.amax(0))
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        *,
-        send_sizes: Sequence[int] | None = None,
-        receive_sizes: Sequence[int] | None = None,
-        dim: int = 0,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """The parts received, in rank order."""
-        sent, received = transfer_sizes(x, dim, send_sizes, receive_sizes, self.rank, self.size)
-        parts = [peer[self.rank] for peer in self._all(x.split(sent, dim))]
-        found = [part.shape[dim] for part in parts]
+    def _exchanged(self, call: Call) -> Tensor:
+        sent, received = transfer_sizes(call, self.rank, self.size)
+        parts = [peer[self.rank] for peer in self._all(call.x.split(sent, call.dim))]
+        found = [part.shape[call.dim] for part in parts]
         assert found == received, f"rank {self.rank} was sent {found}, expected {received}"
-        return _into("all_to_all", x, out, torch.cat(parts, dim))
-
-    def broadcast(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Tensor:
-        """`x` of the rank at place `source`."""
-        return _into("broadcast", x, out, self._all(x)[source].clone())
-
-    def all_gather_async(self, x: Tensor, **options: Any) -> Pending:
-        """`all_gather`, done at once."""
-        return _done(self.all_gather(x, **options))
-
-    def reduce_scatter_async(self, x: Tensor, **options: Any) -> Pending:
-        """`reduce_scatter`, done at once."""
-        return _done(self.reduce_scatter(x, **options))
-
-    def all_reduce_async(self, x: Tensor, **options: Any) -> Pending:
-        """`all_reduce`, done at once."""
-        return _done(self.all_reduce(x, **options))
-
-    def all_to_all_async(self, x: Tensor, **options: Any) -> Pending:
-        """`all_to_all`, done at once."""
-        return _done(self.all_to_all(x, **options))
-
-    def broadcast_async(self, x: Tensor, **options: Any) -> Pending:
-        """`broadcast`, done at once."""
-        return _done(self.broadcast(x, **options))
+        return torch.cat(parts, call.dim)
 
     def _all(self, mine: Any) -> list[Any]:
-        """What every rank put on the table."""
+        """The pieces of all ranks, in rank order."""
         self._table[self.rank] = mine
         self._barrier.wait()
         # Copies: a rank that goes on may write over its own piece, by `out` for example.
         everything = [_copied(piece) for piece in self._table]
-        # Nobody may put down the next piece before all have taken this one.
+        # The next piece must not be put down before all ranks have copied this one.
         self._barrier.wait()
         return everything
 
@@ -142,12 +112,3 @@ def run_virtual(function: Callable[[VirtualCollectives], Any], size: int) -> lis
 
 def _copied(piece: Any) -> Any:
     return [x.clone() for x in piece] if isinstance(piece, tuple) else piece.detach().clone()
-
-
-def _into(name: str, x: Tensor, out: Tensor | None, result: Tensor) -> Tensor:
-    check_out(name, x, result.shape, out)
-    return result if out is None else deliver(result, out)
-
-
-def _done(result: Tensor) -> Pending:
-    return Pending.ready(result)

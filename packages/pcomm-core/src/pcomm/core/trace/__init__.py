@@ -1,4 +1,4 @@
-"""Communication and computation as events in time, and what follows from them."""
+"""Communication and computation as events in time: traces, overlap, and divergence of ranks."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Where lists that should be equal on all ranks part, and which rank left the others."""
+"""The first difference between lists that should be equal on all ranks, and its rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Divergence:
 
     Args:
         index: Place in the lists, from 0.
-        rank: The lowest rank that is not with the majority.
-        line: What it has there.
-        other_rank: The lowest rank of the majority; with a tie, the lowest rank of all.
-        other_line: What that has.
+        rank: Lowest rank that is not with the majority.
+        line: Line of `rank` at that place.
+        other_rank: Lowest rank of the majority; with a tie, the lowest rank of all.
+        other_line: Line of `other_rank` at that place.
     """
 
     index: int
@@ -34,7 +34,7 @@ def first_divergence(lines: Mapping[int, Sequence[str]]) -> Divergence | None:
     A list that ends earlier than others differs from none of them: it may not be complete.
 
     Args:
-        lines: What each rank has done, in order.
+        lines: Lines of each rank, in order.
     """
     for index in range(max(map(len, lines.values()), default=0)):
         there = {rank: lines[rank][index] for rank in sorted(lines) if len(lines[rank]) > index}

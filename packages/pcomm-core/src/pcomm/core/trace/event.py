@@ -1,4 +1,4 @@
-"""One thing that happened on one rank: from when, to when, in which queue."""
+"""One event of a trace: a collective, a wait or a computation of one rank."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ __all__ = ["COMPUTE", "WAIT", "Event", "StopIs", "queue_of"]
 StopIs = Literal["done", "wait", "launch"]
 
 COMPUTE = "compute"
-"""The queue of what a rank computes."""
+"""The queue of the computations of a rank."""
 
 WAIT = "wait"
-"""The queue of the times in which a rank stood still for an asynchronous operation."""
+"""The queue of the waits of a rank for asynchronous operations."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A collective, a wait for one, or a stretch of computing.
+    """A collective, a wait for one, or a computation.
 
     Args:
-        group: Name of the group; empty for what is not communication.
+        group: Name of the group; empty for a computation.
         role: Role of the group.
-        operation: Name of the collective or of the stretch.
+        operation: Name of the collective or of the computation.
         bytes: Least number of bytes that this rank had to send for it.
-        start_s: When it was issued, in seconds of the clock of its rank.
-        stop_s: When it ended; see `stop_is`.
+        start_s: Time at which it was issued, in seconds of the clock of its rank.
+        stop_s: Time at which it ended, with the meaning given by `stop_is`.
         rank: Global rank on which it happened.
         queue: `"compute"`, `"wait"`, the communicator as `"dp:gather"`, or a name of your own.
-        stop_is: What `stop_s` tells. `"done"`: the operation had ended. `"wait"`: its end cannot
-            be seen, and this is when a wait for it returned. `"launch"`: it runs on a device, and
-            this is when the host had handed it over.
-        blocks: Whether the program stood still from start to stop.
+        stop_is: Meaning of `stop_s`. `"done"`: the operation had ended. `"wait"`: its end cannot
+            be seen, and this is the time at which a wait for it returned. `"launch"`: it runs on
+            a device, and this is the time at which the host had queued it.
+        blocks: True if the program stood still from start to stop.
     """
 
     group: str
@@ -48,15 +48,15 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration, in seconds."""
         return self.stop_s - self.start_s
 
     @property
     def is_communication(self) -> bool:
-        """Whether something was on its way in a group: neither computing nor a wait."""
+        """Whether it is a collective in flight, and not a computation or a wait."""
         return bool(self.group) and self.queue != WAIT
 
 
 def queue_of(group: str, role: str) -> str:
-    """The queue in which the operations of a group stand: `dp:gather`, or `dp` without a role."""
+    """The name of the queue of a group: `dp:gather`, or `dp` without a role."""
     return f"{group}:{role}" if role else group

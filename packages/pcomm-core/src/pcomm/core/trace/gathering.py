@@ -21,11 +21,12 @@ def gather_events(recorder: Recorder, control: Collectives) -> list[Event]:
 
     Ranks on one machine share a clock. Those on another machine read theirs after a collective
     that ends on all ranks at about the same time, and their events are shifted by the difference;
-    so between machines times are as exact as that collective takes, some tenths of a millisecond.
+    so between machines times are exact to the duration of that collective, some tenths of a
+    millisecond.
 
     Args:
-        recorder: This rank's.
-        control: A group of all ranks on the CPU, apart from the traced ones.
+        recorder: Recorder of this rank.
+        control: Collectives of a group of all ranks on the CPU, apart from the traced ones.
     """
     control.all_reduce(torch.zeros(1))
     record = {

@@ -1,10 +1,9 @@
-"""What the ranks of a group have issued, compared through the store.
+"""The operations that the ranks of a group issue, compared through the store.
 
 Each rank keeps the operations of a round of `every` as lines of text. At the end of a round, and
 when it closes, it puts a rolling hash of them in torch's store and waits there for the others'. A
 rank whose operation does not end puts its lines there too, and looks at those of the others until
-it knows why. A line that is in the store is a fact that stays true, so nothing a rank reads there
-can be too old to blame somebody by.
+it knows why. Lines in the store never change, so a rank that is blamed by them has issued them.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Ledger:
     Making one is collective: the ranks agree on where the lines are kept.
 
     Args:
-        control: The ranks of the group.
-        name: Of the group, for errors.
-        every: Operations in a round.
+        control: Control of the ranks of the group.
+        name: Name of the group, for errors.
+        every: Number of operations in a round.
         patience_s: Seconds after which an operation that has not ended is looked into.
         timeout_s: Seconds from then on until a rank that was not heard of is an error.
     """
@@ -48,7 +47,7 @@ class Ledger:
         self._patience_s, self._timeout_s = patience_s, timeout_s
         self._name, self._ranks, self._rank = name, control.ranks, control.rank
         self._prefix = control.agree(f"ledger of {name}", timeout_s=timeout_s)
-        # Not of this group alone: a rank is looked for wherever it may be.
+        # Not of this group alone: an absent rank may be in an operation of another group.
         self._places = f"pcomm/{control.generation}/ledger at"
         self._round = 0
         self._lines: list[str] = []
@@ -116,13 +115,13 @@ class Ledger:
         self._investigate(lambda: self._store.check(hashes))
         if len({self._store.get(key) for key in hashes}) > 1:
             self._investigate(lambda: False)
-        # Whoever has come here has read the round before, so nobody needs that any more.
+        # Every rank that is here has read the round before.
         if self._round:
             for kind in ("lines", "hash"):
                 self._store.delete_key(self._key(kind, self._rank, self._round - 1))
 
     def _leave(self) -> None:
-        """Have the last rank that leaves take away what all have compared."""
+        """Delete the keys of the last round, on the last rank that leaves."""
         left = f"{self._prefix}/left"
         if self._store.add(left, 1) == len(self._ranks):
             for rank in self._ranks:
@@ -150,7 +149,7 @@ class Ledger:
             difference = first_divergence(known)
             if difference is not None:
                 blamed_s = now_s if blamed_s is None else blamed_s
-                # With everybody's lines the majority is known; not forever, though.
+                # With the lines of all ranks the majority is known; that is not waited for forever.
                 is_clear = all(len(lines) > difference.index for lines in known.values())
                 is_clear = is_clear and len(known) == len(self._ranks)
                 if is_clear or now_s - blamed_s > self._patience_s:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from torch import Tensor
 
-from pcomm.core.collectives.instrumented import InstrumentedCollectives, Operation
+from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.control.control import Control
 from pcomm.core.control.default import control_of_group
@@ -20,26 +20,24 @@ __all__ = ["LedgeredCollectives", "ledgered", "ledgered_groups"]
 
 
 class LedgeredCollectives(InstrumentedCollectives):
-    """What `ledgered` returns; `close` it when the group is done.
+    """The collectives that `ledgered` returns; `close` them when the group is done.
 
-    A call that blocks is issued as its asynchronous twin and waited for, so that this rank stays
-    able to look around.
+    A call that blocks is issued as its asynchronous twin and waited for, so that this rank can
+    look at the other ranks meanwhile.
     """
 
     def __init__(self, inner: Collectives, ledger: Ledger) -> None:
         super().__init__(inner)
         self.ledger = ledger
 
-    def blocking(
-        self, operation: Operation, run: Callable[[], Tensor], start: Callable[[], Pending]
-    ) -> Tensor:
-        """Note, compare if it is time, then wait with an eye on the others."""
-        return self.started(operation, start).wait()
+    def run(self, call: Call) -> Tensor:
+        """Record, compare if a round is full, then wait while looking at the other ranks."""
+        return self.start(call).wait()
 
-    def started(self, operation: Operation, start: Callable[[], Pending]) -> Pending:
-        """Note and compare if it is time; the wait looks at the others."""
-        self.ledger.enter(operation.agreed)
-        pending = start()
+    def start(self, call: Call) -> Pending:
+        """Record and compare if a round is full; the wait looks at the other ranks."""
+        self.ledger.enter(call.agreed)
+        pending = self.inner.start(call)
         ended = threading.Event()
         is_seen = pending.on_done(ended.set)
 
@@ -93,14 +91,14 @@ def ledgered(
     - After an error the operation is still under way: close the group and end the program.
 
     Args:
-        collectives: Those of `group`, without gradients.
-        group: Whose ranks compare.
-        every: Operations between comparisons.
+        collectives: Collectives of `group`, without gradients.
+        group: Group whose ranks compare.
+        every: Number of operations between comparisons.
         patience_s: Seconds after which an operation or a comparison that does not end is looked
             into.
         timeout_s: Seconds from then on until a silent rank is an error; by default that of
             `control`, or `PCOMM_TIMEOUT_S`.
-        control: By which the ranks agree; by default in the store of torch.distributed.
+        control: Control by which the ranks agree; by default in the store of torch.distributed.
 
     Raises:
         ConfigError: `every` is not positive.

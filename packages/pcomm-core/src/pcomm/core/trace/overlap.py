@@ -72,9 +72,9 @@ def overlap_fraction(events: Sequence[Event], *, a: str, b: str) -> float:
     ranks both times are summed. 0 where one of the queues was never busy.
 
     Args:
-        events: Of one rank or several.
-        a: A queue, such as `"dp:gather"`.
-        b: Another.
+        events: Events of one rank or several.
+        a: Name of a queue, such as `"dp:gather"`.
+        b: Name of another queue.
 
     Raises:
         ConfigError: No event has such a queue.
@@ -90,7 +90,7 @@ def overlap_fraction(events: Sequence[Event], *, a: str, b: str) -> float:
 
 
 def exposed_communication_s(events: Sequence[Event]) -> float:
-    """Seconds in which something was on its way and the rank did not compute.
+    """Seconds in which a collective was in flight and the rank did not compute.
 
     A rank computes in its spans of `"compute"`, but not while it stands still in a blocking
     collective or in a wait. With the events of several ranks this is their mean.

@@ -1,4 +1,4 @@
-"""Where the events of one rank are collected."""
+"""The collection of the events of one rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Recorder"]
 class Recorder:
     """The events of one rank, in the order in which they ended.
 
-    Passed to whoever records; several threads may record at once. The default clock is shared by
+    Several threads may record at once. The default clock is shared by
     all processes of one machine.
 
     Args:
         rank: Global rank of this process.
-        clock: Monotonic time in seconds.
-        is_on: Whether events are kept; may be changed at any time.
+        clock: Function that returns a monotonic time in seconds.
+        is_on: True to keep events; may be changed at any time.
     """
 
     def __init__(

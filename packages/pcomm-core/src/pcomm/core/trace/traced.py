@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from pcomm.core.collectives.instrumented import InstrumentedCollectives, Operation
+from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.groups.groups import Groups
 from pcomm.core.trace.event import WAIT, Event, StopIs, queue_of
@@ -24,10 +23,10 @@ def traced(
     event is kept is decided when it ends, by `recorder.is_on`.
 
     Args:
-        collectives: Any.
-        recorder: Where events go.
+        collectives: Collectives that move the tensors.
+        recorder: Recorder that the events are added to.
         group: Name of the group in events.
-        role: Its role.
+        role: Role of the group in events.
     """
     return TracedCollectives(collectives, recorder, group=group, role=role)
 
@@ -43,12 +42,12 @@ def traced_groups(groups: Groups, recorder: Recorder) -> Groups:
 
 
 class TracedCollectives(InstrumentedCollectives):
-    """What `traced` returns.
+    """The collectives that `traced` returns.
 
-    An operation starts when it is issued and stops when it has ended, though nobody may wait for
-    it until later. On gloo torch tells when that is. Where the end cannot be seen, the event stops
-    at the wait, and says so. A wait is an event of its own, in the queue `"wait"`; on gloo that of
-    a reduce-scatter includes its local sum.
+    An event starts when its operation is issued and stops when that has ended, also where it is
+    waited for later. On gloo torch tells when that is. Where the end cannot be seen, the event
+    stops at the wait, and says so. A wait is an event of its own, in the queue `"wait"`; on gloo
+    that of a reduce-scatter includes its local sum.
     """
 
     def __init__(
@@ -58,23 +57,22 @@ class TracedCollectives(InstrumentedCollectives):
         self._recorder, self._group, self._role = recorder, group, role
         self._queue = queue_of(group, role)
 
-    def blocking(
-        self, operation: Operation, run: Callable[[], Tensor], start: Callable[[], Pending]
-    ) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         """Record from the call to its return."""
+        sent_bytes = call.sent_bytes(self.rank, self.size)
         start_s = self._recorder.clock()
-        result = run()
-        self._add(operation.name, operation.sent_bytes, start_s, _end(operation, "done"), True)
+        result = self.inner.run(call)
+        self._add(call.operation, sent_bytes, start_s, _end(call.x, "done"), True)
         return result
 
-    def started(self, operation: Operation, start: Callable[[], Pending]) -> Pending:
+    def start(self, call: Call) -> Pending:
         """Record from the call to the end of the operation, and the wait."""
-        # Not the operation itself: it holds a tensor.
-        name, sent_bytes = operation.name, operation.sent_bytes
+        # Not the call itself: it holds tensors.
+        name, sent_bytes = call.operation, call.sent_bytes(self.rank, self.size)
         start_s = self._recorder.clock()
-        pending = start()
+        pending = self.inner.start(call)
         is_seen = pending.on_done(lambda: self._add(name, sent_bytes, start_s, "done", False))
-        stop_is = _end(operation, "wait")
+        stop_is = _end(call.x, "wait")
 
         def finish() -> Tensor:
             wait_s = self._recorder.clock()
@@ -112,5 +110,5 @@ class TracedCollectives(InstrumentedCollectives):
         )
 
 
-def _end(operation: Operation, on_host: StopIs) -> StopIs:
-    return on_host if operation.x.device.type == "cpu" else "launch"
+def _end(x: Tensor, on_host: StopIs) -> StopIs:
+    return on_host if x.device.type == "cpu" else "launch"

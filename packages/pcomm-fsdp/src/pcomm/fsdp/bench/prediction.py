@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.simulate.cluster import Cluster, Communicator, Rail
+from pcomm.core.simulate.cluster import Cluster, Rail, SimulatedCommunicator
 from pcomm.core.simulate.engine import simulate
 from pcomm.core.trace.recorder import Recorder
 from pcomm.fsdp.analysis.simulated import Costs, compute_segments, program, queues_of
@@ -111,12 +111,12 @@ def cluster_of(plans: Sequence[GroupPlan], bytes_per_s: float, latency_s: float)
         latency_s: Seconds of latency of each collective.
     """
     queues = queues_of(plans)
-    communicators: dict[str, Communicator] = {}
+    communicators: dict[str, SimulatedCommunicator] = {}
     for plan in plans:
         for group in (plan.gather, plan.reduce):
             rail = str(group.granted.get("interface", "any"))
             queue = queues[group.key]
-            communicators[queue] = Communicator(queue, rail, (group.ranks,), "direct")
+            communicators[queue] = SimulatedCommunicator(queue, rail, (group.ranks,), "direct")
     rails = dict.fromkeys(communicator.rail for communicator in communicators.values())
     return Cluster(
         [Rail(name, bytes_per_s, latency_s) for name in rails], list(communicators.values())

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
-from pcomm.core.collectives.distributed import DistributedCollectives, Started
+from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.distributed import DistributedCollectives, Issued
 
 __all__ = ["WithoutPairs"]
 
@@ -22,7 +19,5 @@ class WithoutPairs(DistributedCollectives):
 
     is_seen_by_host = True
 
-    def _reduce_scatter(
-        self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
-    ) -> Started:
-        return self._exchange_and_add(x, dim, sizes, out, is_async)
+    def _reduce_scatter(self, call: Call, is_async: bool) -> Issued:
+        return self._exchange_and_add(call, is_async)

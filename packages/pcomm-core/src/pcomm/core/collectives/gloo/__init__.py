@@ -1,1 +1,1 @@
-"""Collectives of gloo groups between pairs of ranks: fewer bytes, and both directions at once."""
+"""Collectives of gloo groups between pairs of ranks: fewer bytes, both directions at once."""

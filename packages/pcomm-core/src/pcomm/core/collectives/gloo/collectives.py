@@ -17,15 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.distributed import (
-    DistributedCollectives,
-    Started,
-    in_front,
-)
+from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.distributed import DistributedCollectives, Issued, in_front
 from pcomm.core.collectives.gloo.pairwise import AddUp, Gather, Pairs
-from pcomm.core.collectives.gloo.work_queue import Operation, WorkQueue
-from pcomm.core.collectives.out import check_out, deliver, is_dense, not_over
-from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, with_length
+from pcomm.core.collectives.gloo.work_queue import WorkItem, WorkQueue
+from pcomm.core.collectives.out import check_out, is_direct, not_over
+from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes
 
 __all__ = ["GlooCollectives"]
 
@@ -59,18 +56,15 @@ class GlooCollectives(DistributedCollectives):
         super().close()
         self._queue.rest()
 
-    def _all_gather(
-        self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
-    ) -> Started:
-        lengths = gather_sizes(x, dim, sizes, self.rank, self.size)
+    def _all_gather(self, call: Call, is_async: bool) -> Issued:
+        lengths = gather_sizes(call, self.rank, self.size)
         if lengths is None:
-            lengths = [x.shape[dim]] * self.size
-        if not self._is_large(x, dim, lengths):
-            return super()._all_gather(x, dim, sizes, out, is_async)
-        check_out("all_gather", x, with_length(x, dim, sum(lengths)), out)
-        front = in_front(x, dim)
-        is_direct = dim == 0 and (out is None or is_dense(out))
-        if is_direct and out is not None:
+            lengths = [call.x.shape[call.dim]] * self.size
+        if not _is_large(call, lengths):
+            return super()._all_gather(call, is_async)
+        check_out(call, sum(lengths))
+        front, out = in_front(call), call.out
+        if out is not None and is_direct(call):
             gathered = out
         else:
             gathered = front.new_empty(sum(lengths), *front.shape[1:])
@@ -78,54 +72,40 @@ class GlooCollectives(DistributedCollectives):
         own = parts[self.rank]
         if own.data_ptr() != front.data_ptr():
             own.copy_(not_over(front, own))
-        operation = Gather(self._pairs, own, parts)
-        return self._start(operation, gathered, None if is_direct else dim, out, is_async)
+        return self._enqueue(Gather(self._pairs, own, parts), gathered, is_async)
 
-    def _reduce_scatter(
-        self, x: Tensor, dim: int, sizes: Sequence[int] | None, out: Tensor | None, is_async: bool
-    ) -> Started:
-        lengths = scatter_sizes(x, dim, sizes, self.size)
+    def _reduce_scatter(self, call: Call, is_async: bool) -> Issued:
+        x, out = call.x, call.out
+        lengths = scatter_sizes(call, self.size)
         if lengths is None:
-            lengths = [x.shape[dim] // self.size] * self.size
+            lengths = [x.shape[call.dim] // self.size] * self.size
         # These torch cannot add. It says so at once there; here it would be found out in the queue,
         # after which nothing else of the communicator works.
         is_added = not x.is_floating_point() or x.itemsize > 1
         is_added = is_added and x.dtype not in _NOT_ADDED
-        if not is_added or not self._is_large(x, dim, lengths):
-            return self._exchange_and_add(x, dim, sizes, out, is_async)
-        check_out("reduce_scatter", x, with_length(x, dim, lengths[self.rank]), out)
-        front = in_front(x, dim)
+        if not is_added or not _is_large(call, lengths):
+            return self._exchange_and_add(call, is_async)
+        check_out(call, lengths[self.rank])
+        front = in_front(call)
         own = front.split(lengths)[self.rank]
-        is_direct = dim == 0 and (out is None or is_dense(out))
-        total = out if out is not None and is_direct else torch.empty_like(own)
+        total = out if out is not None and is_direct(call) else torch.empty_like(own)
         # `out` may be this rank's own part of `x`, as NCCL allows: then nothing is copied.
         if total.data_ptr() != own.data_ptr():
             front = not_over(front, total)
             total.copy_(front.split(lengths)[self.rank])
         parts = front.split(lengths)
-        operation = AddUp(self._pairs, parts, total)
-        return self._start(operation, total, None if is_direct else dim, out, is_async)
+        return self._enqueue(AddUp(self._pairs, parts, total), total, is_async)
 
-    def _start(
-        self,
-        operation: Operation,
-        result: Tensor,
-        dim: int | None,
-        out: Tensor | None,
-        is_async: bool,
-    ) -> Started:
-        """Put an operation in the queue; `dim` is where the result's first one goes, if it does."""
+    def _enqueue(self, item: WorkItem, result: Tensor, is_async: bool) -> Issued:
         self._group.get()
-        transfer = self._queue.start(operation, is_async=is_async)
+        transfer = self._queue.start(item, is_async=is_async)
+        # The queue keeps alive what the operation reads.
+        return transfer, None, result
 
-        def finish() -> Tensor:
-            transfer.wait()
-            return result if dim is None else deliver(result.movedim(0, dim), out)
 
-        return finish, transfer
-
-    def _is_large(self, x: Tensor, dim: int, lengths: Sequence[int]) -> bool:
-        """Whether the largest shard is; the same on all ranks, as it comes from what all know."""
-        others = [length for place, length in enumerate(x.shape) if place != dim % x.dim()]
-        num_bytes = max(lengths) * math.prod(others) * x.itemsize
-        return x.device.type == "cpu" and num_bytes >= _LARGE_BYTES
+def _is_large(call: Call, lengths: Sequence[int]) -> bool:
+    """Whether the largest shard is; the same on all ranks, as it comes from what all know."""
+    x = call.x
+    others = [length for place, length in enumerate(x.shape) if place != call.dim % x.dim()]
+    num_bytes = max(lengths) * math.prod(others) * x.itemsize
+    return x.device.type == "cpu" and num_bytes >= _LARGE_BYTES

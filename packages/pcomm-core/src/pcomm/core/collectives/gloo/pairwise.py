@@ -3,7 +3,7 @@
 Gloo's own collectives post a send before the receive that answers it. The note that a receive is
 there then waits in the connection behind the data of that send, so that the two directions of a
 link take turns. Here receives are posted first, and both directions are busy at once. A connection
-carries what is posted to it in order.
+carries in order what is posted to it.
 """
 
 # N ranks, L length of a shard
@@ -22,10 +22,10 @@ from pcomm.core.collectives.open_group import OpenGroup
 
 __all__ = ["AddUp", "Gather", "Pairs"]
 
-# Beyond the tags that people use, and within the 31 bits that torch allows.
+# Beyond the tags of point-to-point code, and within the 31 bits that torch allows.
 _FIRST_TAG, _NUM_TAGS = 1 << 30, 1 << 30
-# What is received to be added: a few pieces of each rank, so that a long sum needs 3/8 of the room
-# of all that it receives. Measured on 4 ranks and links of 400 Mbit/s: with fewer or smaller ones
+# A sum receives in pieces, a few of each rank at a time, so that a long one needs room for 3/8 of
+# all that it receives. Measured on 4 ranks and links of 400 Mbit/s: with fewer or smaller ones
 # links run dry while the note that a place is free waits behind data that goes the same way. On
 # loopback each piece costs 0.2 ms, so there are no more than eight.
 _PIECE_BYTES, _MOST_PIECES, _PLACES_PER_SOURCE = 128 * 1024, 8, 3
@@ -48,14 +48,17 @@ class Pairs:
 
     @property
     def _backend(self) -> Any:
-        # Asked for again each time: whoever keeps a backend keeps its connections and threads.
+        # Asked for again each time: a reference to a backend keeps its connections and threads.
         return self._group.get()._get_backend(torch.device("cpu"))
 
     def tag(self, kind: int) -> int:
         """A tag for one operation; called in the same order on all ranks.
 
-        Kinds that meet by mistake never match: that is a time-out, or an error of the ledger, and
-        not numbers of the one in the memory of the other.
+        Operations of different kinds that meet by mistake never match: that ends in a time-out, or
+        in an error of the ledger, and not with the numbers of one in the memory of the other.
+
+        Args:
+            kind: 0 for a gather, 1 for a sum.
         """
         tag = _FIRST_TAG + (2 * self._count + kind) % _NUM_TAGS
         self._count += 1
@@ -88,9 +91,9 @@ class Gather:
     """An operation that fills all parts but this rank's with what the others hold in theirs.
 
     Args:
-        pairs: The connections.
-        own_L: What this rank sends to all; dense and on the CPU.
-        parts_NL: One for each rank; they may be of different lengths, and empty.
+        pairs: Connections between all pairs of ranks.
+        own_L: Tensor that this rank sends to all; dense and on the CPU.
+        parts_NL: Tensor to fill for each rank; lengths may differ, and be 0.
     """
 
     def __init__(self, pairs: Pairs, own_L: Tensor, parts_NL: Sequence[Tensor]) -> None:
@@ -99,7 +102,7 @@ class Gather:
         self._works: list[dist.Work] = []
 
     def begin(self) -> bool:
-        """See `Operation`."""
+        """Post all receives, then all sends; nothing is left to post then."""
         pairs, parts_NL = self._pairs, self._parts_NL
         for source in pairs.sources:
             if parts_NL[source].numel():
@@ -109,7 +112,7 @@ class Gather:
         return True
 
     def finish(self, has_announced: Callable[[], None]) -> None:
-        """See `Operation`."""
+        """Wait for them."""
         self._pairs.wait(self._works)
 
 
@@ -120,10 +123,10 @@ class AddUp:
     rounded once.
 
     Args:
-        pairs: The connections.
-        parts_NL: What this rank sends to each; dense and on the CPU, of different lengths or empty.
-            Its own part is not looked at.
-        total_L: Holds this rank's own part, and then the sum; it may lie in `parts_NL`.
+        pairs: Connections between all pairs of ranks.
+        parts_NL: Tensor that this rank sends to each rank; dense and on the CPU. Lengths may
+            differ, and be 0. The one of this rank is not read.
+        total_L: Tensor with this rank's own part, and then the sum; it may lie in `parts_NL`.
     """
 
     def __init__(self, pairs: Pairs, parts_NL: Sequence[Tensor], total_L: Tensor) -> None:
@@ -138,7 +141,7 @@ class AddUp:
         self._sends: list[dist.Work] = []
 
     def begin(self) -> bool:
-        """See `Operation`."""
+        """Post the first receives, then all sends."""
         num_places = min(_PLACES_PER_SOURCE * len(self._pairs.sources), len(self._to_come))
         self._places.extend(torch.empty_like(self._pieces[0]) for _ in range(num_places))
         while self._places and self._to_come:
@@ -149,7 +152,7 @@ class AddUp:
         return not self._to_come
 
     def finish(self, has_announced: Callable[[], None]) -> None:
-        """See `Operation`."""
+        """Add pieces as they come, posting a further receive for each."""
         for piece in self._pieces:
             total = piece.float() if self._is_narrow else piece
             for _ in self._pairs.sources:
@@ -173,7 +176,7 @@ class AddUp:
 
 
 def _pieces(part_L: Tensor) -> list[Tensor]:
-    """What a part is sent in; its length alone decides, which both sides know."""
+    """The pieces that a part is sent in; they follow from its length, which both sides know."""
     if not part_L.numel():
         return []
     length = max(_PIECE_BYTES // part_L.itemsize, -(-part_L.numel() // _MOST_PIECES))

@@ -1,4 +1,4 @@
-"""Operations that run one after another beside their caller, as on a communicator of NCCL."""
+"""A queue that runs operations in order beside their caller, as a communicator of NCCL does."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
-__all__ = ["Operation", "Transfer", "WorkQueue"]
+__all__ = ["Transfer", "WorkItem", "WorkQueue"]
 
 
-class Operation(Protocol):
-    """What is done in two parts, so that the next one follows without a gap."""
+class WorkItem(Protocol):
+    """An operation in two steps, so that the next one follows without a gap."""
 
     def begin(self) -> bool:
-        """Announce what can be announced without waiting; whether that is all there is."""
+        """Post sends and receives without waiting; returns whether nothing is left to post."""
         ...
 
     def finish(self, has_announced: Callable[[], None]) -> None:
-        """Wait until it has ended. Calls `has_announced` as soon as nothing is left to announce."""
+        """Wait for its end. Calls `has_announced` as soon as nothing is left to post."""
         ...
 
 
 class Transfer:
-    """An operation that waits for its turn, is running, or has ended. Made by `WorkQueue.start`."""
+    """An item that is queued, in flight, or has ended. Made by `WorkQueue.start`."""
 
     __slots__ = (
         "_calls",
@@ -34,12 +34,12 @@ class Transfer:
         "_has_ended",
         "_is_over",
         "_lock",
-        "operation",
+        "item",
         "problem_of_begin",
     )
 
-    def __init__(self, operation: Operation) -> None:
-        self.operation: Operation | None = operation
+    def __init__(self, item: WorkItem) -> None:
+        self.item: WorkItem | None = item
         self.problem_of_begin: BaseException | None = None
         self._calls: list[Callable[[], None]] = []
         self._error: BaseException | None = None
@@ -64,7 +64,7 @@ class Transfer:
             raise self._error
 
     def on_done(self, call: Callable[[], None]) -> bool:
-        """See `Pending.on_done`; the end can always be seen here."""
+        """Have `call` called at its end, as `Pending.on_done` does; the end can always be seen."""
         with self._lock:
             if not self._has_ended:
                 self._calls.append(call)
@@ -73,10 +73,10 @@ class Transfer:
         return True
 
     def end(self, error: BaseException | None) -> None:
-        """It has ended: tell those who asked."""
+        """Record that it has ended, and call what was given to `on_done`."""
         self._error = error
-        # Its memory is free by the time that anybody hears of its end, unless it failed.
-        self.operation = None
+        # Its memory is free before the first of these calls, unless it failed.
+        self.item = None
         with self._lock:
             self._has_ended = True
             calls, self._calls = self._calls, []
@@ -87,10 +87,10 @@ class Transfer:
 
 
 class WorkQueue:
-    """A queue of operations. Each begins when the one before has nothing left to announce.
+    """A queue of operations. Each begins when the one before has nothing left to post.
 
-    A thread, made for the first operation that nobody waits for at once, finishes them. It keeps
-    their memory until then, whoever has lost interest.
+    The first asynchronous operation starts a worker thread. It completes operations in order and
+    keeps their tensors alive until then.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class WorkQueue:
         # Words and not the exception, which would hold the frames of all who have raised it.
         self._failure: str | None = None
         # What failed, or had begun behind it: the peers may still read and write its memory.
-        self._abandoned: list[Operation] = []
+        self._abandoned: list[WorkItem] = []
         self._last: Transfer | None = None
         self._to_finish: SimpleQueue[tuple[Callable[[Transfer], None], Transfer] | None] = (
             SimpleQueue()
@@ -110,8 +110,8 @@ class WorkQueue:
     def rest(self) -> None:
         """End the thread once all that was started has ended. Local.
 
-        It returns without waiting for operations that are still under way, since a peer that never
-        answers must not keep this rank from closing.
+        It returns without waiting for operations in flight, since a peer that never answers must
+        not keep this rank from closing.
         """
         thread = self._end_thread()
         is_idle = self._last is None or self._last.is_over
@@ -119,20 +119,20 @@ class WorkQueue:
             thread.join()
 
     def forget(self) -> None:
-        """Drop the memory of operations that failed; no peer can reach it any more. Local."""
+        """Drop the memory of operations that failed, once no peer can reach it any more. Local."""
         self._end_thread()
         self._abandoned.clear()
 
-    def start(self, operation: Operation, *, is_async: bool) -> Transfer:
-        """Have `operation` done after all that were started before. Called by one thread.
+    def start(self, item: WorkItem, *, is_async: bool) -> Transfer:
+        """Run an operation after all that were started before. Called by one thread.
 
-        After an operation that failed all others fail, since nobody knows what is on its way.
+        After an operation that failed all others fail, since its messages may still be in flight.
 
         Args:
-            operation: What to do.
-            is_async: Whether to return at once; if not, it has ended on return.
+            item: Operation to run.
+            is_async: True to return at once; if False, it has ended on return.
         """
-        transfer = Transfer(operation)
+        transfer = Transfer(item)
         is_alone = self._last is None or self._last.is_over
         try:
             with self._lock:
@@ -153,9 +153,9 @@ class WorkQueue:
     def _begin_next(self) -> None:
         while self._is_open and self._failure is None and self._not_begun:
             transfer = self._not_begun.popleft()
-            assert transfer.operation is not None
+            assert transfer.item is not None
             try:
-                self._is_open = transfer.operation.begin()
+                self._is_open = transfer.item.begin()
             except BaseException as problem:  # raised where it is waited for
                 # Those before it may still end well, so it counts when its turn has come.
                 transfer.problem_of_begin, self._is_open = problem, False
@@ -166,13 +166,13 @@ class WorkQueue:
             self._begin_next()
 
     def _finish(self, transfer: Transfer) -> None:
-        assert transfer.operation is not None
+        assert transfer.item is not None
         error = transfer.problem_of_begin
         if self._failure is not None:
             error = RuntimeError(f"An operation before this one failed with {self._failure}")
         elif error is None:
             try:
-                transfer.operation.finish(self._has_announced)
+                transfer.item.finish(self._has_announced)
             except BaseException as problem:  # raised where it is waited for
                 error = problem
         if error is not None:
@@ -185,11 +185,11 @@ class WorkQueue:
                 self._failure = f"{type(problem).__name__}: {problem}"
             if transfer in self._not_begun:
                 self._not_begun.remove(transfer)
-            elif transfer.operation is not None:
-                self._abandoned.append(transfer.operation)
+            elif transfer.item is not None:
+                self._abandoned.append(transfer.item)
 
     def _end_thread(self) -> threading.Thread | None:
-        """Tell the thread to end, and return it if it was there and is another one."""
+        """Tell the thread to end; returns it unless it is this thread or was never started."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._to_finish.put(None)
@@ -199,7 +199,7 @@ class WorkQueue:
         if self._thread is None:
             # A daemon: a peer that never answers must not keep the process from ending.
             self._thread = threading.Thread(
-                target=_finish_all, args=(self._to_finish,), name="pcomm in order", daemon=True
+                target=_finish_all, args=(self._to_finish,), name="pcomm work queue", daemon=True
             )
             self._thread.start()
             weakref.finalize(self, self._to_finish.put, None)
@@ -209,7 +209,7 @@ class WorkQueue:
 def _finish_all(
     to_finish: SimpleQueue[tuple[Callable[[Transfer], None], Transfer] | None],
 ) -> None:
-    """Finish transfers until None comes. Holds no `WorkQueue` between them, so that it can go."""
+    """Finish transfers until None comes; holds no `WorkQueue` in between, so that it can go."""
     while True:
         found = to_finish.get()
         if found is None:

@@ -1,4 +1,4 @@
-"""The memory of one role: filled first, then frozen, and registered only after that."""
+"""The memory pool of one role: filled first, then frozen, and registered only after that."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Arena:
     """One pool, whose layout is final once it is frozen. Local; made by `PoolRegistry.arena`.
 
     Attributes:
-        name: Part of errors and of the signature that ranks compare.
+        name: Name in errors and in the signature that ranks compare.
         role: Role of the communicators that its memory is for.
         pool: Torch's pool, or that of the fake.
     """
@@ -77,9 +77,9 @@ class Arena:
         segment, and the place that one leaves fits the next.
 
         Args:
-            count: Buffers that live at once.
-            num_bytes: Of each.
-            device: Where they are.
+            count: Number of buffers that live at once.
+            num_bytes: Size of each buffer, in bytes.
+            device: Device of the buffers.
 
         Raises:
             ConfigError: It is frozen.
@@ -98,8 +98,8 @@ class Arena:
         The storage gets as much as every buffer of this arena; `resize_(0)` gives it back.
 
         Args:
-            storage: Of no bytes.
-            num_bytes: What it needs, at most those of `reserve`.
+            storage: Storage without memory.
+            num_bytes: Size that it needs, in bytes; at most that of `reserve`.
 
         Raises:
             ConfigError: More buffers live at once than were reserved; nothing was allocated.

@@ -10,18 +10,18 @@ import torch
 
 from pcomm.core.groups.group import Group
 
-__all__ = ["Communicator", "PoolBackend"]
+__all__ = ["PoolBackend", "PoolCommunicator"]
 
 
 @dataclass(frozen=True)
-class Communicator:
+class PoolCommunicator:
     """A communicator that memory is registered with.
 
     Args:
-        uid: Its name; two groups that share a communicator have the same.
-        ranks: Its members.
-        registrar: What has torch's `register_mem_pool(pool, symm)` and `deregister_mem_pool(pool)`,
-            with torch's semantics; see `pcomm.core.memory.pools.fake`.
+        uid: Name of the communicator; two groups that share one have the same.
+        ranks: Global ranks of its members.
+        registrar: Object with `register_mem_pool(pool, symm)` and `deregister_mem_pool(pool)` of
+            torch's semantics; see `pcomm.core.memory.pools.fake`.
     """
 
     uid: str
@@ -52,8 +52,8 @@ class PoolBackend(Protocol):
         """Return when the device has done all that it was given."""
         ...
 
-    def communicator(self, group: Group) -> Communicator | None:
-        """That of `group`; None for a group that has none.
+    def communicator(self, group: Group) -> PoolCommunicator | None:
+        """The communicator of `group`; None for a group that has none.
 
         Raises:
             UnsupportedError: The communicator cannot register memory.

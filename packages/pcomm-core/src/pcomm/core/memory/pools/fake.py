@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pcomm.core.groups.group import Group
-from pcomm.core.memory.pools.backend import Communicator
+from pcomm.core.memory.pools.backend import PoolCommunicator
 
 __all__ = ["FakeCommunicator", "FakePool", "FakePools"]
 
@@ -73,12 +73,12 @@ class FakePool:
 
 @dataclass
 class FakeCommunicator:
-    """What torch's `ProcessGroupNCCL` does with pools.
+    """A fake of `ProcessGroupNCCL`, with its semantics for pools.
 
     Args:
-        name: For errors and the log.
+        name: Name in errors and in the log.
         log: Calls of all communicators of a backend, in order.
-        is_ready: Whether it is initialised, and not yet closed.
+        is_ready: True from its initialisation until it is closed.
         refused: Addresses that NCCL cannot register.
     """
 
@@ -121,7 +121,7 @@ class FakePools:
     """The `PoolBackend` of fakes: one communicator for each key of a group.
 
     Attributes:
-        communicators: By key of the group; put one under two keys to have it shared.
+        communicators: Communicators by key of the group; put one under two keys to share it.
         log: Every call of register and deregister, in order.
     """
 
@@ -149,10 +149,10 @@ class FakePools:
     def quiesce(self) -> None:
         """There is no device to wait for."""
 
-    def communicator(self, group: Group) -> Communicator:
+    def communicator(self, group: Group) -> PoolCommunicator:
         """That of the group's key, made when it is asked for first."""
         made = self.communicators.setdefault(group.key, FakeCommunicator(group.key, log=self.log))
-        return Communicator(made.name, group.ranks, made)
+        return PoolCommunicator(made.name, group.ranks, made)
 
     def registered(self) -> Iterator[tuple[str, int]]:
         """Name and address of all that is registered now."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.groups.group import Group
-from pcomm.core.memory.pools.backend import Communicator
+from pcomm.core.memory.pools.backend import PoolCommunicator
 
 __all__ = ["NcclPools"]
 
@@ -57,7 +57,7 @@ class NcclPools:
         """Wait for all streams of this rank's device."""
         torch.cuda.synchronize()
 
-    def communicator(self, group: Group) -> Communicator | None:
+    def communicator(self, group: Group) -> PoolCommunicator | None:
         """That of `group`; None for one rank without a communicator."""
         process_group = group.process_group
         if process_group is None:
@@ -68,7 +68,7 @@ class NcclPools:
         # A backend without them raises AttributeError half-way (pytorch #191951).
         if not hasattr(registrar, "register_mem_pool"):
             raise _unsupported(group, f"{type(registrar).__name__} without register_mem_pool")
-        return Communicator(process_group.group_name, group.ranks, registrar)
+        return PoolCommunicator(process_group.group_name, group.ranks, registrar)
 
 
 def _unsupported(group: Group, found: str) -> UnsupportedError:

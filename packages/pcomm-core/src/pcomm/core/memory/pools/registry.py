@@ -1,9 +1,9 @@
-"""Which memory is registered with which communicator: a transaction of the whole job.
+"""The registration of memory pools with communicators, as a transaction of the whole job.
 
 Torch takes a second registration without a word and answers a second de-registration with an
-error, so a program that registers by habit and swallows errors ends with warnings that nobody can
-explain (Megatron-LM PR 2663). Here every pair of pool and communicator has a state, each step is
-taken once, by all ranks in one order, and what fails is undone and raised.
+error, so a program that registers by habit and swallows errors ends with unexplained warnings
+(Megatron-LM PR 2663). Here every pair of pool and communicator has a state, each step is taken
+once, by all ranks in one order, and what fails is undone and raised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import Groups
 from pcomm.core.memory.pools.arena import Arena
-from pcomm.core.memory.pools.backend import Communicator, PoolBackend
+from pcomm.core.memory.pools.backend import PoolBackend, PoolCommunicator
 
 __all__ = ["Binding", "PoolRegistry", "State"]
 
@@ -39,7 +39,7 @@ class Binding:
     """One pair; `group` is the key of the first group by which the communicator was named."""
 
     arena: Arena
-    communicator: Communicator
+    communicator: PoolCommunicator
     group: str
     state: State = State.UNBOUND
 
@@ -55,9 +55,9 @@ class PoolRegistry:
     registration with a communicator they never meet.
 
     Args:
-        groups: Whose communicators memory is registered with; the registry closes with them.
+        groups: Groups whose communicators memory is registered with; it closes with them.
         control: Ranks that call `bind`, `unbind` and `close` together; members of all groups that
-            are bound. Not used for communication: they meet in the store.
+            are bound. Not used for communication: they agree in the store.
         backend: `NcclPools`, or `FakePools` without a GPU.
         timeout_s: Seconds to wait for other ranks; by default `PCOMM_TIMEOUT_S`.
     """
@@ -71,7 +71,7 @@ class PoolRegistry:
         timeout_s: float | None = None,
     ) -> None:
         self._control, self._backend, self._timeout_s = control, backend, timeout_s
-        self._meetings = groups.control
+        self._groups_control = groups.control
         self._arenas: dict[str, Arena] = {}
         self._bindings: dict[tuple[str, str], Binding] = {}
         self._is_closed = False
@@ -89,12 +89,12 @@ class PoolRegistry:
         return self._arenas.setdefault(key, Arena(key, role, self._backend))
 
     def new_arena(self, role: str, name: str) -> Arena:
-        """An arena that nobody has yet; where its name is taken it gets a number. Local."""
+        """A new arena; where its name is taken it gets a number. Local."""
         names = itertools.chain([name], (f"{name} #{number}" for number in itertools.count(2)))
         return self.arena(role, next(key for key in names if key not in self._arenas))
 
     def drop(self, arena: Arena) -> None:
-        """Forget an arena, so that its memory goes with whoever else holds it. Local.
+        """Forget an arena, so that its memory is freed with the last other reference. Local.
 
         Raises:
             ConfigError: It is bound, or broken.
@@ -124,9 +124,9 @@ class PoolRegistry:
 
         Args:
             arena: Frozen, of this registry; the same layout on every rank.
-            groups: In any order; registration goes by name and role.
-            across_roles: Whether a group may have another role than the arena, for a buffer that
-                is truly used on two communicators.
+            groups: Groups in any order; registration goes by name and role.
+            across_roles: True to allow a group with another role than the arena, for a buffer
+                that is truly used on two communicators.
             symmetric: Register as a symmetric window; see torch's `register_mem_pool`. NCCL
                 does that collectively, so a rank on which it fails may keep the others waiting
                 until NCCL's own time limit.
@@ -150,7 +150,7 @@ class PoolRegistry:
             self._backend.quiesce()
         except Exception as problem:
             error = problem
-        self._meet("bind", lines, error)
+        self._agree("bind", lines, error)
         failure: Exception | None = None
         done: list[Binding] = []
         for pair in pairs:
@@ -162,7 +162,7 @@ class PoolRegistry:
                 failure = _failed("register", pair, problem)
                 break
         try:
-            self._meet("bound", [], failure)
+            self._agree("bound", [], failure)
         except PcommError as problem:
             # Only what failed half-way may have missing segments; torch stops at the first of
             # them, which is where registration stopped, so nothing stays registered.
@@ -199,9 +199,9 @@ class PoolRegistry:
             )
         else:
             error = self._quiesced()
-        # The fence: nobody takes memory away that a peer still sends to.
-        self._meet("unbind", [f"arena {arena.name!r}", *(pair.group for pair in pairs)], error)
-        self._meet("unbound", [], _first(self._deregister(pairs)))
+        # The fence: no memory is taken away that a peer still sends to.
+        self._agree("unbind", [f"arena {arena.name!r}", *(pair.group for pair in pairs)], error)
+        self._agree("unbound", [], _first(self._deregister(pairs)))
 
     def close(self) -> None:
         """De-register everything, last bound first. Collective; called when the groups close.
@@ -229,7 +229,7 @@ class PoolRegistry:
             )
         late = self._quiesced()
         try:
-            self._meet("close", [f"{pair.arena.name} {pair.group}" for pair in pairs], late)
+            self._agree("close", [f"{pair.arena.name} {pair.group}" for pair in pairs], late)
         except Exception as problem:
             late = problem
         problem_here = _first(self._deregister(pairs)) or late
@@ -305,14 +305,14 @@ class PoolRegistry:
             return problem
         return None
 
-    def _meet(self, what: str, lines: Sequence[str], error: Exception | None) -> None:
+    def _agree(self, what: str, lines: Sequence[str], error: Exception | None) -> None:
         agree_in_group(
             self._control,
             f"pools: {what}",
             lines,
             error=error,
             timeout_s=self._timeout_s,
-            control=self._meetings,
+            control=self._groups_control,
         )
 
     def _check_open(self, what: str) -> None:

@@ -1,15 +1,15 @@
-"""One call that all ranks of a control make: where its keys are, and how it ends.
+"""One round of agreement: a call that all ranks of a control make, its keys and its outcome.
 
-Meetings about one topic are numbered in the store, not by each rank, so ranks with different
-pasts are at the same number. A meeting ends with one outcome for all: it is complete, or a rank
-gave up on it and named those that were missing. Only after that its number is over. A rank that
-was missing is then at the next number, where it meets the others when they call again.
+Rounds about one topic are numbered in the store, not by each rank, so ranks with different
+histories are at the same number. A round ends with one outcome for all: it is complete, or a rank
+timed out and named those that were missing. Only after that its number is over. A rank that
+was missing is then at the next number, where it joins the others when they call again.
 
 For each topic the store holds
 
-- `now`: the number that is under way;
-- `at/RANK`: the number at which a rank was last, with a mark once it is through;
-- `NUMBER/...`: what was said in a meeting, and its outcome; deleted when a later one completes.
+- `now`: the number of the round under way;
+- `at/RANK`: the number of the last round of a rank, with a mark once it is through;
+- `NUMBER/...`: the messages of a round, and its outcome; deleted when a later one completes.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ import torch.distributed as dist
 
 from pcomm.core.errors import PeerTimeoutError
 
-__all__ = ["Meeting", "Missed"]
+__all__ = ["AgreementRound", "Missed"]
 
 _FIRST = 1
 _THROUGH = " through"
-_SAID = ("lines", "error", "difference", "through", "outcome")
-# The pause between two looks doubles up to a limit, which grows with the number of ranks: all of
-# them together must not keep the store busy with looks.
+_MESSAGES = ("lines", "error", "difference", "through", "outcome")
+# The pause between two polls doubles up to a limit, which grows with the number of ranks: all of
+# them together must not keep the store busy with polls.
 _PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_FOR_EACH_RANK_S = 0.0002, 0.02, 4e-5
 
 
-class Meeting:
-    """This rank's part in the meeting about a topic that is under way now.
+class AgreementRound:
+    """This rank's part in the round about a topic that is under way now.
 
     Args:
-        store: Shared by all ranks.
-        prefix: Of the keys of this topic; the same for all ranks that meet, and theirs alone.
-        topic: For errors.
-        rank: This rank, one of `ranks`.
-        ranks: Who meets, ascending.
+        store: Store that all ranks share.
+        prefix: Prefix of the keys of this topic; the same for all ranks that take part, and
+            theirs alone.
+        topic: Subject of the round, for errors.
+        rank: Rank of this process, one of `ranks`.
+        ranks: Ranks that take part, ascending.
         timeout_s: Seconds to wait for the others.
-        check_fence: Raises where this rank may not take part any more; called while waiting.
+        check_fence: Function that raises where this rank may not take part any more; called while
+            waiting.
     """
 
     def __init__(
@@ -66,24 +68,24 @@ class Meeting:
 
     @property
     def name(self) -> str:
-        """The same on all ranks of this meeting, and of no other one."""
+        """A name that is the same on all ranks of this round, and of no other one."""
         return f"{self._prefix}/{self._number}"
 
-    # -- what is said --------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------
 
     def say(self, name: str, text: str) -> None:
         """Write `text` under a name that only this rank writes."""
         self._store.set(self._key(name), text)
 
     def say_first(self, name: str, text: str) -> None:
-        """Write `text` unless a rank has written under that name in this meeting."""
+        """Write `text` unless a rank has written under that name in this round."""
         self._store.compare_set(self._key(name), "", text)
 
     def hear(self, name: str) -> str:
-        """What a rank says under a name, waiting for it.
+        """Wait for the text that a rank writes under a name, and return it.
 
         Raises:
-            Missed: The meeting was given up on before this rank came.
+            Missed: The round timed out before this rank came.
             PeerTimeoutError: A rank did not come; names all that did not.
         """
         pause_s = _PAUSE_S
@@ -101,7 +103,7 @@ class Meeting:
     # -- how it ends ---------------------------------------------------------------------
 
     def finish(self) -> dict[str, str]:
-        """Wait until every rank is through; returns what went wrong, by kind. See `hear`."""
+        """Wait until every rank is through; returns the problems by kind. Raises like `hear`."""
         mine = f"at/{self._rank}"
         through = f"{self._number}{_THROUGH}"
         # Counted once, also for a process that was interrupted here and calls again.
@@ -123,10 +125,10 @@ class Meeting:
         }
         outcome = json.dumps({"problems": problems})
         if self._store.compare_set(self._key("outcome"), "", outcome).decode() == outcome:
-            # All ranks are here, so none of them reads an earlier meeting any more.
+            # All ranks are here, so none of them reads an earlier round any more.
             earlier = self._number - 1
             while self._store.check([self._key("outcome", earlier)]):
-                for name in _SAID:
+                for name in _MESSAGES:
                     self._store.delete_key(self._key(name, earlier))
                 earlier -= 1
 
@@ -139,8 +141,7 @@ class Meeting:
         if self._store.check([before]):
             told = json.loads(self._store.get(before)).get("found", "")
             found += f"; of the call before, {told.partition(';')[0]}" if told else ""
-        # Written by whoever is first, the rank that gives up or the last one to finish, so that
-        # no rank goes on alone.
+        # Written once, by the rank that times out or the last one to finish: no rank goes on alone.
         outcome = json.dumps({"missing": missing, "found": found})
         self._store.compare_set(self._key("outcome"), "", outcome)
         self._raise_if_late()
@@ -184,4 +185,4 @@ class Meeting:
 
 
 class Missed(Exception):
-    """The meeting was given up on between the look at its number and this rank's arrival."""
+    """The round timed out between the read of its number and this rank's arrival."""

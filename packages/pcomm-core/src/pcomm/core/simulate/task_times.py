@@ -1,28 +1,28 @@
-"""What happened to every task of every actor in one run."""
+"""When every task of every rank class became ready, began and ended."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from pcomm.core.simulate.rank_classes import Cast
+from pcomm.core.simulate.rank_classes import SimulatedJob
 
-__all__ = ["Run", "TaskId"]
+__all__ = ["TaskId", "TaskTimes"]
 
 TaskId = tuple[int, int]
-"""Actor, and place in its program."""
+"""Place of the rank class, and place of the task in its program."""
 
 
 @dataclass
-class Run:
-    """Times by actor and place; infinite where something has not happened.
+class TaskTimes:
+    """Virtual times by rank class and place; infinite where something has not happened.
 
     Args:
-        ready_s: All that the task needs on its own rank has ended.
-        start_s: It began: for a collective, the last member was ready.
-        stop_s: It ended.
-        causes: The task whose end let it begin; for a collective one of the last member.
-        num_left: Tasks that have not ended.
+        ready_s: Time at which all that the task needs on its own rank had ended, in seconds.
+        start_s: Time at which it began: for a collective, the last member was ready.
+        stop_s: Time at which it ended.
+        causes: Task whose end let it begin; for a collective one of the last member.
+        num_left: Number of tasks that have not ended.
     """
 
     ready_s: list[list[float]]
@@ -32,9 +32,9 @@ class Run:
     num_left: int
 
     @classmethod
-    def of(cls, players: Cast) -> Run:
+    def of(cls, job: SimulatedJob) -> TaskTimes:
         """Nothing has happened yet."""
-        sizes = [len(actor.program.tasks) for actor in players.actors]
+        sizes = [len(rank_class.program.tasks) for rank_class in job.classes]
         ready_s, start_s, stop_s = ([[math.inf] * size for size in sizes] for _ in range(3))
         causes: list[list[TaskId | None]] = [[None] * size for size in sizes]
         return cls(ready_s, start_s, stop_s, causes, sum(sizes))

@@ -14,18 +14,18 @@ from pcomm.core.topology import Topology
 @ranks(4)
 def test_only_the_group_and_the_round_hear_it(rank: int) -> None:
     with open_groups(Topology({"dp": 2, "tp": 2}), ["dp", "tp"]) as groups:
-        alarm, other = FailureFlag(groups["tp"], "work"), FailureFlag(groups["tp"], "work")
+        flag, other = FailureFlag(groups["tp"], "work"), FailureFlag(groups["tp"], "work")
         dist.barrier()
         if rank == 1:
-            alarm.sound("out of paper", round_number=3)
-            alarm.sound("and of ink", round_number=3)
+            flag.sound("out of paper", round_number=3)
+            flag.sound("and of ink", round_number=3)
         dist.barrier()
-        assert alarm.heard(round_number=3) == ("rank 1: out of paper" if rank < 2 else None)
-        assert alarm.heard(round_number=4) is None
+        assert flag.heard(round_number=3) == ("rank 1: out of paper" if rank < 2 else None)
+        assert flag.heard(round_number=4) is None
         assert other.heard(round_number=3) is None
 
 
 def test_alone_nobody_listens() -> None:
-    alarm = FailureFlag(Group("dp", (0,), None), "work")
-    alarm.sound("out of paper", round_number=0)
-    assert alarm.heard(round_number=0) is None
+    flag = FailureFlag(Group("dp", (0,), None), "work")
+    flag.sound("out of paper", round_number=0)
+    assert flag.heard(round_number=0) is None

@@ -1,0 +1,174 @@
+"""One `Call` for all operations: implementations write `run` and `start`, and no named method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcomm.core.collectives.autograd import DifferentiableCollectives
+from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.distributed import DistributedCollectives
+from pcomm.core.collectives.gloo.collectives import GlooCollectives
+from pcomm.core.collectives.identity import IdentityCollectives
+from pcomm.core.collectives.instrumented import InstrumentedCollectives
+from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.testing.virtual import VirtualCollectives
+from pcomm.core.trace.ledgered import LedgeredCollectives
+from pcomm.core.trace.traced import TracedCollectives
+
+NAMED = [name for name in vars(Collectives) if name[0] != "_" and name not in ("run", "start")]
+X, OUT = torch.arange(6.0), torch.empty(6)
+
+
+class Noted(Collectives):
+    """Notes calls, and by which of the two methods they came."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.ran: list[Call] = []
+        self.started: list[Call] = []
+
+    def run(self, call: Call) -> Tensor:
+        self.ran.append(call)
+        return call.x
+
+    def start(self, call: Call) -> Pending:
+        self.started.append(call)
+        return Pending.ready(call.x)
+
+
+CASES: list[tuple[Callable[[Collectives], object], tuple[object, ...]]] = [
+    (lambda c: c.all_gather(X), ("all_gather", None, 0, None, None, "sum", 0)),
+    (
+        lambda c: c.all_gather_async(X, dim=-1, sizes=[6, 1], out=OUT),
+        ("all_gather", OUT, -1, [6, 1], None, "sum", 0),
+    ),
+    (
+        lambda c: c.reduce_scatter(X, dim=1, sizes=[2, 4], out=OUT),
+        ("reduce_scatter", OUT, 1, [2, 4], None, "sum", 0),
+    ),
+    (lambda c: c.reduce_scatter_async(X), ("reduce_scatter", None, 0, None, None, "sum", 0)),
+    (
+        lambda c: c.all_reduce(X, op="max", out=X),
+        ("all_reduce", X, 0, None, None, "max", 0),
+    ),
+    (lambda c: c.all_reduce_async(X), ("all_reduce", None, 0, None, None, "sum", 0)),
+    (
+        lambda c: c.all_to_all(X, send_sizes=[1, 5], receive_sizes=[1, 2], dim=2, out=OUT),
+        ("all_to_all", OUT, 2, [1, 5], [1, 2], "sum", 0),
+    ),
+    (lambda c: c.all_to_all_async(X), ("all_to_all", None, 0, None, None, "sum", 0)),
+    (lambda c: c.broadcast(X, source=1, out=OUT), ("broadcast", OUT, 0, None, None, "sum", 1)),
+    (lambda c: c.broadcast_async(X, source=1), ("broadcast", None, 0, None, None, "sum", 1)),
+]
+
+
+def fields(call: Call) -> tuple[object, ...]:
+    sizes = (call.dim, call.sizes, call.receive_sizes)
+    return call.operation, call.out, *sizes, call.op, call.source
+
+
+def test_the_cases_are_all_named_methods() -> None:
+    assert len(CASES) == len(NAMED) == 10
+
+
+@pytest.mark.parametrize(("make", "expected"), CASES, ids=[str(case[1][0]) for case in CASES])
+def test_a_named_method_makes_one_call(
+    make: Callable[[Collectives], object], expected: tuple[object, ...]
+) -> None:
+    noted = Noted()
+    result = make(noted)
+    (call,) = noted.ran + noted.started
+    assert bool(noted.started) == isinstance(result, Pending)
+    assert call.x is X
+    assert [type(a) for a in fields(call)] == [type(b) for b in expected]
+    for found, wanted in zip(fields(call), expected, strict=True):
+        assert found is wanted if isinstance(wanted, Tensor) else found == wanted
+
+
+def test_another_input_leaves_all_else_as_it_is() -> None:
+    for make, expected in CASES:
+        noted = Noted()
+        make(noted)
+        (call,) = noted.ran + noted.started
+        other = call.with_input(OUT)
+        assert other.x is OUT
+        assert call.x is X
+        assert all(a is b for a, b in zip(fields(other), fields(call), strict=True)), expected
+
+
+def test_a_wrapper_passes_on_the_call_itself() -> None:
+    noted = Noted()
+    wrapped = SpyCollectives(InstrumentedCollectives(noted))
+    call, later = Call("all_reduce", X), Call("broadcast", X)
+    assert wrapped.run(call) is X
+    assert wrapped.start(later).wait() is X
+    assert [noted.ran, noted.started] == [[call], [later]]
+    assert [(c.operation, c.is_async) for c in wrapped.calls] == [
+        ("all_reduce", False),
+        ("broadcast", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "named"),
+    [
+        # On one rank the usual call creates no object.
+        (IdentityCollectives, {name for name in NAMED if not name.endswith("_async")}),
+        # In place it costs what torch's own does.
+        (DistributedCollectives, {"all_reduce"}),
+        (GlooCollectives, set()),
+        (DifferentiableCollectives, set()),
+        (InstrumentedCollectives, set()),
+        (SpyCollectives, set()),
+        (TracedCollectives, set()),
+        (LedgeredCollectives, set()),
+        (VirtualCollectives, set()),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_implementations_write_two_methods(
+    implementation: type[Collectives], named: set[str]
+) -> None:
+    assert {name for name in NAMED if name in vars(implementation)} == named
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (Call("all_gather", torch.ones(2, 3)), "all_gather float32 dim 0 [2, 3]"),
+        (
+            Call("all_gather", torch.ones(2, 3), None, -1, (3, 4)),
+            "all_gather float32 dim 1 [2, *] sizes [3, 4]",
+        ),
+        (
+            Call("reduce_scatter", torch.ones(2, 3), None, 1, [1, 2]),
+            "reduce_scatter sum float32 dim 1 [2, 3] sizes [1, 2]",
+        ),
+        (Call("all_reduce", torch.ones(2), op="max"), "all_reduce max float32 [2]"),
+        (Call("all_to_all", torch.ones(4, dtype=torch.int8)), "all_to_all int8 dim 0 [4]"),
+        (
+            Call("all_to_all", torch.ones(4), None, 0, [1, 3], [1, 0]),
+            "all_to_all float32 dim 0 [*]",
+        ),
+        (Call("broadcast", torch.ones(()), source=1), "broadcast from 1 float32 []"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_line_that_ranks_compare(call: Call, line: str) -> None:
+    assert call.agreed == line
+
+
+def test_the_fewest_bytes_that_a_rank_sends() -> None:
+    x = torch.ones(6)
+    assert Call("all_gather", x).sent_bytes(0, 3) == 48
+    assert Call("reduce_scatter", x).sent_bytes(0, 3) == 16
+    assert Call("reduce_scatter", x, None, 0, [1, 2, 3]).sent_bytes(2, 3) == 12
+    assert Call("all_reduce", x).sent_bytes(0, 3) == 32
+    assert Call("all_to_all", x, None, 0, [0, 6, 0], [0, 6, 1]).sent_bytes(1, 3) == 0
+    assert [Call("broadcast", x, source=1).sent_bytes(rank, 3) for rank in (0, 1)] == [0, 24]
