@@ -1,23 +1,23 @@
-"""Borders between replicated and split activations, forward and backward.
+"""Mappings between replicated and split activations, forward and backward.
 
 Inside a tensor-parallel layer a value is *replicated* (the same on all ranks, its loss counted
 once), *partial* (the ranks' values add up), or *split* (each rank has some tokens or columns).
-A border is a linear map, and its backward the transpose under that reading, which is again a
-border: they come in pairs, and so derivatives of any order are right.
+A mapping is linear, and its backward the transpose under that reading, which is again one of
+them: they come in pairs, and so derivatives of any order are right.
 
-| border | forward | backward |
+| mapping | forward | backward |
 |---|---|---|
 | `enter` replicated -> used by every rank | nothing | `leave` |
 | `leave` partial -> replicated | all-reduce | `enter` |
 | `gather_tokens` split -> used by every rank | all-gather | `scatter_tokens` |
 | `scatter_tokens` partial -> split | reduce-scatter | `gather_tokens` |
 | `gather_columns` split -> replicated | all-gather | `split_columns` |
-| `split_columns` replicated -> split | own part | `gather_columns` |
+| `split_columns` replicated -> split | own shard | `gather_columns` |
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022.
 """
 
-# Shape suffixes: T tokens, D columns; x_t is one rank's share of x_T.
+# Shape suffixes: T tokens, D columns; x_t is one rank's shard of x_T.
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def leave(x: Tensor, collectives: Collectives) -> Tensor:
 
 
 def gather_tokens(x_tD: Tensor, collectives: Collectives) -> Tensor:
-    """All tokens `[T, D]` from each rank's share `[T / size, D]`. Collective both ways."""
+    """All tokens `[T, D]` from each rank's shard `[T / size, D]`. Collective both ways."""
     return with_adjoint(
         x_tD, collectives.all_gather, lambda gradient: scatter_tokens(gradient, collectives)
     )
@@ -64,10 +64,10 @@ def scatter_tokens(x_TD: Tensor, collectives: Collectives) -> Tensor:
 
 
 def gather_columns(x: Tensor, layout: Layout, collectives: Collectives) -> Tensor:
-    """All columns, replicated, from each rank's part by `layout`. Collective in forward.
+    """All columns, replicated, from each rank's shard by `layout`. Collective in forward.
 
     Raises:
-        LayoutError: The layout's parts do not lie in rank order.
+        LayoutError: The layout's shards do not lie in rank order.
     """
     check_rank_order("gather_columns", layout)
     return with_adjoint(
@@ -81,7 +81,7 @@ def split_columns(x: Tensor, layout: Layout, collectives: Collectives) -> Tensor
     """This rank's columns, by `layout`, of replicated ones. Collective in backward.
 
     Raises:
-        LayoutError: The layout's parts do not lie in rank order.
+        LayoutError: The layout's shards do not lie in rank order.
     """
     check_rank_order("split_columns", layout)
     return with_adjoint(
