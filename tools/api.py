@@ -4,7 +4,8 @@
     python tools/api.py --save    # writes the list again
 
 `nox -s api` runs it. Sources are read by griffe and not run, so neither torch nor a tag of git is
-needed. A line is a name of a face, or a public member of a class that a face shows.
+needed. A line is a name of a face, or a public member of a class that a face shows; members that a
+class inherits from another of ours are listed with it.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ def described(found: griffe.Object | griffe.Alias, name: str) -> Iterator[str]:
     """The line of one name, and those of its members where it is a class."""
     yield line(found, name)
     if found.is_class:
-        for member in found.members.values():
+        for member in found.all_members.values():
             if member.is_public and not member.name.startswith("_"):
-                yield line(member, f"{name}.{member.name}")
+                # What is inherited is an alias, whose signature lacks the result.
+                target = member.final_target if member.is_alias else member
+                yield line(target, f"{name}.{member.name}")
 
 
 def line(found: griffe.Object | griffe.Alias, name: str) -> str:
