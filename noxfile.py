@@ -94,7 +94,7 @@ def bench(session: nox.Session) -> None:
         package, path = found[name]
         rows = f"docs/benchmarks/{module_of(package).removeprefix('pcomm.')}.csv"
         options = ["--csv", rows] if save else []
-        # Nobody asked for those by name that need a GPU; they say what they miss, and end with 77.
+        # A run of all includes those that need a GPU; they say what they miss, and end with 77.
         passes = [0] if chosen else [0, 77]
         script = str(path.relative_to(ROOT))
         run_in_environment(session, "python", script, *options, success_codes=passes)
@@ -117,6 +117,13 @@ def layers(session: nox.Session) -> None:
     install_once(session, lambda: pip_install(session, *group("layers")))
     # import-linter reads the sources without running them, so torch is not needed.
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": SOURCE_PATH})
+
+
+@nox.session
+def api(session: nox.Session) -> None:
+    """Compare the faces of the packages with tools/api.txt; `-- --save` writes the list again."""
+    install_once(session, lambda: pip_install(session, *group("api")))
+    session.run("python", "tools/api.py", *session.posargs)
 
 
 @nox.session
@@ -192,7 +199,7 @@ def install_once(session: nox.Session, install: Callable[[], None]) -> None:
 
 
 def pip_install(session: nox.Session, *words: str) -> None:
-    """Install under the constraints, with pip's progress where somebody watches."""
+    """Install under the constraints, with pip's progress on a terminal."""
     watched = sys.stdout.isatty()
     session.install("--constraint", str(CONSTRAINTS), *words, silent=not watched)
 

@@ -1,4 +1,4 @@
-"""Check that modules come from installed wheels, and that the siblings nobody asked for are absent.
+"""Check that modules come from installed wheels, and that unrequested siblings are absent.
 
     python -P tools/check_installed_alone.py pcomm.nvls pcomm.core --absent pcomm.fsdp pcomm.ntp
 

@@ -1,6 +1,6 @@
 """The `pip install` commands of a page, and what would go wrong, or astray, with one.
 
-A word that is no path is the name of a package on the index, where anybody may register a name.
+A word that is no path is the name of a package on the index, where any account may register a name.
 So folders of this repository are written `./FOLDER`, with everything of this repository that they
 need in the same command, and other names come from a list.
 """

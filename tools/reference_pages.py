@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import benchmark_page
 import row_tables
+from face_pages import face_pages
 from pcomm.core.process import environment
 from pcomm.integration.config import keys
 from pcomm.integration.config_values import expected_type, toml_value
@@ -38,6 +39,7 @@ def pages() -> dict[str, str]:
     return {
         "reference/environment.md": ENVIRONMENT + environment.table(),
         "reference/configuration.md": CONFIGURATION + "\n".join(_configuration_lines()) + "\n",
+        **face_pages(),
         "benchmarks/index.md": benchmark_page.text(sorted((DOCS / "benchmarks").glob("*.csv"))),
     }
 

@@ -2,7 +2,8 @@
 
 A comment `<!-- rows of NAME, N decimals -->` before a table says that each number in it is a value
 of `docs/benchmarks/NAME.csv`. The table's first cell is the unit, and the row's case is `FIRST CELL
-OF THE LINE @ HEAD OF THE COLUMN`. Where there is no such row, the cell is `-`.
+OF THE LINE @ HEAD OF THE COLUMN`, or the first cell alone in a column with the head `value`. Where
+there is no such row, the cell is `-`.
 """
 
 import csv
@@ -51,10 +52,16 @@ def fill_table(table: str, rows: Rows, num_decimals: int) -> str:
     found = [head, rule]
     for line in lines:
         case = cells(line)[0]
-        values = [rows.get((f"{plain(case)} @ {place}", unit)) for place in places]
+        values = [rows.get((case_of(case, place), unit)) for place in places]
         shown = ["-" if value is None else rounded(value, num_decimals) for value in values]
         found.append("| " + " | ".join([case, *shown]) + " |")
     return "\n".join(found) + "\n"
+
+
+def case_of(first_cell: str, place: str) -> str:
+    """The case of a row, by the first cell of its line and the head of its column."""
+    name = plain(first_cell)
+    return name if place == "value" else f"{name} @ {place}"
 
 
 def rounded(value: str, num_decimals: int) -> str:

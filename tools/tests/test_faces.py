@@ -9,35 +9,11 @@ from pathlib import Path
 import pytest
 
 from code_blocks import code_blocks
+from faces import ERRORS, faces, homes, module_of
 from repository import PACKAGES, ROOT, module_name, pages, sources
 
 # Packages that are a name so far have nothing to show.
 EMPTY = {"pcomm.nvls", "pcomm.ntp", "pcomm.inference"}
-# A module whose public names are all meant for users.
-ERRORS = "pcomm.core.errors"
-
-
-def module_of(path: Path) -> str:
-    parts = path.with_suffix("").parts
-    module = ".".join(parts[len(parts) - parts[::-1].index("src") :])
-    return module.removesuffix(".__init__")
-
-
-def faces() -> dict[str, Path]:
-    """Packages, and rooms of packages, whose `__init__.py` shows names."""
-    found = {module_of(p): p for p in sources() if p.name == "__init__.py"}
-    return {module: path for module, path in found.items() if "__getattr__" in path.read_text()}
-
-
-def imported_for_types(source: str) -> dict[str, str]:
-    """Names below `if TYPE_CHECKING`, with the modules that they come from."""
-    (block,) = [
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def pcomm_imports(source: str) -> Iterator[tuple[str, str]]:
@@ -50,7 +26,7 @@ def pcomm_imports(source: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("module", faces())
 def test_a_face_shows_what_type_checkers_see(module: str) -> None:
     found = importlib.import_module(module)
-    typed = imported_for_types(faces()[module].read_text())
+    typed = homes(faces()[module].read_text())
     assert sorted(typed) == sorted(found.__all__)
     for name, home in typed.items():
         assert getattr(found, name) is getattr(importlib.import_module(home), name)

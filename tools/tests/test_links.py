@@ -1,10 +1,11 @@
-"""Checks what the pages at the root point to; mkdocs does the same for docs/."""
+"""Checks what the pages at the root point to, as mkdocs does for docs/, and names of modules."""
 
 import re
+from pkgutil import resolve_name
 
 import pytest
 
-from repository import PACKAGES, ROOT
+from repository import PACKAGES, ROOT, pages
 from shell_words import sessions
 
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"{p.relative_to(ROOT)}/README.md" for p in PACKAGES)]
@@ -19,10 +20,20 @@ def headings(text):
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("#"):
-            assert target.removeprefix("#") in headings(text), target
-        elif "://" not in target:
-            assert ((ROOT / page).parent / target).exists(), target
+        if "://" not in target:
+            name, _, heading = target.partition("#")
+            file = (ROOT / page).parent / name if name else ROOT / page
+            assert file.exists(), target
+            assert not heading or heading in headings(file.read_text()), target
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_and_names_of_pages_are_there(page):
+    for name in set(re.findall(r"`(pcomm(?:\.\w+){2,})`", page.read_text())):
+        try:
+            resolve_name(name)
+        except (ImportError, AttributeError) as problem:
+            pytest.fail(f"{name}: {problem}")
 
 
 def test_contributing_lists_the_sessions_of_the_noxfile():

@@ -48,7 +48,7 @@ def numbers_in(source: str) -> list[str]:
 
 
 def fields_in(source: str) -> list[str]:
-    """`Class.field` of every field of a class that is a number unless somebody says otherwise."""
+    """`Class.field` of every field of a class that is a number by default."""
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     return [f"{c.name}.{name}" for c in classes for node in c.body for name, _ in assigned(node)]
 

@@ -24,10 +24,10 @@ class PcommError(Exception):
     """A mistake that the caller can repair, told in four parts.
 
     Args:
-        asked: What was asked for, with the name of the function or key: `open_groups: group 'tpp'`.
-        found: What was found instead, with the values.
-        why: Why that cannot work.
-        fix: What to do.
+        asked: The request, with the name of the function or key: `open_groups: group 'tpp'`.
+        found: The state that was found instead, with its values.
+        why: The reason why it cannot work.
+        fix: The action that resolves it.
     """
 
     def __init__(self, asked: str, *, found: str, why: str, fix: str) -> None:

@@ -19,7 +19,7 @@ def face(
 
     Args:
         package: `__name__` of the package.
-        homes: For each name that is shown, the module that defines it, relative to `package`.
+        homes: Module that defines each shown name, relative to `package`, by name.
 
     Raises:
         AttributeError: By the returned `__getattr__`, for a name that is not in `homes`.

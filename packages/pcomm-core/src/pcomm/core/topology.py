@@ -3,8 +3,8 @@
 A rank is a number written in mixed radix, one digit an axis. `order` lists the axes from the
 fastest digit to the slowest, so with `order=("tp", "dp")` neighbouring ranks differ in `tp`.
 Every axis then has a *stride*: the distance between two ranks that differ by one on it. All
-questions (who is in my group, do two groups have the same members) are answered from sizes and
-strides, never by writing out all groups, so they stay cheap at 100,000 ranks.
+questions (which ranks are in my group, do two groups have the same members) are answered from
+sizes and strides, never by writing out all groups, so they stay cheap at 100,000 ranks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Topology:
             self._check_rank("failed", rank)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Mapping proxies do not pickle, and a topology crosses process borders.
+        # Mapping proxies do not pickle, and a topology crosses process boundaries.
         keywords = {"offset": self.offset, "failed": self.failed, "views": dict(self.views)}
         return _rebuild, (dict(self.axes), self.order, keywords)
 

@@ -26,7 +26,7 @@ GROUP = "pcomm.commands"
 _DOCTOR = EntryPoint("doctor", "pcomm.core.doctor.command:command", GROUP)
 _BENCH = EntryPoint("bench", "pcomm.core.command.bench.command:command", GROUP)
 
-# Who brings a command that is not installed, so that the error can say it.
+# The distribution of each command that may not be installed, for the error.
 _HOMES = {"generate": "pcomm-integration", "train": "pcomm-integration"}
 
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether nobody can read the output; what is left of it is then dropped."""
+    """Whether the reader of the output is gone; the rest of it is then dropped."""
     if sys.stdout is None:
         return False
     # Asked of the system: without a buffer, nothing is left that a flush could fail with.

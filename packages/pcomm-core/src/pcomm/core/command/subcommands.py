@@ -42,10 +42,10 @@ class Subcommands:
     """What is installed under one word, by name.
 
     Args:
-        word: What the user types before the name: `pcomm`, `pcomm bench`.
-        kind: What they are, in the singular, for messages: `command`.
+        word: Words that the user types before the name: `pcomm`, `pcomm bench`.
+        kind: Noun for one of the names in messages, in the singular: `command`.
         entries: Entry points by name.
-        homes: Who brings a name that is not installed, so that the error can say it.
+        homes: Distribution of each name that may not be installed, for the error.
     """
 
     word: str

@@ -1,1 +1,1 @@
-"""What this machine can do for pcomm, and why not; start at `examination.examine`."""
+"""Checks of this machine for pcomm, each with a reason and a fix; see `examination.examine`."""

@@ -36,8 +36,8 @@ def examine(probe: Probe | None = None, *, checks: Iterable[Check] = CHECKS) -> 
     moment. A check that fails itself is reported as broken, and the others still run.
 
     Args:
-        probe: Where to look; this machine if absent.
-        checks: Which checks to run, in this order.
+        probe: Source of the facts; this machine if absent.
+        checks: Checks to run, in this order.
     """
     where = ThisMachine() if probe is None else probe
     return Report(tuple(finding for check in checks for finding in _run(check, where)))

@@ -145,7 +145,7 @@ def _multicast(devices: Sequence[DeviceFacts]) -> Finding:
             "NVLink multicast takes an NVSwitch (Hopper or newer), a driver that has it, no MIG."
         )
         return Finding(name, "missing", f"not on {_devices(without)}", reason)
-    reason = "" if len(devices) > 1 else "One device alone has nobody to send to; not measured."
+    reason = "" if len(devices) > 1 else "One device alone has no peer to send to; not measured."
     return Finding(name, "ok", f"reported by the driver for all {len(devices)} devices", reason)
 
 

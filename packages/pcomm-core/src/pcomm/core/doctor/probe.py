@@ -39,11 +39,11 @@ class TorchFacts:
     Args:
         version: Its version, with the local part.
         cuda: CUDA version that it was built for; None for a CPU build.
-        is_distributed: Whether `torch.distributed` was built.
-        backends: Whether each of gloo, nccl and mpi was built.
+        is_distributed: True if `torch.distributed` was built.
+        backends: Names gloo, nccl and mpi, each with True if torch was built with it.
         nccl: Version of the NCCL that it was built with, such as `"2.27.5"`.
         symmetric_memory: Allocators of symmetric memory that this build has.
-        symmetric_memory_error: Why symmetric memory cannot be imported; empty if it can.
+        symmetric_memory_error: Error of its import; empty if it works.
     """
 
     version: str
@@ -60,10 +60,10 @@ class NcclFile:
     """One NCCL library on this machine.
 
     Args:
-        path: Where it is.
-        origin: What put it there, such as `"wheel"` or `"system"`.
-        version: What its text says, such as `"2.27.5+cuda12.9"`; None if it does not say.
-        is_loaded: Whether it is mapped into this process.
+        path: Path of the library.
+        origin: Source of the file, such as `"wheel"` or `"system"`.
+        version: Version in its text, such as `"2.27.5+cuda12.9"`; None if there is none.
+        is_loaded: True if the library is mapped into this process.
     """
 
     path: str
@@ -80,8 +80,8 @@ class DeviceFacts:
         name: Product name.
         capability: Compute capability.
         memory_bytes: Device memory.
-        has_multicast: Whether the driver reports NVLink multicast for it.
-        is_mig: Whether it is split into instances.
+        has_multicast: True if the driver reports NVLink multicast for the device.
+        is_mig: True if the device is split into instances.
         nvlinks: Active NVLinks.
         nvlinks_to_switch: Those of them that end at an NVSwitch.
         peers: Devices whose memory it can reach.
@@ -105,7 +105,7 @@ class CudaFacts:
         driver: Version of the kernel driver, such as `"580.82.07"`.
         cuda: Newest CUDA version that the driver runs.
         devices: The visible devices, in CUDA's order.
-        error: What the driver answered when it was started; empty if it works.
+        error: Answer of the driver when it was started; empty if it works.
         error_code: Its number; 0 if it works.
     """
 

@@ -22,12 +22,12 @@ class Finding:
     """One thing that was looked at.
 
     Args:
-        name: What it is about, such as `"cuda.peer_access"`.
+        name: Name of the item, such as `"cuda.peer_access"`.
         status: `"ok"`: there and usable. `"missing"`: not there, and features that need it choose
             another way. `"broken"`: there, but will fail or mislead. `"info"`: a fact to know.
-        value: What was found.
-        reason: Why it is not `"ok"`, where that is the case.
-        fix: What to do about it; a broken item always has one.
+        value: Value that was found.
+        reason: Reason for a status other than `"ok"`.
+        fix: Action that repairs the item; a broken item always has one.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Report:
     """All findings of one examination, in the order of the checks.
 
     Args:
-        findings: What was found.
+        findings: Every finding, in order.
     """
 
     findings: tuple[Finding, ...]

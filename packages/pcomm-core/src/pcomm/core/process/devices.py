@@ -33,7 +33,7 @@ def own_device(size: int, *, may_be_chosen: bool) -> torch.device:
 
     Args:
         size: Number of processes of the job.
-        may_be_chosen: Whether the program has made the default group itself, and so may have
+        may_be_chosen: True if the program has made the default group itself, and so may have
             chosen the first device for this process.
 
     Raises:

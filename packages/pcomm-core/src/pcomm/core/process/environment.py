@@ -1,6 +1,6 @@
 """Every environment variable that is read: its name, type, default and meaning, declared once.
 
-Nothing is read at import and nothing is kept: a variable counts at the moment somebody asks.
+Nothing is read at import and nothing is kept: a variable is read at each call.
 A value that does not parse is an error and never replaced by the default, and so is a variable
 with the prefix that is not declared here, because a misspelt one would otherwise do nothing.
 """
@@ -42,11 +42,11 @@ class Variable(Generic[T]):
     """One environment variable.
 
     Args:
-        name: As it is set, with the prefix.
+        name: Full name, with the prefix.
         accepts: The values it takes, in words; part of the error and of the page.
         default: Its value when it is not set.
         parse: From text to value; raises `ValueError` for what it does not take.
-        meaning: What it decides, in one sentence.
+        meaning: Effect of the variable, in one sentence.
     """
 
     name: str
@@ -125,7 +125,7 @@ def read(variable: Variable[T], environ: Mapping[str, str] | None = None) -> T:
 
     Args:
         variable: One of the variables of this module.
-        environ: Where to look; `os.environ` if absent.
+        environ: Mapping to read from; `os.environ` if absent.
 
     Raises:
         ConfigError: It is set to something that it does not take; an empty value counts as set.
@@ -153,7 +153,7 @@ def check(environ: Mapping[str, str] | None = None) -> None:
     """Refuse an environment with a `PCOMM_*` variable that is unknown or does not parse.
 
     Args:
-        environ: Where to look; `os.environ` if absent.
+        environ: Mapping to read from; `os.environ` if absent.
 
     Raises:
         ConfigError: The first such variable; for an unknown one with the nearest names.

@@ -374,7 +374,7 @@ def _blocked_interrupt() -> Iterator[None]:
 def _end_with_parent() -> None:
     """End when the process that started this rank is gone, even in the middle of a task.
 
-    That process may end in a way that tells nobody, but it holds the other end of a pipe. On Linux
+    That process may end without a message, but it holds the other end of a pipe. On Linux
     the kernel itself kills this rank when that end closes: a thread would not get its turn while
     something in C holds the interpreter's lock. The fork server goes with the last of its ranks.
     """

@@ -42,7 +42,7 @@ class _CommandHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # stderr is looked up for each message: whoever redirects it later gets the rest.
+            # stderr is looked up for each message: a later redirection takes effect.
             print(self.format(record), file=self._stream or sys.stderr, flush=True)
         except Exception:
             self.handleError(record)
@@ -56,7 +56,7 @@ def configure(level: str = "info", rank: int = 0, *, stream: TextIO | None = Non
     Args:
         level: `"debug"`, `"info"`, `"warning"` or `"error"`; see `PCOMM_LOG`.
         rank: This process, from 0; below WARNING only rank 0 writes.
-        stream: Where to write; stderr if absent.
+        stream: Stream to write to; stderr if absent.
     """
     logger = logging.getLogger("pcomm")
     for handler in list(logger.handlers):

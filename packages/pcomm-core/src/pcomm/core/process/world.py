@@ -26,7 +26,7 @@ class World:
     Args:
         rank: This process, from 0.
         size: Number of processes.
-        device: Where this process computes.
+        device: Device of this process.
         store: Key-value store shared by all; None when alone.
     """
 
@@ -37,7 +37,7 @@ class World:
 
     @property
     def control(self) -> Control:
-        """By what all processes of the job agree; generation 0. Local."""
+        """The control plane of all processes of the job; generation 0. Local."""
         return Control(self.store, range(self.size), self.rank)
 
     def fail_together(
@@ -66,7 +66,7 @@ def connect(
 
     Args:
         backend: `"gloo"` or `"nccl"`; by default NCCL where this process has a CUDA device.
-        device: Where this process computes, also if others compute there; chosen if absent.
+        device: Device of this process, also if other processes use it; chosen if absent.
 
     Raises:
         ConfigError: The launcher's variables contradict each other, or some are missing; this

@@ -1,4 +1,4 @@
-"""What the layers ask of a layout before they trust it, and the share of parameters it gives."""
+"""Checks that the layers make of a layout, and the shard of the parameters that it gives."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def check_partition(layer: str, layout: Layout, collectives: Collectives) -> Non
     """Refuse a layout over other ranks than the group's, or that holds a position twice or never.
 
     Args:
-        layer: Who asks, for the message.
-        layout: Along which the layer is split.
-        collectives: Of the group that the layer runs on.
+        layer: Name of the layer, for the message.
+        layout: Layout along which the layer is split.
+        collectives: Collectives of the group that the layer runs on.
     """
     if layout.size != collectives.size:
         raise LayoutError(
@@ -38,7 +38,7 @@ def check_partition(layer: str, layout: Layout, collectives: Collectives) -> Non
 
 
 def check_rank_order(layer: str, layout: Layout) -> None:
-    """Refuse a layout whose shares do not lie one after another in rank order."""
+    """Refuse a layout whose shards do not lie one after another in rank order."""
     if not layout.is_contiguous:
         raise LayoutError(
             f"{layer}: {layout.describe()}",
@@ -74,7 +74,7 @@ def check_ids(layer: str, ids: Tensor, layout: Layout, *, ignored: int | None = 
 
 
 def take_parameters(module: nn.Module, whole: nn.Module, rank: int) -> None:
-    """Give `module` this rank's share of the parameters of `whole`, by its placements."""
+    """Give `module` this rank's shards of the parameters of `whole`, by its layouts."""
     placements: dict[str, ParamLayout] = module.placements  # type: ignore[assignment]
     for name, parameter in whole._parameters.items():
         layout = placements[name].layout

@@ -1,6 +1,6 @@
 """Cross-entropy of logits whose columns are split over the ranks; they are never gathered."""
 
-# Shape suffixes: T tokens, V vocabulary; v one rank's share.
+# Shape suffixes: T tokens, V vocabulary; v one rank's shard.
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def vocabulary_parallel_cross_entropy(
     Args:
         logits_Tv: This rank's columns, any floating dtype; computed in fp32 or wider.
         targets_T: int64, the same on all ranks; `ignore_index` gives zero loss and gradient.
-        layout: Which rank holds which of the V columns, in rank order.
-        collectives: Of the tensor-parallel group, without gradients.
-        ignore_index: Target of tokens that do not count.
+        layout: Layout of the V columns, in rank order.
+        collectives: Collectives of the tensor-parallel group, without gradients.
+        ignore_index: Target of the tokens that do not count.
 
     Returns:
         `[T]`, fp32 or fp64.

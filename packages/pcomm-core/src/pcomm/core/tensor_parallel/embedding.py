@@ -1,6 +1,6 @@
 """Token embedding whose rows are split over the ranks."""
 
-# Shape suffixes: T tokens, V vocabulary, D width; t, v one rank's share.
+# Shape suffixes: T tokens, V vocabulary, D width; t, v one rank's shard.
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class VocabularyParallelEmbedding(FastModule):
     a reduce-scatter of tokens under sequence parallelism.
 
     Args:
-        layout: Which rank holds which of the V rows, in rank order.
-        width: D.
-        collectives: Of the tensor-parallel group, without gradients.
-        sequence_parallel: Whether the output is this rank's share of the tokens.
-        device: Where the table is.
-        dtype: Of the table.
+        layout: Layout of the V rows, in rank order.
+        width: D, the number of columns.
+        collectives: Collectives of the tensor-parallel group, without gradients.
+        sequence_parallel: True if the output is this rank's shard of the tokens.
+        device: Device of the table.
+        dtype: Data type of the table.
 
     Shape: `[T]` int64, the same on all ranks, to `[T, D]`, or `[T / size, D]` under sequence
     parallelism. Table `[v, D]`.

@@ -1,6 +1,6 @@
 """Linear layers split by output columns or by input rows."""
 
-# Shape suffixes: T tokens, I input features, O output features; t, i, o one rank's share.
+# Shape suffixes: T tokens, I input features, O output features; t, i, o one rank's shard.
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class ColumnParallelLinear(FastModule):
     tokens under sequence parallelism, and a reduction of the input's gradient.
 
     Args:
-        in_features: I.
-        layout: Which rank computes which of the O outputs; uneven shares and fused sections
-            (queries, keys and values in one weight) are layouts like any other.
-        collectives: Of the tensor-parallel group, without gradients.
-        bias: Whether there is a bias, split like the outputs.
-        sequence_parallel: Whether the input holds this rank's share of the tokens.
-        gather_output: Whether every rank gets all outputs.
-        device: Where the parameters are.
-        dtype: Of the parameters.
+        in_features: I, the number of inputs.
+        layout: Layout of the O outputs; uneven shards and fused sections (queries, keys and
+            values in one weight) are layouts like any other.
+        collectives: Collectives of the tensor-parallel group, without gradients.
+        bias: True adds a bias, split like the outputs.
+        sequence_parallel: True if the input is this rank's shard of the tokens.
+        gather_output: True gives every rank all outputs.
+        device: Device of the parameters.
+        dtype: Data type of the parameters.
 
     Shape: `[T, I]` (`[T / size, I]` under sequence parallelism) to `[T, o]`, or `[T, O]`
     gathered. Weight `[o, I]`, initialised like `nn.Linear` from the whole weight, so that ranks
@@ -93,13 +93,13 @@ class RowParallelLinear(FastModule):
     reduce-scatter of tokens under sequence parallelism. The bias is added once, after the sum.
 
     Args:
-        layout: Which rank holds which of the I inputs: that of the layer before.
-        out_features: O.
-        collectives: Of the tensor-parallel group, without gradients.
-        bias: Whether there is a bias, whole on every rank.
-        sequence_parallel: Whether the output is this rank's share of the tokens.
-        device: Where the parameters are.
-        dtype: Of the parameters.
+        layout: Layout of the I inputs, which is that of the outputs of the layer before.
+        out_features: O, the number of outputs.
+        collectives: Collectives of the tensor-parallel group, without gradients.
+        bias: True adds a bias, whole on every rank.
+        sequence_parallel: True if the output is this rank's shard of the tokens.
+        device: Device of the parameters.
+        dtype: Data type of the parameters.
 
     Shape: `[T, i]` to `[T, O]`, or `[T / size, O]` under sequence parallelism. Weight `[O, i]`.
 

@@ -12,7 +12,7 @@ them: they come in pairs, and so derivatives of any order are right.
 | `gather_tokens` split -> used by every rank | all-gather | `scatter_tokens` |
 | `scatter_tokens` partial -> split | reduce-scatter | `gather_tokens` |
 | `gather_columns` split -> replicated | all-gather | `split_columns` |
-| `split_columns` replicated -> split | own part | `gather_columns` |
+| `split_columns` replicated -> split | own shard | `gather_columns` |
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022.
 """
@@ -64,10 +64,10 @@ def scatter_tokens(x_TD: Tensor, collectives: Collectives) -> Tensor:
 
 
 def gather_columns(x: Tensor, layout: Layout, collectives: Collectives) -> Tensor:
-    """All columns, replicated, from each rank's part by `layout`. Collective in forward.
+    """All columns, replicated, from each rank's shard by `layout`. Collective in forward.
 
     Raises:
-        LayoutError: The layout's parts do not lie in rank order.
+        LayoutError: The layout's shards do not lie in rank order.
     """
     check_rank_order("gather_columns", layout)
     return with_adjoint(
@@ -81,7 +81,7 @@ def split_columns(x: Tensor, layout: Layout, collectives: Collectives) -> Tensor
     """This rank's columns, by `layout`, of replicated ones. Collective in backward.
 
     Raises:
-        LayoutError: The layout's parts do not lie in rank order.
+        LayoutError: The layout's shards do not lie in rank order.
     """
     check_rank_order("split_columns", layout)
     return with_adjoint(

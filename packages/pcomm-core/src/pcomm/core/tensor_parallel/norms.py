@@ -16,12 +16,12 @@ _PIECE = 2**16
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Of all elements of all tensors, a number in fp64. Local; nothing waits for the device.
+    """Add up the squares of all elements of all tensors, in fp64. Local; no wait for the device.
 
     Args:
-        tensors: Of floating-point numbers. Each piece is squared in the type that torch computes
-            its norm in; the sum over pieces and tensors is in fp64.
-        device: Where the tensors are, and the result is, also if there are none.
+        tensors: Floating-point tensors. Each chunk is squared in the type that torch computes its
+            norm in; the sum over chunks and tensors is in fp64.
+        device: Device of the tensors and of the result, also if there are no tensors.
     """
     # Kernels for GPUs add up in a tree, and a view more is a kernel more.
     is_flat = device.type == "cpu"

@@ -23,13 +23,14 @@ class ParamLayout:
     """How one parameter is spread over the ranks of the group of its scope.
 
     Args:
-        layout: Which rank holds which positions of `dim`; None where every rank holds it all.
+        layout: Layout of `dim`; None where every rank holds all of it.
         dim: Dimension along which it is split.
-        has_partial_gradient: Whether each rank sees only a part of the gradient of a parameter
-            that all hold, so that it must be summed over the group (norms under sequence
+        has_partial_gradient: True if each rank computes only a part of the gradient of a parameter
+            that all ranks hold, so that it must be summed over the group (norms under sequence
             parallelism, for example).
-        scope: Which groups it belongs to: `"dense"` for the tensor-parallel one, `"expert"` for
-            the expert-parallel one. Parameters of a scope share gather and reduce groups, too.
+        scope: Name of the groups that the parameter belongs to: `"dense"` for the
+            tensor-parallel one, `"expert"` for the expert-parallel one. Parameters of one scope
+            share gather and reduce groups, too.
     """
 
     layout: Layout | None = None
@@ -51,7 +52,7 @@ class ParamLayout:
 
 
 def param_layouts_of(model: nn.Module) -> dict[str, ParamLayout]:
-    """The placement of every parameter of `model` by its name in `named_parameters`. Local."""
+    """The layout of every parameter of `model` by its name in `named_parameters`. Local."""
     declared: dict[str, ParamLayout] = {}
     for prefix, module in model.named_modules():
         own = getattr(module, "placements", {})
@@ -61,7 +62,7 @@ def param_layouts_of(model: nn.Module) -> dict[str, ParamLayout]:
 
 
 def take_shard(whole: Tensor, layout: Layout, rank: int, *, dim: int = 0) -> Tensor:
-    """The part of `whole` that `rank` holds along `dim`: a view if it is one run. Local.
+    """The shard of `whole` that `rank` holds along `dim`: a view if it is one range. Local.
 
     Raises:
         LayoutError: `whole` is not as long as the layout.

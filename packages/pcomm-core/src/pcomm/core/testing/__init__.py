@@ -1,4 +1,4 @@
-"""What tests of communicating code need; part of the wheel, so that users have it too."""
+"""Tests on several ranks, comparisons with derived bounds, rate-limited networks; in the wheel."""
 
 from typing import TYPE_CHECKING
 

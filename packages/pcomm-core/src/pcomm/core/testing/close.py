@@ -25,7 +25,7 @@ def assert_close(
     """Equal up to the rounding of sums of `num_terms` products in the dtype of `actual`.
 
     Args:
-        actual: What is tested.
+        actual: The tensor under test.
         expected: The reference, in the same or a wider dtype.
         num_terms: Length of the longest chain of additions behind one element, in both results
             together; a matrix product of inner size K has K.
@@ -57,10 +57,10 @@ def assert_as_accurate(
     """At most `factor` times as far from `exact` as plain torch is, in norm and worst element.
 
     Args:
-        actual: What is tested.
+        actual: The tensor under test.
         plain: The same computation by plain torch in the same dtype.
         exact: The same computation in float64.
-        factor: How much worse it may be.
+        factor: Largest allowed ratio of the two errors.
         num_terms: Roundings granted in any case, for when plain torch is exact by luck.
     """
     assert actual.shape == exact.shape, f"shapes {actual.shape} and {exact.shape}"

@@ -20,7 +20,7 @@ def marked(mark: str) -> list[int]:
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit() and int(name) != os.getpid():
-            # Gone meanwhile, or somebody else's.
+            # Gone meanwhile, or a process of another user.
             with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
                 if mark.encode() in file.read().split(b"\0"):
                     found.append(int(name))

@@ -76,8 +76,8 @@ def left_behind(before: Living, *, within_s: float | None = None) -> list[str]:
     Nothing is collected where nothing is left, so the check is cheap in the usual case.
 
     Args:
-        before: What there was.
-        within_s: How long threads that were told to end may need; by default a few seconds, and
+        before: The count that was taken before.
+        within_s: Time that threads may take to end, in seconds; by default a few seconds, and
             more where the machine is busy.
     """
     found = Living.now().beyond(before)

@@ -61,10 +61,10 @@ class RatedNetwork:
     """Namespaces that exist while the block of `rated_network` runs. Pickles, so ranks get it.
 
     Args:
-        prefix: Of the names of the namespaces.
+        prefix: First part of the names of the namespaces.
         num_ranks: Namespaces for ranks.
         num_rails: Links of each rank.
-        mbit_per_s: What a link carries each way, in 10^6 bits a second.
+        mbit_per_s: Rate of a link each way, in 10^6 bits a second.
     """
 
     prefix: str
@@ -111,7 +111,7 @@ def rated_network(num_ranks: int, *, num_rails: int, mbit_per_s: float) -> Itera
     Args:
         num_ranks: Namespaces for ranks.
         num_rails: Separate networks that join all ranks.
-        mbit_per_s: What each link carries each way, in 10^6 bits a second.
+        mbit_per_s: Rate of each link each way, in 10^6 bits a second.
 
     Raises:
         ConfigError: Numbers that make no network.

@@ -78,8 +78,8 @@ def ranks(size: int, *, leaves: str = "") -> Callable[[Callable[..., object]], C
 
     Args:
         size: Number of ranks.
-        leaves: Why something lives on although what is tested is right, such as a cache of torch.
-            Then the test passes, and its ranks are not used again.
+        leaves: Reason why something lives on although the tested code is right, such as a cache
+            of torch. Then the test passes, and its ranks are not used again.
     """
 
     def decorate(function: Callable[..., object]) -> Callable[..., None]:

@@ -34,7 +34,8 @@ def scaled_s(quiet_s: float) -> float:
     """A time limit in seconds, for now.
 
     Args:
-        quiet_s: What it is on a machine with nothing else to do. Longer than `LONGEST_S` it stays.
+        quiet_s: The limit on a machine with nothing else to do, in seconds. A limit above
+            `LONGEST_S` is not scaled.
     """
     return max(quiet_s, min(LONGEST_S, quiet_s * load_factor()))
 
@@ -48,9 +49,9 @@ def wait_until(claim: Callable[[], object], what: str, *, within_s: float | None
     """Return as soon as `claim()` is true; look often. Local.
 
     Args:
-        claim: Cheap, and true some time.
-        what: What is waited for, in words.
-        within_s: When to give up; by default `PATIENCE_S`, scaled.
+        claim: A cheap condition that becomes true at some time.
+        what: Description of the condition, for the message.
+        within_s: Time limit in seconds; by default `PATIENCE_S`, scaled.
 
     Raises:
         AssertionError: It did not become true.

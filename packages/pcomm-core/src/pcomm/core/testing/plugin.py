@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """Warm local ranks that live as long as the test session."""
-    # Imported here, so that tests of somebody else's project do not import torch.
+    # Imported here, so that tests of another project do not import torch.
     from pcomm.core.testing.on_ranks import RankPool
 
     pool = RankPool()

@@ -48,7 +48,7 @@ class Programs:
         Args:
             words: The command line.
             env: Its environment; that of this process if absent.
-            options: Of `subprocess.Popen`, which go before ours.
+            options: Options of `subprocess.Popen`, which replace ours.
         """
         self._watch()
         ours: dict[str, Any] = {
@@ -78,8 +78,8 @@ class Programs:
         Args:
             words: The command line.
             env: Its environment; that of this process if absent.
-            within_s: When to give up; by default `PATIENCE_S`, scaled.
-            options: Of `subprocess.Popen`.
+            within_s: Time limit in seconds; by default `PATIENCE_S`, scaled.
+            options: Options of `subprocess.Popen`.
 
         Raises:
             subprocess.TimeoutExpired: It did not end. It, and all that it started, is ended then.
@@ -101,12 +101,12 @@ class Programs:
     def stop(self) -> None:
         """Kill all that was started and still runs, with all descendants. Local."""
         for process in self._started:
-            # Where /proc does not tell who carries the mark, this ends the program at least.
+            # Without /proc the mark is not found, and this ends the program at least.
             if process.poll() is None:
                 process.kill()
         end_marked(self._mark)
         for process in self._started:
-            # Nobody holds the other ends of its pipes any more.
+            # No process holds the other ends of its pipes any more.
             process.communicate()
         self._started.clear()
 

@@ -1,6 +1,6 @@
 """Tensor-parallel layers beside the plain layer that their joined weights make.
 
-For tests of the layers, and for whoever writes `Collectives`: run the layers over them and see.
+For tests of the layers, and of new implementations of `Collectives`, over which they run.
 """
 
 # Shape suffixes: T tokens, I input features, O output features.
@@ -36,12 +36,12 @@ class LayerCase:
     """A layer, how it is split, and how many tokens go through it.
 
     Args:
-        kind: Which layer.
-        layout: Of the outputs of a column-parallel layer, the inputs of a row-parallel one, or
-            the vocabulary of an embedding.
-        bias: For the linear layers.
-        sequence_parallel: Whether tokens are split outside the layer.
-        gather_output: For the column-parallel layer.
+        kind: Name of the layer.
+        layout: Layout of the outputs of a column-parallel layer, of the inputs of a row-parallel
+            one, or of the vocabulary of an embedding.
+        bias: True gives the linear layers a bias.
+        sequence_parallel: True if tokens are split outside the layer.
+        gather_output: Option of the column-parallel layer.
         tokens: T, a multiple of the ranks under sequence parallelism.
         width: The dimension that is not split.
     """
@@ -107,9 +107,9 @@ class Comparison:
 
     Args:
         name: `"output"`, `"input gradient"`, or a parameter's name and `" gradient"`.
-        actual: Of the split layer.
-        plain: Of the plain layer in the same dtype.
-        exact: Of the plain layer in float64.
+        actual: Results of the split layer.
+        plain: Results of the plain layer in the same dtype.
+        exact: Results of the plain layer in float64.
         magnitude: Largest sum of absolute values behind an element, for `assert_close`.
     """
 
@@ -200,7 +200,7 @@ def _plain(
 
 
 def _joined(share: Tensor, placement: ParamLayout, collectives: Collectives) -> Tensor:
-    """The whole parameter from every rank's share; rank 0's where all hold it."""
+    """The whole parameter from every rank's shard; rank 0's where all hold it."""
     layout, dim = placement.layout, placement.dim
     if layout is None:
         return collectives.broadcast(share)

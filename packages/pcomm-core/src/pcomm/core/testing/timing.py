@@ -36,7 +36,7 @@ class Timing:
     """Microseconds of one call of a case, once for each round.
 
     Args:
-        case: What was called.
+        case: Name of the call.
         rounds_us: Mean over the calls of a round, in the order of the rounds.
     """
 
@@ -88,7 +88,7 @@ def _commit() -> str:
 def _command() -> str:
     """How the program was called, without the folders of this machine."""
     program = os.path.relpath(sys.argv[0])
-    # What was installed is found by its name; where it lies is nobody's concern.
+    # What was installed is found by its name; where it lies is left out.
     is_installed = program.startswith(os.pardir)
     words = [os.path.basename(program)] if is_installed else ["python", program]
     return shlex.join([*words, *sys.argv[1:]])
@@ -100,9 +100,9 @@ class Row:
 
     Args:
         benchmark: Name of the script.
-        case: What was measured.
+        case: Name of the measured case.
         value: The number.
-        unit: Of the number, such as `us`.
+        unit: Unit of the number, such as `us`.
         ratio_to: Another case of the same run; empty if there is nothing to compare with.
         ratio: This value over that case's.
         rounds: Number of rounds behind the value.
@@ -135,7 +135,7 @@ def time_cases(
 
     Args:
         cases: Functions of no arguments by name; what they compute must have been checked before.
-        rounds: How often each case has its turn, at least 7.
+        rounds: Number of turns of each case, at least 7.
         round_s: About how long a turn lasts, in seconds; at least one call.
         clock: Seconds. `time.thread_time` leaves out what other programs take from this thread,
             and is right for work of the host that neither waits nor uses other threads.
@@ -183,7 +183,7 @@ def run_benchmark(description: str | None, measure: Callable[[], Sequence[Row]])
     with the code `NOT_HERE`.
 
     Args:
-        description: For `--help`: the script's docstring.
+        description: The script's docstring, shown by `--help`.
         measure: Checks that the alternatives agree, then times them.
     """
     parser = argparse.ArgumentParser(

@@ -32,8 +32,8 @@ def numbers(benchmark: str, option: str, text: str) -> tuple[int, ...]:
 
     Args:
         benchmark: Its name, for the error.
-        option: As it is written, `--ranks`.
-        text: What was given.
+        option: Name of the option with its dashes, `--ranks`.
+        text: Value from the command line.
 
     Raises:
         ConfigError: Something else.
