@@ -39,7 +39,11 @@ def zigzag(cu_seqlens: Sequence[int], size: int) -> Layout:
     Raises:
         LayoutError: The offsets do not start at 0 or fall, or a length is no multiple.
     """
-    return _zigzag(_checked_zigzag(cu_seqlens, size), size)
+    offsets = _checked_zigzag(cu_seqlens, size)
+    if size == 1:
+        # Both chunks of a sequence lie side by side, so its length does not matter.
+        return Layout.even(offsets[-1], 1)
+    return _of_chunks(offsets[-1], *_chunks(offsets, size))
 
 
 def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
@@ -52,7 +56,7 @@ def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
     Raises:
         LayoutError: The offsets do not start at 0 or fall, or the last one is no multiple.
     """
-    return _contiguous(_checked_contiguous(cu_seqlens, size), size)
+    return Layout.even(_checked_contiguous(cu_seqlens, size)[-1], size)
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,10 @@ class TokenLayout:
     def layout(self) -> Layout:
         """The runs of tokens that each rank holds."""
         # The offsets are checked: thousands need not be looked at again.
-        layout = {"zigzag": _zigzag, "contiguous": _contiguous}[self.layout_name](
-            self.cu_seqlens, self.size
-        )
+        if self._chunks is None:
+            layout = Layout.even(self.num_tokens, self.size)
+        else:
+            layout = _of_chunks(self.num_tokens, *self._chunks)
         layout.adopt(RowOrder.of, self.row_order)
         return layout
 
@@ -125,10 +130,18 @@ class TokenLayout:
     def row_order(self) -> RowOrder:
         """The order of the layout, made without its thousands of runs, which few modes need."""
         with torch.inference_mode(False):
-            if self.layout_name == "contiguous" or self.size == 1:
+            if self._chunks is None:
                 return RowOrder(torch.arange(self.num_tokens))
-            starts_RN2, lengths_RN2 = _chunks(self.cu_seqlens, self.size)
+            starts_RN2, lengths_RN2 = self._chunks
             return RowOrder(expand_ranges(starts_RN2.flatten(), lengths_RN2.flatten()))
+
+    @cached_property
+    def _chunks(self) -> tuple[Tensor, Tensor] | None:
+        """Those of all ranks in zigzag; None where every rank has one range."""
+        if self.layout_name == "contiguous" or self.size == 1:
+            return None
+        with torch.inference_mode(False):
+            return _chunks(self.cu_seqlens, self.size)
 
     def of_rank(self, rank: int) -> Tensor:
         """The tokens of `rank`, as they lie there; on the CPU."""
@@ -159,23 +172,18 @@ class TokenLayout:
         return tuple(min(max(o - first, 0), self.local_tokens) for o in self.cu_seqlens)
 
 
-def _zigzag(offsets: Sequence[int], size: int) -> Layout:
-    if size == 1:
-        # Both chunks of a sequence lie side by side, so its length does not matter.
-        return Layout.even(offsets[-1], 1)
-    starts_RN2, lengths_RN2 = _chunks([*dict.fromkeys(offsets)], size)
+def _of_chunks(length: int, starts_RN2: Tensor, lengths_RN2: Tensor) -> Layout:
     edges_R = torch.stack([starts_RN2, starts_RN2 + lengths_RN2], -1).flatten(1).numpy()
     edges = (array("q", own.tobytes()) for own in edges_R)
-    return Layout.of_edges(offsets[-1], edges, are_sound=True)
-
-
-def _contiguous(offsets: Sequence[int], size: int) -> Layout:
-    return Layout.even(offsets[-1], size)
+    return Layout.of_edges(length, edges, are_sound=True)
 
 
 def _chunks(offsets: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
-    """`[R, N, 2]` each: first token and length of the two chunks of each sequence on each rank."""
-    offsets_N = torch.tensor(offsets)
+    """`[R, N, 2]` each: first token and length of the two chunks of each sequence on each rank.
+
+    Empty sequences have none.
+    """
+    offsets_N = torch.tensor([*dict.fromkeys(offsets)])
     chunk_N1 = (offsets_N.diff() // (2 * size))[:, None]
     early_R = torch.arange(size)
     place_R12 = torch.stack([early_R, 2 * size - 1 - early_R], -1)[:, None]
