@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from pcomm.gdn_cp.ops.chunk_layout import ChunkLayout
 from pcomm.gdn_cp.ops.gated_delta_rule.chunk import check_delta_inputs
 from pcomm.gdn_cp.ops.gated_delta_rule.recurrent import gated_delta_step
 from pcomm.gdn_cp.ops.input_checks import check_shape
-from pcomm.gdn_cp.ops.precision import compute_dtype
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
+from pcomm.gdn_cp.ops.token_loop import token_by_token
 
 __all__ = ["naive_recurrent_gated_delta_rule"]
 
@@ -34,22 +33,9 @@ def naive_recurrent_gated_delta_rule(
     before it. Arguments, results and errors are those of `chunk_gated_delta_rule`; differentiable
     as often as wanted.
     """
-    layout = ChunkLayout.of(cu_seqlens, 1)
-    asked = "naive_recurrent_gated_delta_rule"
-    check_delta_inputs(asked, layout.cu_seqlens, k_TGK, v_THV, g_TH, beta_TH)
+    asked, offsets = "naive_recurrent_gated_delta_rule", PackOffsets.of(cu_seqlens)
+    check_delta_inputs(asked, offsets, k_TGK, v_THV, g_TH, beta_TH)
     check_shape(f"{asked}: q", q_TGK, tuple(k_TGK.shape))
-    shape = (layout.num_sequences, v_THV.shape[1], k_TGK.shape[2], v_THV.shape[2])
-    if initial_state is None:
-        initial_state = v_THV.new_zeros(shape, dtype=compute_dtype(v_THV))
-    check_shape(f"{asked}: initial_state", initial_state, shape)
-    initial_state = initial_state.to(compute_dtype(v_THV))
-    reads, states = [v_THV[:0]], [initial_state[:0]]
-    for sequence, length in enumerate(layout.lengths):
-        start, state = layout.cu_seqlens[sequence], initial_state[sequence : sequence + 1]
-        for token in range(start, start + length):
-            one = slice(token, token + 1)
-            inputs = (q_TGK[one], k_TGK[one], v_THV[one], g_TH[one], beta_TH[one])
-            read, state = gated_delta_step(state, *inputs)
-            reads.append(read)
-        states.append(state)
-    return torch.cat(reads), torch.cat(states)
+    tokens = (q_TGK, k_TGK, v_THV, g_TH, beta_TH)
+    key_dim = k_TGK.shape[2]
+    return token_by_token(asked, gated_delta_step, tokens, offsets, v_THV, key_dim, initial_state)
