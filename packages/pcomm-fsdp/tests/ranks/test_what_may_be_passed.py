@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import ReshardPolicy as ShardedOn
+from torch.distributed.tensor import Shard as ShardedOn
 from torch.distributed.tensor import distribute_tensor
 
 from pcomm.core.errors import ConfigError
