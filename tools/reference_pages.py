@@ -6,14 +6,17 @@ It also fills the marked tables of other pages, READMEs among them, with committ
 compare the committed pages with what this would write.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import TypeAdapter
 
 import benchmark_page
 import row_tables
 from face_pages import face_pages
 from pcomm.core.process import environment
-from pcomm.integration.config import keys
-from pcomm.integration.config_values import expected_type, toml_value
+from pcomm.integration.config import SECTIONS, keys
+from pcomm.integration.config_errors import toml_value
 from repository import ROOT
 
 DOCS = ROOT / "docs"
@@ -31,7 +34,25 @@ CONFIGURATION = """\
 
 What a TOML file for `pcomm train --config` may hold, and what `--set section.key=value` may set. A
 key that is not here is an error that names the nearest one.
+
+A number is what it says, 0 included. What is no number has a word: `"auto"` is derived from other
+keys, `"all"` is everything there is, `"end"` is once after the last step, and `"none"` is no limit.
 """
+
+# Words for the kinds of JSON schema, and for the bounds of numbers.
+KINDS = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "true or false",
+    "array": "a list of",
+}
+BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
 
 
 def pages() -> dict[str, str]:
@@ -45,14 +66,31 @@ def pages() -> dict[str, str]:
 
 
 def _configuration_lines() -> Iterator[str]:
+    schemas = {name: TypeAdapter(cls).json_schema() for name, cls in SECTIONS.items()}
     section = ""
     for key in keys():
         if key.section != section:
             section = key.section
             yield from ["", f"## {section}", ""]
             yield from ["| key | takes | default | meaning |", "|---|---|---|---|"]
-        takes, default = expected_type(key.annotation), toml_value(key.default)
-        yield f"| `{key.name}` | {takes} | `{default}` | {key.help} |"
+        kind = takes(schemas[key.section]["properties"][key.name])
+        yield f"| `{key.name}` | {kind} | `{toml_value(key.default)}` | {key.help} |"
+
+
+def takes(schema: Mapping[str, Any]) -> str:
+    """The values of a key in words, from the JSON schema that pydantic makes of its type."""
+    if "anyOf" in schema:
+        return ", or ".join(takes(one) for one in schema["anyOf"])
+    choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if choices:
+        return " or ".join(f"`{toml_value(choice)}`" for choice in choices)
+    words = [KINDS[schema["type"]]]
+    if schema["type"] == "array":
+        items = schema.get("prefixItems") or [schema["items"]]
+        count = f"{len(items)} items, each" if "prefixItems" in schema else "items, each"
+        words += [count, takes(items[0])]
+    bounds = [f"{word} {schema[bound]}" for bound, word in BOUNDS.items() if bound in schema]
+    return " ".join([*words, " and ".join(bounds)]).strip()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcomm.integration.config import ModelConfig
+from pcomm.integration.config import ResolvedModel
 from pcomm.integration.models.language_model import LanguageModel
 
 __all__ = ["PlainGPT"]
@@ -19,7 +19,7 @@ __all__ = ["PlainGPT"]
 class PlainGPT(nn.Module):
     """A decoder over rows of equal length. B rows, L tokens a row."""
 
-    def __init__(self, config: ModelConfig, vocabulary: int, row_length: int) -> None:
+    def __init__(self, config: ResolvedModel, vocabulary: int, row_length: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, config.width)
         self.layers = nn.ModuleList(_PlainLayer(config) for _ in range(config.layers))
@@ -63,7 +63,7 @@ class PlainGPT(nn.Module):
 
 
 class _PlainLayer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ResolvedModel) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim

@@ -18,13 +18,11 @@ from torch.optim import AdamW
 
 from pcomm.core import connect
 from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
-from pcomm.integration import recipes
-from pcomm.integration.config_rules import validate
+from pcomm.integration import build_model, open_run_groups, recipes, validate
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.token_cache import TokenCorpus
-from pcomm.integration.parallelize import build_model, names_that_decay, open_run_groups
 from pcomm.integration.train.schedule import learning_rate
-from pcomm.integration.train.trainer import Trainer
+from pcomm.integration.train.trainer import Trainer, names_that_decay
 
 ROUNDS = 15
 
@@ -77,9 +75,10 @@ def measure() -> Sequence[Row]:
             global_batch_tokens=train.global_batch_tokens,
         )
         with open_run_groups(config, world) as groups:
-            trainer = Trainer(build_model(config, groups, world.device), config, batches)
+            model = build_model(config, groups, world.device)
+            trainer = Trainer(model, groups, config, batches)
             plain = PlainGPT(config.model, config.data.vocabulary, train.sequence_length)
-            plain.copy_from(trainer.parallel.model)
+            plain.copy_from(model)
             decays = names_that_decay(plain)
             named = dict(plain.named_parameters())
             decaying = [parameter for name, parameter in named.items() if name in decays]

@@ -15,11 +15,8 @@ from training_step import random_corpus
 from pcomm.core import connect
 from pcomm.core.process import LocalRanks
 from pcomm.core.testing.timing import Row, Timing, compare, run_benchmark
-from pcomm.integration import recipes
-from pcomm.integration.config_rules import validate
+from pcomm.integration import Trainer, build_model, open_run_groups, recipes, validate
 from pcomm.integration.data.batches import TrainBatches
-from pcomm.integration.parallelize import build_model, open_run_groups
-from pcomm.integration.train.trainer import Trainer
 
 ROUNDS = 7
 STEPS = 5
@@ -37,7 +34,8 @@ def train() -> list[tuple[float, float]]:
             global_batch_tokens=config.train.global_batch_tokens,
         )
         with open_run_groups(config, world) as groups:
-            trainer = Trainer(build_model(config, groups, world.device), config, batches)
+            model = build_model(config, groups, world.device)
+            trainer = Trainer(model, groups, config, batches)
             rows = [trainer.step(index).row for index in range(STEPS)]
     return [(row["loss"], row["step_ms"]) for row in rows]
 

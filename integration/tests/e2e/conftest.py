@@ -14,6 +14,7 @@ import pytest
 
 from pcomm.core.command.main import main
 from pcomm.core.testing.programs import Programs
+from pcomm.integration.testing.short_runs import write_words
 
 CONFIG = """
 [model]
@@ -33,7 +34,7 @@ eval_every = 2
 eval_tokens = 512
 
 [data]
-path = ["{text}/*.txt"]
+path = ["{text}"]
 vocabulary = 320
 
 [checkpoint]
@@ -49,13 +50,8 @@ max_tokens = 8
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration of six steps on text that is easy to learn."""
     folder = tmp_path_factory.mktemp("tiny")
-    text = folder / "text"
-    text.mkdir()
-    for number in range(40):
-        words = [f"word{(number * 7 + n * n) % 31}" for n in range(5 + number)]
-        (text / f"{number}.txt").write_text(" ".join(words))
     file = folder / "tiny.toml"
-    file.write_text(CONFIG.format(text=text))
+    file.write_text(CONFIG.format(text=write_words(folder / "text", documents=40)))
     return file
 
 

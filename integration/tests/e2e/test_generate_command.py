@@ -17,13 +17,19 @@ from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 from pcomm.integration.generate.writer import Writer
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.parallelize import plan_sequences
 
 
 @pytest.fixture(scope="module")
 def run(train: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has learnt enough to end a document now and then."""
     out = tmp_path_factory.mktemp("generate") / "run"
-    overrides = ["train.steps=40", "train.eval_every=0", "checkpoint.every=0", "sample.prompt=''"]
+    overrides = [
+        "train.steps=40",
+        "train.eval_every=end",
+        "checkpoint.every=end",
+        "sample.prompt=''",
+    ]
     assert train(out, *(word for item in overrides for word in ("--set", item))) == 0
     return out
 
@@ -103,7 +109,7 @@ def test_without_a_prompt_it_writes_all_the_same(
 def logits_at_once(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
     count = len(tokens)
     with torch.inference_mode():
-        return model(torch.tensor(tokens), model.plan((0, count)))
+        return model(torch.tensor(tokens), plan_sequences(model, (0, count)))
 
 
 def logits_with_cache(

@@ -18,7 +18,7 @@ from pcomm.core.testing.programs import Programs
 from pcomm.integration.checkpoint.folders import checkpoints
 
 # Far more steps than are done before the signal, and no checkpoint before it.
-ENDLESS = ["train.steps=1000000", "checkpoint.every=0", "train.eval_every=0"]
+ENDLESS = ["train.steps=1000000", "checkpoint.every=end", "train.eval_every=end"]
 
 
 def interrupt_parent(process: subprocess.Popen[str]) -> None:

@@ -28,14 +28,14 @@ def test_two_ranks_are_in_one_file(train: Callable[..., int], tmp_path: Path) ->
         # Three steps, and in each as many collectives as without a trace.
         assert (count["step"], count["optimizer"]) == (3, 3)
         assert count["forward"] == count["backward"] >= 3
-        sums = [e for e in mine if names[rank, e["tid"]].startswith("dp_cp:gradients")]
+        sums = [e for e in mine if names[rank, e["tid"]].startswith("data.outer:reduce")]
         assert {e["name"] for e in sums} == {"all_reduce"}
         assert len(sums) == count["wait all_reduce"] >= 3
         assert all(e["args"]["stop is"] == "done" and e["args"]["bytes"] > 0 for e in sums)
         # A gradient is on its way only after backward has begun.
         first_backward = min(e["ts"] for e in mine if e["name"] == "backward")
         assert min(e["ts"] for e in sums) > first_backward
-    # The loss is summed once a step over everybody, at about the same time on both ranks.
+    # The loss is summed once a step over all ranks, at about the same time on both ranks.
     ends = [
         [e["ts"] + e["dur"] for e in events if e["pid"] == r and names[r, e["tid"]] == "dp_cp_tp"]
         for r in (0, 1)

@@ -10,6 +10,7 @@ from pcomm.integration import recipes
 from pcomm.integration.config_rules import validate
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.parallelize import plan_sequences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +24,7 @@ def gradient(device: str, dtype: torch.dtype) -> torch.Tensor:
     model = LanguageModel(config.model, config.data.vocabulary, device=device, dtype=dtype)
     initialise(model, config.model, seed=0)
     tokens = torch.arange(24, device=device) * 7 % config.data.vocabulary
-    model.token_losses(tokens, tokens.roll(-1), model.plan((0, 10, 24))).sum().backward()
+    model.token_losses(tokens, tokens.roll(-1), plan_sequences(model, (0, 10, 24))).sum().backward()
     found = model.embedding.weight.grad
     assert found is not None
     return found.cpu()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -12,20 +11,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pcomm.core import Collectives, connect
+from pcomm.core import Collectives
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.tensor_parallel import join_shards
 from pcomm.core.testing import RankPool, ranks
-from pcomm.integration import recipes
 from pcomm.integration.checkpoint.folders import checkpoints, newest
 from pcomm.integration.checkpoint.reader import read
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.config import Config, ParallelConfig
-from pcomm.integration.config_rules import validate
-from pcomm.integration.data.batches import TrainBatches
-from pcomm.integration.data.preparation import open_prepared, prepare
-from pcomm.integration.parallelize import EVERYONE, build_model, open_run_groups
-from pcomm.integration.train.trainer import Trainer
+from pcomm.integration.parallelize import ALL_RANKS
+from pcomm.integration.testing.short_runs import open_trainer, prepare_words, tiny_config
 
 ALONE = ParallelConfig()
 ON_TWO = {
@@ -37,13 +32,7 @@ Result = dict[str, list[float] | dict[str, Tensor]]
 
 
 def config(parallel: ParallelConfig) -> Config:
-    tiny = recipes.tiny()
-    return dataclasses.replace(
-        tiny,
-        parallel=parallel,
-        model=dataclasses.replace(tiny.model, qk_norm=True),
-        train=dataclasses.replace(tiny.train, steps=6, learning_rate=1e-2),
-    )
+    return tiny_config(parallel, model={"qk_norm": True}, steps=6, learning_rate=1e-2)
 
 
 def train(parallel: ParallelConfig, folder: Path, data: Path, until: int, dtype: str) -> None:
@@ -51,31 +40,19 @@ def train(parallel: ParallelConfig, folder: Path, data: Path, until: int, dtype:
 
     Leaves `result.pt` with the losses of these steps and the whole tensors after them.
     """
-    with connect() as world:
-        resolved = validate(config(parallel), world.size)
-        with open_run_groups(resolved, world) as groups:
-            batches = TrainBatches(
-                open_prepared(data).train,
-                seed=resolved.train.seed,
-                sequence_length=resolved.train.sequence_length,
-                global_batch_tokens=resolved.train.global_batch_tokens,
-            )
-            built = build_model(resolved, groups, world.device, dtype=getattr(torch, dtype))
-            trainer = Trainer(built, resolved, batches)
-            group = groups[EVERYONE, "checkpoint"]
-            start = newest(folder)
-            if start is not None:
-                read(start, trainer.regions(), group)
-                trainer.resume_at(start.step)
-            losses = [
-                trainer.step(index).row["loss"]
-                for index in range(start.step if start else 0, until)
-            ]
-            with Saver(folder, group, keep=0, is_asynchronous=True) as saver:
-                saver.save(until, trainer.regions(), {})
-            tensors = whole(trainer.regions(), groups["tp"].collectives)
-            if world.rank == 0:
-                torch.save({"losses": losses, "tensors": tensors}, folder / "result.pt")
+    with open_trainer(config(parallel), data, getattr(torch, dtype)) as trainer:
+        group = trainer.groups[ALL_RANKS, "checkpoint"]
+        start = newest(folder)
+        if start is not None:
+            read(start, trainer.shard_views(), group)
+            trainer.resume_at(start.step)
+        first = start.step if start else 0
+        losses = [trainer.step(index).row["loss"] for index in range(first, until)]
+        with Saver(folder, group, keep=None, is_asynchronous=True) as saver:
+            saver.save(until, trainer.shard_views(), {})
+        tensors = whole(trainer.shard_views(), trainer.groups["tp"].collectives)
+        if group.rank == 0:
+            torch.save({"losses": losses, "tensors": tensors}, folder / "result.pt")
 
 
 @ranks(2)
@@ -125,12 +102,7 @@ def assert_same_tensors(mine: Result, other: Result) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    for number in range(40):
-        words = [f"word{(number * 7 + n * n) % 31}" for n in range(5 + number)]
-        (folder / f"{number}.txt").write_text(" ".join(words))
-    prepare(dataclasses.replace(recipes.tiny().data, path=(f"{folder}/*.txt",)), folder)
-    return folder
+    return prepare_words(tmp_path_factory.mktemp("data"), documents=40)
 
 
 def test_tensors_pass_through_any_ranks(rank_pool: RankPool, data: Path, tmp_path: Path) -> None:

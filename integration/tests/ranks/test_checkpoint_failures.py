@@ -25,10 +25,10 @@ from pcomm.integration.checkpoint import saver as saver_module
 from pcomm.integration.checkpoint.folders import checkpoints, newest, remove_partial
 from pcomm.integration.checkpoint.reader import read
 from pcomm.integration.checkpoint.saver import Saver
-from pcomm.integration.config import Config
-from pcomm.integration.config_file import apply_overrides, load_config
+from pcomm.integration.config_file import load_config
 from pcomm.integration.config_rules import validate
-from pcomm.integration.parallelize import EVERYONE, open_run_groups
+from pcomm.integration.parallelize import ALL_RANKS, open_run_groups
+from pcomm.integration.testing.short_runs import run_words, write_words
 from pcomm.integration.train.run import run_training
 
 
@@ -37,7 +37,7 @@ def checkpoint_group() -> Iterator[Group]:
     with connect() as world:
         resolved = validate(recipes.tiny(), world.size)
         with open_run_groups(resolved, world) as groups:
-            yield groups[EVERYONE, "checkpoint"]
+            yield groups[ALL_RANKS, "checkpoint"]
 
 
 @ranks(2)
@@ -96,7 +96,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, name: str, tmp_pa
     where, owner, attribute = FAILURES[name]
     regions = {"x": ShardView(torch.ones(4), ParamLayout(), 0)}
     with checkpoint_group() as group:
-        saver = Saver(tmp_path, group, keep=0, is_asynchronous=True)
+        saver = Saver(tmp_path, group, keep=None, is_asynchronous=True)
         saver.save(1, regions, {})
         saver.wait()
         broken = no_room if rank == where else getattr(owner, attribute)
@@ -122,20 +122,16 @@ def train(run_dir: Path, *overrides: str) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps, on one process."""
     folder = tmp_path_factory.mktemp("finished")
-    text = folder / "text"
-    text.mkdir()
-    for number in range(20):
-        words = [f"word{(number * 7 + n * n) % 31}" for n in range(5 + number)]
-        (text / f"{number}.txt").write_text(" ".join(words))
-    (text / "other.jsonl").write_text("".join(f'{{"text": "line {n}"}}\n' for n in range(20)))
-    config: Config = apply_overrides(recipes.tiny(), [f"data.path=['{text}/*.txt']"])
-    run_training(config, folder / "run", stream=io.StringIO())
+    text = write_words(folder / "text", documents=20)
+    lines = "".join(f'{{"text": "line {n}"}}\n' for n in range(20))
+    (folder / "text" / "other.jsonl").write_text(lines)
+    run_words(text, folder / "run")
     return folder
 
 
 REFUSED = {
     "model.layers=3": "model.layers was 2 and is 3",
-    "model.mlp_width=0": "model.mlp_width was 64 and is 128",
+    "model.mlp_width=auto": "model.mlp_width was 64 and is 128",
     "model.qk_norm=true": "model.qk_norm was False and is True",
     "data.vocabulary=400": "data.vocabulary was 320 and is 400",
     "data.vocabulary=300": "data.vocabulary was 320 and is 300",
@@ -253,7 +249,7 @@ def test_damaged_metrics_stop_both_ranks_before_the_first_step(rank: int, copied
 
 
 def test_the_configuration_may_change_in_what_decides_no_weights(copied: Path) -> None:
-    overrides = ["train.steps=6", "train.dtype=bf16", "checkpoint.keep=1", "train.eval_every=0"]
+    overrides = ["train.steps=6", "train.dtype=bf16", "checkpoint.keep=1", "train.eval_every=end"]
     train(copied, *overrides)
     assert [checkpoint.step for checkpoint in checkpoints(copied)] == [6]
     assert load_config(copied / "config.toml").train.dtype == "bf16"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from pathlib import Path
 
@@ -12,15 +11,14 @@ from torch import Tensor
 
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.testing import RankPool, ranks
-from pcomm.integration import recipes
 from pcomm.integration.checkpoint.folders import checkpoints, newest
 from pcomm.integration.checkpoint.reader import read
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.config import Config, ParallelConfig
-from pcomm.integration.parallelize import EVERYONE
+from pcomm.integration.parallelize import ALL_RANKS
 from pcomm.integration.testing.short_runs import (
     open_trainer,
-    prepare_words,
+    tiny_config,
     train_steps,
     worst_difference,
 )
@@ -29,13 +27,7 @@ STEPS = 2
 
 
 def config(parallel: ParallelConfig, *, seed: int = 0) -> Config:
-    tiny = recipes.tiny()
-    return dataclasses.replace(
-        tiny,
-        parallel=parallel,
-        model=dataclasses.replace(tiny.model, experts=4, shared_expert_width=16),
-        train=dataclasses.replace(tiny.train, seed=seed),
-    )
+    return tiny_config(parallel, model={"experts": 4, "shared_expert_width": 16}, seed=seed)
 
 
 def read_back(parallel: ParallelConfig, folder: Path, run_dir: Path) -> dict[str, ShardView]:
@@ -43,8 +35,8 @@ def read_back(parallel: ParallelConfig, folder: Path, run_dir: Path) -> dict[str
     with open_trainer(config(parallel, seed=1), run_dir, torch.float64) as trainer:
         checkpoint = newest(folder)
         assert checkpoint is not None
-        regions = trainer.regions()
-        read(checkpoint, regions, trainer.parallel.groups[EVERYONE, "checkpoint"])
+        regions = trainer.shard_views()
+        read(checkpoint, regions, trainer.groups[ALL_RANKS, "checkpoint"])
         return {name: region.clone() for name, region in regions.items()}
 
 
@@ -54,14 +46,9 @@ def save(rank: int, folder: Path, run_dir: Path) -> None:
     with open_trainer(config(parallel), run_dir, torch.float64) as trainer:
         for index in range(STEPS):
             trainer.step(index)
-        group = trainer.parallel.groups[EVERYONE, "checkpoint"]
-        with Saver(folder, group, keep=0, is_asynchronous=True) as saver:
-            saver.save(STEPS, trainer.regions(), {})
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_words(tmp_path_factory.mktemp("run"))
+        group = trainer.groups[ALL_RANKS, "checkpoint"]
+        with Saver(folder, group, keep=None, is_asynchronous=True) as saver:
+            saver.save(STEPS, trainer.shard_views(), {})
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +70,7 @@ def test_one_process_reads_what_it_would_have_trained(
     whole: dict[str, Tensor], run_dir: Path
 ) -> None:
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
-    worst, name = worst_difference(alone.regions, whole)
+    worst, name = worst_difference(alone.views, whole)
     assert worst < 1e-9, name
     assert whole["model.blocks.1.mlp.experts.down"].shape == (4, 32, 64)
 

@@ -5,23 +5,22 @@ The balance loss is strong here, so that a wrong share of it is seen.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.core.testing import ranks
-from pcomm.integration import recipes
+from pcomm.fsdp import Scope
+from pcomm.integration import parallelize as parallelize_module
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.models.moe import balance as balance_module
 from pcomm.integration.models.moe.dispatch import Dispatch
-from pcomm.integration.parallelize import Parallel
 from pcomm.integration.testing.short_runs import (
     Steps,
     open_trainer,
-    prepare_words,
+    tiny_config,
     train_steps,
     worst_difference,
 )
@@ -58,31 +57,16 @@ ON_FOUR = {
 }
 
 
+def run(parallel: ParallelConfig, kind: str, run_dir: Path, steps: int = STEPS) -> Steps:
+    return train_steps(config(parallel, kind), run_dir, torch.float64, steps)
+
+
 def config(parallel: ParallelConfig, kind: str) -> Config:
     """The tiny recipe with experts. Micro-batches differ between the arrangements on purpose."""
-    tiny = recipes.tiny()
     model = {"balance_loss": 0.5, "mamba_state_dim": 16, "qk_norm": True, **MODELS[kind]}
-    return dataclasses.replace(
-        tiny,
-        parallel=parallel,
-        model=dataclasses.replace(tiny.model, **model),
-        train=dataclasses.replace(
-            tiny.train,
-            steps=STEPS,
-            sequence_length=ROW,
-            learning_rate=1e-2,
-            micro_batch_tokens=ROW if parallel.cp > 1 or parallel.dp == 2 else 0,
-        ),
-    )
-
-
-def run(parallel: ParallelConfig, kind: str, run_dir: Path) -> Steps:
-    return train_steps(config(parallel, kind), run_dir, torch.float64, STEPS)
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_words(tmp_path_factory.mktemp("run"))
+    micro = ROW if parallel.cp > 1 or parallel.dp == 2 else "auto"
+    train = {"steps": STEPS, "sequence_length": ROW, "learning_rate": 1e-2}
+    return tiny_config(parallel, model=model, micro_batch_tokens=micro, **train)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +81,7 @@ def compare(parallel: ParallelConfig, kind: str, run_dir: Path, single: dict) ->
     mine = run(parallel, kind, run_dir)
     worst = float((torch.tensor(mine.rows) - torch.tensor(rows)).abs().max())
     assert worst <= 1e-10, f"losses and norms are off by {worst:.2e}"
-    worst, name = worst_difference(mine.regions, tensors)
+    worst, name = worst_difference(mine.views, tensors)
     assert worst <= 1e-9, f"{name} is off by {worst:.2e}"
 
 
@@ -134,9 +118,9 @@ def test_other_models(rank: int, name: str, kind: str, run_dir: Path, single: di
 @ranks(2)
 def test_first_weights_are_parts_of_the_same_ones(rank: int, run_dir: Path, single: dict) -> None:
     """After no step at all, and not only equal in their effect."""
-    whole = train_steps(config(ParallelConfig(dp=2), "all"), run_dir, torch.float64, 0)
-    mine = train_steps(config(ParallelConfig(dp=2, ep=2), "all"), run_dir, torch.float64, 0)
-    assert worst_difference(mine.regions, whole.tensors)[0] == 0
+    whole = run(ParallelConfig(dp=2), "all", run_dir, 0)
+    mine = run(ParallelConfig(dp=2, ep=2), "all", run_dir, 0)
+    assert worst_difference(mine.views, whole.tensors)[0] == 0
     assert mine.tensors["model.blocks.0.mlp.experts.down"].shape[0] == 2
     assert len({float(t.sum()) for t in whole.tensors["model.blocks.0.mlp.experts.down"]}) == 4
 
@@ -144,40 +128,35 @@ def test_first_weights_are_parts_of_the_same_ones(rank: int, run_dir: Path, sing
 @ranks(2)
 def test_scopes_name_the_groups_of_every_parameter(rank: int, run_dir: Path) -> None:
     for parallel, sizes in (
-        (ParallelConfig(dp=2, ep=2), {"dense": (1, 2), "expert": (2, 1)}),
-        (ParallelConfig(dp=2), {"dense": (1, 2), "expert": (1, 2)}),
-        (ParallelConfig(tp=2), {"dense": (2, 1), "expert": (1, 2)}),
-        (ParallelConfig(tp=2, ep=2), {"dense": (2, 1), "expert": (2, 1)}),
+        (ParallelConfig(dp=2, ep=2), {"": (None, 2), "expert": (2, 1)}),
+        (ParallelConfig(dp=2), {"": (None, 2), "expert": (1, 2)}),
+        (ParallelConfig(tp=2), {"": (None, 1), "expert": (1, 2)}),
+        (ParallelConfig(tp=2, ep=2), {"": (None, 1), "expert": (2, 1)}),
     ):
         with open_trainer(config(parallel, "all"), run_dir, torch.float64) as trainer:
-            scopes = trainer.parallel.scopes
-            assert {s.name: (s.split.size, s.replicas.size) for s in scopes} == sizes
-            names = [name for scope in scopes for name in scope.parameters]
-            assert sorted(names) == sorted(n for n, _ in trainer.parallel.model.named_parameters())
-            assert all(
-                (".experts." in n) == (s.name == "expert") for s in scopes for n in s.parameters
-            )
+            plans = trainer.sharded.plans
+            spread = {plan.scope: plan.spread and plan.spread.size for plan in plans}
+            assert {p.scope: (spread[p.scope], p.num_replicas) for p in plans} == sizes
+            names = [name for plan in plans for name in plan.names]
+            assert sorted(names) == sorted(n for n, _ in trainer.model.named_parameters())
+            assert all((".experts." in n) == (p.scope == "expert") for p in plans for n in p.names)
+            assert trainer.groups["tp"].size == parallel.tp
 
 
 @ranks(2)
 def test_a_model_without_experts_opens_no_groups_for_them(rank: int, run_dir: Path) -> None:
-    asked = dataclasses.replace(recipes.tiny(), parallel=ParallelConfig(dp=2))
+    asked = tiny_config(ParallelConfig(dp=2))
     with open_trainer(asked, run_dir, torch.float32) as trainer:
-        keys = {str(key) for key in trainer.parallel.groups}
+        keys = {str(key) for key in trainer.groups}
         assert not any("expert" in key for key in keys)
-        assert [scope.name for scope in trainer.parallel.scopes] == ["dense"]
+        assert {plan.scope for plan in trainer.sharded.plans} == {""}
         assert "balance_loss" not in trainer.step(0).row
 
 
 # What is replaced, by what, and where it must be noticed. Functions stand below.
-def _mean_over_replicas(parallel: Parallel) -> object:
+def _mean_over_replicas(*arguments: Any, **options: Any) -> Scope:
     """A broken piece: gradients of experts are divided by the number of their replicas."""
-    found = _SCOPES(parallel)
-    for scope in found:
-        if scope.name == "expert":
-            for parameter in scope.parameters.values():
-                parameter.register_hook(lambda g, n=scope.replicas.size: g / n)
-    return found
+    return Scope(*arguments, **{**options, "divisor": 2})
 
 
 def _drop_an_expert(dispatch: Dispatch, y_ND: torch.Tensor) -> torch.Tensor:
@@ -195,19 +174,18 @@ def _keep_partial(model: object, collectives: object) -> None:
     """A broken piece: each tensor-parallel rank keeps its own part of the router's gradient."""
 
 
-def _only_dense(self: ParamLayout) -> bool:
+def _not_spread(*arguments: Any, **options: Any) -> Scope:
     """A broken piece: the norm counts a rank's experts as if every rank had them."""
-    return self.layout is not None and self.layout.size > 1 and self.scope == "dense"
+    return Scope(*arguments, **{**options, "spread": None})
 
 
-_SCOPES = Parallel.scopes.fget
 _BRING_BACK = Dispatch.bring_back
 BREAKS = {
-    "divisor": (Parallel, "scopes", property(_mean_over_replicas), "dp2"),
+    "divisor": (parallelize_module, "Scope", _mean_over_replicas, "dp2"),
     "dropped tokens": (Dispatch, "bring_back", _drop_an_expert, "dp2 ep2"),
     "balance loss ignored": (balance_module, "with_side_loss", _ignore, "dp2 ep2"),
     "router's gradient partial": (trainer_module, "sum_partial_gradients", _keep_partial, "tp2"),
-    "norm of one rank's experts": (ParamLayout, "is_split", property(_only_dense), "dp2 ep2"),
+    "norm of one rank's experts": (parallelize_module, "Scope", _not_spread, "dp2 ep2"),
 }
 
 

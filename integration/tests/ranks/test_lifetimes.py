@@ -11,49 +11,40 @@ import torch
 import torch.distributed as dist
 
 from pcomm.core import connect
+from pcomm.core.errors import ClosedError
 from pcomm.core.testing import Living, left_behind, ranks
 from pcomm.core.testing.living import num_parameters
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.config_rules import validate
-from pcomm.integration.parallelize import build_model, open_run_groups
-from pcomm.integration.testing.short_runs import prepare_words, train_steps
-from pcomm.integration.train.replicas import Replicas
+from pcomm.integration.parallelize import (
+    build_model,
+    open_run_groups,
+    plan_sequences,
+    shard_parameters,
+)
+from pcomm.integration.testing.short_runs import tiny_config, train_steps
 from pcomm.integration.train.run import run_training
 
 RUNS = 3
 
 
-def config(parallel: ParallelConfig, *, dtype: str = "fp32", pattern: str = "A") -> Config:
-    tiny = recipes.tiny()
-    return dataclasses.replace(
-        tiny,
-        parallel=parallel,
-        model=dataclasses.replace(tiny.model, pattern=pattern, layers=2),
-        train=dataclasses.replace(tiny.train, steps=2, dtype=dtype),
-    )
+EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_width": 32}
 
 
-def with_experts(parallel: ParallelConfig) -> Config:
-    plain = config(parallel)
-    model = dataclasses.replace(plain.model, experts=4, experts_per_token=2, expert_width=32)
-    return dataclasses.replace(plain, model=model)
+def config(parallel: ParallelConfig, *, dtype: str = "fp32", **model: object) -> Config:
+    return tiny_config(parallel, model=model, steps=2, dtype=dtype)
 
 
 KINDS = {
     "replicas": config(ParallelConfig(dp=2)),
     "tensor and sequence parallel": config(ParallelConfig(tp=2, sequence=True)),
     "context parallel": config(ParallelConfig(cp=2), pattern="GA"),
-    "experts": with_experts(ParallelConfig(dp=2, ep=2)),
+    "experts": config(ParallelConfig(dp=2, ep=2), **EXPERTS),
     "shards": config(ParallelConfig(dp=2, data="shard")),
     "shards of stage 1 in bf16": config(ParallelConfig(dp=2, data="shard", zero=1), dtype="bf16"),
-    "shards of experts": with_experts(ParallelConfig(dp=2, data="shard")),
+    "shards of experts": config(ParallelConfig(dp=2, data="shard"), **EXPERTS),
 }
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_words(tmp_path_factory.mktemp("run"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,19 +84,15 @@ def test_closed_groups_let_go_of_a_model_that_is_still_there(rank: int) -> None:
     with connect() as world:
         resolved = validate(KINDS["replicas"], world.size)
         with open_run_groups(resolved, world) as groups:
-            parallel = build_model(resolved, groups, world.device)
-            replicas = Replicas(parallel)
-            parameters = list(replicas.parameters.values())
-            replicas.begin_step()
-            with replicas.micro_batch(is_last=True):
-                sum(p.sum() for p in parameters).backward()
-            replicas.finish_step()
-            assert all(bool((p.grad == world.size).all()) for p in parameters)
-    with replicas.micro_batch(is_last=True):
+            model = build_model(resolved, groups, world.device)
+            sharded = shard_parameters(model, resolved, groups)
+            tokens = torch.arange(8)
+            model(tokens, plan_sequences(model, (0, 8))).sum().backward()
+            assert all(p.grad is not None for p in sharded.parameters())
+    with pytest.raises(ClosedError):
         # No hook is left that would ask a closed group to add.
-        sum(p.sum() for p in parameters).backward()
-    assert all(bool((p.grad == world.size + 1).all()) for p in parameters)
-    del parallel, groups
+        model(tokens, plan_sequences(model, (0, 8)))
+    del sharded, groups
     left = left_behind(before)
     assert left == []
 
@@ -116,5 +103,7 @@ def test_groups_that_stay_open_do_not_keep_a_model(rank: int) -> None:
         resolved = validate(KINDS["replicas"], world.size)
         with open_run_groups(resolved, world) as groups:
             for _ in range(RUNS):
-                Replicas(build_model(resolved, groups, world.device))
+                model = build_model(resolved, groups, world.device)
+                shard_parameters(model, resolved, groups)
+                del model
                 assert num_parameters() == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import json
 import math
 from collections.abc import Iterator
@@ -16,19 +14,20 @@ import torch
 
 from pcomm.core import connect
 from pcomm.core.testing import ranks
-from pcomm.integration import recipes
 from pcomm.integration.checkpoint.folders import checkpoints, newest
-from pcomm.integration.config import Config, ModelConfig, ParallelConfig
-from pcomm.integration.config_file import apply_overrides
+from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.finite import NotFiniteError, is_finite
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.testing.short_runs import open_trainer, prepare_words
-from pcomm.integration.train.run import Outcome, run_training
+from pcomm.integration.testing.short_runs import (
+    open_trainer,
+    prepare_words,
+    run_words,
+    tiny_config,
+)
+from pcomm.integration.train.run import Outcome
 from pcomm.integration.train.trainer import Trainer
 
-EXPERTS = ModelConfig(
-    layers=2, width=32, heads=4, kv_heads=2, mlp_width=64, experts=4, balance_loss=0.01
-)
+EXPERTS = {"experts": 4, "balance_loss": 0.01}
 LAYOUTS = {
     "dp": (ParallelConfig(dp=2), None, "blocks.1.mlp_norm.weight"),
     "tp": (ParallelConfig(tp=2), None, "blocks.1.mixer.qkv.weight"),
@@ -41,13 +40,7 @@ LAYOUTS = {
 
 def config(layout: str) -> Config:
     parallel, model, _ = LAYOUTS[layout]
-    tiny = recipes.tiny()
-    return dataclasses.replace(tiny, parallel=parallel, model=model or tiny.model)
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_words(tmp_path_factory.mktemp("run"))
+    return tiny_config(parallel, model=model)
 
 
 @contextmanager
@@ -74,7 +67,7 @@ def nan_in(*steps: int, rank: int) -> Iterator[None]:
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in trainer.data.parameters.values()]
+    return [p.detach().clone() for p in trainer.sharded.parameters()]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -83,12 +76,12 @@ def test_what_one_rank_has_stops_the_update_of_all(rank: int, layout: str, run_d
     name = LAYOUTS[layout][2]
     with open_trainer(config(layout), run_dir, torch.float32) as trainer:
         assert trainer.step(0).is_finite
-        found = dict(trainer.parallel.model.named_parameters())
+        found = dict(trainer.model.named_parameters())
         [full, *_] = [full for full in found if full.startswith(name)]
         with torch.no_grad():
             if rank == 1:
                 found[full].fill_(math.nan)
-        trainer.data.parameters_changed()
+        trainer.sharded.parameters_changed()
         before = weights(trainer)
         result = trainer.step(1)
         assert not result.is_finite
@@ -106,15 +99,16 @@ def test_a_skipped_step_leaves_no_trace(rank: int, layout: str, run_dir: Path) -
     for indices in ((0, 1, 2), (0, 2)):
         with nan_in(1, rank=1), open_trainer(config(layout), run_dir, torch.float32) as trainer:
             finite = [trainer.step(index).is_finite for index in indices]
-            left.append({name: r.clone().tensor for name, r in trainer.regions().items()})
+            left.append({name: r.clone().tensor for name, r in trainer.shard_views().items()})
         assert finite == [index != 1 for index in indices]
     assert all(torch.equal(value, left[1][name]) for name, value in left[0].items())
 
 
 @ranks(2)
 def test_a_gradient_is_named_as_backward_meets_it(rank: int, run_dir: Path) -> None:
-    with open_trainer(config("dp"), run_dir, torch.float32) as trainer:
-        parameters = dict(trainer.parallel.model.named_parameters())
+    # Split layers, whose parameters are no shards: those refuse hooks of others.
+    with open_trainer(config("tp"), run_dir, torch.float32) as trainer:
+        parameters = dict(trainer.model.named_parameters())
         # Gradients that overflow in the last block, as well as what backward reaches after it.
         for name in ("embedding.weight", "blocks.1.mixer.qkv.weight", "blocks.0.mlp.down.weight"):
             parameters[name].register_hook(lambda gradient: gradient * math.inf)
@@ -152,8 +146,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def train(text: str, run_dir: Path, *overrides: str) -> Outcome:
-    tiny = apply_overrides(recipes.tiny(), [f"data.path=['{text}']", "train.steps=6", *overrides])
-    return run_training(tiny, run_dir, stream=io.StringIO())
+    return run_words(text, run_dir, "train.steps=6", *overrides)
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from pcomm.core.testing import ranks
+from pcomm.fsdp import Sharded
 from pcomm.gdn_cp import Plan, Spec
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ParallelConfig
-from pcomm.integration.testing.short_runs import prepare_words, train_steps
+from pcomm.integration.testing.short_runs import tiny_config, train_steps
 from pcomm.integration.train import trainer as trainer_module
 
 STEPS = 20
@@ -49,17 +49,13 @@ TRAIN = {"steps": STEPS, "sequence_length": ROW, "learning_rate": 1e-2, "warmup_
 
 def config(parallel: ParallelConfig, pattern: str) -> Config:
     """The tiny recipe with longer rows, as many micro-batches as ranks allow."""
-    tiny = recipes.tiny()
-    share = tiny.train.global_batch_tokens // max(1, parallel.dp)
-    micro = share if parallel.dp * parallel.tp > 2 else share // 2
+    dp = 1 if parallel.dp == "auto" else parallel.dp
+    share = recipes.tiny().train.global_batch_tokens // dp
+    micro = share if dp * parallel.tp > 2 else share // 2
     # Alone in its micro-batch, a row is cut where no document ends.
     micro = ROW if parallel.cp > 1 else micro
-    return dataclasses.replace(
-        tiny,
-        parallel=parallel,
-        model=dataclasses.replace(tiny.model, **MODEL, pattern=pattern, layers=len(pattern)),
-        train=dataclasses.replace(tiny.train, **TRAIN, micro_batch_tokens=micro),
-    )
+    model = {**MODEL, "pattern": pattern, "layers": len(pattern)}
+    return tiny_config(parallel, model=model, micro_batch_tokens=micro, **TRAIN)
 
 
 def losses(
@@ -67,11 +63,6 @@ def losses(
 ) -> list[list[float]]:
     """Loss and gradient norm of each step, on this rank of whatever world there is."""
     return train_steps(config(parallel, pattern), run_dir, dtype, steps).rows
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_words(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
@@ -160,17 +151,14 @@ def skip_partial_sum(model: object, collectives: object) -> None:
     """A broken piece: norms under sequence parallelism keep each rank's own gradient."""
 
 
-def local_norm(
-    model: object, collectives: object, max_norm: float, **groups: object
-) -> torch.Tensor:
+def local_norm(sharded: Sharded, layouts: object, tensor_parallel: object) -> torch.Tensor:
     """A broken piece: every rank clips by the norm of its own part."""
-    parameters = list(model.parameters())  # type: ignore[attr-defined]
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm).double()
+    return sharded.grad_norm()
 
 
 MUTANTS = {
     "partial gradients not summed": ("sum_partial_gradients", skip_partial_sum, "tp2+sequence"),
-    "norm of one rank's part": ("clip_by_global_norm", local_norm, "tp2"),
+    "norm of one rank's part": ("global_norm", local_norm, "tp2"),
 }
 
 

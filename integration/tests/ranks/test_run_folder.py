@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import json
 import os
 import signal
@@ -19,20 +18,12 @@ import pytest
 from pcomm.core import PcommError
 from pcomm.core.errors import ConfigError, PeerError
 from pcomm.core.testing import ranks
-from pcomm.integration import recipes
 from pcomm.integration.checkpoint.folders import newest
-from pcomm.integration.config_file import apply_overrides
 from pcomm.integration.data import tokenizer
-from pcomm.integration.testing.short_runs import prepare_words
-from pcomm.integration.train.run import Outcome, run_training
+from pcomm.integration.testing.short_runs import prepare_words, run_words
 from pcomm.integration.train.run_lock import lock_run
 
 Files = dict[str, tuple[bytes, int]]
-
-
-def train(text: Path, run_dir: Path, *overrides: str, must_restart: bool = False) -> Outcome:
-    config = apply_overrides(recipes.tiny(), [f"data.path=['{text}']", *overrides])
-    return run_training(config, run_dir, must_restart=must_restart, stream=io.StringIO())
 
 
 def contents(run_dir: Path) -> Files:
@@ -61,12 +52,12 @@ def test_another_text_is_refused_before_the_folder_changes(
     text: Path, other: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    train(text, run)
+    run_words(text, run)
     before = contents(run)
     with pytest.raises(ConfigError, match=r"data.fingerprint was '\w+' and is '\w+'"):
-        train(other, run, "train.steps=6")
+        run_words(other, run, "train.steps=6")
     assert contents(run) == before
-    assert train(text, run, "train.steps=5").steps == 5
+    assert run_words(text, run, "train.steps=5").steps == 5
 
 
 @pytest.mark.parametrize("path", ["absent.txt", "blank.txt"])
@@ -74,18 +65,18 @@ def test_a_restart_with_a_text_that_is_none_keeps_the_results(
     text: Path, tmp_path: Path, path: str
 ) -> None:
     run = tmp_path / "run"
-    train(text, run)
+    run_words(text, run)
     (tmp_path / "blank.txt").write_text(" ")
     before = contents(run)
     with pytest.raises(ConfigError):
-        train(tmp_path / path, run, must_restart=True)
+        run_words(tmp_path / path, run, must_restart=True)
     assert contents(run) == before
 
 
 def test_a_restart_takes_another_text(text: Path, other: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(text, run)
-    assert train(other, run, must_restart=True).steps == 4
+    run_words(text, run)
+    assert run_words(other, run, must_restart=True).steps == 4
     left = {file.name for file in run.iterdir() if file.is_dir()}
     assert left - {"tensorboard"} == {"checkpoints", "data"}
 
@@ -105,7 +96,7 @@ with lock_run(Path(sys.argv[1])):
 
 def test_a_second_run_in_one_folder_is_told_of_the_first(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(text, run)
+    run_words(text, run)
     before = contents(run)
     command = [sys.executable, "-c", HOLDER, str(run)]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as holder:
@@ -114,7 +105,7 @@ def test_a_second_run_in_one_folder_is_told_of_the_first(text: Path, tmp_path: P
             assert holder.stdout.readline() == "held\n"
             expected = rf"folder {run}: a run of process {holder.pid} on host \S+, which is under"
             with pytest.raises(ConfigError, match=expected):
-                train(text, run, "train.steps=6", must_restart=True)
+                run_words(text, run, "train.steps=6", must_restart=True)
             left = contents(run)
             left.pop(".lock")
             assert left == before
@@ -122,7 +113,7 @@ def test_a_second_run_in_one_folder_is_told_of_the_first(text: Path, tmp_path: P
             # It dies without a chance to tidy up.
             holder.kill()
     assert (run / ".lock").exists()
-    assert train(text, run, "train.steps=5").steps == 5
+    assert run_words(text, run, "train.steps=5").steps == 5
     assert not (run / ".lock").exists()
 
 
@@ -182,12 +173,12 @@ def test_ctrl_c_is_heard_while_the_tokenizer_is_trained(
     run = tmp_path / "run"
     try:
         with pytest.raises(KeyboardInterrupt):
-            train(text, run)
+            run_words(text, run)
     finally:
         is_over.set()
     assert list(run.iterdir()) == []
     monkeypatch.undo()
-    assert train(text, run).steps == 4
+    assert run_words(text, run).steps == 4
     assert newest(run) is not None
 
 
@@ -203,14 +194,14 @@ def test_the_other_ranks_hear_of_a_ctrl_c(rank: int, text: Path, tmp_path: Path)
         patch.object(tokenizer, "_trained", stop),
         pytest.raises(PeerError if rank else KeyboardInterrupt) as caught,
     ):
-        train(text, tmp_path / "run")
+        run_words(text, tmp_path / "run")
     assert rank == 0 or "a request to stop" in str(caught.value)
 
 
 def test_a_single_text_trains_without_further_settings(tmp_path: Path) -> None:
     file = tmp_path / "input.txt"
     file.write_text("".join(f"{n} and {n + 1} make {2 * n + 1}\n" for n in range(300)))
-    outcome = train(file, tmp_path / "run")
+    outcome = run_words(file, tmp_path / "run")
     assert outcome.steps == 4
     assert outcome.bits_per_byte is not None
     assert 0 < outcome.bits_per_byte < 20
@@ -233,8 +224,8 @@ def test_a_disk_that_is_full_for_metrics_stops_the_run_with_a_checkpoint(
 
     message = r"metrics\.jsonl: No space left on device"
     with patch.object(Path, "open", to_full), pytest.raises(PcommError, match=message):
-        train(text, run, "train.steps=9", "checkpoint.every=0")
+        run_words(text, run, "train.steps=9", "checkpoint.every=end")
     saved = newest(run)
     assert saved is not None
     assert saved.step == 2
-    assert train(text, run, "checkpoint.every=0").steps == 4
+    assert run_words(text, run, "checkpoint.every=end").steps == 4

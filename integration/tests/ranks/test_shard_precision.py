@@ -15,11 +15,14 @@ from torch import Tensor
 from pcomm.core.collectives import SpyCollectives
 from pcomm.core.testing import assert_as_accurate, assert_equal, ranks
 from pcomm.fsdp import Precision
-from pcomm.integration import recipes
 from pcomm.integration.config import Config, ParallelConfig
-from pcomm.integration.testing.short_runs import open_trainer, prepare_words, train_steps
-from pcomm.integration.train import shards as shards_module
-from pcomm.integration.train.shards import Shards
+from pcomm.integration.parallelize import ALL_RANKS
+from pcomm.integration.testing.short_runs import (
+    open_trainer,
+    tiny_config,
+    train_steps,
+)
+from pcomm.integration.train import precision as precision_module
 from pcomm.integration.train.trainer import Trainer
 
 STEPS = 4
@@ -45,26 +48,18 @@ OTHERS = {
 }
 
 
-def config(name: str, parallel: ParallelConfig, dtype: str = "bf16", micro: int = ROW) -> Config:
-    tiny = recipes.tiny()
-    return dataclasses.replace(
-        tiny,
-        parallel=parallel,
-        model=dataclasses.replace(tiny.model, **MODELS[name]),
-        train=dataclasses.replace(
-            tiny.train,
-            dtype=dtype,
-            steps=STEPS,
-            learning_rate=1e-2,
-            sequence_length=ROW,
-            micro_batch_tokens=micro,
-        ),
+def config(
+    name: str, parallel: ParallelConfig, dtype: str = "bf16", micro: int | str = ROW
+) -> Config:
+    return tiny_config(
+        parallel,
+        model=MODELS[name],
+        dtype=dtype,
+        steps=STEPS,
+        learning_rate=1e-2,
+        sequence_length=ROW,
+        micro_batch_tokens=micro,
     )
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_words(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +78,7 @@ def trainer_of(
     name: str, parallel: ParallelConfig, run_dir: Path, dtype: str = "bf16"
 ) -> Iterator[Trainer]:
     """A trainer whose steps have one micro-batch: each gradient is a sum of two, in any order."""
-    with open_trainer(config(name, parallel, dtype, micro=0), run_dir, torch.float32) as trainer:
+    with open_trainer(config(name, parallel, dtype, "auto"), run_dir, torch.float32) as trainer:
         yield trainer
 
 
@@ -91,12 +86,7 @@ def first_gradients(name: str, parallel: ParallelConfig, run_dir: Path) -> dict[
     """Whole gradients of the first step, and the nats of this rank's tokens."""
     with trainer_of(name, parallel, run_dir) as trainer:
         nats, _ = trainer._accumulate(0)
-        data = trainer.data
-        if isinstance(data, Shards):
-            found = data.sharded.full_gradients()
-        else:
-            found = {key: p.grad.clone() for key, p in data.parameters.items()}
-        return {**found, "nats": nats}
+        return {**trainer.sharded.full_gradients(), "nats": nats}
 
 
 def compare_first_gradients(name: str, run_dir: Path, **how: object) -> None:
@@ -126,24 +116,24 @@ def test_the_same_with_other_shards(rank: int, other: str, run_dir: Path) -> Non
 
 @ranks(2)
 def test_decays_that_are_gathered_in_bf16_are_noticed(rank: int, run_dir: Path) -> None:
-    right = shards_module.names_used_in_bf16
-    shards_module.names_used_in_bf16 = lambda model: right(model) | {"blocks.1.mixer.a_log"}
+    right = precision_module.names_used_in_bf16
+    precision_module.names_used_in_bf16 = lambda model: right(model) | {"blocks.1.mixer.a_log"}
     try:
         with pytest.raises(AssertionError):
             compare_first_gradients("GGGA", run_dir)
     finally:
-        shards_module.names_used_in_bf16 = right
+        precision_module.names_used_in_bf16 = right
 
 
 @ranks(2)
 def test_gradients_that_are_summed_in_bf16_are_noticed(rank: int, run_dir: Path) -> None:
-    right = shards_module._BF16
-    shards_module._BF16 = Precision(torch.bfloat16, torch.bfloat16, casts_inputs=False)
+    right = precision_module._BF16
+    precision_module._BF16 = Precision(torch.bfloat16, torch.bfloat16, casts_inputs=False)
     try:
         with pytest.raises(AssertionError, match=r"gradient of .* is another"):
             compare_first_gradients("A", run_dir)
     finally:
-        shards_module._BF16 = right
+        precision_module._BF16 = right
 
 
 @pytest.mark.parametrize("name", ["A", "GGGA", "experts"])
@@ -170,7 +160,7 @@ def is_rounded(name: str, num_dims: int, is_tied: bool) -> bool:
 def sent_in_a_step(trainer: Trainer) -> dict[str, int]:
     """Bytes that this rank puts into each kind of collective of a later step."""
     trainer.step(0)
-    plans = trainer.data.sharded.plans
+    plans = trainer.sharded.plans
     spies = []
     for group in {id(g): g for plan in plans for g in (plan.gather, plan.reduce)}.values():
         spy = group.collectives = SpyCollectives(group.collectives)
@@ -186,8 +176,8 @@ def sent_in_a_step(trainer: Trainer) -> dict[str, int]:
 @ranks(2)
 def test_gathers_move_two_bytes_a_parameter(rank: int, name: str, run_dir: Path) -> None:
     with trainer_of(name, SHARD, run_dir) as trainer:
-        shapes, plans = trainer.data.sharded.shapes, trainer.data.sharded.plans
-        num_blocks = len(trainer.parallel.model.blocks)
+        shapes, plans = trainer.sharded.shapes, trainer.sharded.plans
+        num_blocks = len(trainer.model.blocks)
         sums = sent_in_a_step(trainer)
     narrow = [plan for plan in plans if plan.param_dtype == torch.bfloat16]
     wide = [plan for plan in plans if plan.param_dtype == torch.float32]
@@ -211,7 +201,7 @@ def test_gathers_move_two_bytes_a_parameter(rank: int, name: str, run_dir: Path)
 def held_for_backward(trainer: Trainer) -> int:
     """Bytes of matrices, whole or rounded, that autograd keeps between forward and backward."""
     trainer.step(0)
-    shapes = {shape for shape in trainer.data.sharded.shapes.values() if len(shape) == 2}
+    shapes = {shape for shape in trainer.sharded.shapes.values() if len(shape) == 2}
     shapes |= {shape[::-1] for shape in shapes}
     saved: list[Tensor] = []
 
@@ -220,11 +210,11 @@ def held_for_backward(trainer: Trainer) -> int:
             saved.append(x.detach())
         return x
 
-    batch = trainer.batches.batch(1, dp_rank=trainer.parallel.dp_rank, dp_size=2, micro=0)
+    batch = trainer.batches.batch(1, dp_rank=trainer.groups[ALL_RANKS].rank, dp_size=2, micro=0)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         losses, _ = trainer._forward(batch)
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
-    assert len(saved) >= 4 * len(trainer.parallel.model.blocks)
+    assert len(saved) >= 4 * len(trainer.model.blocks)
     losses.sum().backward()
     return sum(storages.values())
 
@@ -237,14 +227,14 @@ def test_backward_holds_no_rounded_copies(rank: int, run_dir: Path) -> None:
     """
     with trainer_of("A", SHARD, run_dir) as trainer:
         held = held_for_backward(trainer)
-        plans = {plan.unit: plan for plan in trainer.data.sharded.plans if plan.scope == ""}
+        plans = {plan.unit: plan for plan in trainer.sharded.plans if plan.scope == ""}
         expected = [plans[unit].gathered_bytes for unit in ("(root)", "blocks.1", "blocks.2")]
         assert held == sum(expected)
-    right = shards_module._BF16
-    shards_module._BF16 = Precision(None, torch.float32)
+    right = precision_module._BF16
+    precision_module._BF16 = Precision(None, torch.float32)
     try:
         with trainer_of("A", SHARD, run_dir) as trainer:
             every = sum(plan.gathered_bytes for plan in plans.values())
             assert held_for_backward(trainer) >= every > held
     finally:
-        shards_module._BF16 = right
+        precision_module._BF16 = right

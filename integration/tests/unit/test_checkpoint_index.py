@@ -27,7 +27,7 @@ from pcomm.integration.checkpoint.index import SafeReader
 from pcomm.integration.checkpoint.reader import check_index, read
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.config_rules import validate
-from pcomm.integration.parallelize import EVERYONE, open_run_groups
+from pcomm.integration.parallelize import ALL_RANKS, open_run_groups
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 # Megabytes, of which a page in the middle may go bad.
@@ -37,7 +37,7 @@ BIG = (1 << 10, 1 << 10)
 @pytest.fixture(scope="module")
 def group() -> Iterator[Group]:
     with connect() as world, open_run_groups(validate(recipes.tiny(), 1), world) as groups:
-        yield groups[EVERYONE, "checkpoint"]
+        yield groups[ALL_RANKS, "checkpoint"]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def saved(group: Group, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("saved")
     tensors = {f"x {dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
     tensors["big"] = torch.arange(1 << 20, dtype=torch.float32).reshape(BIG)
-    with Saver(run, group, keep=0, is_asynchronous=False) as saver:
+    with Saver(run, group, keep=None, is_asynchronous=False) as saver:
         saver.save(3, {n: ShardView(t, ParamLayout(), 0) for n, t in tensors.items()}, {})
     return run
 

@@ -22,13 +22,13 @@ from pcomm.integration.checkpoint.folders import checkpoints, newest, remove_par
 from pcomm.integration.checkpoint.reader import read
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.config_rules import validate
-from pcomm.integration.parallelize import EVERYONE, open_run_groups
+from pcomm.integration.parallelize import ALL_RANKS, open_run_groups
 
 
 @pytest.fixture
 def group() -> Iterator[Group]:
     with connect() as world, open_run_groups(validate(recipes.tiny(), 1), world) as groups:
-        yield groups[EVERYONE, "checkpoint"]
+        yield groups[ALL_RANKS, "checkpoint"]
 
 
 def region(value: float) -> ShardView:
@@ -84,7 +84,7 @@ def test_the_oldest_are_removed(group: Group, tmp_path: Path, keep: int, left: l
 
 
 def test_a_step_that_is_reached_again_replaces_its_checkpoint(group: Group, tmp_path: Path) -> None:
-    with Saver(tmp_path, group, keep=0, is_asynchronous=True) as saver:
+    with Saver(tmp_path, group, keep=None, is_asynchronous=True) as saver:
         for value in (1.0, 2.0):
             saver.save(7, {"x": region(value)}, {})
     target = region(0.0)
@@ -96,7 +96,7 @@ def test_a_step_that_is_reached_again_replaces_its_checkpoint(group: Group, tmp_
 def test_a_process_that_dies_while_it_removes_leaves_no_half_checkpoint(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Saver(tmp_path, group, keep=0, is_asynchronous=False) as saver:
+    with Saver(tmp_path, group, keep=None, is_asynchronous=False) as saver:
         for step in (1, 2):
             saver.save(step, {"x": region(step)}, {})
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration import recipes
-from pcomm.integration.config import Config
+from pcomm.integration.config import Config, ModelConfig, ParallelConfig
 from pcomm.integration.config_file import (
     apply_overrides,
     from_dict,
@@ -78,21 +78,21 @@ def test_an_override_is_read_as_toml_or_as_a_bare_word(override, section, key, v
         ("[parallel]\ncp_mode = 'docs'\n", ["parallel.cp_mode", "Write parallel.cp_strategy"]),
         ("[model]\nsteps = 1\n", ["model.steps", "another section", "train.steps"]),
         ("train = 3\n", ["train", "the value 3", "[train]"]),
-        ("[train]\nsteps = 1.0\n", ["train.steps", "1.0", "a number", "an integer"]),
-        ("[train]\nsteps = true\n", ["train.steps", "a boolean", "an integer"]),
-        ("[train]\nsteps = '9'\n", ["train.steps", "'9'", "a string", "an integer"]),
-        ("[parallel]\nsequence = 1\n", ["parallel.sequence", "true or false"]),
-        ("[train]\ndtype = 'fp8'\n", ["train.dtype", "'fp8'", "'fp32', 'bf16'"]),
-        ("[train]\nlearning_rate = true\n", ["learning_rate", "a boolean", "a finite number"]),
+        ("[train]\nsteps = 1.0\n", ["train.steps", "1.0", "a valid integer", "Optimizer steps."]),
+        ("[train]\nsteps = true\n", ["train.steps", "True", "a valid integer"]),
+        ("[train]\nsteps = '9'\n", ["train.steps", "'9'", "a valid integer", "train.steps = 200"]),
+        ("[parallel]\nsequence = 1\n", ["parallel.sequence", "a valid boolean"]),
+        ("[train]\ndtype = 'fp8'\n", ["train.dtype", "'fp8'", "'fp32' or 'bf16'"]),
+        ("[train]\nlearning_rate = true\n", ["learning_rate", "True", "a valid number"]),
         ("[train]\nlearning_rate = inf\n", ["learning_rate", "inf", "a finite number"]),
         ("[train]\nlearning_rate = nan\n", ["learning_rate", "nan", "a finite number"]),
-        (f"[train]\nclip_norm = 1{'0' * 400}\n", ["clip_norm", "a finite number"]),
-        ("[train]\nbetas = [0.9]\n", ["train.betas", "a list of 2 items"]),
-        ("[train]\nbetas = [0.9, 'x']\n", ["train.betas", "a list of 2 items"]),
-        ("[data]\npath = 'a.txt'\n", ["data.path", "a string", 'data.path = ["a.txt"]']),
-        ("[data]\npath = [1]\n", ["data.path", "each item is a string"]),
+        (f"[train]\nclip_norm = 1{'0' * 400}\n", ["clip_norm", "a valid number"]),
+        ("[train]\nbetas = [0.9]\n", ["train.betas", "item 1: Field required"]),
+        ("[train]\nbetas = [0.9, 'x']\n", ["train.betas", "item 1", "a valid number"]),
+        ("[data]\npath = 'a.txt'\n", ["data.path", "'a.txt'", 'data.path = ["a.txt"]']),
+        ("[data]\npath = [1]\n", ["data.path", "item 0: Input should be a valid string"]),
         ("[data]\ntext_key = 5\n", ["data.text_key", 'data.text_key = "5"']),
-        ("[data]\ntext_key = 2026-01-01\n", ["data.text_key", "a date"]),
+        ("[data]\ntext_key = 2026-01-01\n", ["data.text_key", "date(2026, 1, 1)"]),
         ("[train\n", ["not TOML", "line 1"]),
     ],
 )
@@ -123,12 +123,12 @@ def test_a_file_that_is_missing_or_no_text(tmp_path):
         ("train.=3", "section.key=value"),
         ("train.stepz=3", "'steps'"),
         ("train.a.b=3", "train.a.b"),
-        ("train.steps=many", "an integer"),
-        ("train.steps=", "an integer"),
+        ("train.steps=many", "a valid integer"),
+        ("train.steps=", "a valid integer"),
         ("data.path=a.txt", 'data.path = ["a.txt"]'),
         ("data.path=[a.txt", "does not end like one"),
         ('sample.prompt="open', "does not end like one"),
-        ("sample.prompt=\udcff", "a string"),
+        ("sample.prompt=\udcff", "bytes that are no UTF-8"),
     ],
 )
 def test_what_an_override_must_not_say(override, part):
@@ -139,11 +139,12 @@ def test_what_an_override_must_not_say(override, part):
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
-NUMBER = st.floats(allow_nan=False, allow_infinity=False)
+RATE = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+SHARE = st.floats(min_value=0, max_value=1, exclude_max=True)
 
 
 @settings(deadline=None)
-@given(prompt=TEXT, paths=st.lists(TEXT), rate=NUMBER, betas=st.tuples(NUMBER, NUMBER))
+@given(prompt=TEXT, paths=st.lists(TEXT), rate=RATE, betas=st.tuples(SHARE, SHARE))
 def test_every_config_survives_toml_and_dict(prompt, paths, rate, betas):
     base = recipes.tiny()
     config = replace(
@@ -154,6 +155,47 @@ def test_every_config_survives_toml_and_dict(prompt, paths, rate, betas):
     )
     assert from_dict(tomllib.loads(to_toml(config))) == config
     assert from_dict(to_dict(config)) == config
+
+
+def test_what_0_stood_for_in_earlier_files_is_named_for_all_keys_at_once(tmp_path):
+    keys = {"kv_heads": "auto", "head_dim": "auto", "mlp_width": "auto", "mamba_heads": "auto"}
+    path = _written(tmp_path, "[model]\n" + "".join(f"{key} = 0\n" for key in keys))
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+    for key, word in keys.items():
+        assert f'Write `model.{key} = "{word}"`' in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [
+        ("model.kv_heads", "auto"),
+        ("parallel.dp", "auto"),
+        ("parallel.shard_ranks", "auto"),
+        ("train.micro_batch_tokens", "auto"),
+        ("train.clip_norm", "none"),
+        ("train.eval_every", "end"),
+        ("train.eval_tokens", "all"),
+        ("checkpoint.every", "end"),
+        ("checkpoint.keep", "all"),
+    ],
+)
+def test_a_word_says_what_is_no_number(key, word):
+    section, name = key.split(".")
+    config = apply_overrides(Config(), [f"{key}={word}"])
+    assert getattr(getattr(config, section), name) == word
+    with pytest.raises(ConfigError, match=f'Write `{key} = "{word}"`, which is what 0 stood for'):
+        apply_overrides(Config(), [f"{key}=0"])
+    with pytest.raises(ConfigError, match=f"Input should be '{word}'"):
+        apply_overrides(Config(), [f"{key}=every"])
+
+
+def test_python_is_told_the_same_in_four_parts():
+    with pytest.raises(ConfigError, match=r"parallel\.tp: the value 0") as raised:
+        ParallelConfig(tp=0)
+    assert "Tensor-parallel ranks, which share every layer." in raised.value.why
+    with pytest.raises(ConfigError, match="Did you mean 'layers'"):
+        ModelConfig(layer=3)
 
 
 def test_the_written_file_explains_each_key():

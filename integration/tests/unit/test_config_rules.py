@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from pcomm.core import PcommError
 from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ModelConfig, keys
@@ -20,18 +19,21 @@ def _tiny(*overrides: str) -> Config:
 
 
 def test_derived_sizes_are_filled_in():
-    config = validate(_tiny("model.width=96", "model.kv_heads=0", "model.mlp_width=0"), 2)
+    config = validate(_tiny("model.width=96", "model.kv_heads=auto", "model.mlp_width=auto"), 2)
     # 8/3 of 96 is 256, which is a multiple of 64 already.
     assert config.model.mlp_width == 256
     assert (config.model.kv_heads, config.model.head_dim) == (4, 24)
     assert config.parallel.dp == 2
     assert config.train.micro_batch_tokens == 128
+    assert config.parallel.shard_ranks == 1
+    assert validate(_tiny("parallel.data=shard", "parallel.cp=2"), 4).parallel.shard_ranks == 4
 
 
 @pytest.mark.parametrize(("width", "expected"), [(8, 64), (24, 64), (32, 128), (256, 704)])
 def test_the_mlp_is_rounded_up_to_64(width, expected):
     assert (
-        validate(_tiny(f"model.width={width}", "model.mlp_width=0"), 1).model.mlp_width == expected
+        validate(_tiny(f"model.width={width}", "model.mlp_width=auto"), 1).model.mlp_width
+        == expected
     )
 
 
@@ -72,11 +74,17 @@ def test_the_pattern_repeats():
         (["model.pattern=M", "parallel.tp=2"], 2, ConfigError, ["model.mamba_groups is 1"]),
         (["model.pattern=G", "model.gdn_key_heads=3"], 1, ConfigError, ["is 3", "key head"]),
         (["model.pattern=M", "model.mamba_groups=5"], 1, ConfigError, ["is 5", "Each group"]),
-        (["model.pattern=AX"], 1, ConfigError, ["'X'", "'A'"]),
-        (["model.pattern="], 1, ConfigError, ["empty pattern"]),
+        (["model.pattern=AX"], 1, ConfigError, ["'AX'", "A attention, M Mamba-2, G GDN"]),
+        (["model.pattern="], 1, ConfigError, ["the value ''", "A attention"]),
         (["model.pattern=AAA"], 1, ConfigError, ["model.layers is 2", "is 3", "nearest is 3"]),
-        (["parallel.zero=4"], 1, ConfigError, ["parallel.zero", "1, 2 or 3"]),
+        (["parallel.zero=4"], 1, ConfigError, ["parallel.zero", "less than or equal to 3"]),
         (["parallel.shard_ranks=2"], 2, ConfigError, ["parallel.data = 'replicate'"]),
+        (
+            ["parallel.data=shard", "parallel.shard_ranks=1"],
+            2,
+            ConfigError,
+            ["the value 1 with parallel.data = 'shard'", "hybrid"],
+        ),
         (["parallel.data=hybrid"], 2, ConfigError, ["parallel.shard_ranks", "no value"]),
         (
             ["parallel.data=hybrid", "parallel.shard_ranks=3"],
@@ -144,10 +152,10 @@ def test_the_pattern_repeats():
             ConfigError,
             ["parallel.sequence", "99", "parallel.tp is 2"],
         ),
-        (["train.betas=[0.9, 1.0]"], 1, ConfigError, ["train.betas", "1.0", "less than 1"]),
-        (["data.vocabulary=256"], 1, ConfigError, ["data.vocabulary", "256", "at least 257"]),
-        (["data.vocabulary=1048577"], 1, ConfigError, ["data.vocabulary", "at most 1048576"]),
-        (["data.held_out=1"], 1, ConfigError, ["data.held_out", "1.0"]),
+        (["train.betas=[0.9, 1.0]"], 1, ConfigError, ["train.betas", "item 1", "less than 1"]),
+        (["data.vocabulary=256"], 1, ConfigError, ["data.vocabulary", "256", "or equal to 257"]),
+        (["data.vocabulary=1048577"], 1, ConfigError, ["data.vocabulary", "or equal to 1048576"]),
+        (["data.held_out=1"], 1, ConfigError, ["data.held_out", "the value 1\n", "less than 1"]),
         (["train.seed=-1"], 1, ConfigError, ["train.seed", "-1"]),
     ],
 )  # fmt: skip
@@ -159,10 +167,16 @@ def test_what_cannot_run(overrides, world_size, kind, parts):
 
 
 def test_every_number_has_a_lower_bound():
-    for key in keys():
-        if key.annotation in (int, float):
-            with pytest.raises(PcommError, match=f"^{key.section}.{key.name}: the value -1"):
-                validate(_tiny(f"{key.section}.{key.name}=-1"), 1)
+    words = ("auto", "all", "end")
+    numbers = [
+        f"{key.section}.{key.name}"
+        for key in keys()
+        if key.name != "cp_strategy" and (type(key.default) in (int, float) or key.default in words)
+    ]
+    assert len(numbers) == 50
+    for name in numbers:
+        with pytest.raises(ConfigError, match=f"{name}: the value -1\n.*greater than"):
+            _tiny(f"{name}=-1")
 
 
 def test_configuration_needs_neither_torch_nor_numpy():

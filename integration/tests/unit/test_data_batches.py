@@ -270,7 +270,7 @@ def test_batches_that_are_not_whole_rows(shape, part):
     lengths=LENGTHS,
     length=st.integers(1, 16),
     rows=st.integers(1, 4),
-    max_tokens=st.integers(0, 300),
+    max_tokens=st.none() | st.integers(1, 300),
     dp_size=st.integers(1, 5),
 )
 def test_evaluation_counts_every_target_once(lengths, length, rows, max_tokens, dp_size):

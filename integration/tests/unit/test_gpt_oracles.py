@@ -18,6 +18,7 @@ from pcomm.integration.config_rules import validate
 from pcomm.integration.models import attention, block
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.norm import RMSNorm
+from pcomm.integration.parallelize import plan_sequences
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
 
@@ -119,7 +120,7 @@ def test_logits_loss_and_gradients_equal_transformers(changes: dict[str, object]
     tokens, borders = packed()
     targets = tokens.roll(-1)
     targets[::5] = -100
-    plan = ours.plan(borders)
+    plan = plan_sequences(ours, borders)
     logits = ours(tokens, plan)
     expected = their_logits(theirs, tokens)
     torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
@@ -159,7 +160,7 @@ def test_a_broken_part_is_seen_by_the_oracle(name: str, monkeypatch: pytest.Monk
     tokens, borders = packed()
     expected = their_logits(oracle(ours), tokens)
     monkeypatch.setattr(*BREAKS[name])
-    difference = (ours(tokens, ours.plan(borders)) - expected).abs().max()
+    difference = (ours(tokens, plan_sequences(ours, borders)) - expected).abs().max()
     assert difference > 100 * TOLERANCE
 
 
@@ -168,7 +169,7 @@ def test_a_token_of_one_document_does_not_reach_another() -> None:
     tokens, borders = packed()
     changed = tokens.clone()
     changed[3] = (changed[3] + 1) % VOCABULARY
-    plan = ours.plan(borders)
+    plan = plan_sequences(ours, borders)
     before, after = (ours(t, plan) for t in (tokens, changed))
     assert torch.equal(before[:3], after[:3])
     assert not torch.allclose(before[3 : LENGTHS[0]], after[3 : LENGTHS[0]])
@@ -178,5 +179,5 @@ def test_a_token_of_one_document_does_not_reach_another() -> None:
 def test_the_loss_ignores_what_has_no_target() -> None:
     ours = gpt(layers=1)
     tokens, borders = packed()
-    losses = ours.token_losses(tokens, torch.full_like(tokens, -100), ours.plan(borders))
+    losses = ours.token_losses(tokens, torch.full_like(tokens, -100), plan_sequences(ours, borders))
     assert torch.equal(losses, torch.zeros_like(losses))

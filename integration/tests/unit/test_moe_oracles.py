@@ -18,6 +18,7 @@ from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.moe import mixture
 from pcomm.integration.models.moe.balance import Balance
 from pcomm.integration.models.moe.mixture import MixtureOfExperts
+from pcomm.integration.parallelize import plan_sequences
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
 
@@ -212,7 +213,9 @@ def test_a_model_equals_qwen3_moe(moe_every: int) -> None:
     tokens = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
     expected = theirs(tokens.unsqueeze(0)).logits[0]
     # Their rotary angles are fp32 whatever the weights are.
-    torch.testing.assert_close(ours(tokens, ours.plan((0, TOKENS))), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        ours(tokens, plan_sequences(ours, (0, TOKENS))), expected, rtol=0, atol=1e-5
+    )
     cache = ours.new_cache(TOKENS)
     steps = [ours.extend(part, cache) for part in tokens.split([TOKENS - 3, 1, 1, 1])]
     torch.testing.assert_close(torch.cat(steps), expected, rtol=0, atol=1e-5)

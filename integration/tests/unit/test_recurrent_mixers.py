@@ -18,6 +18,7 @@ from pcomm.integration.config_rules import validate
 from pcomm.integration.models import gated_delta_net
 from pcomm.integration.models.context import Context
 from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.parallelize import plan_sequences
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
 
@@ -143,7 +144,7 @@ def compare(pattern: str) -> tuple[float, float]:
         y = function(mine)  # type: ignore[operator]
         return y.detach(), torch.autograd.grad(y, mine, upstream)[0]
 
-    context = Context(model.plan(borders), None)
+    context = Context(plan_sequences(model, borders), None)
     y, gradient = run(lambda x: mixer(x, context))
     expected, their_gradient = run(
         lambda x: torch.cat([theirs(part.unsqueeze(0))[0] for part in x.split(LENGTHS)])
@@ -179,7 +180,7 @@ def test_token_by_token_equals_all_at_once(pattern: str) -> None:
     model = model_of(pattern).eval()
     tokens = torch.arange(40) * 7 % 61
     with torch.inference_mode():
-        whole = model(tokens, model.plan((0, 40)))
+        whole = model(tokens, plan_sequences(model, (0, 40)))
         for prompt in (1, 2, 17):
             cache = model.new_cache(40)
             steps = [(0, prompt), *((i, i + 1) for i in range(prompt, 40))]

@@ -18,6 +18,7 @@ from pcomm.integration.generate.writer import Writer
 from pcomm.integration.models.context import KeyValueCache
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.parallelize import plan_sequences
 
 
 def model_of(pattern: str = "A", **sizes: int) -> LanguageModel:
@@ -46,7 +47,7 @@ def test_a_prompt_takes_the_fast_path_of_attention(kv_heads: int, count: int) ->
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         prompt = model.extend(tokens[:-1], cache)
         last = model.extend(tokens[-1:], cache)
-    expected = model(tokens, model.plan((0, count + 1)))
+    expected = model(tokens, plan_sequences(model, (0, count + 1)))
     assert (torch.cat([prompt, last]) - expected).abs().max() <= 1e-11 * expected.abs().max()
 
 

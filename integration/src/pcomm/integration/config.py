@@ -1,177 +1,339 @@
 """What a run can be told: one frozen dataclass per section, each key explained where it stands.
 
 A `Config` is a value. Recipes build it in Python, `config_file` reads it from TOML and from
-`--set`, and `config_rules.validate` says whether it fits a number of ranks.
+`--set`, and `config_rules.validate` makes it a `Resolved` that fits a number of ranks.
+
+A number is what it says, 0 included. What is no number has a word: `auto` is derived from other
+keys, `all` is everything there is, `end` is once after the last step, and `none` is no limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from typing import Literal, NamedTuple, TypeVar, get_type_hints
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Strict
+from pydantic import PositiveInt as Size
+
+from pcomm.integration.config_errors import section, unicode_text
 
 __all__ = [
+    "SECTIONS",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "Key",
     "ModelConfig",
     "ParallelConfig",
+    "Resolved",
+    "ResolvedModel",
+    "ResolvedParallel",
+    "ResolvedTrain",
     "SampleConfig",
     "TrainConfig",
     "keys",
 ]
 
-T = TypeVar("T")
+AutoSize = Size | Literal["auto"]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, AfterValidator(unicode_text)]
 
 
-def _key(default: T, help: str) -> T:
-    # Typed as its default, so that mypy sees the field's type and not dataclasses' Field.
-    return field(default=default, metadata={"help": help})
-
-
-@dataclass(frozen=True)
+@section("model")
 class ModelConfig:
-    """The shape of the model. Sizes given as 0 are derived from the others."""
+    """The shape of the model."""
 
-    pattern: str = _key(
-        "A", "Mixer of each block, repeated to fill `layers`: A attention, M Mamba-2, G GDN."
-    )
-    layers: int = _key(4, "Number of blocks.")
-    width: int = _key(256, "Width of the residual stream.")
-    heads: int = _key(4, "Query heads of an attention block.")
-    kv_heads: int = _key(0, "Key and value heads, a divisor of `heads`. 0: as many as `heads`.")
-    head_dim: int = _key(0, "Width of one head. 0: `width` / `heads`.")
-    mlp_width: int = _key(0, "Hidden width of the MLP. 0: 8/3 of `width`, up to a multiple of 64.")
-    experts: int = _key(0, "Experts in each block that has them instead of an MLP. 0: none.")
-    experts_per_token: int = _key(2, "How many of them each token goes to.")
-    expert_width: int = _key(0, "Hidden width of an expert. 0: that of `mlp_width`.")
-    shared_expert_width: int = _key(0, "Hidden width of the expert that all tokens pass. 0: none.")
-    moe_every: int = _key(1, "Every n-th block has experts, the last of each n blocks.")
-    balance_loss: float = _key(0.01, "Weight of the loss that spreads tokens evenly. 0: none.")
-    gdn_key_heads: int = _key(0, "Key heads of a GDN block. 0: as many as `kv_heads`.")
-    gdn_value_heads: int = _key(0, "Its value heads, a multiple. 0: as many as `heads`.")
-    gdn_key_dim: int = _key(0, "Width of a GDN key. 0: that of `head_dim`.")
-    gdn_value_dim: int = _key(0, "Width of a GDN value. 0: that of `head_dim`.")
-    mamba_heads: int = _key(0, "Heads of a Mamba-2 block. 0: twice `width` in heads.")
-    mamba_head_dim: int = _key(0, "Width of one of them. 0: that of `head_dim`.")
-    mamba_groups: int = _key(0, "Groups that share input and output matrices. 0: one.")
-    mamba_state_dim: int = _key(64, "Rows of a Mamba-2 state.")
-    conv_width: int = _key(4, "Tokens that the convolution of a GDN or Mamba-2 block sees.")
-    qk_norm: bool = _key(False, "Normalise queries and keys before the rotation.")
-    tie_embeddings: bool = _key(False, "Use the embedding's weights as the output head.")
-    rope_theta: float = _key(10_000.0, "Base of the rotary positions.")
-    norm_eps: float = _key(1e-5, "Added to the mean square in each RMSNorm.")
-    init_std: float = _key(0.02, "Standard deviation of the initial weights.")
+    pattern: Annotated[str, Field(pattern="^[AMG]+$")] = "A"
+    """Mixer of each block, repeated to fill `layers`: A attention, M Mamba-2, G GDN."""
+
+    layers: Size = 4
+    """Number of blocks."""
+
+    width: Size = 256
+    """Width of the residual stream."""
+
+    heads: Size = 4
+    """Query heads of an attention block."""
+
+    kv_heads: AutoSize = "auto"
+    """Key and value heads, a divisor of `heads`. auto: as many as `heads`."""
+
+    head_dim: AutoSize = "auto"
+    """Width of one head. auto: `width` / `heads`."""
+
+    mlp_width: AutoSize = "auto"
+    """Hidden width of the MLP. auto: 8/3 of `width`, up to a multiple of 64."""
+
+    experts: NonNegativeInt = 0
+    """Experts in each block that has them instead of an MLP."""
+
+    experts_per_token: Size = 2
+    """How many of them each token goes to."""
+
+    expert_width: AutoSize = "auto"
+    """Hidden width of an expert. auto: that of `mlp_width`."""
+
+    shared_expert_width: NonNegativeInt = 0
+    """Hidden width of the expert that all tokens pass; 0 is no such expert."""
+
+    moe_every: Size = 1
+    """Every n-th block has experts, the last of each n blocks."""
+
+    balance_loss: NonNegativeFloat = 0.01
+    """Weight of the loss that spreads tokens evenly over the experts."""
+
+    gdn_key_heads: AutoSize = "auto"
+    """Key heads of a GDN block. auto: as many as `kv_heads`."""
+
+    gdn_value_heads: AutoSize = "auto"
+    """Its value heads, a multiple. auto: as many as `heads`."""
+
+    gdn_key_dim: AutoSize = "auto"
+    """Width of a GDN key. auto: that of `head_dim`."""
+
+    gdn_value_dim: AutoSize = "auto"
+    """Width of a GDN value. auto: that of `head_dim`."""
+
+    mamba_heads: AutoSize = "auto"
+    """Heads of a Mamba-2 block. auto: twice `width` in heads."""
+
+    mamba_head_dim: AutoSize = "auto"
+    """Width of one of them. auto: that of `head_dim`."""
+
+    mamba_groups: Size = 1
+    """Groups that share input and output matrices."""
+
+    mamba_state_dim: Size = 64
+    """Rows of a Mamba-2 state."""
+
+    conv_width: Size = 4
+    """Tokens that the convolution of a GDN or Mamba-2 block sees."""
+
+    qk_norm: bool = False
+    """Normalise queries and keys before the rotation."""
+
+    tie_embeddings: bool = False
+    """Use the embedding's weights as the output head."""
+
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary positions."""
+
+    norm_eps: NonNegativeFloat = 1e-5
+    """Added to the mean square in each RMSNorm."""
+
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
 
 
-@dataclass(frozen=True)
+@section("parallel")
 class ParallelConfig:
     """How the ranks share the work. Losses do not depend on it, except by rounding."""
 
-    dp: int = _key(0, "Data-parallel replicas. 0: what the other axes leave of the world size.")
-    tp: int = _key(1, "Tensor-parallel ranks, which share every layer.")
-    cp: int = _key(1, "Context-parallel ranks, which share the tokens of each sequence.")
-    cp_strategy: Literal["auto", "heads", "docs", "state", "gather"] = _key(
-        "auto",
-        "How they share them, see pcomm-gdn-cp; auto takes what costs least, batch by batch.",
-    )
-    ep: int = _key(1, "Ranks that share the experts of a layer; taken from those of dp, cp and tp.")
-    data: Literal["replicate", "shard", "hybrid"] = _key(
-        "replicate",
-        "What ranks of dp and cp hold: all parameters, shards of them, or shards of replicas.",
-    )
-    shard_ranks: int = _key(0, "With `data = hybrid`: ranks of dp x cp that share a replica.")
-    zero: int = _key(
-        3, "What shards keep whole: 1 parameters and gradients, 2 parameters in a step, 3 nothing."
-    )
-    sequence: bool = _key(False, "Split the tokens between the layers over the `tp` ranks, too.")
+    dp: AutoSize = "auto"
+    """Data-parallel replicas. auto: what the other axes leave of the world size."""
+
+    tp: Size = 1
+    """Tensor-parallel ranks, which share every layer."""
+
+    cp: Size = 1
+    """Context-parallel ranks, which share the tokens of each sequence."""
+
+    cp_strategy: Literal["auto", "heads", "docs", "state", "gather"] = "auto"
+    """How they share them, see pcomm-gdn-cp; auto takes what costs least, batch by batch."""
+
+    ep: Size = 1
+    """Ranks that share the experts of a layer; taken from those of dp, cp and tp."""
+
+    data: Literal["replicate", "shard", "hybrid"] = "replicate"
+    """What ranks of dp and cp hold: all parameters, shards of them, or shards of replicas."""
+
+    shard_ranks: AutoSize = "auto"
+    """Ranks of dp x cp that share a replica, to be given with `data = hybrid`. auto: one with
+    `replicate`, all with `shard`."""
+
+    zero: Annotated[int, Field(ge=1, le=3)] = 3
+    """What shards keep whole: 1 parameters and gradients, 2 parameters in a step, 3 nothing."""
+
+    sequence: bool = False
+    """Split the tokens between the layers over the `tp` ranks, too."""
 
 
-@dataclass(frozen=True)
+@section("train")
 class TrainConfig:
     """Length, batch and optimizer of a training run."""
 
-    steps: int = _key(200, "Optimizer steps.")
-    seed: int = _key(0, "Decides the weights and the order of the documents.")
-    dtype: Literal["fp32", "bf16"] = _key(
-        "fp32",
-        "Compute type; bf16 is autocast over fp32. Shards are then gathered in bf16 where forward "
-        "reads no more; gradients are always summed in fp32, since each sum in bf16 rounds again.",
-    )
-    sequence_length: int = _key(256, "Tokens in a row; attention sees at most one row.")
-    global_batch_tokens: int = _key(8192, "Tokens in one optimizer step, over all ranks.")
-    micro_batch_tokens: int = _key(
-        0, "Tokens one rank computes at once; 0: its whole share of the batch."
-    )
-    learning_rate: float = _key(1e-3, "Learning rate at the end of the warm-up.")
-    schedule: Literal["cosine", "constant"] = _key(
-        "cosine",
-        "What follows the warm-up: half a cosine that ends with the last step, or the same rate "
-        "throughout, which lets a run be made longer at any time.",
-    )
-    min_learning_rate_ratio: float = _key(0.1, "What the cosine leaves of it at the last step.")
-    warmup_steps: int = _key(
-        20, "Steps over which the learning rate rises from 0; a shorter run ends on the way."
-    )
-    rewarm_steps: int = _key(
-        0,
-        "When a run goes on with another schedule, as after more `steps`: so many steps lead from "
-        "the old learning rate to the new one. 0: it jumps, which is said.",
-    )
-    weight_decay: float = _key(0.1, "AdamW's decay, for matrices only.")
-    betas: tuple[float, float] = _key((0.9, 0.95), "AdamW's two decay rates of the averages.")
-    clip_norm: float = _key(1.0, "Largest global norm of the gradient. 0: no clipping.")
-    on_nan: Literal["stop", "skip"] = _key(
-        "stop",
-        "What to do when the loss or the gradient is not a finite number: stop and keep the last "
-        "good checkpoint, or leave out that step's update on all ranks and go on.",
-    )
-    skip_limit: int = _key(10, "With `on_nan = skip`: so many steps skipped in a row end the run.")
-    eval_every: int = _key(100, "Steps between evaluations. 0: only after the last step.")
-    eval_tokens: int = _key(65_536, "Held-out tokens of an evaluation. 0: all there are.")
+    steps: Size = 200
+    """Optimizer steps."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides the weights and the order of the documents."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Compute type; bf16 is autocast over fp32. Shards are then gathered in bf16 where forward
+    reads no more; gradients are always summed in fp32, since each sum in bf16 rounds again."""
+
+    sequence_length: Size = 256
+    """Tokens in a row; attention sees at most one row."""
+
+    global_batch_tokens: Size = 8192
+    """Tokens in one optimizer step, over all ranks."""
+
+    micro_batch_tokens: AutoSize = "auto"
+    """Tokens that one rank computes at once. auto: its whole share of the batch."""
+
+    learning_rate: NonNegativeFloat = 1e-3
+    """Learning rate at the end of the warm-up."""
+
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """What follows the warm-up: half a cosine that ends with the last step, or the same rate
+    throughout, which lets a run be made longer at any time."""
+
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """What the cosine leaves of it at the last step."""
+
+    warmup_steps: NonNegativeInt = 20
+    """Steps over which the learning rate rises from 0; a shorter run ends on the way."""
+
+    rewarm_steps: NonNegativeInt = 0
+    """When a run goes on with another schedule, as after more `steps`: so many steps lead from the
+    old learning rate to the new one. Over 0 steps it jumps, which is said."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """AdamW's decay, for matrices only."""
+
+    betas: Annotated[tuple[Share, Share], Strict(False)] = (0.9, 0.95)
+    """AdamW's two decay rates of the averages."""
+
+    clip_norm: PositiveFloat | Literal["none"] = 1.0
+    """Largest global norm of the gradient. none: no clipping."""
+
+    on_nan: Literal["stop", "skip"] = "stop"
+    """What to do when the loss or the gradient is not a finite number: stop and keep the last good
+    checkpoint, or leave out that step's update on all ranks and go on."""
+
+    skip_limit: Size = 10
+    """With `on_nan = skip`: so many steps skipped in a row end the run."""
+
+    eval_every: Size | Literal["end"] = 100
+    """Steps between evaluations. end: only after the last step."""
+
+    eval_tokens: Size | Literal["all"] = 65_536
+    """Held-out tokens of an evaluation. all: all there are."""
 
 
-@dataclass(frozen=True)
+@section("data")
 class DataConfig:
     """Which text is learnt, and how it becomes tokens."""
 
-    path: tuple[str, ...] = _key(
-        (), "Files or globs: .txt, .jsonl, .parquet. Empty: the source of Python's own library."
-    )
-    text_key: str = _key("text", "Key of the text in a .jsonl line, column in a .parquet file.")
-    vocabulary: int = _key(2048, "Token ids: 256 bytes, the end of a document, and merges.")
-    held_out: float = _key(0.05, "Share of the documents kept for evaluation.")
+    path: Annotated[tuple[Text, ...], Strict(False)] = ()
+    """Files or globs: .txt, .jsonl, .parquet. Empty: the source of Python's own library."""
+
+    text_key: Text = "text"
+    """Key of the text in a .jsonl line, column in a .parquet file."""
+
+    # 256 bytes and the end of a document. The trainer of the tokenizer reserves memory for every
+    # id at once, and the process dies where there is none; the largest vocabularies in use have
+    # 2**20.
+    vocabulary: Annotated[int, Field(ge=257, le=2**20)] = 2048
+    """Token ids: 256 bytes, the end of a document, and merges."""
+
+    held_out: Share = 0.05
+    """Share of the documents kept for evaluation."""
 
 
-@dataclass(frozen=True)
+@section("checkpoint")
 class CheckpointConfig:
     """When the run is saved, so that it can be resumed."""
 
-    every: int = _key(100, "Steps between checkpoints. 0: only after the last step.")
-    keep: int = _key(2, "How many of the newest checkpoints stay. 0: all.")
-    asynchronous: bool = _key(True, "Write the files while training goes on.")
+    every: Size | Literal["end"] = 100
+    """Steps between checkpoints. end: only after the last step."""
+
+    keep: Size | Literal["all"] = 2
+    """How many of the newest checkpoints stay. all: every one."""
+
+    asynchronous: bool = True
+    """Write the files while training goes on."""
 
 
-@dataclass(frozen=True)
+@section("sample")
 class SampleConfig:
     """The text that is written at the end of a run."""
 
-    prompt: str = _key("def", "Text to continue. Empty: no sample.")
-    max_tokens: int = _key(128, "Most tokens to write.")
-    temperature: float = _key(0.8, "0 takes the likeliest token; more is more surprising.")
+    prompt: Text = "def"
+    """Text to continue. Empty: no sample."""
+
+    max_tokens: NonNegativeInt = 128
+    """Most tokens to write."""
+
+    temperature: NonNegativeFloat = 0.8
+    """0 takes the likeliest token; more is more surprising."""
 
 
-@dataclass(frozen=True)
+SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
+    {
+        "model": ModelConfig,
+        "parallel": ParallelConfig,
+        "train": TrainConfig,
+        "data": DataConfig,
+        "checkpoint": CheckpointConfig,
+        "sample": SampleConfig,
+    }
+)
+"""The class of each section, in their order."""
+
+
+@section("")
 class Config:
     """Everything a run can be told."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    sample: SampleConfig = field(default_factory=SampleConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    sample: SampleConfig = Field(default_factory=SampleConfig)
+
+
+@section("model")
+class ResolvedModel(ModelConfig):
+    """`ModelConfig` in which every size is a number."""
+
+    kv_heads: Size = Field(...)
+    head_dim: Size = Field(...)
+    mlp_width: Size = Field(...)
+    expert_width: Size = Field(...)
+    gdn_key_heads: Size = Field(...)
+    gdn_value_heads: Size = Field(...)
+    gdn_key_dim: Size = Field(...)
+    gdn_value_dim: Size = Field(...)
+    mamba_heads: Size = Field(...)
+    mamba_head_dim: Size = Field(...)
+
+
+@section("parallel")
+class ResolvedParallel(ParallelConfig):
+    """`ParallelConfig` of a known number of ranks."""
+
+    dp: Size = Field(...)
+    shard_ranks: Size = Field(...)
+
+
+@section("train")
+class ResolvedTrain(TrainConfig):
+    """`TrainConfig` of a known number of ranks."""
+
+    micro_batch_tokens: Size = Field(...)
+
+
+@section("")
+class Resolved(Config):
+    """A `Config` that fits a number of ranks, without `auto`; see `config_rules.validate`."""
+
+    model: ResolvedModel = Field(...)
+    parallel: ResolvedParallel = Field(...)
+    train: ResolvedTrain = Field(...)
 
 
 class Key(NamedTuple):
@@ -179,15 +341,13 @@ class Key(NamedTuple):
 
     section: str
     name: str
-    annotation: object
     default: object
     help: str
 
 
 def keys() -> Iterator[Key]:
     """Every key there is, in the order of the sections."""
-    for section, cls in get_type_hints(Config).items():
-        annotations = get_type_hints(cls)
+    for name, cls in SECTIONS.items():
         for item in fields(cls):
-            help = str(item.metadata["help"])
-            yield Key(section, item.name, annotations[item.name], item.default, help)
+            info = cls.__pydantic_fields__[item.name]
+            yield Key(name, item.name, info.default, " ".join(info.description.split()))

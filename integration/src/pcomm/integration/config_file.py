@@ -1,20 +1,16 @@
-"""Reads a `Config` from TOML and from `--set section.key=value`, strictly, and writes it back.
-
-An unknown key, a wrong type or a value out of TOML's grammar is an error that names the key; the
-only value that changes its type on the way is an int given for a float.
-"""
+"""Reads a `Config` from TOML and from `--set section.key=value`, strictly, and writes it back."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pcomm.core.errors import ConfigError, near_misses
-from pcomm.integration.config import Config, Key, keys
-from pcomm.integration.config_values import convert, expected_type, name_of_type, toml_value
+from pcomm.integration.config import SECTIONS, Config, keys
+from pcomm.integration.config_errors import toml_value
 
 __all__ = ["apply_overrides", "from_dict", "load_config", "to_dict", "to_toml"]
 
@@ -29,11 +25,12 @@ def load_config(
 
     Args:
         path: A TOML file. What it does not mention keeps the value of `base`.
-        overrides: What `--set` was given, in order.
-        base: Where to start. The defaults if absent.
+        overrides: Words that `--set` was given, in order.
+        base: The configuration to start from; None for the defaults.
 
     Raises:
-        ConfigError: The file cannot be read or parsed, a key is unknown, a value has another type.
+        ConfigError: The file cannot be read or parsed, a key is unknown, or a value is none of its
+            key's.
     """
     config = base if base is not None else Config()
     if path is not None:
@@ -47,14 +44,12 @@ def from_dict(
     """`base` with the sections and keys of `values` replaced.
 
     Raises:
-        ConfigError: A section or key is unknown, or a value has another type; names `source`.
+        ConfigError: A section or key is unknown, or a value is none of its key's; names `source`.
     """
     config = base if base is not None else Config()
-    sections = [item.name for item in fields(Config)]
-    table = {(key.section, key.name): key for key in keys()}
     for section, content in values.items():
-        if section not in sections:
-            raise _unknown_section(section, sections, source)
+        if section not in SECTIONS:
+            raise _unknown_section(section, source)
         if not isinstance(content, Mapping):
             raise ConfigError(
                 f"{source}: {section}",
@@ -62,8 +57,14 @@ def from_dict(
                 why=f"'{section}' is a section, and its keys stand below a line `[{section}]`.",
                 fix=f"Write `[{section}]`, then the keys, one a line.",
             )
-        for name, value in content.items():
-            config = _with_value(config, section, name, value, source, table)
+        _check_names(section, content, source)
+        try:
+            part = replace(getattr(config, section), **content)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{source}: {error.asked}", found=error.found, why=error.why, fix=error.fix
+            ) from None
+        config = replace(config, **{section: part})
     return config
 
 
@@ -73,7 +74,8 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
     The value is read as TOML; what is not TOML counts as a bare word, that is, as a string.
 
     Raises:
-        ConfigError: An override has another form, names an unknown key, or has another type.
+        ConfigError: An override has another form, names an unknown key, or a value that is none of
+            its key's.
     """
     for override in overrides:
         name, equals, text = override.partition("=")
@@ -149,21 +151,17 @@ def _parse_value(text: str, override: str) -> object:
     return parsed["value"] if list(parsed) == ["value"] else text
 
 
-def _with_value(
-    config: Config,
-    section: str,
-    name: str,
-    value: object,
-    source: str,
-    table: Mapping[tuple[str, str], Key],
-) -> Config:
-    key = table.get((section, name))
-    if key is None:
-        elsewhere = [f"{s}.{n}" for s, n in table if n == name]
+def _check_names(section: str, content: Mapping[str, object], source: str) -> None:
+    """Refuse keys that the section does not have."""
+    known = [(key.section, key.name) for key in keys()]
+    for name, value in content.items():
+        if (section, name) in known:
+            continue
+        elsewhere = [f"{other}.{key}" for other, key in known if key == name]
         fix = (
             f"'{name}' belongs to another section: {' or '.join(elsewhere)}."
             if elsewhere
-            else near_misses(name, [n for s, n in table if s == section])
+            else near_misses(name, [key for other, key in known if other == section])
         )
         if renamed := _RENAMED.get(f"{section}.{name}"):
             fix = f"Write {renamed}, the new name of this key; its values are the same."
@@ -173,34 +171,13 @@ def _with_value(
             why="An unknown key would change nothing, and the run would not be the one meant.",
             fix=fix,
         )
-    checked = _checked(value, key, source)
-    return replace(config, **{section: replace(getattr(config, section), **{name: checked})})
 
 
-def _checked(value: object, key: Key, source: str) -> object:
-    found = convert(value, key.annotation)
-    if found is not None:
-        return found
-    raise ConfigError(
-        f"{source}: {key.section}.{key.name}",
-        found=f"{value!r}, which is {name_of_type(value)}",
-        why=f"The key takes {expected_type(key.annotation)}, and nothing is converted unasked.",
-        fix=f"Write for example `{key.section}.{key.name} = {_example(value, key)}`.",
-    )
-
-
-def _example(value: object, key: Key) -> str:
-    wrapped = convert([value], key.annotation)
-    if wrapped is None and key.annotation is str and not isinstance(value, list | Mapping):
-        wrapped = str(value)
-    return toml_value(key.default if wrapped is None else wrapped)
-
-
-def _unknown_section(section: str, sections: Sequence[str], source: str) -> ConfigError:
+def _unknown_section(section: str, source: str) -> ConfigError:
     owners = [f"{key.section}.{section}" for key in keys() if key.name == section]
     return ConfigError(
         f"{source}: {section}",
         found=f"a section or key '{section}' that does not exist",
-        why=f"The sections are {', '.join(sections)}, and every key stands in one of them.",
-        fix=f"Write {' or '.join(owners)}." if owners else near_misses(section, sections),
+        why=f"The sections are {', '.join(SECTIONS)}, and every key stands in one of them.",
+        fix=f"Write {' or '.join(owners)}." if owners else near_misses(section, SECTIONS),
     )

@@ -1,62 +1,54 @@
 """Whether a configuration fits together and fits a number of ranks: integers only, no torch.
 
 Every rank runs the same checks on the same numbers before it enters a collective, so a mistake
-is the same error everywhere and nothing hangs.
+is the same error everywhere and nothing hangs. What one key may be on its own, `config` says.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields
+from typing import Any, Literal
 
 from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
-from pcomm.integration.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from pcomm.integration.config_ranges import check_ranges
+from pcomm.integration.config import (
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    Resolved,
+    ResolvedModel,
+    ResolvedParallel,
+    ResolvedTrain,
+    TrainConfig,
+)
 
 __all__ = ["expert_blocks", "mixers", "validate"]
 
 
-def validate(config: Config, world_size: int) -> Config:
-    """`config` with every derived size filled in, if it can run on `world_size` ranks.
+def validate(config: Config, world_size: int) -> Resolved:
+    """`config` with a number in place of every `auto`, if it can run on `world_size` ranks.
 
-    Fills `model.kv_heads`, `model.head_dim`, `model.mlp_width`, `model.expert_width`, `parallel.dp`
-    and `train.micro_batch_tokens` where they are 0. Keep the configuration that came in for the
-    run's folder: with `dp = 0` it can be resumed on another number of ranks.
+    Keep the configuration that came in for the run's folder: with `dp = "auto"` it can be resumed
+    on another number of ranks.
 
     Raises:
-        ConfigError: A value is out of its range, or two sizes do not divide.
+        ConfigError: Two sizes do not divide, or two keys do not fit together.
         TopologyError: The axes do not multiply to `world_size`.
-        UnsupportedError: A feature of a later package is asked for.
+        UnsupportedError: Two features cannot be used together.
     """
-    check_ranges(config)
     model = _resolve_model(config.model)
     parallel = _resolve_parallel(config.parallel, world_size)
     _check_experts(model, parallel)
     _check_shards(model, config.data.vocabulary, parallel)
     train = _resolve_batch(config.train, parallel)
-    return replace(config, model=model, parallel=parallel, train=train)
+    return Resolved(**{**_values(config), "model": model, "parallel": parallel, "train": train})
 
 
 def mixers(model: ModelConfig) -> str:
     """The mixer letter of each block: `pattern` repeated to `layers` letters.
 
     Raises:
-        ConfigError: `layers` is no multiple of the pattern's length, or a letter is unknown.
+        ConfigError: `layers` is no multiple of the pattern's length.
     """
-    for letter in model.pattern:
-        if letter not in "AMG":
-            raise ConfigError(
-                "model.pattern",
-                found=f"the letter {letter!r} in {model.pattern!r}",
-                why="Each letter is the mixer of one block, and none is called so.",
-                fix="Use 'A' for attention, 'M' for Mamba-2 and 'G' for Gated DeltaNet.",
-            )
-    if not model.pattern:
-        raise ConfigError(
-            "model.pattern",
-            found="an empty pattern",
-            why="Each letter is the mixer of one block, so there would be no block.",
-            fix="Use 'A' for attention: `model.pattern = \"A\"`.",
-        )
     _must_divide(
         "model.layers",
         ("model.layers", model.layers),
@@ -67,29 +59,37 @@ def mixers(model: ModelConfig) -> str:
 
 
 def expert_blocks(model: ModelConfig) -> tuple[bool, ...]:
-    """Whether each block has experts instead of an MLP: the last of each `moe_every` blocks."""
+    """Which blocks have experts instead of an MLP: the last of each `moe_every` blocks."""
     return tuple(
         model.experts > 0 and number % model.moe_every == 0 for number in range(1, model.layers + 1)
     )
 
 
-def _resolve_model(model: ModelConfig) -> ModelConfig:
+def _values(part: Any) -> dict[str, Any]:
+    return {item.name: getattr(part, item.name) for item in fields(part)}
+
+
+def _given(value: int | Literal["auto"], derived: int) -> int:
+    return derived if value == "auto" else value
+
+
+def _resolve_model(model: ModelConfig) -> ResolvedModel:
     mixers(model)
-    kv_heads = model.kv_heads or model.heads
+    kv_heads = _given(model.kv_heads, model.heads)
     _must_divide(
         "model.kv_heads",
         ("model.heads", model.heads),
         ("model.kv_heads", kv_heads),
         "Each key and value head serves the same number of query heads.",
     )
-    if not model.head_dim:
+    if model.head_dim == "auto":
         _must_divide(
             "model.head_dim",
             ("model.width", model.width),
             ("model.heads", model.heads),
-            "With model.head_dim = 0 the heads share the width evenly.",
+            'With model.head_dim = "auto" the heads share the width evenly.',
         )
-    head_dim = model.head_dim or model.width // model.heads
+    head_dim = _given(model.head_dim, model.width // model.heads)
     _must_divide(
         "model.head_dim",
         ("the width of one head", head_dim),
@@ -97,30 +97,21 @@ def _resolve_model(model: ModelConfig) -> ModelConfig:
         "Rotary positions turn the numbers of a head in pairs.",
     )
     # 8/3 keeps the gated MLP's three matrices as large as the plain MLP's two of 4 widths.
-    mlp_width = model.mlp_width or -(-8 * model.width // (3 * 64)) * 64
-    resolved = replace(
-        model,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp_width=mlp_width,
-        expert_width=model.expert_width or mlp_width,
-    )
-    return _resolve_recurrent(resolved)
-
-
-def _resolve_recurrent(model: ModelConfig) -> ModelConfig:
-    """Sizes of GDN and Mamba-2 blocks, which follow those of attention where they are 0."""
-    mamba_head_dim = model.mamba_head_dim or model.head_dim
-    resolved = replace(
-        model,
-        gdn_key_heads=model.gdn_key_heads or model.kv_heads,
-        gdn_value_heads=model.gdn_value_heads or model.heads,
-        gdn_key_dim=model.gdn_key_dim or model.head_dim,
-        gdn_value_dim=model.gdn_value_dim or model.head_dim,
-        mamba_heads=model.mamba_heads or max(1, 2 * model.width // mamba_head_dim),
-        mamba_head_dim=mamba_head_dim,
-        mamba_groups=model.mamba_groups or 1,
-    )
+    mlp_width = _given(model.mlp_width, -(-8 * model.width // (3 * 64)) * 64)
+    mamba_head_dim = _given(model.mamba_head_dim, head_dim)
+    derived = {
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "mlp_width": mlp_width,
+        "expert_width": _given(model.expert_width, mlp_width),
+        "gdn_key_heads": _given(model.gdn_key_heads, kv_heads),
+        "gdn_value_heads": _given(model.gdn_value_heads, model.heads),
+        "gdn_key_dim": _given(model.gdn_key_dim, head_dim),
+        "gdn_value_dim": _given(model.gdn_value_dim, head_dim),
+        "mamba_heads": _given(model.mamba_heads, max(1, 2 * model.width // mamba_head_dim)),
+        "mamba_head_dim": mamba_head_dim,
+    }
+    resolved = ResolvedModel(**{**_values(model), **derived})
     if "G" in model.pattern:
         _must_divide(
             "model.gdn_value_heads",
@@ -138,7 +129,7 @@ def _resolve_recurrent(model: ModelConfig) -> ModelConfig:
     return resolved
 
 
-def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
+def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedParallel:
     if parallel.cp_strategy == "docs" and parallel.sequence and parallel.tp > 1:
         raise UnsupportedError(
             "parallel.cp_strategy",
@@ -149,32 +140,34 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConf
         )
     named = f"dp {parallel.dp}, tp {parallel.tp}, cp {parallel.cp}"
     others = parallel.tp * parallel.cp
-    dp = parallel.dp or world_size // others
+    dp = _given(parallel.dp, world_size // others)
     if dp * others != world_size:
         raise TopologyError(
             "parallel",
             found=f"{named} for {world_size} ranks",
             why="Each rank has one place in the grid, so dp x tp x cp must equal the number of "
-            "ranks, and with dp = 0 the ranks must be a multiple of tp x cp.",
-            fix=f"Start a multiple of {others} ranks and set parallel.dp = 0, or change "
+            'ranks, and with dp = "auto" the ranks must be a multiple of tp x cp.',
+            fix=f'Start a multiple of {others} ranks and set parallel.dp = "auto", or change '
             "parallel.tp or parallel.cp.",
         )
-    _check_hybrid(parallel, dp * parallel.cp)
-    return replace(parallel, dp=dp)
+    shard_ranks = _shard_ranks(parallel, dp * parallel.cp)
+    return ResolvedParallel(**{**_values(parallel), "dp": dp, "shard_ranks": shard_ranks})
 
 
-def _check_hybrid(parallel: ParallelConfig, num_ranks: int) -> None:
-    """Replicas of shards need to know over how many ranks each is spread."""
+def _shard_ranks(parallel: ParallelConfig, num_ranks: int) -> int:
+    """Over how many ranks each replica of the parameters is spread."""
+    given = parallel.shard_ranks
     if parallel.data != "hybrid":
-        if parallel.shard_ranks:
+        derived = num_ranks if parallel.data == "shard" else 1
+        if given not in ("auto", derived):
             raise ConfigError(
                 "parallel.shard_ranks",
-                found=f"the value {parallel.shard_ranks} with parallel.data = {parallel.data!r}",
+                found=f"the value {given} with parallel.data = {parallel.data!r}",
                 why="Only with 'hybrid' are there several replicas, each shared by some ranks.",
                 fix="Set parallel.data to 'hybrid', or leave parallel.shard_ranks away.",
             )
-        return
-    if not parallel.shard_ranks:
+        return derived
+    if given == "auto":
         raise ConfigError(
             "parallel.shard_ranks",
             found="no value with parallel.data = 'hybrid'",
@@ -184,12 +177,13 @@ def _check_hybrid(parallel: ParallelConfig, num_ranks: int) -> None:
     _must_divide(
         "parallel.shard_ranks",
         ("the number of ranks of dp x cp", num_ranks),
-        ("parallel.shard_ranks", parallel.shard_ranks),
+        ("parallel.shard_ranks", given),
         "Each replica is shared by as many ranks.",
     )
+    return given
 
 
-def _check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
+def _check_experts(model: ResolvedModel, parallel: ResolvedParallel) -> None:
     """Experts and the ranks that share them; the others' keys do nothing without experts."""
     if not model.experts:
         if parallel.ep > 1:
@@ -228,7 +222,7 @@ def _check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
     )
 
 
-def _check_shards(model: ModelConfig, vocabulary: int, parallel: ParallelConfig) -> None:
+def _check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParallel) -> None:
     """Every dimension that the ranks split, for the mixers that the pattern has."""
     tp = parallel.tp
     by_mixer = {
@@ -272,7 +266,7 @@ def _check_shards(model: ModelConfig, vocabulary: int, parallel: ParallelConfig)
                 )
 
 
-def _resolve_batch(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
+def _resolve_batch(train: TrainConfig, parallel: ResolvedParallel) -> ResolvedTrain:
     row = ("train.sequence_length", train.sequence_length)
     _must_divide(
         "train.global_batch_tokens",
@@ -288,7 +282,7 @@ def _resolve_batch(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
         "Each data-parallel replica takes as many rows of the batch.",
     )
     local = train.global_batch_tokens // parallel.dp
-    micro = train.micro_batch_tokens or local
+    micro = _given(train.micro_batch_tokens, local)
     _must_divide(
         "train.micro_batch_tokens",
         ("train.micro_batch_tokens", micro),
@@ -314,7 +308,7 @@ def _resolve_batch(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
             ("parallel.tp", parallel.tp),
             "Each rank of tp holds as many tokens between the layers.",
         )
-    return replace(train, micro_batch_tokens=micro)
+    return ResolvedTrain(**{**_values(train), "micro_batch_tokens": micro})
 
 
 def _must_divide(asked: str, whole: tuple[str, int], parts: tuple[str, int], why: str) -> None:

@@ -30,8 +30,8 @@ def check_files(checkpoint: Checkpoint, *, rank: int = 0, size: int = 1) -> None
 
     Args:
         checkpoint: A whole one.
-        rank: Which share of the files to read.
-        size: How many shares there are.
+        rank: Number of the share of the files to read, from 0.
+        size: Number of shares.
 
     Raises:
         ConfigError: A file is missing or has other content; names it, and the newest checkpoint

@@ -43,7 +43,7 @@ class Checkpoint:
 
     Args:
         step: Optimizer steps that had been done.
-        folder: Where it is.
+        folder: Folder of its files.
     """
 
     step: int
@@ -98,15 +98,15 @@ def partial_folder(run_dir: Path, step: int) -> Path:
 
 
 def commit(
-    partial: Path, state: dict[str, Any], digests: Mapping[str, str], *, keep: int
+    partial: Path, state: dict[str, Any], digests: Mapping[str, str], *, keep: int | None
 ) -> Checkpoint:
     """Give a written checkpoint its final name, then remove the oldest ones. On one rank.
 
     Args:
         partial: The folder, in which every rank has written and synced its part.
-        state: What to save beside the tensors.
-        digests: Of every file in the folder, by name; see `checksums`.
-        keep: How many of the newest stay; 0 keeps all.
+        state: Values to save beside the tensors, as JSON.
+        digests: Digest of every file in the folder, by name; see `checksums`.
+        keep: Number of newest checkpoints that stay; None keeps all.
     """
     described = json.dumps(state, indent=1).encode()
     _write_synced(partial / _STATE, described)

@@ -33,16 +33,16 @@ def check_index(checkpoint: Checkpoint) -> None:
 
 
 def read(
-    checkpoint: Checkpoint, regions: Mapping[str, ShardView], group: Group | None = None
+    checkpoint: Checkpoint, views: Mapping[str, ShardView], group: Group | None = None
 ) -> None:
-    """Fill `regions` in place from a checkpoint written by any number of ranks.
+    """Fill `views` in place from a checkpoint written by any number of ranks.
 
     Runs nothing that the files name: see `SafeReader`. Whether they are as they were written is
     checked by `check_files`.
 
     Args:
         checkpoint: A whole one.
-        regions: This rank's tensors, with the logical shapes that were saved.
+        views: This rank's tensors, with the logical shapes that were saved.
         group: All ranks, which then read together; without it this process reads alone.
 
     Raises:
@@ -55,7 +55,7 @@ def read(
             # One process reads without torch.distributed, which torch warns about each time.
             warnings.simplefilter("ignore", UserWarning)
             dcp.load(
-                dict(regions),
+                dict(views),
                 storage_reader=SafeReader(checkpoint.folder),
                 planner=planner,
                 process_group=None if group is None else group.process_group,

@@ -34,32 +34,34 @@ class Saver:
     Args:
         run_dir: The run's folder.
         group: All ranks, with a communicator of its own: the ranks talk while training does.
-        keep: How many checkpoints stay; 0 keeps all.
-        is_asynchronous: Whether `save` returns once the tensors are copied.
+        keep: Number of newest checkpoints that stay; None keeps all.
+        is_asynchronous: True to return from `save` once the tensors are copied.
     """
 
-    def __init__(self, run_dir: Path, group: Group, *, keep: int, is_asynchronous: bool) -> None:
+    def __init__(
+        self, run_dir: Path, group: Group, *, keep: int | None, is_asynchronous: bool
+    ) -> None:
         self._run_dir, self._group, self._keep = run_dir, group, keep
         self._is_asynchronous = is_asynchronous
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: ThreadFuture[None] | None = None
 
-    def save(self, step: int, regions: Mapping[str, ShardView], state: dict[str, Any]) -> None:
+    def save(self, step: int, views: Mapping[str, ShardView], state: dict[str, Any]) -> None:
         """Write a checkpoint. Collective: every rank calls it with the same step and names.
 
         Waits for the one before, copies the tensors, and writes the copies.
 
         Args:
             step: Optimizer steps that have been done.
-            regions: This rank's tensors. With a number among them that is not finite the
+            views: This rank's tensors, by name. With a number among them that is not finite the
                 checkpoint is not made, and those before it stay.
-            state: What to keep beside them, as JSON; that of the first rank counts.
+            state: Values to save beside them, as JSON; those of the first rank count.
 
         Raises:
-            ConfigError: What `wait` raises, here of the checkpoint before.
+            ConfigError: The error of `wait`, about the checkpoint before.
         """
         self.wait()
-        copies = {name: region.clone() for name, region in regions.items()}
+        copies = {name: view.clone() for name, view in views.items()}
         self._running = self._thread.submit(self._write, step, copies, state)
         if not self._is_asynchronous:
             self.wait()
@@ -93,7 +95,7 @@ class Saver:
             # The other ranks may be gone; what is half written stays partial.
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, step: int, regions: dict[str, ShardView], state: dict[str, Any]) -> None:
+    def _write(self, step: int, views: dict[str, ShardView], state: dict[str, Any]) -> None:
         planner = _FinitePlanner(partial_folder(self._run_dir, step))
         writer = _Writer(
             partial_folder(self._run_dir, step), {"step": step, **state}, keep=self._keep
@@ -103,7 +105,7 @@ class Saver:
                 # One process saves without torch.distributed, which torch warns about each time.
                 warnings.simplefilter("ignore", UserWarning)
                 dcp.save(
-                    dict(regions),
+                    dict(views),
                     storage_writer=writer,
                     planner=planner,
                     process_group=self._group.process_group,
@@ -134,8 +136,8 @@ class _FinitePlanner(ShardSavePlanner):
         self._partial = partial
 
     def create_local_plan(self) -> SavePlan:
-        for name, region in self.state_dict.items():
-            if not is_finite(region.tensor):
+        for name, view in self.state_dict.items():
+            if not is_finite(view.tensor):
                 good = newest(self._partial.parent.parent)
                 raise NotFiniteError(
                     f"checkpoint {self._partial.stem}",
@@ -161,7 +163,7 @@ class _Writer(FileSystemWriter):
     returns, on any rank, the checkpoint is whole, and if it cannot get its name they all know.
     """
 
-    def __init__(self, partial: Path, state: dict[str, Any], *, keep: int) -> None:
+    def __init__(self, partial: Path, state: dict[str, Any], *, keep: int | None) -> None:
         super().__init__(partial, sync_files=True)
         self.fs = self._hashing = HashingFileSystem()
         self._partial, self._state, self._keep = partial, state, keep

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.process import environment, logs
-from pcomm.integration.config import Config
-from pcomm.integration.config_file import load_config
-from pcomm.integration.config_rules import validate
+
+if TYPE_CHECKING:
+    from pcomm.integration.config import Config
 
 __all__ = ["TrainCommand", "command"]
 
@@ -58,6 +59,10 @@ class TrainCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Train, then print bits per byte, a sample, and where everything is."""
+        # Imported late: other commands do not wait for pydantic.
+        from pcomm.integration.config_file import load_config
+        from pcomm.integration.config_rules import validate
+
         config = load_config(arguments.config, overrides=arguments.set)
         world_size = _world_size(arguments.ranks)
         validate(config, world_size)

@@ -28,7 +28,7 @@ class TrainBatches:
         seed: Decides the order of the documents.
         sequence_length: Tokens in a row.
         global_batch_tokens: Tokens in the batch of one step, over all data-parallel ranks.
-        micro_batch_tokens: Tokens that one rank computes at once. 0: its whole share.
+        micro_batch_tokens: Tokens that one rank computes at once; None for its whole share.
 
     Raises:
         ConfigError: The batch does not consist of whole rows.
@@ -41,15 +41,15 @@ class TrainBatches:
         seed: int,
         sequence_length: int,
         global_batch_tokens: int,
-        micro_batch_tokens: int = 0,
+        micro_batch_tokens: int | None = None,
     ) -> None:
         _check_whole("train.global_batch_tokens", global_batch_tokens, sequence_length)
-        _check_whole("train.micro_batch_tokens", micro_batch_tokens, sequence_length)
+        _check_whole("train.micro_batch_tokens", micro_batch_tokens or 0, sequence_length)
         self._corpus = corpus
         self._order = DocumentOrder(corpus, seed)
         self._rows = RowOrder(seed, max(1, corpus.num_tokens // sequence_length))
         self._sequence_length = sequence_length
-        self._micro_rows = micro_batch_tokens // sequence_length
+        self._micro_rows = (micro_batch_tokens or 0) // sequence_length
         self.rows_per_batch = global_batch_tokens // sequence_length
         """Rows in the batch of one step, over all data-parallel ranks."""
 
@@ -105,7 +105,7 @@ def evaluation_batches(
     *,
     sequence_length: int,
     batch_tokens: int,
-    max_tokens: int = 0,
+    max_tokens: int | None = None,
     dp_rank: int = 0,
     dp_size: int = 1,
 ) -> Iterator[Batch]:
@@ -120,15 +120,15 @@ def evaluation_batches(
         corpus: The held-out split.
         sequence_length: Tokens in a row.
         batch_tokens: Tokens in one batch of one rank, a multiple of `sequence_length`.
-        max_tokens: How many tokens to read. 0, or more than there are: all.
-        dp_rank: This rank's place among the data-parallel ranks.
+        max_tokens: Most tokens to read; None for all there are.
+        dp_rank: Rank of this process among the data-parallel ranks.
         dp_size: Number of data-parallel ranks.
 
     Raises:
         ConfigError: `batch_tokens` is no multiple of `sequence_length`.
     """
     _check_whole("evaluation_batches: batch_tokens", batch_tokens, sequence_length)
-    num_tokens = min(max_tokens or corpus.num_tokens, corpus.num_tokens)
+    num_tokens = corpus.num_tokens if max_tokens is None else min(max_tokens, corpus.num_tokens)
     num_rows = -(-num_tokens // sequence_length)
     rows_per_batch = batch_tokens // sequence_length
     order = DocumentOrder(corpus, _EVALUATION_SEED)

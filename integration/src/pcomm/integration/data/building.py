@@ -40,7 +40,7 @@ class Built:
 
     Args:
         run_dir: The run's folder.
-        has_tokenizer: Whether a tokenizer was trained, which then comes with them.
+        has_tokenizer: True if a tokenizer was trained, which then comes with them.
     """
 
     run_dir: Path
@@ -81,7 +81,7 @@ def build(
 
     Args:
         files: The corpus.
-        data: How it is split, and how many token ids there are.
+        data: Split of the text, and number of token ids.
         sources: Hash of all that the tokens are made from.
         run_dir: The run's folder, whose tokens stay as they are.
         kept: The tokenizer to use; None to train one.
@@ -152,8 +152,8 @@ class _Split:
     """Which texts are held out: whole documents, or the end of the only one.
 
     Args:
-        held_out: Of each document with text, whether it is held out.
-        share: Of the text, in [0, 1).
+        held_out: For each document with text, True if it is held out.
+        share: Share of the text that is held out, in [0, 1).
     """
 
     held_out: NDArray[np.bool_]

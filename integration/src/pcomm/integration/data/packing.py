@@ -48,7 +48,7 @@ class Batch:
     """`[T]`, the next token of the same document, or `IGNORE`."""
 
     cu_seqlens: tuple[int, ...]
-    """`S + 1` borders: segment s is `cu_seqlens[s]:cu_seqlens[s + 1]`; from 0 to T."""
+    """`S + 1` boundaries: segment s is `cu_seqlens[s]:cu_seqlens[s + 1]`; from 0 to T."""
 
     num_targets: int
     """Targets that are not `IGNORE`."""

@@ -63,12 +63,12 @@ def build_beside(
     """The first half of `prepare`, after which `run_dir` still has the tokens that it had. Local.
 
     Args:
-        data: Where the text is and how it is split. `data.vocabulary` bounds the token ids.
+        data: Files of the text, and how it is split. `data.vocabulary` bounds the token ids.
         run_dir: The run's folder; made if absent.
         keep_tokenizer: Use the `tokenizer.json` that is there, whatever it was trained on. For
             a resumed run, whose weights mean nothing under another one.
-        check: With a kept tokenizer: is given the fingerprint before any text is encoded, and
-            raises if that is of no use.
+        check: Function that, with a kept tokenizer, is given the fingerprint before any text is
+            encoded, and raises if that is of no use.
 
     Returns:
         What was built; None if the tokens that are there are the same.

@@ -57,8 +57,8 @@ def cut_text(text: str, share: float) -> tuple[str, str] | None:
     wanted = min(max(round(len(text) * (1 - share)), first), last)
     # What is held out may become twice as long, so that a line stays whole.
     earliest = max(first, 2 * wanted - len(text))
-    for border in ("\n", " "):
-        found = text.rfind(border, earliest - 1, wanted)
+    for boundary in ("\n", " "):
+        found = text.rfind(boundary, earliest - 1, wanted)
         if found >= 0:
             return text[: found + 1], text[found + 1 :]
     return text[:wanted], text[wanted:]

@@ -36,7 +36,7 @@ class BytePairTokenizer:
     """Text to token ids and back.
 
     Args:
-        tokenizer: What `tokenizers` trained or read; it knows the token `END`.
+        tokenizer: A tokenizer that `tokenizers` trained or read; it knows the token `END`.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:

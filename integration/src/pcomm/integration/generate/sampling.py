@@ -14,9 +14,9 @@ def sample(logits_V: Tensor, temperature: float, generator: torch.Generator) -> 
     """The likeliest token at temperature 0, else one drawn from `softmax(logits / temperature)`.
 
     Args:
-        logits_V: On the device of `generator`.
-        temperature: At least 0.
-        generator: Where chance comes from; the same state gives the same token.
+        logits_V: `[V]`, on the device of `generator`.
+        temperature: Divisor of the logits, at least 0.
+        generator: Source of random numbers; the same state gives the same token.
     """
     if temperature == 0:
         return int(logits_V.argmax())

@@ -13,7 +13,7 @@ from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import check_index, read
 from pcomm.integration.checkpoint.state import model_shard_views
-from pcomm.integration.config import Config, ParallelConfig
+from pcomm.integration.config import Config, ParallelConfig, Resolved
 from pcomm.integration.config_file import load_config
 from pcomm.integration.config_rules import validate
 from pcomm.integration.data.tokenizer import BytePairTokenizer, load_tokenizer
@@ -28,9 +28,9 @@ class Text:
     """What was written.
 
     Args:
-        prompt: What it continues.
-        text: What was added.
-        num_tokens: How many tokens that is.
+        prompt: The text that is continued.
+        text: The text that was added.
+        num_tokens: Number of tokens that were added.
         finish_reason: `"end"` of the document, or `"length"`.
     """
 
@@ -44,7 +44,7 @@ class Writer:
     """The newest weights of a run and its tokenizer, on one process.
 
     Args:
-        model: On one rank.
+        model: The whole model.
         tokenizer: The run's.
         step: Optimizer steps the weights have seen.
     """
@@ -82,7 +82,7 @@ class Writer:
             prompt: Any text; without any, the text begins a document.
             max_tokens: Most tokens to add.
             temperature: 0 takes the likeliest token each time.
-            seed: Of the draws.
+            seed: Seed of the draws.
         """
         added = list(self._tokens(prompt, max_tokens, temperature, seed))
         ends = bool(added) and added[-1] == self.tokenizer.end_id
@@ -108,5 +108,5 @@ class Writer:
             fed = [token]
 
 
-def _on_one_rank(config: Config) -> Config:
+def _on_one_rank(config: Config) -> Resolved:
     return validate(replace(config, parallel=ParallelConfig()), 1)

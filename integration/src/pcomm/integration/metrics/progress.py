@@ -16,7 +16,7 @@ class ProgressSink:
     """Shows the newest training row: on a terminal in one line that is rewritten, else in lines.
 
     Args:
-        stream: Where to write, for example `sys.stderr`.
+        stream: Stream to write to, for example `sys.stderr`.
         total_steps: The step that ends the run.
         first_step: Steps that were done before this process began.
         every_s: Seconds between lines where the stream is no terminal.

@@ -24,10 +24,10 @@ def open_sinks(
     """All sinks of a run on rank 0: file, progress line, TensorBoard if installed. Else none.
 
     Args:
-        run_dir: Where `metrics.jsonl` and `tensorboard/` go. Must exist on rank 0.
+        run_dir: Folder of `metrics.jsonl` and `tensorboard/`. Must exist on rank 0.
         rank: This process's rank in the world.
         total_steps: The step that ends the run.
-        stream: Where the progress line goes.
+        stream: Stream of the progress line.
         keep_through: The step that a resumed run goes on from; None for a new run.
 
     Raises:

@@ -27,7 +27,7 @@ class Block(nn.Module):
     Args:
         letter: `"A"` for attention, `"M"` for Mamba-2, `"G"` for Gated DeltaNet.
         build: Sizes, and the groups of ranks.
-        has_experts: Whether a mixture of experts stands in place of the MLP.
+        has_experts: True for a mixture of experts in place of the MLP.
     """
 
     def __init__(self, letter: str, build: LayerBuilder, *, has_experts: bool = False) -> None:

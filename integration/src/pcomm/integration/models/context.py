@@ -23,7 +23,7 @@ class KeyValueCache:
     Its memory grows with the tokens that it holds, by half each time it is full.
 
     Args:
-        max_tokens: How many tokens it can hold.
+        max_tokens: Most tokens that it can hold.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -93,11 +93,12 @@ class Context:
     """Shared by the layers of one forward pass over packed sequences.
 
     Args:
-        plan: Which tokens belong together, and how they travel between context-parallel ranks.
-        rotation: Of the tokens that attention sees; None in a model without attention.
-        has_stream_shares: Whether the residual stream is split over tensor-parallel ranks. Then no
+        plan: The plan of the sequences, which tells what tokens belong together, and how they
+            travel between context-parallel ranks.
+        rotation: Rotation of the tokens that attention sees; None in a model without attention.
+        has_stream_shares: True if the residual stream is split over tensor-parallel ranks. Then no
             strategy of the plan moves hidden states, and projections gather the tokens.
-        balance: What layers with experts need for their balance losses; None without these.
+        balance: Counts for the balance losses of layers with experts; None without these.
     """
 
     plan: Plan

@@ -131,7 +131,7 @@ class GatedDeltaNet(nn.Module):
         if not plan.needs_summary(self.spec):
             kernels = self.kernels
             return kernels.chunk_gated_delta_rule(q, k, v, g_TH, beta_TH, cu_seqlens=cu_seqlens)[0]
-        # No kernel of fla returns what a piece does to a state, so this is ours on any device.
+        # No kernel of fla returns what a range of tokens does to a state, so ours runs everywhere.
         chunks = DeltaChunks.of(k, v, g_TH, beta_TH, cu_seqlens=cu_seqlens)
         start = plan.entry_states(self.spec, chunks.summary())
         return chunks.outputs(q, initial_state=start)[0]

@@ -49,10 +49,10 @@ def initialise(
     `first_values` goes first.
 
     Args:
-        model: Its parameters are filled.
-        config: With every size filled in.
-        seed: Of the run.
-        ranks: This rank's place by the scope of `ParamLayout`; without it, one rank has everything.
+        model: The model whose parameters are filled.
+        config: The shape of the model.
+        seed: Seed of the run.
+        ranks: Rank of this process by the scope of `ParamLayout`; None where one rank has all.
     """
     ranks = ranks or {}
     placements = param_layouts_of(model)

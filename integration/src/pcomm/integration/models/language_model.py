@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from pcomm.core import Collectives, Group, IdentityCollectives
+from pcomm.core import Collectives, IdentityCollectives
 from pcomm.core.tensor_parallel import (
     VocabularyParallelEmbedding,
     param_layouts_of,
     vocabulary_parallel_cross_entropy,
 )
-from pcomm.gdn_cp import AttentionSpec, Plan, Spec, StrategyName, make_plan
-from pcomm.integration.config import ModelConfig
+from pcomm.gdn_cp import AttentionSpec, Plan, Spec
+from pcomm.integration.config import ResolvedModel
 from pcomm.integration.config_rules import expert_blocks, mixers
 from pcomm.integration.models.attention import Attention
 from pcomm.integration.models.block import Block
@@ -34,21 +33,22 @@ class LanguageModel(nn.Module):
     """A decoder: GPT, Mamba, GDN and hybrids, with experts or without, as `config` says.
 
     Args:
-        config: With every size filled in (see `config_rules.validate`).
+        config: The shape of the model, from `config_rules.validate`.
         vocabulary: Number of token ids.
-        collectives: Of the tensor-parallel group; on one rank no layer communicates.
-        sequence_parallel: Whether the residual stream is split by tokens over that group.
-        device: Where the parameters are.
-        dtype: Of the parameters; the computation follows, or an autocast around the call.
+        collectives: Collectives of the tensor-parallel group; None for one rank, on which no layer
+            communicates.
+        sequence_parallel: True to split the residual stream by tokens over that group.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters; the computation follows, or an autocast around the call.
         experts: Collectives of the expert-parallel group, which all its ranks enter in each layer
-            with experts; by default this rank has all of them.
+            with experts; None where this rank has all of them.
 
     Parameters hold torch's default values until `initialisation.initialise` is called.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ResolvedModel,
         vocabulary: int,
         collectives: Collectives | None = None,
         *,
@@ -92,39 +92,17 @@ class LanguageModel(nn.Module):
         """The kinds of mixers that are there, each once."""
         return tuple(dict.fromkeys(block.mixer.spec for block in self._blocks))
 
-    def plan(
-        self,
-        cu_seqlens: Sequence[int],
-        group: Group | tuple[int, int] = (0, 1),
-        *,
-        strategy: Literal["auto"] | StrategyName = "auto",
-        verify: bool = False,
-    ) -> Plan:
-        """How the mixers share the sequences of one buffer with the ranks of `group`.
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters and of the computation."""
+        return self.norm.weight.device
 
-        Local; collective with `verify`, see `make_plan`. Each rank holds one stretch of the buffer
-        between the layers, so that sequences need no padding.
-
-        Args:
-            cu_seqlens: Offsets of the sequences in the buffer of all ranks, on the host.
-            group: The context-parallel group; without it one rank has everything.
-            strategy: For all mixers, or `auto` for the one that costs least.
-            verify: Have the ranks compare what they pass.
-
-        Raises:
-            PcommError: See `make_plan`.
-        """
-        return make_plan(
-            cu_seqlens,
-            group,
-            self.specs,
-            layout="contiguous",
-            strategy=strategy,
-            # Token shares of tensor-parallel ranks cannot be resharded, which excludes `docs`.
-            hidden_dim=None if self.has_stream_shares else self.config.width,
-            element_bytes=self._element_bytes(),
-            verify=verify,
-        )
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of the hidden states, under the autocast of now."""
+        if torch.is_autocast_enabled(self.device.type):
+            return torch.get_autocast_dtype(self.device.type).itemsize
+        return self.norm.weight.dtype.itemsize
 
     def forward(self, tokens_T: Tensor, plan: Plan, balance: Balance | None = None) -> Tensor:
         """Logits `[T, v]` of this rank's part of the vocabulary.
@@ -132,9 +110,11 @@ class LanguageModel(nn.Module):
         Collective over the tensor-, the context- and the expert-parallel group.
 
         Args:
-            tokens_T: int64, this context-parallel rank's; the same on its tensor-parallel group.
-            plan: From `plan`, for the tokens of all context-parallel ranks.
-            balance: In training with experts; backward then brings their balance losses, too.
+            tokens_T: `[T]`, int64, tokens of this context-parallel rank; the same on its
+                tensor-parallel group.
+            plan: The plan of the batch, from `parallelize.plan_sequences`.
+            balance: Counts for the balance losses of experts, which backward then brings, too; None
+                outside of training and without such a loss.
         """
         context = Context(plan, self._rotation(plan), self.has_stream_shares, balance)
         x = self.embedding(tokens_T)
@@ -149,10 +129,10 @@ class LanguageModel(nn.Module):
         """Nats of each target `[T]`, 0 where it is ignored; the same on the tensor-parallel group.
 
         Args:
-            tokens_T: See `forward`.
-            targets_T: int64, of the same tokens.
-            plan: See `forward`.
-            balance: See `forward`.
+            tokens_T: Tokens as for `forward`.
+            targets_T: `[T]`, int64, the token after each; -100 is ignored.
+            plan: Plan as for `forward`.
+            balance: Counts as for `forward`.
         """
         return vocabulary_parallel_cross_entropy(
             self(tokens_T, plan, balance), targets_T, self.vocabulary, self.collectives
@@ -165,8 +145,8 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens_T: int64; a prompt first, then one token at a time.
-            cache: From `new_cache`.
-            num_logits: Of how many of the last tokens logits are computed; None for all. Those of a
+            cache: The cache of the sequence, from `new_cache`.
+            num_logits: Number of last tokens whose logits are computed; None for all. Those of a
                 long prompt are many times as large as all else, and to go on takes the last only.
         """
         first, config = cache.num_tokens, self.config
@@ -222,9 +202,3 @@ class LanguageModel(nn.Module):
                 positions_T = plan.positions_of(spec, weight.device)
                 return rotation(positions_T, config.head_dim, config.rope_theta, weight.dtype)
         return None
-
-    def _element_bytes(self) -> int:
-        device = self.norm.weight.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device).itemsize
-        return self.norm.weight.dtype.itemsize

@@ -10,7 +10,7 @@ from torch import nn
 from pcomm.core import Collectives, IdentityCollectives, Layout
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.gdn_cp.ops import Kernels, choose_kernels
-from pcomm.integration.config import ModelConfig
+from pcomm.integration.config import ResolvedModel
 from pcomm.integration.models.norm import RMSNorm
 
 __all__ = ["LayerBuilder"]
@@ -21,15 +21,15 @@ class LayerBuilder:
     """Makes the parts of layers that read from the residual stream and write into it; local.
 
     Args:
-        config: With every size filled in.
-        collectives: Of the tensor-parallel group.
-        sequence_parallel: Whether the residual stream is split by tokens over that group.
-        device: Where the parameters are.
-        dtype: Of the parameters.
+        config: The shape of the model.
+        collectives: Collectives of the tensor-parallel group.
+        sequence_parallel: True to split the residual stream by tokens over that group.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
         experts: Collectives of the expert-parallel group.
     """
 
-    config: ModelConfig
+    config: ResolvedModel
     collectives: Collectives
     sequence_parallel: bool = False
     device: torch.device | str | None = None
@@ -67,11 +67,11 @@ class LayerBuilder:
         )
 
     def stream_norm(self) -> RMSNorm:
-        """Of the tokens of the residual stream that this rank has."""
+        """A norm of the tokens of the residual stream that this rank has."""
         return self._norm(self.config.width, has_partial_gradient=self.sequence_parallel)
 
     def head_norm(self, width: int) -> RMSNorm:
-        """Shared by all heads, of which each rank has only some."""
+        """A norm that all heads share, of which each rank has only some."""
         return self._norm(width, has_partial_gradient=True)
 
     def parameter(self, *shape: int, value: float = 0.0) -> nn.Parameter:

@@ -151,7 +151,7 @@ class Mamba2(nn.Module):
         cu_seqlens = plan.cu_seqlens_of(self.spec)
         if not plan.needs_summary(self.spec):
             return self._scan(x, b, c, dt_TH, heads, cu_seqlens)[0]
-        # No kernel of fla returns what a piece does to a state, so this is ours on any device.
+        # No kernel of fla returns what a range of tokens does to a state, so ours runs everywhere.
         chunks = SsdChunks.of(
             x, dt_TH, heads.a_log, b, dt_bias_H=heads.dt_bias, cu_seqlens=cu_seqlens
         )

@@ -23,7 +23,7 @@ class SwiGLU(nn.Module):
 
     Args:
         build: Sizes, and the tensor-parallel group.
-        hidden_width: Of all ranks together; by default the model's `mlp_width`.
+        hidden_width: Hidden width over all ranks; None for the model's `mlp_width`.
 
     Source: Shazeer, GLU Variants Improve Transformer, 2020.
     """

@@ -17,10 +17,10 @@ class RMSNorm(nn.Module):
     Args:
         width: Length of the last dimension.
         eps: Added to the mean square.
-        has_partial_gradient: Whether this rank normalises only a part of the tokens or heads
-            that share the weight, so that its gradient has to be summed over the ranks.
-        device: Where the weight is.
-        dtype: Of the weight.
+        has_partial_gradient: True if this rank normalises only some of the tokens or heads that
+            share the weight, so that its gradient has to be summed over the ranks.
+        device: Device of the weight.
+        dtype: Dtype of the weight.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """

@@ -30,7 +30,7 @@ def allowed_by_rounding(one: Path, other: Path) -> float:
 
     Args:
         one: Folder of a run.
-        other: Of the same run, with its sums in another order.
+        other: Folder of the same run, with its sums in another order.
     """
     worst = _worst(one, other)
     assert worst < 1e-4, f"two orders of the same sums are {worst:.1e} apart"

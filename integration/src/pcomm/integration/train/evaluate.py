@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from pcomm.integration.config import Config
+from pcomm.core import Groups
+from pcomm.integration.config import Resolved
 from pcomm.integration.data.batches import evaluation_batches
 from pcomm.integration.data.token_cache import TokenCorpus
 from pcomm.integration.metrics.sink import bits_per_byte
-from pcomm.integration.parallelize import EVERYONE, Parallel
+from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.parallelize import ALL_RANKS, plan_sequences, topology_of
+from pcomm.integration.train.device_batch import DeviceBatch
 from pcomm.integration.train.precision import autocast
-from pcomm.integration.train.tensors import BatchTensors
 
 __all__ = ["evaluate"]
 
 
-def evaluate(parallel: Parallel, corpus: TokenCorpus, config: Config) -> float | None:
+def evaluate(
+    model: LanguageModel, groups: Groups, corpus: TokenCorpus, config: Resolved
+) -> float | None:
     """Bits per byte of `corpus` under the model; every target counts once.
 
     Collective over all ranks. The replicas share the batches; each bit is that of a byte of
@@ -24,24 +28,25 @@ def evaluate(parallel: Parallel, corpus: TokenCorpus, config: Config) -> float |
     Returns:
         The same number on all ranks; None if there are no held-out documents.
     """
-    train = config.train
-    sums = torch.zeros(2, dtype=torch.float64, device=parallel.device)
+    train, cp = config.train, groups["cp"]
+    place = topology_of(config.parallel).coordinates(groups[ALL_RANKS].rank)
+    sums = torch.zeros(2, dtype=torch.float64, device=model.device)
     for batch in evaluation_batches(
         corpus,
         sequence_length=train.sequence_length,
         batch_tokens=train.micro_batch_tokens,
-        max_tokens=train.eval_tokens,
-        dp_rank=parallel.dp_rank,
-        dp_size=parallel.dp_size,
+        max_tokens=None if train.eval_tokens == "all" else train.eval_tokens,
+        dp_rank=place["dp"],
+        dp_size=config.parallel.dp,
     ):
-        with torch.inference_mode(), autocast(train.dtype, parallel.device):
-            inputs = BatchTensors.of(batch, parallel.plan(batch.cu_seqlens), parallel.device)
-            nats = parallel.model.token_losses(inputs.tokens, inputs.targets, inputs.plan)
+        with torch.inference_mode(), autocast(train.dtype, model.device):
+            plan = plan_sequences(model, batch.cu_seqlens, cp, strategy=config.parallel.cp_strategy)
+            nats = model.token_losses(*DeviceBatch.of(batch, plan, model.device))
         # Tensor-parallel ranks all have the losses of their tokens; the first one counts them.
-        if parallel.tp_rank == 0:
+        if place["tp"] == 0:
             sums[0] += nats.double().sum()
             # Context-parallel ranks all have the whole batch.
-            sums[1] += batch.num_bytes if parallel.cp_rank == 0 else 0
-    total = parallel.groups[EVERYONE].collectives.all_reduce(sums)
+            sums[1] += batch.num_bytes if place["cp"] == 0 else 0
+    total = groups[ALL_RANKS].collectives.all_reduce(sums)
     nats_of_all, num_bytes = total.tolist()
     return bits_per_byte(nats_of_all, int(num_bytes)) if num_bytes else None

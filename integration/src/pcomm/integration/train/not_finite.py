@@ -26,8 +26,8 @@ def first_not_finite(model: nn.Module, everyone: Collectives) -> str | None:
     forward pass, then gradients in the order in which backward makes them.
 
     Args:
-        model: With the gradients of the step.
-        everyone: All ranks.
+        model: The model, with the gradients of the step.
+        everyone: Collectives of all ranks.
 
     Returns:
         The first such tensor and the lowest rank that has it; None if all tensors are finite.
@@ -49,7 +49,7 @@ class NotFiniteSteps:
 
     Args:
         config: `on_nan` and `skip_limit` decide.
-        run_dir: Where the last good checkpoint is looked for, to name it.
+        run_dir: Folder of the run, in which the last good checkpoint is looked for, to name it.
         skipped: Steps that earlier starts of the run have skipped.
     """
 
@@ -67,10 +67,10 @@ class NotFiniteSteps:
         """A step was not done. Local; every rank calls it with the same arguments.
 
         Args:
-            step: Counted from 1.
-            loss: Mean over the global batch.
+            step: Number of the step, from 1.
+            loss: Mean loss over the global batch.
             norm: Global norm of the gradient.
-            culprit: From `first_not_finite`.
+            culprit: The result of `first_not_finite`.
 
         Raises:
             NotFiniteError: The run is to stop, or has skipped `train.skip_limit` steps in a row.

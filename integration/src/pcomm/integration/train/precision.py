@@ -8,12 +8,18 @@ import torch
 from torch import nn
 
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from pcomm.fsdp import Precision, ReshardPolicy, Roles, Scope
 from pcomm.integration.models.moe.experts import Experts
 
-__all__ = ["autocast", "names_used_in_bf16"]
+__all__ = ["autocast", "names_used_in_bf16", "precision_of", "scope_in_fp32"]
 
 # Their products are what autocast lowers, with all their parameters.
 _LOWERED = (ColumnParallelLinear, RowParallelLinear, Experts)
+
+# A gradient is rounded once, by the product it comes from. Sums over ranks and micro-batches in
+# bf16 would round it again for each of them, and lose what is small beside the sum so far.
+_BF16 = Precision(torch.bfloat16, torch.float32, casts_inputs=False)
+_FULL = Precision()
 
 
 def autocast(dtype: str, device: torch.device) -> AbstractContextManager[object]:
@@ -23,14 +29,46 @@ def autocast(dtype: str, device: torch.device) -> AbstractContextManager[object]
     return nullcontext()
 
 
+def precision_of(dtype: str, roles: Roles) -> Precision:
+    """Formats of the parameters that `roles` share; where none is gathered, autocast alone rounds.
+
+    Every result is the one that autocast gives with whole parameters, but for the order of sums.
+
+    Args:
+        dtype: `"fp32"` or `"bf16"`, in which forward computes under `autocast`.
+        roles: The groups of the parameters.
+    """
+    return _BF16 if dtype == "bf16" and roles.gather.size > 1 else _FULL
+
+
+def scope_in_fp32(model: nn.Module, roles: Roles, dtype: str, stage: int) -> dict[str, Scope]:
+    """The scope `"fp32"` of what forward reads in fp32, where the rest is gathered in bf16. Local.
+
+    These are a few vectors of each block and the embedding, so they are gathered once a step.
+
+    Args:
+        model: The model, before it is sharded.
+        roles: The groups of its dense parameters.
+        dtype: `"fp32"` or `"bf16"`, in which forward computes under `autocast`.
+        stage: The ZeRO stage of the rest: 1, 2 or 3.
+
+    Returns:
+        The scope by its name; nothing where all parameters are gathered in fp32, or not at all.
+    """
+    if precision_of(dtype, roles) is _FULL:
+        return {}
+    rounded = names_used_in_bf16(model)
+    kept = ReshardPolicy.zero1() if stage == 1 else ReshardPolicy.zero2()
+    return {"fp32": Scope(lambda n, _: n not in rounded, roles, 1, kept, precision=_FULL)}
+
+
 def names_used_in_bf16(model: nn.Module) -> frozenset[str]:
     """Parameters of which forward reads nothing but the value rounded to bf16, under `autocast`.
 
-    Whoever sends these sends them rounded, and nothing changes. They are the matrices of linear
-    layers and of experts. Not so the embedding, which begins the residual stream and whose gradient
-    is a sum over tokens, a head that is tied to it, the router, norms, convolutions, and what
-    recurrent mixers have one of for each head (decays, time steps): all of these are computed in
-    fp32. Local.
+    They can be sent rounded, and nothing changes. They are the matrices of linear layers and of
+    experts. Not so the embedding, which begins the residual stream and whose gradient is a sum over
+    tokens, a head that is tied to it, the router, norms, convolutions, and what recurrent mixers
+    have one of for each head (decays, time steps): all of these are computed in fp32. Local.
     """
     lowered, kept = set[nn.Parameter](), set[nn.Parameter]()
     for module in model.modules():

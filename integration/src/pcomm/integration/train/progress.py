@@ -23,9 +23,9 @@ class Progress:
     """How far a run is.
 
     Args:
-        step: Steps that are done, skipped ones included.
-        skipped: How many of them changed no parameter.
-        rewarm: Where the learning rate would have jumped, if `train.rewarm_steps` smooths it.
+        step: Number of steps that are done, skipped ones included.
+        skipped: Number of them that changed no parameter.
+        rewarm: Place where the learning rate would have jumped, if `train.rewarm_steps` smooths it.
     """
 
     step: int = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, TypeVar, cast
+from typing import Literal, TextIO, TypeVar, cast
 
 from pcomm.core import PcommError, connect
 from pcomm.core.errors import PeerError
@@ -25,7 +25,7 @@ from pcomm.integration.data.preparation import Prepared, open_prepared
 from pcomm.integration.metrics.plot import plot_loss
 from pcomm.integration.metrics.run_sinks import open_sinks
 from pcomm.integration.metrics.sink import Row, Sink
-from pcomm.integration.parallelize import EVERYONE, build_model, open_run_groups
+from pcomm.integration.parallelize import ALL_RANKS, build_model, open_run_groups
 from pcomm.integration.train.evaluate import evaluate
 from pcomm.integration.train.interrupt import Interrupt, listen_for_interrupt
 from pcomm.integration.train.not_finite import NotFiniteSteps
@@ -54,10 +54,10 @@ class Outcome:
     """How a run ended; the same on all ranks.
 
     Args:
-        steps: Optimizer steps done, over all starts.
-        bits_per_byte: Of the held-out documents after the last step; None if there are none, or
-            if the run was interrupted.
-        is_interrupted: Whether it was asked to stop before its end.
+        steps: Number of optimizer steps done, over all starts.
+        bits_per_byte: Bits per byte of the held-out documents after the last step; None if there
+            are none, or if the run was interrupted.
+        is_interrupted: True if the run was asked to stop before its end.
     """
 
     steps: int
@@ -79,11 +79,12 @@ def run_training(
     `connect` does: alone, under torchrun, or as local ranks.
 
     Args:
-        config: As the user wrote it; what is 0 is filled in here.
-        run_dir: The run's folder, shared by all ranks; made if absent.
-        must_restart: Remove the checkpoints and metrics that are there and begin anew.
-        stream: Where progress goes on the first rank; by default `sys.stderr`.
-        trace: Where the first rank writes what all ranks did in a few steps; by default nowhere.
+        config: The configuration as the user wrote it, before `validate`.
+        run_dir: Folder of the run, shared by all ranks; made if absent.
+        must_restart: True to remove the checkpoints and metrics that are there and begin anew.
+        stream: Stream of the progress on the first rank; None for `sys.stderr`.
+        trace: File in which the first rank writes what all ranks did in a few steps; None for no
+            trace.
 
     Raises:
         PcommError: On every rank, before a collective is entered: sizes that do not fit, data
@@ -112,9 +113,10 @@ def run_training(
         # A folder that is not shared fails here, on all ranks.
         prepared = _together(world, "train: tokens", lambda: open_prepared(run_dir))
         with open_run_groups(resolved, world) as groups:
-            steps = StepTrace(trace, world.rank, groups[EVERYONE, "control"])
-            parallel = build_model(resolved, steps.watched(groups), world.device)
-            _log.info("%s", parallel.model.describe())
+            steps = StepTrace(trace, world.rank, groups[ALL_RANKS, "control"])
+            watched = steps.watched(groups)
+            model = build_model(resolved, watched, world.device)
+            _log.info("%s", model.describe())
             batches = TrainBatches(
                 prepared.train,
                 seed=resolved.train.seed,
@@ -122,7 +124,7 @@ def run_training(
                 global_batch_tokens=resolved.train.global_batch_tokens,
                 micro_batch_tokens=resolved.train.micro_batch_tokens,
             )
-            trainer = Trainer(parallel, resolved, batches, recorder=steps.recorder)
+            trainer = Trainer(model, watched, resolved, batches, recorder=steps.recorder)
             run = _Run(trainer, prepared, run_dir, world, steps)
             progress = run.resume()
             # Written late: a run that is refused must not change what `pcomm generate` reads.
@@ -144,7 +146,7 @@ def _together(
     except PcommError as problem:
         error = problem
     except KeyboardInterrupt:
-        # Whoever waits for this rank hears of it.
+        # The ranks that wait for this one raise, too.
         stopped = PeerError(
             topic,
             found="a request to stop",
@@ -168,6 +170,7 @@ class _Run:
         self.trainer, self.prepared, self.run_dir, self.world = trainer, prepared, run_dir, world
         self.config = trainer.config
         self.identity = identity_of(self.config, prepared.fingerprint)
+        self.checkpoint_group = trainer.groups[ALL_RANKS, "checkpoint"]
 
     def resume(self) -> Progress:
         """Read the newest checkpoint, if there is one; returns how far the run is."""
@@ -193,8 +196,7 @@ class _Run:
             lambda: check_files(checkpoint, rank=rank, size=size),
             timeout_s=_READING_S,
         )
-        group = self.trainer.parallel.groups[EVERYONE, "checkpoint"]
-        read(checkpoint, self.trainer.regions(), group)
+        read(checkpoint, self.trainer.shard_views(), self.checkpoint_group)
         self.trainer.resume_at(progress.step, skipped=progress.skipped, rewarm=progress.rewarm)
         _log.info("resuming %s after step %d", self.run_dir, checkpoint.step)
         return progress
@@ -241,10 +243,9 @@ class _Run:
             if done == train.steps:
                 break
             # Evaluated before it is saved: a run that dies in between evaluates again.
-            if train.eval_every and done % train.eval_every == 0:
+            if _is_due(train.eval_every, done):
                 self._evaluate(done, sinks)
-            is_due = self.config.checkpoint.every and done % self.config.checkpoint.every == 0
-            if is_due or result.wants_to_stop:
+            if _is_due(self.config.checkpoint.every, done) or result.wants_to_stop:
                 self._save(saver, done)
             if result.wants_to_stop:
                 return Outcome(done, None, is_interrupted=True)
@@ -255,7 +256,8 @@ class _Run:
         return Outcome(done, bits, is_interrupted=False)
 
     def _evaluate(self, step: int, sinks: Sink | None) -> float | None:
-        bits = evaluate(self.trainer.parallel, self.prepared.held_out, self.config)
+        trainer = self.trainer
+        bits = evaluate(trainer.model, trainer.groups, self.prepared.held_out, self.config)
         if sinks is not None and bits is not None:
             sinks.write({"step": step, "bits_per_byte": bits})
         return bits
@@ -274,16 +276,20 @@ class _Run:
     def _save(self, saver: Saver, step: int) -> None:
         progress = Progress(step, self.not_finite.skipped, self.trainer.rewarm)
         state = {"identity": self.identity, **progress.state(self.config.train)}
-        saver.save(step, self.trainer.regions(), state)
+        saver.save(step, self.trainer.shard_views(), state)
 
     def _saver(self) -> Saver:
         options = self.config.checkpoint
         return Saver(
             self.run_dir,
-            self.trainer.parallel.groups[EVERYONE, "checkpoint"],
-            keep=options.keep,
+            self.checkpoint_group,
+            keep=None if options.keep == "all" else options.keep,
             is_asynchronous=options.asynchronous,
         )
+
+
+def _is_due(every: int | Literal["end"], step: int) -> bool:
+    return every != "end" and step % every == 0
 
 
 class _Recorded:

@@ -103,7 +103,8 @@ def write_config(config: Config, run_dir: Path) -> None:
     """Write `config.toml`, whole or not at all. On one rank.
 
     Args:
-        config: As the user wrote it: with `parallel.dp = 0` it fits other numbers of ranks, too.
+        config: The configuration as the user wrote it: with `parallel.dp = "auto"` it fits other
+            numbers of ranks, too.
         run_dir: Exists.
 
     Raises:

@@ -41,7 +41,7 @@ def lock_run(run_dir: Path) -> Iterator[None]:
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         yield
     finally:
-        # Before it is given back: who takes it next would otherwise lose its name.
+        # Before the lock is given back: the next run would otherwise lose its name.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 

@@ -27,8 +27,8 @@ def learning_rate(config: TrainConfig, step: int, rewarm: Rewarm | None = None) 
 
     Args:
         config: Rates, lengths and the schedule.
-        step: From 0; with a cosine the last step of the run has the minimum.
-        rewarm: From here the rate moves in a straight line to that of the schedule, over
+        step: Number of the step, from 0; with a cosine the last step of the run has the minimum.
+        rewarm: Place from which the rate moves in a straight line to that of the schedule, over
             `train.rewarm_steps`; None if it follows the schedule everywhere.
     """
     rate = _scheduled(config, step)

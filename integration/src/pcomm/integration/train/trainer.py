@@ -8,28 +8,38 @@ import time
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import AdamW
 
+from pcomm.core import Groups
 from pcomm.core.checkpoint import ShardView
+from pcomm.core.tensor_parallel import param_layouts_of
 from pcomm.core.trace import Recorder
+from pcomm.fsdp import Sharded
 from pcomm.gdn_cp import Plan
-from pcomm.integration.checkpoint.state import set_optimizer_step
-from pcomm.integration.config import Config
+from pcomm.integration.checkpoint.state import set_optimizer_step, training_shard_views
+from pcomm.integration.config import Resolved, TrainConfig
 from pcomm.integration.config_rules import expert_blocks
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.packing import Batch
-from pcomm.integration.models.moe.balance import Balance
-from pcomm.integration.parallelize import EVERYONE, Parallel, names_that_decay
-from pcomm.integration.train.gradient_norm import clip_by_global_norm, sum_partial_gradients
+from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.models.moe.balance import Balance, rows_of_tokens
+from pcomm.integration.parallelize import (
+    ALL_RANKS,
+    SAME_ROWS,
+    plan_sequences,
+    shard_parameters,
+    splitting_groups,
+    topology_of,
+)
+from pcomm.integration.train.device_batch import DeviceBatch
+from pcomm.integration.train.gradient_norm import global_norm, sum_partial_gradients
 from pcomm.integration.train.memory import memory_mib
 from pcomm.integration.train.not_finite import first_not_finite
 from pcomm.integration.train.precision import autocast
-from pcomm.integration.train.replicas import Replicas
 from pcomm.integration.train.schedule import Rewarm, learning_rate
-from pcomm.integration.train.shards import Shards
-from pcomm.integration.train.tensors import BatchTensors
 
-__all__ = ["StepResult", "Trainer"]
+__all__ = ["StepResult", "Trainer", "names_that_decay"]
 
 _log = logging.getLogger("pcomm.train")
 
@@ -47,53 +57,51 @@ class StepResult(NamedTuple):
     """Whether loss and gradient were finite numbers; otherwise no parameter has changed."""
 
 
+def names_that_decay(model: nn.Module) -> frozenset[str]:
+    """Parameters that decay: matrices, and not norms or what there is one of for each head."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() >= 2)
+
+
 class Trainer:
     """A model, its optimizer and its batches; a step of it is one step of the whole job.
 
+    Making one shards the model's parameters, see `shard_parameters`; collective over all ranks.
+
     Args:
-        parallel: This rank's part of the model.
-        config: Validated.
-        batches: Of the train split.
-        recorder: Gets spans of forward, backward and the optimizer; by default nobody does.
+        model: This rank's part of the model, from `build_model`.
+        groups: The groups of `open_run_groups`.
+        config: The validated configuration.
+        batches: The batches of the train split.
+        recorder: Recorder of the spans of forward, backward and the optimizer; None for no record.
+
+    Attributes:
+        sharded: The parameters, as this rank's shards.
+        rewarm: Place where the learning rate leaves its schedule for some steps; None if none.
     """
 
     def __init__(
         self,
-        parallel: Parallel,
-        config: Config,
+        model: LanguageModel,
+        groups: Groups,
+        config: Resolved,
         batches: TrainBatches,
         *,
         recorder: Recorder | None = None,
     ) -> None:
         self._recorder = recorder or Recorder(is_on=False)
-        self.parallel, self.config, self.batches = parallel, config, batches
-        train = config.train
-        decaying = names_that_decay(parallel.model)
-        is_whole = config.parallel.data == "replicate"
-        self.data = Replicas(parallel) if is_whole else Shards(parallel, train.dtype)
-        parameters = self.data.parameters
-        self.optimizer = AdamW(
-            [
-                {
-                    "params": [p for name, p in parameters.items() if name in decaying],
-                    "weight_decay": train.weight_decay,
-                },
-                {
-                    "params": [p for name, p in parameters.items() if name not in decaying],
-                    "weight_decay": 0.0,
-                },
-            ],
-            lr=train.learning_rate,
-            betas=train.betas,
-            fused=True,
-        )
+        self.model, self.groups, self.config, self.batches = model, groups, config, batches
+        self._layouts = param_layouts_of(model)
+        # Asked before a shard that is cut inside rows has lost its dimensions.
+        decaying = names_that_decay(model)
+        self.sharded = shard_parameters(model, config, groups)
+        self.optimizer = _adamw(self.sharded, decaying, config.train)
         self.rewarm: Rewarm | None = None
-        """Where the learning rate leaves its schedule for some steps."""
-        self._tp = parallel.groups["tp"].collectives
-        self._splitting = {s.name: s.split.collectives for s in parallel.scopes}
-        self._has_compared = parallel.groups["cp"].is_identity
-        model = parallel.model.config
-        self._balanced_layers = sum(expert_blocks(model)) if model.balance_loss else 0
+        place = topology_of(config.parallel).coordinates(groups[ALL_RANKS].rank)
+        self._dp_rank, self._dp_size = place["dp"], config.parallel.dp
+        self._tp = groups["tp"].collectives
+        self._has_compared = groups["cp"].is_identity
+        layers = sum(expert_blocks(config.model))
+        self._balanced_layers = layers if config.model.balance_loss else 0
 
     def step(self, index: int, *, is_asked_to_stop: bool = False) -> StepResult:
         """Optimizer step `index`, from 0. Collective over all ranks.
@@ -101,25 +109,19 @@ class Trainer:
         The loss of every token is divided by the number of targets in the *global* batch before
         backward, so the sum over micro-batches, replicas and context-parallel ranks is the mean
         over tokens, whatever their share. Where the loss or the norm of the gradient is not a
-        finite number on any rank, no rank changes its parameters.
+        finite number on any rank, no rank changes its parameters, and gradients stay as they are.
         """
         start = time.perf_counter()
         nats, balance = self._accumulate(index)
-        model = self.parallel.model
-        sum_partial_gradients(model, self._tp)
-        norm = clip_by_global_norm(
-            model, self._splitting, self.config.train.clip_norm, holders=self.data.holders
-        )
+        sum_partial_gradients(self.model, self._tp)
+        norm = global_norm(self.sharded, self._layouts, self._tp)
         # Before the update, so that all ranks make it or none does.
         loss, balance_loss, is_finite, wants_to_stop = self._agree(
             nats, balance, norm, is_asked_to_stop
         )
         rate = learning_rate(self.config.train, index, self.rewarm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         if is_finite:
-            with self._recorder.span("optimizer"):
-                self.optimizer.step()
+            self._update(norm, rate)
         elapsed = time.perf_counter() - start
         row = {
             "step": index + 1,
@@ -128,7 +130,7 @@ class Trainer:
             "step_ms": elapsed * 1e3,
             "lr": rate,
             "grad_norm": float(norm),
-            "memory_mib": memory_mib(self.parallel.device),
+            "memory_mib": memory_mib(self.model.device),
         }
         if num_layers := self._balanced_layers:
             # 1 where the experts of a layer get as many tokens each, more where tokens crowd.
@@ -137,41 +139,41 @@ class Trainer:
 
     def first_not_finite(self) -> str | None:
         """Which tensor is to blame after a step; see `not_finite.first_not_finite`. Collective."""
-        return first_not_finite(self.parallel.model, self.parallel.groups[EVERYONE].collectives)
+        return first_not_finite(self.model, self.groups[ALL_RANKS].collectives)
 
-    def regions(self) -> dict[str, ShardView]:
-        """Everything that a checkpoint holds of this rank. Local."""
-        return self.data.regions(self.optimizer)
+    def shard_views(self) -> dict[str, ShardView]:
+        """This rank's part of every tensor that a checkpoint holds, by name. Local."""
+        ranks = {scope: group.rank for scope, group in splitting_groups(self.groups).items()}
+        return training_shard_views(self.sharded, self.optimizer, self._layouts, ranks)
 
     def resume_at(self, step: int, *, skipped: int = 0, rewarm: Rewarm | None = None) -> None:
-        """Tell the optimizer how far the run is, after `regions` were read. Local.
+        """Tell the optimizer how far the run is, after `shard_views` were read. Local.
 
         Args:
-            step: Steps that are done.
-            skipped: How many of them made no update.
-            rewarm: Where the learning rate leaves its schedule for some steps.
+            step: Number of steps that are done.
+            skipped: Number of them that made no update.
+            rewarm: Place where the learning rate leaves its schedule for some steps; None if none.
         """
         set_optimizer_step(self.optimizer, step - skipped)
         self.rewarm = rewarm
-        self.data.parameters_changed()
+        self.sharded.parameters_changed()
 
     def _accumulate(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of all micro-batches.
+        """Gradients of all micro-batches, summed over all ranks.
 
         Returns:
             In fp64, the nats of this rank's tokens, and its part of the balance losses.
         """
-        parallel = self.parallel
         num_targets = self.batches.num_targets(index)
-        num_micro = self.batches.num_micro_batches(parallel.dp_size)
-        nats = torch.zeros((), dtype=torch.float64, device=parallel.device)
+        num_micro = self.batches.num_micro_batches(self._dp_size)
+        nats = torch.zeros((), dtype=torch.float64, device=self.model.device)
         balance_loss = torch.zeros_like(nats)
-        self.data.begin_step()
+        self.sharded.zero_grad()
         for micro in range(num_micro):
             batch = self.batches.batch(
-                index, dp_rank=parallel.dp_rank, dp_size=parallel.dp_size, micro=micro
+                index, dp_rank=self._dp_rank, dp_size=self._dp_size, micro=micro
             )
-            with self.data.micro_batch(is_last=micro == num_micro - 1):
+            with self.sharded.accumulate(is_last=micro == num_micro - 1):
                 losses, balance = self._forward(batch)
                 if balance is not None:
                     # Before backward, in which layers may be computed, and counted, again.
@@ -179,32 +181,48 @@ class Trainer:
                 with self._recorder.span("backward"):
                     (losses.sum() / num_targets).backward()
             nats += losses.detach().double().sum()
-        self.data.finish_step()
         return nats, balance_loss
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, Balance | None]:
         """Losses of this rank's tokens, and what their layers add to balance their experts."""
-        parallel, train = self.parallel, self.config.train
-        with self._recorder.span("forward"), autocast(train.dtype, parallel.device):
-            inputs = BatchTensors.of(batch, self._plan(batch), parallel.device)
-            balance = parallel.balance(
-                inputs.plan,
-                row_tokens=train.sequence_length,
-                rows_in_batch=self.batches.rows_per_batch,
-            )
-            losses = parallel.model.token_losses(
-                inputs.tokens, inputs.targets, inputs.plan, balance
-            )
-        return losses, balance
+        device = self.model.device
+        with self._recorder.span("forward"), autocast(self.config.train.dtype, device):
+            inputs = DeviceBatch.of(batch, self._plan(batch), device)
+            balance = self._balance(inputs.plan) if self._balanced_layers else None
+            return self.model.token_losses(*inputs, balance), balance
+
+    def _balance(self, plan: Plan) -> Balance:
+        """What the layers of a micro-batch need for their balance losses."""
+        row_tokens = self.config.train.sequence_length
+        return Balance(
+            rows_of_tokens(plan, row_tokens, self._tp, self.model.device),
+            num_rows=plan.tokens.num_tokens // row_tokens,
+            row_tokens=row_tokens,
+            rows_in_batch=self.batches.rows_per_batch,
+            coefficient=self.config.model.balance_loss,
+            collectives=self.groups[SAME_ROWS].collectives,
+        )
 
     def _plan(self, batch: Batch) -> Plan:
-        """Of the first batch the ranks compare what they have read; later ones follow from it."""
-        if self._has_compared:
-            return self.parallel.plan(batch.cu_seqlens)
-        plan = self.parallel.plan(batch.cu_seqlens, verify=True)
-        self._has_compared = True
-        _log.info("%s", plan.describe())
+        """The plan of a batch; of the first one the ranks compare what they have read."""
+        is_first, self._has_compared = not self._has_compared, True
+        group, strategy = self.groups["cp"], self.config.parallel.cp_strategy
+        plan = plan_sequences(
+            self.model, batch.cu_seqlens, group, strategy=strategy, verify=is_first
+        )
+        if is_first:
+            _log.info("%s", plan.describe())
         return plan
+
+    def _update(self, norm: torch.Tensor, rate: float) -> None:
+        """Clip the gradients and change the parameters."""
+        clip_norm = self.config.train.clip_norm
+        if clip_norm != "none":
+            self.sharded.clip_grad_norm(clip_norm, norm=norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        with self._recorder.span("optimizer"):
+            self.optimizer.step()
 
     def _agree(
         self, nats: torch.Tensor, balance: torch.Tensor, norm: torch.Tensor, is_asked_to_stop: bool
@@ -215,13 +233,28 @@ class Trainer:
         what each rank finds goes into the sum, so that all decide alike even then.
         """
         # Ranks of tp have the nats of the same tokens, but each routes tokens of its own.
-        counts = self.parallel.tp_rank == 0
+        counts = self._tp.rank == 0
         is_bad = ~(norm.isfinite() & nats.isfinite() & balance.isfinite())
         nats = nats if counts else torch.zeros_like(nats)
         asked = nats.new_tensor(float(is_asked_to_stop))
         mine = torch.stack([nats, balance, is_bad.to(nats), asked])
-        everyone = self.parallel.groups[EVERYONE].collectives
+        everyone = self.groups[ALL_RANKS].collectives
         total, balance_loss, num_bad, num_asked = everyone.all_reduce(mine, out=mine).tolist()
         # Finite terms may still have a sum that is not.
         is_finite = num_bad == 0 and math.isfinite(total) and math.isfinite(balance_loss)
         return total, balance_loss, is_finite, num_asked > 0
+
+
+def _adamw(sharded: Sharded, decaying: frozenset[str], train: TrainConfig) -> AdamW:
+    parameters = dict(sharded.named_parameters())
+    matrices = [parameter for name, parameter in parameters.items() if name in decaying]
+    others = [parameter for name, parameter in parameters.items() if name not in decaying]
+    return AdamW(
+        [
+            {"params": matrices, "weight_decay": train.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=train.learning_rate,
+        betas=train.betas,
+        fused=True,
+    )

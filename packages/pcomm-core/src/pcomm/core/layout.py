@@ -298,7 +298,7 @@ class Layout:
         made: _Derived = self._derived[make]
         return made
 
-    def adopt(self, make: Callable[[Layout], _Derived], made: _Derived) -> None:
+    def adopt(self, make: Callable[[Layout], object], made: object) -> None:
         """Keep `made`, which is known already, as what `make(self)` would return."""
         self._derived[make] = made
 

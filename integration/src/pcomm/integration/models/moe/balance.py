@@ -41,12 +41,12 @@ class Balance:
     """What the layers of one training pass need for their balance losses, and what they found.
 
     Args:
-        row_of_token_T: int64: the row of each token that this rank routes.
-        num_rows: R.
-        row_tokens: Tokens in a row.
-        rows_in_batch: Rows of the global batch of a step, over which the loss is a mean.
-        coefficient: What the loss is multiplied by.
-        collectives: Of the ranks that hold parts of the same rows, without gradients.
+        row_of_token_T: `[T]`, int64: the row of each token that this rank routes.
+        num_rows: R, the number of rows of the micro-batch.
+        row_tokens: Number of tokens in a row.
+        rows_in_batch: Number of rows in the global batch of a step, over which the loss is a mean.
+        coefficient: Factor of the loss.
+        collectives: Collectives of the ranks that hold tokens of the same rows, without gradients.
     """
 
     row_of_token_T: Tensor
@@ -89,14 +89,14 @@ def rows_of_tokens(
     """`[T]`, int64: the row in the micro-batch of each token that this rank routes. Local.
 
     Args:
-        plan: Of the micro-batch; each context-parallel rank has one stretch of its tokens.
-        row_tokens: Tokens in a row.
-        tensor_parallel: Its ranks share that stretch.
-        device: Where the result is.
+        plan: The plan of the micro-batch; each context-parallel rank has one range of its tokens.
+        row_tokens: Number of tokens in a row.
+        tensor_parallel: Collectives of the tensor-parallel group, whose ranks share that range.
+        device: Device of the result.
     """
-    stretch = plan.tokens.local_tokens
-    (mine,) = token_layout(stretch, tensor_parallel.size).runs[tensor_parallel.rank] or ((0, 0),)
-    start = plan.rank * stretch
+    length = plan.tokens.local_tokens
+    (mine,) = token_layout(length, tensor_parallel.size).runs[tensor_parallel.rank] or ((0, 0),)
+    start = plan.rank * length
     return torch.arange(start + mine[0], start + mine[1], device=device) // row_tokens
 
 

@@ -24,10 +24,11 @@ class Experts(nn.Module):
     Args:
         width: D.
         hidden_width: F.
-        num_experts: Of all ranks.
-        collectives: Of the expert-parallel group; rank r has the r-th of equal stretches.
-        device: Where the parameters are.
-        dtype: Of the parameters.
+        num_experts: Number of experts over all ranks.
+        collectives: Collectives of the expert-parallel group; rank r has the r-th of equal ranges
+            of experts.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
         LayoutError: The ranks cannot have as many experts each.
@@ -60,7 +61,7 @@ class Experts(nn.Module):
 
         Args:
             x_ND: Rows sorted by expert; computed in their dtype.
-            row_counts_e: int64: how many each expert has.
+            row_counts_e: `[e]`, int64: number of rows of each expert.
         """
         gate_up, down = (weight.to(x_ND.dtype) for weight in (self.gate_up, self.down))
         return grouped_linear(

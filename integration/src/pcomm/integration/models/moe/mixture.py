@@ -22,7 +22,7 @@ class MixtureOfExperts(nn.Module):
     """The weighted sum of what each token's experts make of it, and of a shared expert's result.
 
     Every token is routed by one rank: where tensor-parallel ranks hold the same tokens, each takes
-    a stretch of them. The shared expert is an MLP like any other, split over these ranks.
+    a range of them. The shared expert is an MLP like any other, split over these ranks.
 
     Args:
         build: Sizes, and the tensor- and expert-parallel groups.
@@ -61,8 +61,8 @@ class MixtureOfExperts(nn.Module):
         tokens takes part.
 
         Args:
-            x: Of the residual stream.
-            balance: In training with a balance loss.
+            x: Tokens of the residual stream that this rank has.
+            balance: Counts for the balance loss; None outside of training and without such a loss.
         """
         if self._splits_tokens:
             mine_tD = self._route(split_tokens(x, self._tensor_parallel), balance)

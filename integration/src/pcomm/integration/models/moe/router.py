@@ -38,11 +38,11 @@ class Router(nn.Module):
         width: D.
         num_experts: E.
         experts_per_token: K.
-        has_partial_gradient: Whether this rank routes only a part of the tokens of its
+        has_partial_gradient: True if this rank routes only some of the tokens of its
             tensor-parallel group, so that the weight's gradient has to be summed over it.
-        device: Where the weight is.
-        dtype: Of the weight; the router computes in it, also under autocast, because a rounded
-            logit sends a token elsewhere.
+        device: Device of the weight.
+        dtype: Dtype of the weight; the router computes in it, also under autocast, because a
+            rounded logit sends a token elsewhere.
 
     Source: Fedus et al., Switch Transformers, 2021; Jiang et al., Mixtral of Experts, 2024.
     """

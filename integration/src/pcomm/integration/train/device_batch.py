@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,26 +10,24 @@ from torch import Tensor
 from pcomm.gdn_cp import Plan
 from pcomm.integration.data.packing import Batch
 
-__all__ = ["BatchTensors"]
+__all__ = ["DeviceBatch"]
 
 
-@dataclass(frozen=True)
-class BatchTensors:
-    """Inputs of `LanguageModel.token_losses`; T tokens of this context-parallel rank.
-
-    Args:
-        tokens: `[T]` int64.
-        targets: `[T]` int64.
-        plan: Which tokens belong together, and who has them.
-    """
+class DeviceBatch(NamedTuple):
+    """Inputs of `LanguageModel.token_losses`: the tokens of this context-parallel rank."""
 
     tokens: Tensor
+    """`[T]`, int64."""
+
     targets: Tensor
+    """`[T]`, int64: the token after each."""
+
     plan: Plan
+    """The plan of the sequences of all context-parallel ranks."""
 
     @classmethod
-    def of(cls, batch: Batch, plan: Plan, device: torch.device) -> BatchTensors:
-        """What `plan` gives this rank of `batch`, on `device`."""
+    def of(cls, batch: Batch, plan: Plan, device: torch.device) -> DeviceBatch:
+        """The tokens of `batch` that `plan` gives this rank, on `device`."""
         tokens, targets = (
             plan.shard(torch.from_numpy(array)).to(device, non_blocking=True)
             for array in (batch.tokens, batch.targets)

@@ -1,0 +1,115 @@
+"""Sections of a configuration: frozen dataclasses that pydantic checks, with errors of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, dataclass_transform, get_args, get_origin
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+
+from pcomm.core.errors import ConfigError, near_misses
+
+__all__ = ["section", "toml_value", "unicode_text"]
+
+T = TypeVar("T")
+
+_STRICT = ConfigDict(
+    strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def section(name: str) -> Callable[[type[T]], type[T]]:
+    """Make a class a section of the configuration: a frozen dataclass with keyword arguments.
+
+    Types are strict, but for an int given for a float and a list given for a tuple. What is no
+    value of a key is a `ConfigError` that names every such key of the section, and explains it.
+
+    Args:
+        name: The section's name in TOML; empty for the whole configuration.
+    """
+
+    def make(cls: type[T]) -> type[T]:
+        made: Any = dataclass(frozen=True, kw_only=True, config=_STRICT)(cls)
+        if not name:
+            return made  # type: ignore[no-any-return]
+        check = made.__init__
+
+        def __init__(self: T, **values: object) -> None:
+            try:
+                check(self, **values)
+            except ValidationError as error:
+                raise _refused(name, made.__pydantic_fields__, values, error) from None
+
+        made.__init__ = __init__
+        found: type[T] = made
+        return found
+
+    return make
+
+
+def unicode_text(text: str) -> str:
+    """`text`, unless it holds a lone surrogate: those could not be written back.
+
+    Bytes of the command line that are no UTF-8 arrive as such.
+    """
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError("it holds bytes that are no UTF-8")
+    return text
+
+
+def toml_value(value: object) -> str:
+    """A scalar, or a tuple or list of scalars, as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that TOML wants DEL escaped as well.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return repr(value)
+
+
+def _refused(
+    name: str, known: Mapping[str, Any], values: Mapping[str, object], error: ValidationError
+) -> ConfigError:
+    """What pydantic has found, in four parts, for all keys of the section together."""
+    problems: dict[str, list[str]] = {}
+    for one in error.errors(include_url=False):
+        key, *inside = one["loc"]
+        # Of a list, which item; of a union, pydantic names the kind instead.
+        place = f"item {inside[0]}: " if inside and isinstance(inside[0], int) else ""
+        problems.setdefault(str(key), []).append(place + one["msg"])
+    whys = []
+    for key, found in problems.items():
+        help = known[key].description or "" if key in known else ""
+        whys.append(f"{name}.{key}: {' or '.join(found)}. {' '.join(help.split())}".rstrip())
+    return ConfigError(
+        ", ".join(f"{name}.{key}" for key in problems),
+        found="the value " + ", ".join(f"{values.get(key)!r}" for key in problems),
+        why="\n".join(whys),
+        fix="\n".join(_fix(f"{name}.{key}", key, values.get(key), known) for key in problems),
+    )
+
+
+def _fix(full: str, key: str, value: object, known: Mapping[str, Any]) -> str:
+    if key not in known:
+        return near_misses(key, known)
+    info = known[key]
+    words = _words(info.annotation)
+    if words and value == 0 and not isinstance(value, bool):
+        return f'Write `{full} = "{words[0]}"`, which is what 0 stood for in earlier files.'
+    example = default = 1 if info.is_required() else info.default
+    if isinstance(default, tuple) and isinstance(value, str):
+        example = [value]
+    elif isinstance(default, str) and not words and not isinstance(value, str | list | Mapping):
+        example = str(value)
+    return f"Write for example `{full} = {toml_value(example)}`."
+
+
+def _words(annotation: object) -> list[str]:
+    """Words that stand beside the numbers of a type, such as `auto`."""
+    parts = [part for part in get_args(annotation) if get_origin(part) is Literal]
+    return [word for part in parts for word in get_args(part)]
