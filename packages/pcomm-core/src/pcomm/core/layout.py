@@ -162,7 +162,7 @@ class Layout:
             length: Number of positions of the whole dimension.
             size: Number of ranks.
             unit: Positions of a unit, such as the columns of a head.
-            copies: How often each unit occurs, on all ranks together.
+            copies: Number of times each unit occurs, on all ranks together.
 
         Raises:
             LayoutError: The units with their copies are not `size` equal shares, or `copies` is
@@ -298,7 +298,7 @@ class Layout:
         made: _Derived = self._derived[make]
         return made
 
-    def adopt(self, make: Callable[[Layout], _Derived], made: _Derived) -> None:
+    def adopt(self, make: Callable[[Layout], object], made: object) -> None:
         """Keep `made`, which is known already, as what `make(self)` would return."""
         self._derived[make] = made
 
