@@ -39,8 +39,8 @@ class RowMoves:
         send: Permutation from the rows as they lie here to those in the order of the peers; None
             where they lie like that.
         receive: Permutation from the rows as they arrive to those of the result; None likewise.
-        copies: Number of rows that are sent of each row of the input. They are numbered row by row in
-            `send`, and backward adds them up.
+        copies: Number of rows that are sent of each row of the input. They are numbered row by row
+            in `send`, and backward adds them up.
     """
 
     send_sizes: tuple[int, ...] | None
