@@ -71,6 +71,13 @@ def test_repeated_units_are_dealt_out_like_a_list(
     assert pickle.loads(pickle.dumps(layout)) == layout
 
 
+def test_a_cover_has_no_gap_and_may_overlap() -> None:
+    assert Layout(4, ((Run(0, 3),), (Run(1, 4),))).is_cover
+    assert not Layout(4, ((Run(0, 1),), (Run(2, 4),))).is_cover
+    assert not Layout(4, ((Run(1, 4),), (Run(1, 2),))).is_cover
+    assert not Layout(4, ((Run(0, 3),), ())).is_cover
+
+
 def test_what_is_derived_is_made_once_and_not_pickled() -> None:
     layout, made = Layout.even(4, 2), []
 

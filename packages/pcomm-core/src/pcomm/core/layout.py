@@ -162,7 +162,7 @@ class Layout:
             length: Number of positions of the whole dimension.
             size: Number of ranks.
             unit: Positions of a unit, such as the columns of a head.
-            copies: How often each unit occurs, on all ranks together.
+            copies: Number of times each unit occurs, on all ranks together.
 
         Raises:
             LayoutError: The units with their copies are not `size` equal shares, or `copies` is

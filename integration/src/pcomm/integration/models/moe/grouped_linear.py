@@ -20,9 +20,9 @@ def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, row_counts_E: Tensor) -> Te
     """`x W_e^T` for the rows of each expert e; local.
 
     Args:
-        x_NI: The rows of the first expert, then those of the second, and so on.
-        weight_EOI: In the dtype of `x_NI`.
-        row_counts_E: int64, their sum is N; an expert may have none.
+        x_NI: `[N, I]`, the rows of the first expert, then those of the second, and so on.
+        weight_EOI: `[E, O, I]`, the weights of all experts, in the dtype of `x_NI`.
+        row_counts_E: `[E]`, int64: number of rows of each expert; their sum is N, and one may be 0.
 
     Returns:
         `[N, O]`, of the same dtype. An expert without rows has a gradient of zero, not none.

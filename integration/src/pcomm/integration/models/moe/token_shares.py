@@ -1,11 +1,11 @@
 """Tokens that every tensor-parallel rank holds, split so that each is routed once.
 
 The experts' view of the ranks has no tensor-parallel axis: an expert lies whole on one rank. So
-where the residual stream is replicated, each rank takes a stretch of the tokens, and the results
+where the residual stream is replicated, each rank takes a shard of the tokens, and the results
 are gathered. Under sequence parallelism the stream is split like that already.
 """
 
-# Shape suffixes: T tokens of the tensor-parallel group, t one rank's share, D width.
+# Shape suffixes: T tokens of the tensor-parallel group, t one rank's shard, D width.
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["join_tokens", "split_tokens", "token_layout"]
 
 
 def token_layout(num_tokens: int, size: int) -> Layout:
-    """Which rank routes which tokens: stretches that differ by at most one token."""
+    """Which rank routes which tokens: shards that differ by at most one token."""
     return Layout.balanced(num_tokens, size)
 
 
@@ -28,14 +28,14 @@ def split_tokens(x_TD: Tensor, collectives: Collectives) -> Tensor:
     layout = token_layout(x_TD.shape[0], collectives.size)
     return with_adjoint(
         x_TD,
-        # A copy, so that no view of the stream is kept by whoever keeps the share.
+        # A copy: a view that autograd keeps would keep the whole stream.
         lambda x: take_shard(x, layout, collectives.rank).clone(),
         lambda gradient: _join(gradient, layout, collectives),
     )
 
 
 def join_tokens(x_tD: Tensor, num_tokens: int, collectives: Collectives) -> Tensor:
-    """All tokens, replicated, from each rank's share: an all-gather. Backward is local."""
+    """All tokens, replicated, from each rank's shard: an all-gather. Backward is local."""
     return _join(x_tD, token_layout(num_tokens, collectives.size), collectives)
 
 

@@ -31,8 +31,8 @@ class RowsAndColumns:
 
     Args:
         rows: Layout of the rows, a partition.
-        shards: How the columns of each section are dealt out, at least one section.
-        fused: How many of the first sections are one tensor where a rank has all rows.
+        shards: Column shards of each section, at least one.
+        fused: Number of first sections that are one tensor where a rank has all rows.
     """
 
     rows: Layout

@@ -148,7 +148,7 @@ class Exchange:
         Args:
             x: The source region of this rank, any strides.
             collectives: Collectives of the group over which the layouts are split.
-            packing: What packs messages where rows are exchanged for columns; torch by default.
+            packing: The packing of messages where rows are exchanged for columns; torch by default.
 
         Returns:
             A new tensor with the target's shape; `x` itself where one rank has nothing to move.

@@ -29,7 +29,7 @@ class ColumnShards:
     Args:
         num_units: Number of units of the whole section.
         unit: Columns of a unit.
-        copies: How often each unit is repeated before the ranks take equal shares.
+        copies: Number of times each unit is repeated before the ranks take equal shards.
         num_ranks: Number of ranks.
     """
 
@@ -100,7 +100,7 @@ class Packing(Protocol):
 
         Args:
             sections_tC: Tensors `[t, C]` of one dtype and device.
-            shards: How the columns of each section are dealt out.
+            shards: Column shards of each section.
         """
         ...
 
@@ -122,7 +122,7 @@ class Packing(Protocol):
 
         Args:
             message_TW: `[R * t, W]`, as `pack_sections` makes it.
-            shards: How the columns of each section were dealt out.
+            shards: Column shards of each section.
         """
         ...
 

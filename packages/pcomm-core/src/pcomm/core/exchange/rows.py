@@ -36,11 +36,11 @@ class RowMoves:
     Args:
         send_sizes: Number of rows for each peer; None for equal parts.
         receive_sizes: Number of rows from each peer; None for equal parts.
-        send: From the rows as they lie here to those in the order of the peers; None where they
-            lie like that.
-        receive: From the rows as they arrive to those of the result; None likewise.
-        copies: How many rows are sent of each row of the input. They are numbered row by row in
-            `send`, and backward adds them up.
+        send: Permutation from the rows as they lie here to those in the order of the peers; None
+            where they lie like that.
+        receive: Permutation from the rows as they arrive to those of the result; None likewise.
+        copies: Number of rows that are sent of each row of the input. They are numbered row by row
+            in `send`, and backward adds them up.
     """
 
     send_sizes: tuple[int, ...] | None

@@ -58,7 +58,7 @@ class SectionExchange:
         Args:
             tensors: The source region of each section, of one dtype and device, any strides.
             collectives: Collectives of the group over which the layouts are split.
-            packing: What packs messages where rows are exchanged for columns; torch by default.
+            packing: The packing of messages where rows are exchanged for columns; torch by default.
             fused: Number of first sections to return as one tensor, side by side along the last
                 dimension; nothing is copied for it where rows are exchanged for columns.
 

@@ -38,7 +38,7 @@ class PeerParts:
         receive: The places in the new region of the part from each peer.
         sizes: Lengths of the old region along the dimensions of the exchange.
         new_sizes: Lengths of the new region.
-        adds: Whether parts are added up where they meet, and zeros stay where none belongs.
+        adds: True if parts are added up where they meet, and zeros stay where none belongs.
         adds_back: The same for the adjoint.
     """
 
@@ -68,7 +68,7 @@ class PeerParts:
             target: Layout of each dimension after.
             rank: The rank whose parts these are.
             device: Device of the index tensors.
-            is_bijection: Whether every element is on one rank before and after.
+            is_bijection: True if every element is on one rank before and after.
         """
         needed = {d: [placed_runs(x, peer) for peer in range(x.size)] for d, x in target.items()}
         peers = range(len(next(iter(owned.values()))))

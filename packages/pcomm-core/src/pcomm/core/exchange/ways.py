@@ -75,7 +75,7 @@ def choose_way(
         exchanges: The exchange of each section.
         rank: The rank that carries it out.
         device: Device of the sections and of the index tensors.
-        fused: How many of the first sections become one tensor, where rows become columns.
+        fused: Number of first sections that become one tensor, where rows become columns.
     """
     first = exchanges[0]
     # What is kept must not be a tensor of inference mode, which training cannot use.

@@ -48,7 +48,7 @@ class Documents:
     Args:
         cu_seqlens: Offsets of the documents.
         source: The tokens of each rank between layers.
-        are_whole: Whether no document may be cut.
+        are_whole: True if no document may be cut.
     """
 
     cu_seqlens: tuple[int, ...]

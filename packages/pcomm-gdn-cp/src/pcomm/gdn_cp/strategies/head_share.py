@@ -28,8 +28,8 @@ class SectionShare:
 
     Args:
         section: The whole section.
-        copies: How often each head is repeated before the ranks take equal stretches.
-        num_heads: Heads of a rank, copies counted.
+        copies: Number of times each head is repeated before the ranks take equal shards.
+        num_heads: Number of heads of a rank, copies counted.
     """
 
     section: Section
@@ -61,7 +61,7 @@ class HeadShare:
     Args:
         spec: The whole mixer.
         size: Number of ranks that share its heads; 1 where every rank has all of them.
-        rank: One of these.
+        rank: Rank of the group whose heads these are.
 
     Raises:
         LayoutError: The ranks do not divide the heads of the output.
@@ -105,9 +105,9 @@ class HeadShare:
         Args:
             parameter: Whole along `dim`, with as many entries there as the sections have heads,
                 or columns.
-            names: Section, or those that lie side by side along `dim`, as `("q", "k", "v")` do in
-                the weight of a convolution.
-            dim: Where the heads are.
+            names: A section, or the sections that lie side by side along `dim`, as
+                `("q", "k", "v")` do in the weight of a convolution.
+            dim: Dimension along which the heads lie.
 
         Raises:
             ConfigError: No such section.
@@ -135,9 +135,9 @@ class HeadShare:
         """This rank's heads of sections that lie side by side, `[T, heads, head width]` each.
 
         Args:
-            columns_TW: What `Plan.to_heads` returned with these sections fused, or what a
-                convolution has made of it.
-            names: The sections, in their order there.
+            columns_TW: Result of `Plan.to_heads` with these sections fused, or of a convolution
+                of it.
+            names: The sections, in their order along the columns.
 
         Raises:
             ConfigError: No such section.
