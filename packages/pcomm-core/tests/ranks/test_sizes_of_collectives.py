@@ -1,7 +1,7 @@
 """The same numbers on both sides of every size at which a gloo group does something else.
 
-From 256 KiB a shard on, ranks exchange in pairs; what is added comes in pieces of 128 KiB, of which
-there are at most eight, so that pieces grow from 1 MiB on.
+From 256 KiB a shard on, ranks exchange in pairs; what is added comes in chunks of 128 KiB, of which
+there are at most eight, so that chunks grow from 1 MiB on.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SIZES = (*chain.from_iterable((n - 1, n, n + 1) for n in BORDERS), 3 * 1024 * KI
 
 
 def test_the_borders_are_those_of_the_code() -> None:
-    sizes = (gloo._LARGE_BYTES, pairwise._PIECE_BYTES, pairwise._MOST_PIECES)
+    sizes = (gloo._LARGE_BYTES, pairwise._CHUNK_BYTES, pairwise._MOST_CHUNKS)
     assert sizes == (256 * 1024, 128 * 1024, 8)
 
 
 @pytest.mark.parametrize(
-    ("length", "pieces"),
+    ("length", "chunks"),
     [
         (0, []),
         (1, [1]),
@@ -41,9 +41,9 @@ def test_the_borders_are_those_of_the_code() -> None:
     ids=str,
 )
 def test_a_part_is_sent_in_pieces_that_grow_when_there_are_eight(
-    length: int, pieces: list[int]
+    length: int, chunks: list[int]
 ) -> None:
-    assert [len(piece) for piece in pairwise._pieces(torch.zeros(length))] == pieces
+    assert [len(chunk) for chunk in pairwise._chunks(torch.zeros(length))] == chunks
 
 
 @ranks(2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.gloo.pairwise import AddUp, Gather, Pairs
+from pcomm.core.collectives.gloo.pairwise import Pairs, PairwiseAllGather, PairwiseReduceScatter
 from pcomm.core.collectives.open_group import OpenGroup
 from pcomm.core.testing.close import assert_equal
 
@@ -74,31 +74,31 @@ class RecordedPairs:
 
 
 @pytest.mark.parametrize(
-    ("pieces_of_128_kib", "num_pieces"), [(1, 1), (2, 2), (3, 3), (4, 4), (20, 8)]
+    ("chunks_of_128_kib", "num_chunks"), [(1, 1), (2, 2), (3, 3), (4, 4), (20, 8)]
 )
 def test_a_sum_needs_three_places_for_each_peer_however_long_it_is(
-    pieces_of_128_kib: int, num_pieces: int
+    chunks_of_128_kib: int, num_chunks: int
 ) -> None:
-    length = pieces_of_128_kib * 128 * 1024 // 4 - 3
+    length = chunks_of_128_kib * 128 * 1024 // 4 - 3
     streams = {rank: numbers(rank, length) for rank in (1, 2, 3)}
     pairs = RecordedPairs(streams)
     parts = [numbers(0, length, salt=s) for s in range(4)]
     total = parts[0].clone()
-    operation = AddUp(cast(Pairs, pairs), parts, total)
+    operation = PairwiseReduceScatter(cast(Pairs, pairs), parts, total)
     num_announced: list[int] = []
     has_announced = operation.begin()
     # What peers wait for comes first.
-    num_first = 3 * min(num_pieces, 3)
+    num_first = 3 * min(num_chunks, 3)
     assert pairs.log[: num_first + 1] == ["receive"] * num_first + ["send"]
-    assert has_announced == (num_pieces <= 3)
+    assert has_announced == (num_chunks <= 3)
     operation.finish(lambda: num_announced.append(pairs.log.count("receive")))
     # Once, when nothing is left to announce.
-    assert num_announced == ([] if has_announced else [3 * num_pieces])
+    assert num_announced == ([] if has_announced else [3 * num_chunks])
     assert pairs.most_open == len(pairs.places) == num_first
     assert pairs.num_open == 0
     assert_equal(total, parts[0] + sum(streams.values()))
     for target in pairs.targets:
-        assert len(pairs.sent[target]) == num_pieces
+        assert len(pairs.sent[target]) == num_chunks
         assert_equal(torch.cat(pairs.sent[target]), parts[target])
 
 
@@ -106,23 +106,25 @@ def test_a_gather_receives_before_it_sends_and_nothing_that_is_empty() -> None:
     streams = {1: numbers(1, 7), 2: numbers(2, 0), 3: numbers(3, 5)}
     pairs = RecordedPairs(streams)
     parts = [numbers(0, 4), torch.empty(7), torch.empty(0), torch.empty(5)]
-    operation = Gather(cast(Pairs, pairs), parts[0], parts)
+    operation = PairwiseAllGather(cast(Pairs, pairs), parts[0], parts)
     assert operation.begin()
     assert pairs.log == ["receive"] * 2 + ["send"] * 3
     operation.finish(pytest.fail)
     assert_equal(torch.cat(parts[1:]), torch.cat(list(streams.values())))
 
 
-@pytest.mark.parametrize("kind", [AddUp, Gather])
-def test_an_aborted_transfer_is_an_error_and_no_result(kind: type[AddUp] | type[Gather]) -> None:
+@pytest.mark.parametrize("kind", [PairwiseReduceScatter, PairwiseAllGather])
+def test_an_aborted_transfer_is_an_error_and_no_result(
+    kind: type[PairwiseReduceScatter] | type[PairwiseAllGather],
+) -> None:
     """Torch tells of it by what `wait` returns; the memory holds whatever was there."""
     pairs = RecordedPairs({1: numbers(1, 4)}, is_aborted=True)
     parts = [torch.zeros(4), torch.zeros(4)]
-    operation: AddUp | Gather
-    if kind is AddUp:
-        operation = AddUp(cast(Pairs, pairs), parts, parts[0])
+    operation: PairwiseReduceScatter | PairwiseAllGather
+    if kind is PairwiseReduceScatter:
+        operation = PairwiseReduceScatter(cast(Pairs, pairs), parts, parts[0])
     else:
-        operation = Gather(cast(Pairs, pairs), parts[0], parts)
+        operation = PairwiseAllGather(cast(Pairs, pairs), parts[0], parts)
     operation.begin()
     with pytest.raises(RuntimeError, match="aborted"):
         operation.finish(lambda: None)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.distributed import DistributedCollectives, Issued, in_front
-from pcomm.core.collectives.gloo.pairwise import AddUp, Gather, Pairs
+from pcomm.core.collectives.gloo.pairwise import Pairs, PairwiseAllGather, PairwiseReduceScatter
 from pcomm.core.collectives.gloo.work_queue import WorkItem, WorkQueue
 from pcomm.core.collectives.out import check_out, is_direct, not_over
 from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes
@@ -72,7 +72,7 @@ class GlooCollectives(DistributedCollectives):
         own = parts[self.rank]
         if own.data_ptr() != front.data_ptr():
             own.copy_(not_over(front, own))
-        return self._enqueue(Gather(self._pairs, own, parts), gathered, is_async)
+        return self._enqueue(PairwiseAllGather(self._pairs, own, parts), gathered, is_async)
 
     def _reduce_scatter(self, call: Call, is_async: bool) -> Issued:
         x, out = call.x, call.out
@@ -94,7 +94,7 @@ class GlooCollectives(DistributedCollectives):
             front = not_over(front, total)
             total.copy_(front.split(lengths)[self.rank])
         parts = front.split(lengths)
-        return self._enqueue(AddUp(self._pairs, parts, total), total, is_async)
+        return self._enqueue(PairwiseReduceScatter(self._pairs, parts, total), total, is_async)
 
     def _enqueue(self, item: WorkItem, result: Tensor, is_async: bool) -> Issued:
         self._group.get()

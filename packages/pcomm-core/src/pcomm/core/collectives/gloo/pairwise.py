@@ -20,15 +20,15 @@ from torch import Tensor
 
 from pcomm.core.collectives.open_group import OpenGroup
 
-__all__ = ["AddUp", "Gather", "Pairs"]
+__all__ = ["Pairs", "PairwiseAllGather", "PairwiseReduceScatter"]
 
 # Beyond the tags of point-to-point code, and within the 31 bits that torch allows.
 _FIRST_TAG, _NUM_TAGS = 1 << 30, 1 << 30
-# A sum receives in pieces, a few of each rank at a time, so that a long one needs room for 3/8 of
+# A sum receives in chunks, a few of each rank at a time, so that a long one needs room for 3/8 of
 # all that it receives. Measured on 4 ranks and links of 400 Mbit/s: with fewer or smaller ones
 # links run dry while the note that a place is free waits behind data that goes the same way. On
-# loopback each piece costs 0.2 ms, so there are no more than eight.
-_PIECE_BYTES, _MOST_PIECES, _PLACES_PER_SOURCE = 128 * 1024, 8, 3
+# loopback each chunk costs 0.2 ms, so there are no more than eight.
+_CHUNK_BYTES, _MOST_CHUNKS, _PLACES_PER_SOURCE = 128 * 1024, 8, 3
 
 
 class Pairs:
@@ -87,7 +87,7 @@ class Pairs:
             del works[0]
 
 
-class Gather:
+class PairwiseAllGather:
     """An operation that fills all parts but this rank's with what the others hold in theirs.
 
     Args:
@@ -116,10 +116,10 @@ class Gather:
         self._pairs.wait(self._works)
 
 
-class AddUp:
+class PairwiseReduceScatter:
     """An operation that adds what the other ranks have for this one to its own part.
 
-    It receives piece by piece, and a few pieces ahead. Formats of 16 bits are added in fp32 and
+    It receives chunk by chunk, and a few chunks ahead. Formats of 16 bits are added in fp32 and
     rounded once.
 
     Args:
@@ -133,9 +133,9 @@ class AddUp:
         self._pairs, self._parts_NL = pairs, parts_NL
         self._tag = pairs.tag(1)
         self._is_narrow = total_L.is_floating_point() and total_L.itemsize < 4
-        self._pieces = _pieces(total_L)
-        # A piece from all ranks before the next one, so that it is summed in one go.
-        self._to_come = deque((piece, rank) for piece in self._pieces for rank in pairs.sources)
+        self._chunks = _chunks(total_L)
+        # A chunk from all ranks before the next one, so that it is summed in one go.
+        self._to_come = deque((chunk, rank) for chunk in self._chunks for rank in pairs.sources)
         self._places: deque[Tensor] = deque()
         self._receives: deque[tuple[dist.Work, Tensor]] = deque()
         self._sends: list[dist.Work] = []
@@ -143,41 +143,41 @@ class AddUp:
     def begin(self) -> bool:
         """Post the first receives, then all sends."""
         num_places = min(_PLACES_PER_SOURCE * len(self._pairs.sources), len(self._to_come))
-        self._places.extend(torch.empty_like(self._pieces[0]) for _ in range(num_places))
+        self._places.extend(torch.empty_like(self._chunks[0]) for _ in range(num_places))
         while self._places and self._to_come:
             self._receive()
         for target in self._pairs.targets:
-            for piece in _pieces(self._parts_NL[target]):
-                self._sends.append(self._pairs.send(piece, target, self._tag))
+            for chunk in _chunks(self._parts_NL[target]):
+                self._sends.append(self._pairs.send(chunk, target, self._tag))
         return not self._to_come
 
     def finish(self, has_announced: Callable[[], None]) -> None:
-        """Add pieces as they come, posting a further receive for each."""
-        for piece in self._pieces:
-            total = piece.float() if self._is_narrow else piece
+        """Add chunks as they come, posting a further receive for each."""
+        for chunk in self._chunks:
+            total = chunk.float() if self._is_narrow else chunk
             for _ in self._pairs.sources:
                 work, place = self._receives[0]
                 self._pairs.wait([work])
                 self._receives.popleft()
-                total.add_(place[: len(piece)])
+                total.add_(place[: len(chunk)])
                 self._places.append(place)
                 if self._to_come:
                     self._receive()
                     if not self._to_come:
                         has_announced()
             if self._is_narrow:
-                piece.copy_(total)
+                chunk.copy_(total)
         self._pairs.wait(self._sends)
 
     def _receive(self) -> None:
-        (piece, source), place = self._to_come.popleft(), self._places.popleft()
-        work = self._pairs.receive(place[: len(piece)], source, self._tag)
+        (chunk, source), place = self._to_come.popleft(), self._places.popleft()
+        work = self._pairs.receive(place[: len(chunk)], source, self._tag)
         self._receives.append((work, place))
 
 
-def _pieces(part_L: Tensor) -> list[Tensor]:
-    """The pieces that a part is sent in; they follow from its length, which both sides know."""
+def _chunks(part_L: Tensor) -> list[Tensor]:
+    """The chunks that a part is sent in; they follow from its length, which both sides know."""
     if not part_L.numel():
         return []
-    length = max(_PIECE_BYTES // part_L.itemsize, -(-part_L.numel() // _MOST_PIECES))
+    length = max(_CHUNK_BYTES // part_L.itemsize, -(-part_L.numel() // _MOST_CHUNKS))
     return list(part_L.view(-1).split(length))

@@ -1,4 +1,4 @@
-"""What the registry needs from torch and NCCL, so that a fake can stand in for them."""
+"""The interface of the registry to pools and communicators, so that a fake can replace NCCL."""
 
 from __future__ import annotations
 
