@@ -188,8 +188,8 @@ def test_gathers_move_two_bytes_a_parameter(rank: int, name: str, run_dir: Path)
     # What is rounded in forward and again in backward, the rest once; the root's stays, and so do
     # the last two blocks of forward, with which backward begins.
     stay = {"(root)", *(f"blocks.{number}" for number in range(num_blocks)[-2:])}
-    gathered = sum(2 * plan.layout.share * (1 + (plan.unit not in stay)) for plan in narrow)
-    gathered += sum(4 * plan.layout.share for plan in wide)
+    gathered = sum(2 * plan.layout.shard_length * (1 + (plan.unit not in stay)) for plan in narrow)
+    gathered += sum(4 * plan.layout.shard_length for plan in wide)
     assert sums == {
         "all_gather": gathered,
         "reduce_scatter": sum(4 * plan.layout.length for plan in plans),

@@ -1,4 +1,4 @@
-"""Whether the parts that are read make up a whole box, and what is missing if not."""
+"""The first elements of a box that a list of boxes does not cover."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Box(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no element; a box without dimensions has one."""
+        """True if it has no element; a box without dimensions has one."""
         return any(start >= stop for start, stop in zip(self.starts, self.stops, strict=True))
 
     def without(self, other: Box) -> list[Box]:
-        """What of this box is not in `other`, as boxes that do not overlap."""
+        """The elements of this box that are not in `other`, as boxes that do not overlap."""
         common = Box(
             tuple(map(max, self.starts, other.starts)), tuple(map(min, self.stops, other.stops))
         )

@@ -1,4 +1,4 @@
-"""How torch.distributed.checkpoint writes and reads shard views."""
+"""The planners with which torch.distributed.checkpoint writes and reads shard views."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["ShardLoadPlanner", "ShardSavePlanner"]
 
 
 class _RankData(NamedTuple):
-    """What a rank sends to the coordinator beside its chunks.
+    """Data that a rank sends to the coordinator beside its chunks.
 
     Attributes:
         same: Values that every rank must have as well, by name.

@@ -1,1 +1,1 @@
-"""What a sharded model moves, holds and could reach: imported only when it is asked for."""
+"""Bytes, memory and limits of a sharded model: imported only when it is asked for."""

@@ -24,7 +24,7 @@ _ROLE_OF_STEP = {"gather": "gather", "reduce": "reduce", "all_reduce": "replicat
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much communication a recorded step hid.
+    """The communication that a recorded step hid.
 
     Args:
         hidden: Fraction of the time of communication in which the rank computed.

@@ -33,7 +33,7 @@ __all__ = ["Step", "lower_bounds_s"]
 
 @dataclass(frozen=True)
 class Step:
-    """What a step has to do.
+    """The least work of a step.
 
     Args:
         unit_bytes: Bytes of the parameters of each unit; gradients have as many.
@@ -50,12 +50,12 @@ class Step:
     backward_s: float
 
     def gather_bytes(self) -> float:
-        """What each rank sends to gather, in forward and in backward."""
+        """Bytes that each rank sends to gather, in forward and in backward."""
         again = self.unit_bytes[: self.num_backward_gathers]
         return self._share * (sum(self.unit_bytes) + sum(again))
 
     def reduce_bytes(self) -> float:
-        """What each rank sends to reduce."""
+        """Bytes that each rank sends to reduce."""
         return self._share * sum(self.unit_bytes)
 
     @property

@@ -85,7 +85,7 @@ def _measure(settings: Settings) -> list[Found]:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """What the options ask for.
+    """The settings that the options ask for.
 
     Args:
         arguments: Parsed options.

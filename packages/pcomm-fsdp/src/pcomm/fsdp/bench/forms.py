@@ -176,7 +176,7 @@ CHANGES = (
     Change("pcomm: gathers ahead, 1 unit more kept", TWO, NO_PREFETCH),
     Change("pcomm: gathers ahead in backward alone", TWO, LESS_MEMORY),
 )
-"""What is taken apart; see `report`."""
+"""The changes that tables take apart."""
 
 COMPARED = (
     *((ours, FSDP2) for ours in OURS),

@@ -264,7 +264,7 @@ def _predict(
     network: RatedNetwork,
     control: Collectives,
 ) -> Prediction | None:
-    """What the simulator says of our cases, if units compute as they do in the first of them.
+    """Times of our cases in the simulator, if units compute as they do in the first of them.
 
     Neither that step nor any other enters as a whole, but what units compute in it, and
     collectives that were timed alone. Those are between pairs, so a form without is left out.

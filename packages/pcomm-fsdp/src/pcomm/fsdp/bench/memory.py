@@ -39,7 +39,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def can_count() -> bool:
-    """Whether this process's C library tells."""
+    """True if this process's C library tells."""
     return hasattr(ctypes.CDLL(None), "mallinfo2")
 
 

@@ -1,4 +1,4 @@
-"""What is trained: models, their batches, and the gradients they must get."""
+"""Trained models, their batches, and the gradients they must get."""
 
 # N ranks, R rows, D width, S sequences, T tokens, H heads, E width of a head
 
@@ -110,7 +110,7 @@ class Problem:
         return [sum(p.nbytes for p in unit.parameters()) for unit in model]
 
     def gradients(self, control: Collectives, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What autograd says about all rows: the mean over ranks, by the parameter's name.
+        """Gradients of autograd for all rows: the mean over ranks, by the parameter's name.
 
         Collective; each rank computes its own rows, with a whole model.
         """

@@ -1,4 +1,4 @@
-"""What the simulator says that steps take, from figures of the same run.
+"""Times of steps in the simulator, from figures of the same run.
 
     computing  of each unit on each rank: medians of some steps of one case, waits left out
     bytes      at the rate of a link; each group has the link of its interface
@@ -140,7 +140,7 @@ def latency_of(
 def recorded_costs(
     sharded: Sharded, step: Callable[[], object], num_steps: int, control: Collectives
 ) -> list[Costs]:
-    """What units compute on each rank, the medians of some steps. Collective.
+    """Seconds of the units on each rank, the medians of some steps. Collective.
 
     Where ranks share cores they slow each other down; that is a part of the costs.
 

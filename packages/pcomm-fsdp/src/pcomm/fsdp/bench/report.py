@@ -1,4 +1,4 @@
-"""What was measured, as rows of a CSV and as tables to read."""
+"""Measurements as rows of a CSV and as tables to read."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _speed(found: Found, place: str) -> list[Row]:
 
 
 def _changes(found: Found, place: str) -> list[Row]:
-    """What each thing is worth that one form has and another one has not."""
+    """The worth of each thing that one form has and another one has not."""
     return [
         row
         for change in CHANGES
@@ -124,7 +124,7 @@ def _alone(found: Found, place: str) -> list[Row]:
 
 
 def _ratio(name: str, found: Found, place: str, after: str, before: str, unit: str) -> list[Row]:
-    """How many times as fast one form is, if both were measured."""
+    """The speed of one form over that of another, if both were measured."""
     if after not in found.timings or before not in found.timings:
         return []
     timing = found.timings[after]

@@ -1,4 +1,4 @@
-"""What is measured: ranks, links, models, forms and rounds. Needs no torch."""
+"""The settings of a measurement: ranks, links, models, forms and rounds. Needs no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Link:
-    """What each rank's links carry, and how much it computes beside that.
+    """The rates of each rank's links, and the size of its computation.
 
     Args:
         mbit_per_s: Rate of a link, each way, in 10^6 bits a second.
@@ -42,7 +42,7 @@ class Link:
 
     @property
     def bytes_per_s(self) -> float:
-        """What a link carries each way, headers included."""
+        """The rate of a link each way, headers included."""
         return self.mbit_per_s * 1e6 / 8
 
     @property
@@ -134,7 +134,7 @@ class Settings:
 
 
 def place_of(num_ranks: int, model: str, link: Link) -> str:
-    """Where something was measured, as it stands in rows."""
+    """The place of a measurement, as it stands in rows."""
     ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
     return ", ".join(filter(None, (ranks, model, link.name)))
 

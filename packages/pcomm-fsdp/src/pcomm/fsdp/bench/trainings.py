@@ -1,4 +1,4 @@
-"""What is compared: one forward and backward of a model, sharded in different ways."""
+"""The cases that are compared: one forward and backward of a model, sharded in different ways."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Training(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """What is called."""
+        """The module that is called."""
 
     @property
     def num_backward_gathers(self) -> int:

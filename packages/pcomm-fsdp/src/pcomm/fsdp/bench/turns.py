@@ -75,5 +75,5 @@ def seconds_of(run: Callable[[], None], control: Collectives) -> float:
 
 
 def _sent_bytes() -> int:
-    """What this rank's links have carried away, on all rails together."""
+    """Bytes that this rank's links have sent, on all rails together."""
     return sum(found.sent_bytes for name, found in traffic().items() if name != "lo")

@@ -9,7 +9,7 @@ Functions of several elements at once, which would see those of one rank alone, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -64,9 +64,16 @@ class ShardGradient(ShardTensor):
 
     @classmethod
     def _instead_of(
-        cls, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[Any]
+        cls,
+        name: str,
+        types: Collection[type],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        given: Sequence[Any],
     ) -> Any:
-        if any(isinstance(one, ShardNorm) and not one.is_entire for one in given):
+        if ShardNorm in types and any(
+            isinstance(one, ShardNorm) and not one.is_entire for one in given
+        ):
             raise torch_refusals.mixed_elements("norm")
         is_cut = not all(one.is_entire for one in given if isinstance(one, ShardGradient))
         if name in NORMS and (is_cut or _is_of_all(name, *args, **kwargs)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,12 @@ class ShardNorm(ShardTensor):
 
     @classmethod
     def _instead_of(
-        cls, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[Any]
+        cls,
+        name: str,
+        types: Collection[type],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        given: Sequence[Any],
     ) -> Any:
         if name == "stack":
             return _stacked(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class ShardTensor(Tensor):
     def __torch_function__(
         cls,
         func: Callable[..., Any],
-        types: Sequence[type],
+        types: Collection[type],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -31,7 +31,7 @@ class ShardTensor(Tensor):
         given: list[Any] = []
         for one in (*args, *kwargs.values()):
             given += one if isinstance(one, list | tuple) else [one]
-        result = cls._instead_of(name, args, kwargs, given)
+        result = cls._instead_of(name, types, args, kwargs, given)
         if result is NotImplemented:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
@@ -40,7 +40,12 @@ class ShardTensor(Tensor):
 
     @classmethod
     def _instead_of(
-        cls, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[Any]
+        cls,
+        name: str,
+        types: Collection[type],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        given: Sequence[Any],
     ) -> Any:
         """The result of something else; `NotImplemented` for the function itself; or an error."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""How much registered memory a model needs, before it has run: integers only.
+"""The registered memory that a model needs, before it has run: integers only.
 
 Memory has to be there when it is registered, and buffers come and go within it. All buffers of one
 arena therefore have one size, so that a place that one leaves fits the next, and an arena has as
@@ -74,7 +74,7 @@ def plan_arenas(plans: Sequence[GroupPlan], comm: CommPolicy) -> list[ArenaPlan]
 
 
 class Nesting:
-    """Which units are in use whenever another one is.
+    """The units that are in use whenever another one is.
 
     Args:
         plans: Plans of all parameter groups; units without any are never gathered.

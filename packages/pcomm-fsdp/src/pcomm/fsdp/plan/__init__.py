@@ -1,1 +1,1 @@
-"""What is decided before a sharded model runs: units, flat layouts, one plan a parameter group."""
+"""Decisions before a sharded model runs: units, flat layouts, one plan for each parameter group."""

@@ -17,7 +17,7 @@ __all__ = ["GroupPlan"]
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Which groups communicate what for the parameters of one unit, scope, dtype and kind.
+    """The groups, formats and layout of the parameters of one unit, scope, dtype and kind.
 
     Made when the model is sharded and never changed. Buffers carry it, so no place where something
     is gathered or reduced chooses a group.

@@ -1,1 +1,1 @@
-"""What happens while a sharded model runs: hooks, the schedule, buffers and collectives."""
+"""A sharded model while it runs: hooks, the schedule, buffers and collectives."""

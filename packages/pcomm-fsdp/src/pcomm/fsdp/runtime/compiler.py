@@ -121,7 +121,7 @@ class OnDemand:
         return self._writer.owed
 
     def steps_for(self, mark: Mark) -> list[Step]:
-        """What to do before and after `mark`, which is one of the steps."""
+        """The steps before and after `mark`, which is one of them."""
         start = len(self._writer.steps)
         if self._gives_back:
             self._gives_back = False

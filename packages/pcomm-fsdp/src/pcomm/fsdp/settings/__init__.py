@@ -1,1 +1,1 @@
-"""What a caller of `fully_shard` chooses: roles, scopes, communication, precision, resharding."""
+"""Choices of a caller of `fully_shard`: roles, scopes, communication, precision, resharding."""

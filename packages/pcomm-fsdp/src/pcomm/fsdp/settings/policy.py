@@ -14,7 +14,7 @@ __all__ = ["CommPolicy", "Precision"]
 
 @dataclass(frozen=True)
 class CommPolicy:
-    """How gathers and reduces are spread over time.
+    """The spread of gathers and reduces over time.
 
     Args:
         separate: `"always"` takes the gather and the reduce group as given; `"never"` sends both

@@ -1,4 +1,4 @@
-"""How much is sharded, as data: the time until which parameters and gradients stay unsharded."""
+"""The stage of sharding as data: the time until which parameters and gradients stay unsharded."""
 
 from __future__ import annotations
 

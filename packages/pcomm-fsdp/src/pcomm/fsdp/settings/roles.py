@@ -1,4 +1,4 @@
-"""Which groups a scope of parameters communicates in, named by what they do."""
+"""The groups of a scope of parameters, named by what they do."""
 
 from __future__ import annotations
 

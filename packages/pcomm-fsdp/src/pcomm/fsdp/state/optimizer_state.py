@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, and what it will keep after its first step."""
+"""The state of an optimizer for each parameter, now or as its first step will make it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["StateOf", "state_of"]
 
 
 class StateOf:
-    """Where an optimizer has the state of one parameter; a call returns the mapping itself.
+    """Finds an optimizer's state of one parameter; a call returns the mapping itself.
 
     An optimizer's `load_state_dict` makes another mapping, so it is looked up each time.
     """

@@ -1,4 +1,4 @@
-"""What the units of random models do, for property tests."""
+"""Marks of random models, for property tests."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class PlannedGroup(Group):
 
 
 def chain(num_units: int) -> list[Mark]:
-    """What units `b0`, `b1`, ... in a row do, in a root that computes nothing itself."""
+    """Marks of units `b0`, `b1`, ... in a row, in a root that computes nothing itself."""
     names = [f"b{i}" for i in range(num_units)]
     marks = [Mark("use", ROOT, "forward")]
     for name in names:
