@@ -25,7 +25,7 @@ BLOCKED = Path(__file__).with_name("blocked_train.py")
 def uninterrupted(
     train: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """The folder of a run that nobody killed, made once for each number of ranks."""
+    """The folder of a run that was not killed, made once for each number of ranks."""
     made: dict[str, Path] = {}
 
     def run(ranks: str) -> Path:
@@ -92,7 +92,7 @@ def is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # An orphan that nobody has waited for is gone, too.
+    # An orphan without a parent that waits is gone, too.
     status = Path(f"/proc/{pid}/status")
     return not (status.exists() and "State:\tZ" in status.read_text())
 
@@ -114,12 +114,12 @@ def tensors(run: Path) -> list[torch.Tensor]:
     model = Writer.load(run).model
     found = [parameter.detach() for parameter in model.parameters()]
     for moment in ("exp_avg", "exp_avg_sq"):
-        regions = {
+        views = {
             f"optimizer.{moment}.{name}": ShardView(torch.zeros_like(p), placement, 0)
             for (name, p), placement in zip(
                 model.named_parameters(), param_layouts_of(model).values(), strict=True
             )
         }
-        read(checkpoints(run)[-1], regions)
-        found += [region.tensor for region in regions.values()]
+        read(checkpoints(run)[-1], views)
+        found += [view.tensor for view in views.values()]
     return found

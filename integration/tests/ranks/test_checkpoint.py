@@ -62,12 +62,12 @@ def train_on_two(
     train(parallel, folder, data, until, dtype)
 
 
-def whole(regions: dict[str, ShardView], tp: Collectives) -> dict[str, Tensor]:
+def whole(views: dict[str, ShardView], tp: Collectives) -> dict[str, Tensor]:
     """The logical tensors, put together from all ranks without the code of checkpoints."""
     joined = {}
-    for name, region in regions.items():
-        layout, dim = region.param_layout.layout, region.param_layout.dim
-        tensor = region.tensor
+    for name, view in views.items():
+        layout, dim = view.param_layout.layout, view.param_layout.dim
+        tensor = view.tensor
         if layout is not None and layout.size > 1:
             shards = tp.all_gather(tensor.contiguous(), dim=dim).split(list(layout.sizes), dim)
             tensor = join_shards(shards, layout, dim=dim)

@@ -42,12 +42,12 @@ def checkpoint_group() -> Iterator[Group]:
 
 @ranks(2)
 def test_a_tensor_that_one_rank_misses_stops_both(rank: int, tmp_path: Path) -> None:
-    region = ShardView(torch.ones(4), ParamLayout(), 0)
+    view = ShardView(torch.ones(4), ParamLayout(), 0)
     with checkpoint_group() as group:
         with Saver(tmp_path, group, keep=1, is_asynchronous=False) as saver:
-            saver.save(1, {"there": region}, {})
+            saver.save(1, {"there": view}, {})
         saved = checkpoints(tmp_path)[0]
-        wanted = {"there": region, "not there": region} if rank else {"there": region}
+        wanted = {"there": view, "not there": view} if rank else {"there": view}
         with pytest.raises(ConfigError, match=r"not there of shape \(4,\): nothing under that"):
             read(saved, wanted, group)
         longer = ShardView(torch.ones(4 + rank), ParamLayout(), 0)
@@ -61,16 +61,16 @@ def test_a_disk_that_is_full(rank: int, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(rank)
     layout = Layout.even(2 << 18, 2)
     tensor = torch.rand(1 << 18, generator=generator)
-    regions = {"x": ShardView(tensor, ParamLayout(layout, 0), rank)}
+    views = {"x": ShardView(tensor, ParamLayout(layout, 0), rank)}
     with checkpoint_group() as group:
         saver = Saver(tmp_path, group, keep=1, is_asynchronous=True)
-        saver.save(1, regions, {})
+        saver.save(1, views, {})
         saver.wait()
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))
         try:
-            saver.save(2, regions, {})
+            saver.save(2, views, {})
             with pytest.raises(ConfigError, match=r"step 2 in .*: rank 1: OSError: .*too large"):
                 saver.close()
         finally:
@@ -94,14 +94,14 @@ FAILURES = {
 @ranks(2)
 def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, name: str, tmp_path: Path) -> None:
     where, owner, attribute = FAILURES[name]
-    regions = {"x": ShardView(torch.ones(4), ParamLayout(), 0)}
+    views = {"x": ShardView(torch.ones(4), ParamLayout(), 0)}
     with checkpoint_group() as group:
         saver = Saver(tmp_path, group, keep=None, is_asynchronous=True)
-        saver.save(1, regions, {})
+        saver.save(1, views, {})
         saver.wait()
         broken = no_room if rank == where else getattr(owner, attribute)
         with patch.object(owner, attribute, broken):
-            saver.save(2, regions, {})
+            saver.save(2, views, {})
             with pytest.raises(ConfigError, match=f"step 2 in .*: rank {where}: OSError: .*No spa"):
                 saver.wait()
         saver.close()

@@ -35,9 +35,9 @@ def read_back(parallel: ParallelConfig, folder: Path, run_dir: Path) -> dict[str
     with open_trainer(config(parallel, seed=1), run_dir, torch.float64) as trainer:
         checkpoint = newest(folder)
         assert checkpoint is not None
-        regions = trainer.shard_views()
-        read(checkpoint, regions, trainer.groups[ALL_RANKS, "checkpoint"])
-        return {name: region.clone() for name, region in regions.items()}
+        views = trainer.shard_views()
+        read(checkpoint, views, trainer.groups[ALL_RANKS, "checkpoint"])
+        return {name: view.clone() for name, view in views.items()}
 
 
 @ranks(4)
@@ -62,8 +62,8 @@ def folder(rank_pool: RankPool, run_dir: Path, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module")
 def whole(folder: Path, run_dir: Path) -> dict[str, Tensor]:
     """As one process reads it."""
-    regions = read_back(ParallelConfig(), folder, run_dir)
-    return {name: region.tensor for name, region in regions.items()}
+    views = read_back(ParallelConfig(), folder, run_dir)
+    return {name: view.tensor for name, view in views.items()}
 
 
 def test_one_process_reads_what_it_would_have_trained(
@@ -89,8 +89,8 @@ def test_one_process_reads_what_it_would_have_trained(
 def test_two_ranks_read_their_parts(
     rank: int, parallel: ParallelConfig, folder: Path, run_dir: Path, whole: dict[str, Tensor]
 ) -> None:
-    regions = read_back(parallel, folder, run_dir)
-    worst, name = worst_difference(regions, whole)
+    views = read_back(parallel, folder, run_dir)
+    worst, name = worst_difference(views, whole)
     assert worst == 0, name
 
 

@@ -39,7 +39,7 @@ MODELS = {
 }
 WHOLE = ParallelConfig(dp=2)
 SHARD = ParallelConfig(dp=2, data="shard")
-# By what they keep whole, and by what a scope has nobody to gather from.
+# What they keep whole, and scopes of one rank, which gather from no other.
 OTHERS = {
     "zero2": ("GGGA", {"zero": 2}),
     "zero1": ("GGGA", {"zero": 1}),

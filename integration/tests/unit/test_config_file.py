@@ -159,11 +159,14 @@ def test_every_config_survives_toml_and_dict(prompt, paths, rate, betas):
 
 def test_what_0_stood_for_in_earlier_files_is_named_for_all_keys_at_once(tmp_path):
     keys = {"kv_heads": "auto", "head_dim": "auto", "mlp_width": "auto", "mamba_heads": "auto"}
-    path = _written(tmp_path, "[model]\n" + "".join(f"{key} = 0\n" for key in keys))
+    model = "[model]\n" + "".join(f"{key} = 0\n" for key in keys)
+    path = _written(tmp_path, f"{model}[parallel]\ndp = 0\n[checkpoint]\nkeep = 0\n")
     with pytest.raises(ConfigError) as raised:
         load_config(path)
     for key, word in keys.items():
-        assert f'Write `model.{key} = "{word}"`' in str(raised.value)
+        assert f'Write `model.{key} = "{word}"`' in raised.value.fix
+    assert 'Write `parallel.dp = "auto"`' in raised.value.fix
+    assert 'Write `checkpoint.keep = "all"`' in raised.value.fix
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_the_pattern_repeats():
         (["model.pattern=M", "parallel.tp=2"], 2, ConfigError, ["model.mamba_groups is 1"]),
         (["model.pattern=G", "model.gdn_key_heads=3"], 1, ConfigError, ["is 3", "key head"]),
         (["model.pattern=M", "model.mamba_groups=5"], 1, ConfigError, ["is 5", "Each group"]),
-        (["model.pattern=AX"], 1, ConfigError, ["'AX'", "A attention, M Mamba-2, G GDN"]),
+        (["model.pattern=AX"], 1, ConfigError, ["'AX'", "G Gated DeltaNet"]),
         (["model.pattern="], 1, ConfigError, ["the value ''", "A attention"]),
         (["model.pattern=AAA"], 1, ConfigError, ["model.layers is 2", "is 3", "nearest is 3"]),
         (["parallel.zero=4"], 1, ConfigError, ["parallel.zero", "less than or equal to 3"]),

@@ -46,7 +46,7 @@ class ModelConfig:
     """The shape of the model."""
 
     pattern: Annotated[str, Field(pattern="^[AMG]+$")] = "A"
-    """Mixer of each block, repeated to fill `layers`: A attention, M Mamba-2, G GDN."""
+    """Mixer of each block, repeated to fill `layers`: A attention, M Mamba-2, G Gated DeltaNet."""
 
     layers: Size = 4
     """Number of blocks."""

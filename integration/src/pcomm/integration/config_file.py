@@ -47,6 +47,7 @@ def from_dict(
         ConfigError: A section or key is unknown, or a value is none of its key's; names `source`.
     """
     config = base if base is not None else Config()
+    errors: list[ConfigError] = []
     for section, content in values.items():
         if section not in SECTIONS:
             raise _unknown_section(section, source)
@@ -60,11 +61,17 @@ def from_dict(
         _check_names(section, content, source)
         try:
             part = replace(getattr(config, section), **content)
+            config = replace(config, **{section: part})
         except ConfigError as error:
-            raise ConfigError(
-                f"{source}: {error.asked}", found=error.found, why=error.why, fix=error.fix
-            ) from None
-        config = replace(config, **{section: part})
+            errors.append(error)
+    if errors:
+        # All at once: a file of an earlier version may have one in every section.
+        raise ConfigError(
+            f"{source}: {', '.join(error.asked for error in errors)}",
+            found="; ".join(error.found for error in errors),
+            why="\n".join(error.why for error in errors),
+            fix="\n".join(error.fix for error in errors),
+        )
     return config
 
 

@@ -20,7 +20,7 @@ def identity_of(config: Config, corpus: str | None = None) -> dict[str, Any]:
     """What must not change when a run is resumed; goes into every checkpoint.
 
     Args:
-        config: Validated, so that derived sizes are compared and not the zeros they came from.
+        config: The validated configuration, in which derived sizes are numbers and not `auto`.
         corpus: Fingerprint of the tokenised text; None to compare the rest before there is one.
     """
     sections = to_dict(config)
