@@ -39,7 +39,7 @@ class ChunkIndices(NamedTuple):
 
     Args:
         tokens_MC: The token of each place, int64; padding repeats a token of its own sequence.
-        padding_MC: Which places are padding, bool.
+        padding_MC: Mask of padding places, bool.
         chunk_T: The chunk of each token, int64.
         slot_T: The token's place in its chunk, int64.
         order_N: The sequences, those with most chunks first, int64.
