@@ -42,14 +42,15 @@ def described(found: griffe.Object | griffe.Alias, name: str) -> Iterator[str]:
         for member in found.all_members.values():
             if member.is_public and not member.name.startswith("_"):
                 # What is inherited is an alias, whose signature lacks the result.
-                target = member.final_target if member.is_alias else member
+                target = member.final_target if isinstance(member, griffe.Alias) else member
                 yield line(target, f"{name}.{member.name}")
 
 
 def line(found: griffe.Object | griffe.Alias, name: str) -> str:
     """One name with what a caller sees: parameters and result, bases, or the type of a value."""
-    if found.is_attribute:
+    if isinstance(found, griffe.Attribute):
         return f"{name}: {found.annotation}" if found.annotation else name
+    assert isinstance(found, griffe.Class | griffe.Function), f"{name} is a {found.kind}"
     # Classes that are not made by callers, such as protocols, have no signature.
     return str(found.signature(name=name)) or name
 

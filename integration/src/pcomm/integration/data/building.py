@@ -152,7 +152,7 @@ class _Split:
     """Which texts are held out: whole documents, or the end of the only one.
 
     Args:
-        held_out: For each document with text, True if it is held out.
+        held_out: One bool for each document with text, True if it is held out.
         share: Share of the text that is held out, in [0, 1).
     """
 

@@ -41,7 +41,7 @@ class Steps:
     """What some steps leave on this rank.
 
     Args:
-        rows: For each step, the numbers that do not depend on the clock: loss and gradient norm.
+        rows: Loss and gradient norm of each step, which do not depend on the clock.
         views: This rank's part of every tensor that a checkpoint would hold, by name.
     """
 
