@@ -12,11 +12,12 @@ import pytest
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.metrics import tensorboard
+from pcomm.integration.metrics.bits_per_byte import bits_per_byte
 from pcomm.integration.metrics.json_lines import JsonLinesSink, read_rows
 from pcomm.integration.metrics.plot import plot_loss
 from pcomm.integration.metrics.progress import ProgressSink, duration
 from pcomm.integration.metrics.run_sinks import open_sinks
-from pcomm.integration.metrics.sink import SinkGroup, bits_per_byte
+from pcomm.integration.metrics.sink import SinkGroup
 
 
 class Recorder:

@@ -19,8 +19,7 @@ from pcomm.fsdp.memory.pool_plan import ArenaPlan, plan_arenas
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.compiler import OnDemand, compile_schedule
-from pcomm.fsdp.runtime.schedule import Mark, Phase, Step
-from pcomm.fsdp.runtime.stepper import scheduled_group
+from pcomm.fsdp.runtime.schedule import Mark, Phase, Step, scheduled_group
 from pcomm.fsdp.settings.policy import CommPolicy, Precision
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles

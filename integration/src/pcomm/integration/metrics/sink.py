@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
-__all__ = ["Row", "Sink", "SinkGroup", "bits_per_byte"]
+__all__ = ["Row", "Sink", "SinkGroup"]
 
 Row = Mapping[str, int | float]
 """The numbers of one step. Each row has `step`.
@@ -43,11 +42,3 @@ class SinkGroup:
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
-
-
-def bits_per_byte(nats: float, num_bytes: int) -> float:
-    """A sum of losses in nats as bits per byte of the text: comparable between tokenizers.
-
-    NaN where the targets stand for no byte.
-    """
-    return nats / math.log(2) / num_bytes if num_bytes else math.nan

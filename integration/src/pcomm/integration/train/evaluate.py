@@ -8,7 +8,7 @@ from pcomm.core import Groups
 from pcomm.integration.config import Resolved
 from pcomm.integration.data.batches import evaluation_batches
 from pcomm.integration.data.token_cache import TokenCorpus
-from pcomm.integration.metrics.sink import bits_per_byte
+from pcomm.integration.metrics.bits_per_byte import bits_per_byte
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import ALL_RANKS, plan_sequences, topology_of
 from pcomm.integration.train.device_batch import DeviceBatch

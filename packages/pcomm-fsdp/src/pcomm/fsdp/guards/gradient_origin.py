@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pcomm.core.groups.group import Group
-from pcomm.fsdp.guards import torch_refusals
+from pcomm.fsdp.guards import torch_function_errors
 
 __all__ = ["GradientOrigin", "Origin", "alive"]
 
@@ -63,5 +63,5 @@ def alive(origin: Origin) -> GradientOrigin:
     """
     found = origin()
     if found is None:
-        raise torch_refusals.gradient_without_groups()
+        raise torch_function_errors.gradient_without_groups()
     return found

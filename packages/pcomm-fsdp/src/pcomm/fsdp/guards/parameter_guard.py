@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.guards import running_model_errors
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.plan.units import Owner
 
@@ -51,7 +51,7 @@ class ParameterGuard:
         """
         for index, (shard, view) in enumerate(zip(self._shards, self._shard_views, strict=True)):
             if not shard.is_set_to(view):
-                raise refusals.changed_parameter(
+                raise running_model_errors.changed_parameter(
                     self._plan.names[index],
                     found="its data is another tensor than when it was sharded",
                     fix="Write into it under torch.no_grad(), by copy_; convert before sharding.",
@@ -66,13 +66,13 @@ class ParameterGuard:
         num_own = int(self._plan.is_trainable)
         for index, shard in enumerate(self._shards):
             if shard.requires_grad is not self._plan.is_trainable:
-                raise refusals.changed_parameter(
+                raise running_model_errors.changed_parameter(
                     self._plan.names[index],
                     found=f"requires_grad is {shard.requires_grad} since it was sharded",
                     fix="Set requires_grad before fully_shard, or drop the gradient afterwards.",
                 )
             if len(shard._backward_hooks or ()) > num_own or shard._post_accumulate_grad_hooks:
-                raise refusals.changed_parameter(
+                raise running_model_errors.changed_parameter(
                     self._plan.names[index],
                     found="a hook of autograd's on this rank's shard, which autograd never sees",
                     fix="Change gradients after backward, or register a hook inside forward.",
@@ -87,7 +87,7 @@ class ParameterGuard:
         for index, (own, shard) in enumerate(zip(self._owners, self._shards, strict=True)):
             for module, name in own:
                 if module._parameters.get(name) is not shard:
-                    raise refusals.changed_parameter(
+                    raise running_model_errors.changed_parameter(
                         self._plan.names[index],
                         found=f"{type(module).__name__}.{name} is another object",
                         fix="Write into it under torch.no_grad(), or replace it before sharding: "
@@ -106,14 +106,14 @@ class ParameterGuard:
             zip(self._unsharded, self._unsharded_views, strict=True)
         ):
             if not parameter.is_set_to(view):
-                raise refusals.changed_parameter(
+                raise running_model_errors.changed_parameter(
                     self._plan.names[index],
                     found=f"unit {self._plan.unit!r} replaces its data in forward",
                     fix="Compute another tensor from it and leave it as it is. An nn.LSTM or "
                     "nn.GRU does this on a GPU; set module.flatten_parameters = lambda: None.",
                 )
         if self._version != self._count():
-            raise refusals.changed_parameter(
+            raise running_model_errors.changed_parameter(
                 ", ".join(self._plan.names[:4]),
                 found=f"unit {self._plan.unit!r} writes into gathered parameters in its forward",
                 fix="Change shards between steps, under torch.no_grad().",
@@ -129,6 +129,6 @@ class ParameterGuard:
 def _refuser(name: str, unit: str) -> Callable[[Tensor], None]:
     # Autograd may keep it longer than the model lives, so it holds words alone.
     def refuse(_gradient: Tensor) -> None:
-        raise refusals.used_while_sharded(name, unit)
+        raise running_model_errors.used_while_sharded(name, unit)
 
     return refuse

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pcomm.fsdp.guards import torch_refusals
+from pcomm.fsdp.guards import torch_function_errors
 from pcomm.fsdp.guards.gradient_origin import GradientOrigin, Origin, alive
 from pcomm.fsdp.guards.shard_norm import ShardNorm
 from pcomm.fsdp.guards.shard_tensor import NORMS, ShardTensor
@@ -74,7 +74,7 @@ class ShardGradient(ShardTensor):
         if ShardNorm in types and any(
             isinstance(one, ShardNorm) and not one.is_entire for one in given
         ):
-            raise torch_refusals.mixed_elements("norm")
+            raise torch_function_errors.mixed_elements("norm")
         is_cut = not all(one.is_entire for one in given if isinstance(one, ShardGradient))
         if name in NORMS and (is_cut or _is_of_all(name, *args, **kwargs)):
             return _norm(name, *args, **kwargs)
@@ -83,7 +83,7 @@ class ShardGradient(ShardTensor):
         if (name in _TOGETHER and any(map(_is_spread, given))) or (
             is_cut and _mixes_elements(name, args, kwargs)
         ):
-            raise torch_refusals.mixed_elements(name)
+            raise torch_function_errors.mixed_elements(name)
         return NotImplemented
 
     @classmethod
@@ -190,7 +190,7 @@ def _norm(
 ) -> ShardNorm:
     """The norm of a shard, by `torch.norm`, `Tensor.norm` or `torch.linalg`'s functions."""
     if not _is_of_all(name, x, ord, *args, p=p, **kwargs) or kwargs.get("out") is not None:
-        raise torch_refusals.mixed_elements(f"{name} along dimensions")
+        raise torch_function_errors.mixed_elements(f"{name} along dimensions")
     order = p if ord is None else ord
     return _norms([x], 2.0 if order in (None, "fro") else order, kwargs.get("dtype"))[0]
 
@@ -200,7 +200,7 @@ def _norms(
 ) -> list[ShardNorm]:
     order = float(ord)
     if not order > 0:
-        raise torch_refusals.mixed_elements(f"norm of order {order}")
+        raise torch_function_errors.mixed_elements(f"norm of order {order}")
     plain = [one.as_subclass(Tensor).detach() for one in tensors]
     # The largest of nothing is an error of torch's; a shard may be empty.
     filled = [one for one in plain if one.numel()]

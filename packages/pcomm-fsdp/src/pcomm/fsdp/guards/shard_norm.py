@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.groups.group import Group
-from pcomm.fsdp.guards import torch_refusals
+from pcomm.fsdp.guards import torch_function_errors
 from pcomm.fsdp.guards.gradient_origin import Origin, alive
 from pcomm.fsdp.guards.shard_tensor import NORMS, ShardTensor
 
@@ -66,7 +66,7 @@ class ShardNorm(ShardTensor):
         if all(norm.is_entire for norm in norms):
             return result.as_subclass(Tensor) if isinstance(result, Tensor) else result
         if isinstance(result, Tensor) or name in ("item", "tolist", "__float__", "__bool__"):
-            raise torch_refusals.mixed_elements("norm")
+            raise torch_function_errors.mixed_elements("norm")
         return result
 
 
@@ -74,7 +74,7 @@ def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> ShardNorm:
     norms = [one for one in tensors if isinstance(one, ShardNorm)]
     origins = [one.origins[0] if isinstance(one, ShardNorm) else None for one in tensors]
     if any(one.dim() for one in tensors) or len({one.order for one in norms}) > 1:
-        raise torch_refusals.mixed_elements("stack of norms")
+        raise torch_function_errors.mixed_elements("stack of norms")
     values = torch.stack([one.as_subclass(Tensor) for one in tensors])
     return ShardNorm.of(values, norms[0].order, origins)
 
@@ -92,7 +92,7 @@ def _total(
     given = p if ord is None else ord
     order = 2.0 if given in (None, "fro") else float(given)
     if order != norms.order or dim is not None:
-        raise torch_refusals.mixed_elements(
+        raise torch_function_errors.mixed_elements(
             f"norm of order {given} of norms of order {norms.order}"
         )
     powers = norms.as_subclass(Tensor).double().view(-1)

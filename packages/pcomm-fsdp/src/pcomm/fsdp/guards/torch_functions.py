@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pcomm.core.groups.group import Group
-from pcomm.fsdp.guards import torch_refusals
+from pcomm.fsdp.guards import torch_function_errors
 from pcomm.fsdp.guards.gradient_origin import GradientOrigin
 from pcomm.fsdp.guards.shard_gradient import mark_shard
 from pcomm.fsdp.runtime.local_params import LocalParams
@@ -128,15 +128,15 @@ class Guards:
         cut = [mark.name for mark in marks if not mark.is_entire]
         kinds = {kind.__name__ for kind in type(optimizer).__mro__} & _WHOLE_MATRIX
         if kinds and not cut and any(_mark_of(p, self) and not p.numel() for p in parameters):
-            raise torch_refusals.scattered_matrices(optimizer, min(kinds))
+            raise torch_function_errors.scattered_matrices(optimizer, min(kinds))
         if cut and kinds:
-            raise torch_refusals.cut_matrices(optimizer, min(kinds), cut)
+            raise torch_function_errors.cut_matrices(optimizer, min(kinds), cut)
         self._seen[optimizer] = len(parameters)
 
     def refuse_shards(self, asked: str, fix: str) -> None:
         """Raise, unless within `allowed`."""
         if not self._allows_shards:
-            raise torch_refusals.state_dict_of_shards(asked, fix)
+            raise torch_function_errors.state_dict_of_shards(asked, fix)
 
 
 def _mark_gradients(shards: Sequence[ParamShard | LocalParams]) -> None:
@@ -173,7 +173,9 @@ def _check_state(optimizer: Optimizer, parameter: Tensor, mark: _ShardMark | Non
     for key, value in optimizer.state.get(parameter, {}).items():
         is_of_shard = not isinstance(value, Tensor) or value.shape in (parameter.shape, ())
         if mark is not None and not is_of_shard and tuple(value.shape) == mark.shape:
-            raise torch_refusals.unsharded_state(optimizer, key, mark.name, mark.shape, parameter)
+            raise torch_function_errors.unsharded_state(
+                optimizer, key, mark.name, mark.shape, parameter
+            )
 
 
 def _mark_of(parameter: Any, guards: Guards) -> _ShardMark | None:
@@ -225,19 +227,19 @@ def _before_optimizer_load(guards: Guards, optimizer: Optimizer, *_: Any) -> Non
 
 
 def _refuse_copy(what: str, _memo: object = None) -> NoReturn:
-    raise torch_refusals.copied(what)
+    raise torch_function_errors.copied(what)
 
 
 def _refuse_pickle(what: str, _protocol: object = None) -> NoReturn:
-    raise torch_refusals.pickled(what)
+    raise torch_function_errors.pickled(what)
 
 
 def _refuse_view(name: str, *_shape: object, **_options: object) -> NoReturn:
-    raise torch_refusals.viewed(name)
+    raise torch_function_errors.viewed(name)
 
 
 class _RefusesDdp:
     """Names of parameters that DistributedDataParallel should ignore: asking is an error."""
 
     def __iter__(self) -> Iterator[str]:
-        raise torch_refusals.sharded_twice()
+        raise torch_function_errors.sharded_twice()

@@ -12,7 +12,7 @@ from pcomm.core.control.default import control_of_group
 from pcomm.core.errors import PeerError
 from pcomm.core.groups.group import Group
 from pcomm.core.process import environment
-from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.guards import running_model_errors
 from pcomm.fsdp.runtime.wait import POLL_PERIOD_S
 
 __all__ = ["Departures"]
@@ -109,9 +109,11 @@ class _Meeting:
                 if not self._store.check([f"{key}/end"]):
                     raise
             if time.monotonic() > end_s:
-                raise refusals.late_rank(text.splitlines()[0], limit_s)
+                raise running_model_errors.late_rank(text.splitlines()[0], limit_s)
         if self._store.check([f"{key}/difference"]):
-            raise refusals.different_schedules(self._store.get(f"{key}/difference").decode())
+            raise running_model_errors.different_schedules(
+                self._store.get(f"{key}/difference").decode()
+            )
         self._last = key
 
     def check(self, name: str, place: int) -> None:
@@ -122,7 +124,9 @@ class _Meeting:
         if int(there) <= place:
             mine = f"{place}\nwhat the schedule has"
             self._differ(key, int(first), f"{there}\n{text}", mine)
-            raise refusals.different_schedules(self._store.get(f"{key}/difference").decode())
+            raise running_model_errors.different_schedules(
+                self._store.get(f"{key}/difference").decode()
+            )
 
     def _differ(self, key: str, first: int, theirs: str, mine: str) -> None:
         """Tell all ranks how the first one and this one differ."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pcomm.core.errors import PcommError
-from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.guards import running_model_errors
 from pcomm.fsdp.memory.buffer_pool import BufferPool
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.departures import Departures
@@ -140,13 +140,13 @@ class Engine:
         if forward in self._entered:
             return False
         if self.is_closed:
-            raise refusals.closed("backward of a sharded model")
+            raise running_model_errors.closed("backward of a sharded model")
         if self.depth:
-            raise refusals.backward_within_forward()
+            raise running_model_errors.backward_within_forward()
         if forward.is_over or forward.token <= self._last_given_up:
-            raise refusals.second_backward()
+            raise running_model_errors.second_backward()
         if forward.versions != self._versions():
-            raise refusals.changed_weights()
+            raise running_model_errors.changed_weights()
         self._entered.add(forward)
         if self.phase == "backward":
             # One loss of several forwards.
@@ -211,7 +211,7 @@ class Engine:
             ClosedError: The model was closed.
         """
         if self.is_closed:
-            raise refusals.closed("a part of a sharded model")
+            raise running_model_errors.closed("a part of a sharded model")
         return self._shards
 
     def at_end(self, call: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.guards import running_model_errors
 
 __all__ = ["Takes", "gradient_hook"]
 
@@ -33,7 +33,7 @@ def gradient_hook(owner: Takes, index: int) -> Callable[[Tensor], None]:
         found = find()
         if found is None:
             whole.grad = None
-            raise refusals.gone()
+            raise running_model_errors.gone()
         found.take(index)
 
     return take

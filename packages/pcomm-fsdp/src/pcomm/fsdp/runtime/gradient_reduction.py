@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives.protocol import Pending
-from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.guards import running_model_errors
 from pcomm.fsdp.memory.buffer_pool import BufferPool
 from pcomm.fsdp.runtime.gradient_hook import gradient_hook
 from pcomm.fsdp.runtime.param_shard import ParamShard
@@ -86,7 +86,7 @@ class GradientReduction:
             ConfigError: One was, with a micro-batch that was given up.
         """
         if self._has_lost:
-            raise refusals.lost_gradients(self._plan)
+            raise running_model_errors.lost_gradients(self._plan)
 
     def take(self, index: int) -> None:
         """Move the gradient that autograd has left on a parameter into the buffer."""
@@ -94,9 +94,9 @@ class GradientReduction:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if self._is_reduced:
-            raise refusals.late_gradient(self._plan, index)
+            raise running_model_errors.late_gradient(self._plan, index)
         if not self._is_expected:
-            raise refusals.unexpected_gradient(self._plan, index)
+            raise running_model_errors.unexpected_gradient(self._plan, index)
         if self._buffer is None and self._is_all_and_alone(gradient):
             self._buffer, self._is_filled[index] = gradient.view(-1), True
             self._is_autograds = True

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from pcomm.fsdp.guards import refusals, torch_refusals
+from pcomm.fsdp.guards import running_model_errors, torch_function_errors
 from pcomm.fsdp.runtime.backward_end import end_with_backward
 from pcomm.fsdp.runtime.engine import Engine
 from pcomm.fsdp.runtime.forward_pass import ForwardPass
@@ -64,7 +64,7 @@ def _take_off(
 
 
 def _refuse(asked: str, *_args: object, **_options: object) -> NoReturn:
-    raise refusals.closed(asked)
+    raise running_model_errors.closed(asked)
 
 
 def _entry(engine: Engine, root: Unit, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +110,7 @@ class _UnitHooks:
         """Have the parameters gathered, and watch for backward to leave the unit."""
         engine, unit = self._engine, self._unit
         if not engine.depth and engine.phase != "backward":
-            raise refusals.unit_called_alone(unit.name)
+            raise running_model_errors.unit_called_alone(unit.name)
         if engine.phase == "forward":
             engine.use(unit, "forward")
         elif not unit.is_in_backward:
@@ -195,7 +195,7 @@ def _come_to_output(
 ) -> None:
     found = hooks()
     if found is None:
-        raise refusals.gone()
+        raise running_model_errors.gone()
     found.come_to_output(forward)
 
 
@@ -239,7 +239,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _refuse_copy(_memo: object) -> nn.Module:
-    raise torch_refusals.copied_model()
+    raise torch_function_errors.copied_model()
 
 
 def _has_graph(output: Any) -> bool:

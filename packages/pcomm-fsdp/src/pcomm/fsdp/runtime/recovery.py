@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from pcomm.core.errors import PcommError
-from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.guards import running_model_errors
 from pcomm.fsdp.runtime.flat_group import FlatGroup
 from pcomm.fsdp.runtime.peers import Peers
 
@@ -45,7 +45,7 @@ class Recovery:
         """
         message = self.peer_failure()
         if message is not None:
-            raise refusals.peer_failed(message)
+            raise running_model_errors.peer_failed(message)
 
     def give_up(self, reason: str, groups: Collection[FlatGroup]) -> None:
         """Tell ranks that wait in this micro-batch, and bring groups to their state between steps.
@@ -77,7 +77,7 @@ class Recovery:
             PeerError: A collective never ended, here or on another rank.
             DivergenceError: Ranks have issued different numbers of collectives.
         """
-        error = refusals.broken_collectives(self._failure) if self._is_broken else None
+        error = running_model_errors.broken_collectives(self._failure) if self._is_broken else None
         counts = [f"{kind}s issued: {issued[kind]}" for kind in ("gather", "reduce")]
         self._peers.agree("fsdp: step after an error", counts, error=error)
         self._failure = ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.settings.reshard_policy import Keep
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "ScheduledGroup",
     "Step",
     "marks_of",
+    "scheduled_group",
 ]
 
 Phase = Literal["forward", "backward"]
@@ -168,4 +170,25 @@ def marks_of(steps: Iterable[Step]) -> tuple[Mark, ...]:
         Mark(step.kind, step.name, step.phase)
         for step in steps
         if step.kind == "use" or step.kind == "done" or step.kind == "end"
+    )
+
+
+def scheduled_group(plan: GroupPlan, *, is_last: bool) -> ScheduledGroup:
+    """The facts of a parameter group that the schedule of a micro-batch depends on. Local.
+
+    Args:
+        plan: The plan of the group.
+        is_last: True for the last micro-batch of a step.
+    """
+    reduces = plan.is_trainable and (is_last or plan.reshard.reduce == "micro_batch")
+    has_replicas = plan.is_trainable and plan.num_replicas > 1
+    return ScheduledGroup(
+        plan.name,
+        plan.unit,
+        plan.gathered_bytes,
+        plan.reshard.keep,
+        reduces,
+        reduces and is_last and has_replicas,
+        trains=plan.is_trainable,
+        has_replicas=has_replicas,
     )

@@ -16,11 +16,12 @@ from pcomm.fsdp.runtime.schedule import (
     ScheduledGroup,
     Step,
     marks_of,
+    scheduled_group,
 )
 from pcomm.fsdp.runtime.traces import Trace, Traces
 from pcomm.fsdp.settings.policy import CommPolicy
 
-__all__ = ["Stepper", "scheduled_group"]
+__all__ = ["Stepper"]
 
 
 class Stepper:
@@ -235,24 +236,3 @@ class Stepper:
 
     def _scheduled(self, is_last: bool) -> list[ScheduledGroup]:
         return [scheduled_group(plan, is_last=is_last) for plan in self._plans]
-
-
-def scheduled_group(plan: GroupPlan, *, is_last: bool) -> ScheduledGroup:
-    """The facts of a parameter group that the schedule of a micro-batch depends on. Local.
-
-    Args:
-        plan: The plan of the group.
-        is_last: True for the last micro-batch of a step.
-    """
-    reduces = plan.is_trainable and (is_last or plan.reshard.reduce == "micro_batch")
-    has_replicas = plan.is_trainable and plan.num_replicas > 1
-    return ScheduledGroup(
-        plan.name,
-        plan.unit,
-        plan.gathered_bytes,
-        plan.reshard.keep,
-        reduces,
-        reduces and is_last and has_replicas,
-        trains=plan.is_trainable,
-        has_replicas=has_replicas,
-    )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pcomm.core.collectives.protocol import Pending
-from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.guards import running_model_errors
 from pcomm.fsdp.guards.parameter_guard import ParameterGuard
 from pcomm.fsdp.memory.registered import Fill
 from pcomm.fsdp.plan.units import install
@@ -89,7 +89,7 @@ class UnshardedParams:
         if not self._is_installed:
             self.guard.check_owners()
             if self._version != self._shard.version and not self._plan.is_one_buffer:
-                raise refusals.stale_gather(self._plan)
+                raise running_model_errors.stale_gather(self._plan)
             self._is_installed = True
             install(self._shard.owners, self.parameters)
 

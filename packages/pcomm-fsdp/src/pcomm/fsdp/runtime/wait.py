@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Pending
-from pcomm.fsdp.guards import refusals
+from pcomm.fsdp.guards import running_model_errors
 
 __all__ = ["POLL_PERIOD_S", "FailureAwareWait"]
 
@@ -44,11 +44,11 @@ class FailureAwareWait:
                 message = self.peer_failure()
                 # The rank that failed may have joined this collective before.
                 if message is not None and not is_done.wait(POLL_PERIOD_S):
-                    raise refusals.collective_failed(what, f"an error on {message}")
+                    raise running_model_errors.collective_failed(what, f"an error on {message}")
         try:
             return pending.wait()
         except RuntimeError as problem:
             # A rank that failed may have closed its connections since, and has said why before.
             message = self.peer_failure()
             found = str(problem).split("\n")[0] if message is None else f"an error on {message}"
-            raise refusals.collective_failed(what, found) from problem
+            raise running_model_errors.collective_failed(what, found) from problem

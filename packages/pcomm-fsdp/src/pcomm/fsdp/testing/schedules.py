@@ -13,8 +13,7 @@ from pcomm.fsdp.plan.flat_layout import FlatLayout
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.compiler import compile_schedule
-from pcomm.fsdp.runtime.schedule import Mark, Owed, Schedule
-from pcomm.fsdp.runtime.stepper import scheduled_group
+from pcomm.fsdp.runtime.schedule import Mark, Owed, Schedule, scheduled_group
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles
 

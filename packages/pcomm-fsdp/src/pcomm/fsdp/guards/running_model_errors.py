@@ -1,7 +1,7 @@
 """Everything that a running sharded model refuses, and why: one function for each error.
 
 What `fully_shard` refuses before anything is sharded is in `plan/checks.py`, and functions of torch
-that would take a shard for the whole are in `torch_refusals.py`.
+that would take a shard for the whole are in `torch_function_errors.py`.
 """
 
 from __future__ import annotations
