@@ -85,6 +85,9 @@ def _has_own_places(out: Tensor) -> bool:
 def _span(x: Tensor) -> tuple[int, int]:
     """Addresses of the first byte of `x`, and behind its last; equal if it has no element."""
     first = x.data_ptr()
+    # Most are, and then no stride has to be read.
+    if x.is_contiguous():
+        return first, first + x.nbytes
     if not x.numel():
         return first, first
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
