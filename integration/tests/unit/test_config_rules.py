@@ -79,6 +79,7 @@ def test_the_pattern_repeats():
         (["model.pattern=AAA"], 1, ConfigError, ["model.layers is 2", "is 3", "nearest is 3"]),
         (["parallel.zero=4"], 1, ConfigError, ["parallel.zero", "less than or equal to 3"]),
         (["parallel.shard_ranks=2"], 2, ConfigError, ["parallel.data = 'replicate'"]),
+        (["parallel.zero=2"], 2, ConfigError, ["parallel.zero", "no stage of sharding"]),
         (
             ["parallel.data=shard", "parallel.shard_ranks=1"],
             2,

@@ -81,7 +81,9 @@ def _refused(
         key, *inside = one["loc"]
         # Of a list, which item; of a union, pydantic names the kind instead.
         place = f"item {inside[0]}: " if inside and isinstance(inside[0], int) else ""
-        problems.setdefault(str(key), []).append(place + one["msg"])
+        # A file has lists, whatever they become.
+        said = one["msg"].replace("a valid tuple", "a list")
+        problems.setdefault(str(key), []).append(place + said)
     whys = []
     for key, found in problems.items():
         help = known[key].description or "" if key in known else ""

@@ -150,6 +150,13 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedPara
             fix=f'Start a multiple of {others} ranks and set parallel.dp = "auto", or change '
             "parallel.tp or parallel.cp.",
         )
+    if parallel.data == "replicate" and parallel.zero != ParallelConfig().zero:
+        raise ConfigError(
+            "parallel.zero",
+            found=f"the value {parallel.zero} with parallel.data = 'replicate'",
+            why="Every rank holds all parameters then, so no stage of sharding is in force.",
+            fix="Set parallel.data to 'shard', or leave parallel.zero away.",
+        )
     shard_ranks = _shard_ranks(parallel, dp * parallel.cp)
     return ResolvedParallel(**{**_values(parallel), "dp": dp, "shard_ranks": shard_ranks})
 

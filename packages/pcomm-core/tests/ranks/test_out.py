@@ -69,6 +69,7 @@ def unfit(shape: Sequence[int]) -> list[Tensor]:
         torch.zeros(*shape, device="meta"),
         # One place for several elements.
         torch.zeros(1, *rest).expand(*shape),
+        *([torch.zeros(first + sum(rest)).as_strided((first, *rest), (1, 1))] if rest else []),
     ]
 
 

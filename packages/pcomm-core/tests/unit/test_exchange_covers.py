@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import LayoutError
 from pcomm.core.exchange import ColumnShards, Exchange, Permutation, RowMoves
@@ -386,3 +387,95 @@ def test_rows_in_copies_are_added_up_in_their_order() -> None:
         assert_equal(gradient, 2 * rows.detach())
 
     run_virtual(on_rank, 2)
+
+
+TWICE_ON_ONE = Layout.repeated(2, 2, copies=2)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        # Rank 0 has position 0 twice: the number of elements is right, and half of them are gone.
+        ({0: TWICE_ON_ONE, 1: Layout.even(4, 2)}, {0: Layout.whole(2, 2), 1: Layout.whole(4, 2)}),
+        # Without elements their number says nothing, and row 3 is on no rank.
+        (
+            {0: Layout.even(6, 2), 1: Layout.whole(0, 2)},
+            {0: Layout(6, ((Run(0, 3),), (Run(4, 6),))), 1: Layout.whole(0, 2)},
+        ),
+    ],
+    ids=["copies in place of others", "no columns"],
+)
+def test_what_is_on_no_rank_is_refused_however_many_elements_there_are(
+    source: dict[int, Layout], target: dict[int, Layout]
+) -> None:
+    with pytest.raises(LayoutError):
+        Exchange(source, target)
+
+
+def test_copies_on_one_rank_make_no_bijection_and_their_gradients_add_up() -> None:
+    exchange = Exchange(
+        {0: Layout.even(2, 2), 1: Layout.whole(4, 2)},
+        {0: Layout.repeated(2, 2, copies=2), 1: Layout.whole(4, 2)},
+    )
+    assert not exchange.is_bijection
+
+    def on_rank(collectives: VirtualCollectives) -> Tensor:
+        x = torch.zeros(1, 4, requires_grad=True)
+        y = exchange.apply(x, collectives)
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    copies = sum(len(exchange.target[0].positions(rank)) for rank in range(2)) / 2
+    for gradient in run_virtual(on_rank, 2):
+        assert_equal(gradient, torch.full((1, 4), copies))
+
+
+@pytest.mark.parametrize("columns", [0, 3])
+def test_rows_without_columns_have_the_shape_of_rows_with_them(columns: int) -> None:
+    exchange = Exchange(
+        {0: Layout.whole(6, 2), 1: Layout.whole(columns, 2)},
+        {0: Layout.even(6, 2), 1: Layout.whole(columns, 2)},
+    )
+    moved = run_virtual(lambda group: exchange.apply(torch.zeros(6, columns), group).shape, 2)
+    assert moved == [(3, columns)] * 2
+
+
+def test_one_rank_takes_each_element_from_its_owner_as_several_do() -> None:
+    exchange = Exchange({0: Layout.repeated(2, 1, copies=2)}, {0: Layout.repeated(2, 1, copies=2)})
+    found = []
+    for apply in (
+        lambda x: exchange.apply(x, IdentityCollectives()),
+        lambda x: Exchange.sections([exchange]).apply([x], IdentityCollectives())[0],
+    ):
+        x = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+        y = apply(x)
+        y.sum().backward()
+        assert x.grad is not None
+        found.append((y.tolist(), x.grad.tolist()))
+    assert found[0] == found[1]
+    assert sum(found[0][1]) == 4.0
+
+
+def test_regions_are_equal_however_their_runs_are_cut() -> None:
+    cut, whole = (Run(0, 1), Run(1, 2)), (Run(0, 2),)
+    source = {
+        0: Layout(4, (cut, whole, (Run(2, 4),), (Run(0, 4),))),
+        1: Layout(4, (whole, whole, whole, (Run(2, 4),))),
+    }
+    exchange = Exchange(source, {dim: Layout.whole(4, 4) for dim in source})
+    full = torch.arange(16.0).view(4, 4)
+
+    def on_rank(collectives: VirtualCollectives) -> Tensor:
+        rows, columns = (source[dim].positions(collectives.rank) for dim in (0, 1))
+        return exchange.apply(full[rows][:, columns], collectives)
+
+    for result in run_virtual(on_rank, 4):
+        assert_equal(result, full)
+
+
+def test_a_section_may_lie_on_a_rank_in_copies() -> None:
+    layout = Layout.sections([Layout.even(4, 2), Layout.repeated(2, 2, copies=2)])
+    assert layout.length == 6
+    assert [layout.positions(rank)[:2] for rank in range(2)] == [[0, 1], [2, 3]]
+    assert {p for rank in range(2) for p in layout.positions(rank)[2:]} == {4, 5}

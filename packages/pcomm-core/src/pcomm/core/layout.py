@@ -221,13 +221,13 @@ class Layout:
                 why="All parts are held by the same group of ranks.",
                 fix="Give at least one part, all with the same number of ranks.",
             )
-        runs: list[list[Run]] = [[] for _ in range(chosen[0].size)]
+        edges = [array("q") for _ in range(chosen[0].size)]
         offset = 0
         for part in chosen:
-            for rank, own in enumerate(part.runs):
-                runs[rank] += [Run(run.start + offset, run.stop + offset) for run in own]
+            for rank, own in enumerate(part.edges):
+                edges[rank].extend(edge + offset for edge in own)
             offset += part.length
-        return cls(offset, tuple(tuple(own) for own in runs))
+        return cls.of_edges(offset, edges, are_sound=True)
 
     # -- what it says --------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from pcomm.fsdp.plan.checks import (
     check_not_sharded,
     check_plain,
     check_roles,
+    check_settings,
     device_of,
 )
 from pcomm.fsdp.plan.group_plan import GroupPlan
@@ -115,6 +116,13 @@ def fully_shard(
     peers = Peers([g for r in groups for g in (r.gather, r.replicate) if g is not None])
 
     def plan() -> tuple[list[UnitModules], list[PlannedGroup], torch.device]:
+        check_settings(
+            {
+                "reshard": (reshard, ReshardPolicy),
+                "comm": (comm, CommPolicy),
+                "precision": (precision, Precision),
+            }
+        )
         parameters = _check(model, roles, scopes, entry_points)
         target = device_of(parameters, device)
         found = find_units(model, units)

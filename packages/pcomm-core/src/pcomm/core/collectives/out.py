@@ -79,7 +79,14 @@ def deliver(result: Tensor, out: Tensor | None) -> Tensor:
 
 
 def _has_own_places(out: Tensor) -> bool:
-    return all(stride or n < 2 for n, stride in zip(out.shape, out.stride(), strict=True))
+    """Whether each step along a dimension is longer than all that lies within it."""
+    within = 0
+    for stride, n in sorted(zip(out.stride(), out.shape, strict=True)):
+        if n > 1:
+            if stride <= within:
+                return not out.numel()
+            within += (n - 1) * stride
+    return True
 
 
 def _span(x: Tensor) -> tuple[int, int]:

@@ -31,12 +31,16 @@ def placed_runs(layout: Layout, rank: int) -> Placed:
 
 def is_held_once(layouts: Mapping[int, Layout]) -> bool:
     """Whether every element is on exactly one rank: enough elements, and no two regions meet."""
-    if sum(_held(layouts)) != math.prod(layout.length for layout in layouts.values()):
+    ranks, total = range(_size(layouts)), math.prod(x.length for x in layouts.values())
+    places = [math.prod(x.sizes[rank] for x in layouts.values()) for rank in ranks]
+    if sum(places) != total:
         return False
     split = _split(layouts)
     if len(split) == 1 and layouts[split[0]].is_partition:
         return True
-    return not _meeting(layouts, range(_size(layouts)))
+    # Two copies on one rank would make up for an element that no rank holds. And where there are no
+    # elements at all, their number says nothing of the lengths that regions must have.
+    return bool(total) and _held(layouts) == places and not _meeting(layouts, ranks)
 
 
 def missing(layouts: Mapping[int, Layout], ranks: Sequence[int]) -> str:
@@ -120,18 +124,24 @@ def _first_holders(layout: Layout, ranks: Sequence[int]) -> list[Placed]:
 
 def _first_of_equal(layouts: Mapping[int, Layout], ranks: Sequence[int]) -> list[int]:
     """Of ranks with equal regions the first one; none that holds nothing."""
-    seen: dict[tuple[bytes, ...], int] = {}
+    seen: dict[tuple[tuple[int, ...], ...], int] = {}
     held = _held(layouts)
     for rank in ranks:
         if held[rank]:
-            region = tuple(_sorted_edges(layout, rank) for layout in layouts.values())
+            region = tuple(_region(layout, rank) for layout in layouts.values())
             seen.setdefault(region, rank)
     return list(seen.values())
 
 
-def _sorted_edges(layout: Layout, rank: int) -> bytes:
-    edges = run_edges(layout.runs[rank])
-    return edges[edges[:, 0].argsort()].numpy().tobytes()
+def _region(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Where the positions of `rank` begin and end, the same however its runs are cut."""
+    edges: list[int] = []
+    for start, stop in sorted(layout.runs[rank]):
+        if edges and start <= edges[-1]:
+            edges[-1] = max(stop, edges[-1])
+        else:
+            edges += [start, stop]
+    return tuple(edges)
 
 
 def _meeting(layouts: Mapping[int, Layout], ranks: Sequence[int]) -> tuple[int, int] | None:
@@ -150,8 +160,9 @@ def _split(layouts: Mapping[int, Layout]) -> list[int]:
 
 
 def _held(layouts: Mapping[int, Layout]) -> list[int]:
-    size = _size(layouts)
-    return [math.prod(layout.sizes[rank] for layout in layouts.values()) for rank in range(size)]
+    """Number of elements on each rank, copies on the same rank not counted."""
+    edges = ([_region(x, rank) for x in layouts.values()] for rank in range(_size(layouts)))
+    return [math.prod(sum(own[1::2]) - sum(own[::2]) for own in region) for region in edges]
 
 
 def _size(layouts: Mapping[int, Layout]) -> int:

@@ -22,8 +22,28 @@ __all__ = [
     "check_not_sharded",
     "check_plain",
     "check_roles",
+    "check_settings",
     "device_of",
 ]
+
+
+def check_settings(settings: Mapping[str, tuple[object, type]]) -> None:
+    """Each setting is what its keyword takes. Local.
+
+    Args:
+        settings: Value and type of each keyword of `fully_shard`.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for name, (value, kind) in settings.items():
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"fully_shard: {name}={value!r}",
+                found=f"a {type(value).__name__}",
+                why=f"{name} takes a {kind.__name__}, which says all that there is to choose.",
+                fix=f"Pass a {kind.__name__} of pcomm.fsdp, with its parentheses.",
+            )
 
 
 def check_roles(scope: str, roles: Roles) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from pcomm.core.errors import ConfigError, near_misses
 
 __all__ = ["Keep", "Reduce", "ReshardPolicy"]
 
@@ -24,10 +26,26 @@ class ReshardPolicy:
             the last backward of the step, `"always"` until new values take the same memory.
         reduce: The time of the reduce, in each `"micro_batch"` or once a `"step"`; until then
             gradients add up unsharded, which is memory for communication.
+
+    Raises:
+        ConfigError: Another word.
     """
 
     keep: Keep = "use"
     reduce: Reduce = "micro_batch"
+
+    def __post_init__(self) -> None:
+        for name, value, words in (
+            ("keep", self.keep, get_args(Keep)),
+            ("reduce", self.reduce, get_args(Reduce)),
+        ):
+            if value not in words:
+                raise ConfigError(
+                    f"ReshardPolicy({name}={value!r})",
+                    found=f"the value {value!r}",
+                    why=f"{name} is one of {', '.join(words)}.",
+                    fix=near_misses(str(value), words),
+                )
 
     @classmethod
     def zero1(cls) -> ReshardPolicy:
