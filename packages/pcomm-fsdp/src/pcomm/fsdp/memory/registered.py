@@ -114,9 +114,9 @@ def register_memory(
     what was registered here is undone on all.
 
     Args:
-        registry: Registers, and undoes it when the groups close.
+        registry: Registry of pools, which undoes the registration when the groups close.
         plans: Plans of all parameter groups, with the groups that they use in the end.
-        comm: Depths, which bound the buffers that live at once.
+        comm: Depths of prefetch and of reduces, which bound the buffers that live at once.
         peers: All ranks of the groups.
         device: Device of the buffers.
 
