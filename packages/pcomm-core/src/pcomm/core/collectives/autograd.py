@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.collectives.call import Call, OperationName
+from pcomm.core.collectives.checks import check_reduction
 from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.errors import UnsupportedError
@@ -92,6 +93,7 @@ def _check(call: Call, suffix: str) -> None:
             why="A result written over an existing tensor cannot carry a gradient.",
             fix="Leave out away, or use the group's plain collectives.",
         )
+    check_reduction(call.op)
     if call.op != "sum":
         raise UnsupportedError(
             f"all_reduce: op={call.op!r}",
