@@ -72,10 +72,10 @@ def test_unknown_choices_are_refused_before_anything_is_sent(rank: int) -> None:
             assert_equal(total, torch.tensor([3.0]))
     with pytest.raises(ConfigError, match="op='min'"):
         DifferentiableCollectives(ours).all_reduce(ROW, op="min")  # type: ignore[arg-type]
-    # A spy asks for the dimension, and for the size of its rank, before the call is refused.
+    # A spy looks up the size of its rank before the call is refused.
     for sizes in ([4], [4, 4, 4]):
-        with pytest.raises(LayoutError, match="all_gather: sizes"):
-            SpyCollectives(ours).all_gather(ROW, sizes=sizes)
+        with pytest.raises(LayoutError, match="reduce_scatter: sizes"):
+            SpyCollectives(ours).reduce_scatter(ROW, sizes=sizes)
 
 
 def test_alone_and_on_virtual_ranks_the_same_is_refused() -> None:
