@@ -70,7 +70,7 @@ class ColumnParallelLinear(FastModule):
         if gather_output:
             check_rank_order("ColumnParallelLinear: gather_output", layout)
         self.layout, self.collectives = layout, collectives
-        self.placements = {"weight": ParamLayout(layout), "bias": ParamLayout(layout)}
+        self.param_layouts = {"weight": ParamLayout(layout), "bias": ParamLayout(layout)}
         whole = nn.Linear(in_features, layout.length, bias=bias, device=device, dtype=dtype)
         take_parameters(self, whole, collectives.rank)
         if collectives.size == 1:
@@ -124,7 +124,7 @@ class RowParallelLinear(FastModule):
         super().__init__()
         check_partition("RowParallelLinear", layout, collectives)
         self.layout, self.collectives = layout, collectives
-        self.placements = {
+        self.param_layouts = {
             "weight": ParamLayout(layout, dim=1),
             "bias": ParamLayout(has_partial_gradient=sequence_parallel and collectives.size > 1),
         }
