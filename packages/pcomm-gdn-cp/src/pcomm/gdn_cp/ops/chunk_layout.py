@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.errors import ConfigError
 from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 
@@ -185,8 +186,9 @@ def to_chunks(x_THD: Tensor, layout: ChunkLayout) -> Tensor:
     if layout.is_plain:
         cut = x_THD.reshape(layout.num_chunks, layout.chunk, *x_THD.shape[1:])
         return cut.transpose(1, 2).contiguous()
-    chunks: Tensor = _ToChunks.apply(x_THD, layout)  # type: ignore[no-untyped-call]
-    return chunks
+    return with_adjoint(
+        x_THD, lambda x: _gather_chunks(x, layout), lambda grad: from_chunks(grad, layout)
+    )
 
 
 def from_chunks(x_MHCD: Tensor, layout: ChunkLayout) -> Tensor:
@@ -201,8 +203,9 @@ def from_chunks(x_MHCD: Tensor, layout: ChunkLayout) -> Tensor:
     """
     if layout.is_plain:
         return x_MHCD.transpose(1, 2).flatten(0, 1).contiguous()
-    tokens: Tensor = _FromChunks.apply(x_MHCD, layout)  # type: ignore[no-untyped-call]
-    return tokens
+    return with_adjoint(
+        x_MHCD, lambda x: _gather_tokens(x, layout), lambda grad: to_chunks(grad, layout)
+    )
 
 
 def _gather_chunks(x_THD: Tensor, layout: ChunkLayout) -> Tensor:
@@ -220,25 +223,3 @@ def _gather_tokens(x_MHCD: Tensor, layout: ChunkLayout) -> Tensor:
     rows_TH = (indices.chunk_T[:, None] * num_heads + heads_H) * chunk + indices.slot_T[:, None]
     tokens = x_MHCD.reshape(-1, *rest).index_select(0, rows_TH.flatten())
     return tokens.view(*rows_TH.shape, *rest)
-
-
-class _ToChunks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, layout: ChunkLayout) -> Tensor:
-        ctx.layout = layout
-        return _gather_chunks(x_THD, layout)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _FromChunks.apply(grads[0], ctx.layout), None  # type: ignore[no-untyped-call]
-
-
-class _FromChunks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_MHCD: Tensor, layout: ChunkLayout) -> Tensor:
-        ctx.layout = layout
-        return _gather_tokens(x_MHCD, layout)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _ToChunks.apply(grads[0], ctx.layout), None  # type: ignore[no-untyped-call]

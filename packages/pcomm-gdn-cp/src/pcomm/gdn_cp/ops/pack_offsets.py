@@ -15,7 +15,7 @@ import torch
 
 from pcomm.core.errors import LayoutError
 
-__all__ = ["PackOffsets"]
+__all__ = ["PackOffsets", "check_offsets"]
 
 _Made = TypeVar("_Made")
 
@@ -37,15 +37,7 @@ class PackOffsets(tuple[int, ...]):
         if isinstance(cu_seqlens, cls):
             return cu_seqlens
         offsets = cls(cu_seqlens)
-        falls = any(stop < start for start, stop in pairwise(offsets))
-        if not offsets or offsets[0] != 0 or falls:
-            shown = tuple(offsets) if len(offsets) < 9 else (*offsets[:8], "...")
-            raise LayoutError(
-                "cu_seqlens",
-                found=f"{shown}",
-                why="They are where each sequence starts, and where the last one ends.",
-                fix="Start at 0 and let no offset be smaller than the one before it.",
-            )
+        check_offsets("cu_seqlens", offsets)
         return offsets
 
     def derived(self, make: Callable[..., _Made], *arguments: Hashable) -> _Made:
@@ -66,3 +58,25 @@ class PackOffsets(tuple[int, ...]):
 
     def __reduce__(self) -> tuple[type, tuple[tuple[int, ...]]]:
         return tuple, (tuple(self),)
+
+
+def check_offsets(asked: str, offsets: tuple[int, ...], *, are_integers: bool = True) -> None:
+    """Refuse offsets that cannot be those of a pack. Local.
+
+    Args:
+        asked: Name of the offsets, for the error.
+        offsets: Offsets of the sequences.
+        are_integers: False to refuse them for their types.
+
+    Raises:
+        LayoutError: They do not start at 0, or decrease.
+    """
+    falls = [n for n, (start, stop) in enumerate(pairwise(offsets)) if stop < start]
+    if not offsets or offsets[0] != 0 or falls or not are_integers:
+        near = falls[0] if falls else 0
+        raise LayoutError(
+            asked,
+            found=f"{list(offsets[near : near + 3])} from place {near} of {len(offsets)}",
+            why="They are the integers where each sequence starts, and where the last one ends.",
+            fix="Start at 0 and let no offset be smaller than the one before it.",
+        )
