@@ -70,7 +70,8 @@ def _move(plan: Plan, x: Tensor, y: Tensor) -> tuple[tuple[Tensor, ...], Tensor]
 
 
 def _held_z(numbers: Numbers, whole_TW: Tensor) -> Tensor:
-    return numbers.held(whole_TW).split(WIDTHS, -1)[3].contiguous()
+    z: Tensor = numbers.held(whole_TW).split(WIDTHS, -1)[3]
+    return z.contiguous()
 
 
 def documents_case(numbers: Numbers, plan: Plan) -> Case:

@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,18 +16,18 @@ from torch import Tensor
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
 from pcomm.core.exchange.index import RowOrder, expand_ranges
 from pcomm.core.layout import Layout
+from pcomm.gdn_cp.ops.derived import KeepsDerived
 from pcomm.gdn_cp.ops.pack_offsets import PackOffsets, check_offsets
 
 __all__ = ["LayoutName", "TokenLayout"]
 
 LayoutName = Literal["zigzag", "contiguous"]
-_Made = TypeVar("_Made")
 
 LAYOUTS: tuple[LayoutName, ...] = ("zigzag", "contiguous")
 
 
 @dataclass(frozen=True)
-class TokenLayout:
+class TokenLayout(KeepsDerived):
     """A pack of sequences and how its tokens lie on the ranks; integers only.
 
     With `zigzag` each sequence is cut into 2 x `size` equal chunks, of which rank r holds chunk r
@@ -140,18 +139,6 @@ class TokenLayout:
         """The tokens of `rank`, as they lie there; on the CPU."""
         first = rank * self.local_tokens
         return self.order.narrow(0, first, self.local_tokens).clone()
-
-    def derived(self, make: Callable[..., _Made], *arguments: int) -> _Made:
-        """What `make(self, *arguments)` returns, made once and shared by all mixers.
-
-        It must not hold the pack itself: without a cycle, index tensors are freed with the plan.
-        """
-        known = self.__dict__.setdefault("_derived", {})
-        if (make, arguments) not in known:
-            with torch.inference_mode(False):
-                known[make, arguments] = make(self, *arguments)
-        made: _Made = known[make, arguments]
-        return made
 
     def __reduce__(self) -> tuple[type[TokenLayout], tuple[tuple[int, ...], int, LayoutName]]:
         # Without what was derived: a pickle is integers.

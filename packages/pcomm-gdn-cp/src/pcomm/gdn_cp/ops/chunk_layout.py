@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.errors import ConfigError
+from pcomm.gdn_cp.ops.derived import KeepsDerived
 from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 
 __all__ = ["ChunkIndices", "ChunkLayout", "default_chunk", "from_chunks", "to_chunks"]
@@ -56,7 +57,7 @@ class ChunkIndices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChunkLayout:
+class ChunkLayout(KeepsDerived):
     """How a pack of sequences is cut into chunks: integers of the host, equal if their cause is.
 
     Args:
@@ -140,36 +141,30 @@ class ChunkLayout:
 
         `Plan.prepare` calls this beforehand, so that no layer waits for the copy.
         """
-        # Filled on first use: the layout is immutable, its indices are a memory of it per device.
-        known: dict[torch.device, ChunkIndices] = self.__dict__.setdefault("_known", {})
-        if device not in known:
-            known[device] = _indices(self, device)
-        return known[device]
+        return self.derived(_indices, device)
 
 
 def _indices(layout: ChunkLayout, device: torch.device) -> ChunkIndices:
-    # A tensor made in inference mode could not be used in training later, and these are kept.
-    with torch.inference_mode(False):
-        starts_N = torch.tensor(layout.cu_seqlens[:-1], dtype=torch.int64)
-        lengths_N = torch.tensor(layout.lengths, dtype=torch.int64)
-        order_N = torch.tensor(layout.order, dtype=torch.int64)
-        sizes_S = torch.tensor(layout.step_sizes, dtype=torch.int64)
-        num_steps, chunk = len(layout.step_sizes), layout.chunk
+    starts_N = torch.tensor(layout.cu_seqlens[:-1], dtype=torch.int64)
+    lengths_N = torch.tensor(layout.lengths, dtype=torch.int64)
+    order_N = torch.tensor(layout.order, dtype=torch.int64)
+    sizes_S = torch.tensor(layout.step_sizes, dtype=torch.int64)
+    num_steps, chunk = len(layout.step_sizes), layout.chunk
 
-        first_S = sizes_S.cumsum(0) - sizes_S
-        step_M = torch.arange(num_steps).repeat_interleave(sizes_S)
-        sequence_M = order_N[torch.arange(layout.num_chunks) - first_S[step_M]]
-        place_MC = step_M[:, None] * chunk + torch.arange(chunk)
-        length_M1 = lengths_N[sequence_M][:, None]
-        padding_MC = place_MC >= length_M1
-        tokens_MC = starts_N[sequence_M][:, None] + place_MC.minimum(length_M1 - 1)
+    first_S = sizes_S.cumsum(0) - sizes_S
+    step_M = torch.arange(num_steps).repeat_interleave(sizes_S)
+    sequence_M = order_N[torch.arange(layout.num_chunks) - first_S[step_M]]
+    place_MC = step_M[:, None] * chunk + torch.arange(chunk)
+    length_M1 = lengths_N[sequence_M][:, None]
+    padding_MC = place_MC >= length_M1
+    tokens_MC = starts_N[sequence_M][:, None] + place_MC.minimum(length_M1 - 1)
 
-        is_token_MC = ~padding_MC
-        place_of_T = torch.empty(layout.num_tokens, dtype=torch.int64)
-        place_of_T[tokens_MC[is_token_MC]] = is_token_MC.flatten().nonzero().flatten()
-        chunk_T, slot_T = place_of_T // chunk, place_of_T % chunk
-        found = (tokens_MC, padding_MC, chunk_T, slot_T, order_N, order_N.argsort())
-        return ChunkIndices(*(x.to(device) for x in found))
+    is_token_MC = ~padding_MC
+    place_of_T = torch.empty(layout.num_tokens, dtype=torch.int64)
+    place_of_T[tokens_MC[is_token_MC]] = is_token_MC.flatten().nonzero().flatten()
+    chunk_T, slot_T = place_of_T // chunk, place_of_T % chunk
+    found = (tokens_MC, padding_MC, chunk_T, slot_T, order_N, order_N.argsort())
+    return ChunkIndices(*(x.to(device) for x in found))
 
 
 def to_chunks(x_THD: Tensor, layout: ChunkLayout) -> Tensor:

@@ -7,20 +7,16 @@ passed as plain integers are read again in each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
-
-import torch
 
 from pcomm.core.errors import LayoutError
+from pcomm.gdn_cp.ops.derived import KeepsDerived
 
 __all__ = ["PackOffsets", "check_offsets"]
 
-_Made = TypeVar("_Made")
 
-
-class PackOffsets(tuple[int, ...]):
+class PackOffsets(KeepsDerived, tuple[int, ...]):
     """Where each sequence of a pack starts, and where the last one ends: a tuple with a memory.
 
     Equal to the tuple of the same integers, and of the same hash. Copies and pickles are plain
@@ -40,21 +36,8 @@ class PackOffsets(tuple[int, ...]):
         check_offsets("cu_seqlens", offsets)
         return offsets
 
-    def derived(self, make: Callable[..., _Made], *arguments: Hashable) -> _Made:
-        """What `make(integers, *arguments)` returns, made once. Local.
-
-        Args:
-            make: Computes it from the offsets as a plain tuple, which it may keep.
-            arguments: Further arguments, such as a chunk size or a device.
-        """
-        known: dict[Any, Any] = self.__dict__.setdefault("_derived", {})
-        key = (make, arguments)
-        if key not in known:
-            # A tensor made in inference mode could not be used in training, and these are kept.
-            with torch.inference_mode(False):
-                known[key] = make(tuple(self), *arguments)
-        made: _Made = known[key]
-        return made
+    def _source(self) -> tuple[int, ...]:
+        return tuple(self)
 
     def __reduce__(self) -> tuple[type, tuple[tuple[int, ...]]]:
         return tuple, (tuple(self),)
