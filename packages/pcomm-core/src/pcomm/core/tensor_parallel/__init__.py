@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
     from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
     from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+    from pcomm.core.tensor_parallel.mappings import gather_replicated, split_replicated
     from pcomm.core.tensor_parallel.norms import sum_of_squares
     from pcomm.core.tensor_parallel.param_layout import (
         ParamLayout,
@@ -21,8 +22,10 @@ __all__ = [
     "ParamLayout",
     "RowParallelLinear",
     "VocabularyParallelEmbedding",
+    "gather_replicated",
     "join_shards",
     "param_layouts_of",
+    "split_replicated",
     "sum_of_squares",
     "take_shard",
     "vocabulary_parallel_cross_entropy",
@@ -35,8 +38,10 @@ __getattr__, __dir__ = face(
         "ParamLayout": "param_layout",
         "RowParallelLinear": "linear",
         "VocabularyParallelEmbedding": "embedding",
+        "gather_replicated": "mappings",
         "join_shards": "param_layout",
         "param_layouts_of": "param_layout",
+        "split_replicated": "mappings",
         "sum_of_squares": "norms",
         "take_shard": "param_layout",
         "vocabulary_parallel_cross_entropy": "cross_entropy",
