@@ -130,7 +130,7 @@ def _fix(full: str, key: str, value: object, known: Mapping[str, Any]) -> str:
     if key not in known:
         return near_misses(key, known)
     info = known[key]
-    if is_dataclass(info.annotation):
+    if isinstance(info.annotation, type) and is_dataclass(info.annotation):
         return f"Pass `{key}={info.annotation.__name__}(...)`, with the keys to change."
     words = _words(info.annotation)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -13,6 +13,7 @@ from pcomm.core.process import environment, logs
 
 if TYPE_CHECKING:
     from pcomm.integration.config import Config
+    from pcomm.integration.train.run import Outcome
 
 __all__ = ["TrainCommand", "command"]
 
@@ -97,49 +98,51 @@ def train_rank(config: Config, run_dir: Path, must_restart: bool, trace: Path | 
     from pcomm.integration.train.interrupt import terminate_as_interrupt
 
     with terminate_as_interrupt():
-        return _train_rank(config, run_dir, must_restart, trace)
+        # Imported late: a request to stop is heard while this takes its seconds.
+        from pcomm.core import connect
+        from pcomm.integration.train.run import run_training
+
+        with connect() as world:
+            logs.configure(environment.log_level(), world.rank)
+            outcome = run_training(config, run_dir, must_restart=must_restart, trace=trace)
+            if world.rank == 0:
+                _report(config, run_dir, outcome)
+    return _INTERRUPTED if outcome.is_interrupted else 0
 
 
-def _train_rank(config: Config, run_dir: Path, must_restart: bool, trace: Path | None) -> int:
-    from pcomm.core import connect
+def _report(config: Config, run_dir: Path, outcome: Outcome) -> None:
+    """Print how the run ended, a sample, and where everything is."""
     from pcomm.integration.generate.writer import Writer
-    from pcomm.integration.train.run import run_training
 
-    with connect() as world:
-        logs.configure(environment.log_level(), world.rank)
-        outcome = run_training(config, run_dir, must_restart=must_restart, trace=trace)
-        if world.rank:
-            return _INTERRUPTED if outcome.is_interrupted else 0
-        if outcome.is_interrupted:
-            print(
-                f"stopped after step {outcome.steps}; the same command goes on from there"
-                if outcome.steps
-                else "stopped before the first step; the same command begins again"
-            )
-            return _INTERRUPTED
-        if config.train.eval_every == "none":
-            print('no bits per byte (train.eval_every = "none")')
-        elif outcome.bits_per_byte is None:
-            print("no held-out documents, so no bits per byte (data.held_out = 0)")
-        else:
-            print(f"held-out bits per byte: {outcome.bits_per_byte:.3f}")
-        sample = config.sample
-        if sample.prompt and sample.max_tokens:
-            text = Writer.load(run_dir).write(
-                sample.prompt,
-                max_tokens=sample.max_tokens,
-                temperature=sample.temperature,
-                seed=config.train.seed,
-            )
-            print(f"\n{text.prompt}{text.text}\n")
-        for file, what in (
-            ("checkpoints", "weights and optimizer"),
-            ("metrics.jsonl", "one row a step"),
-            ("loss.png", "the loss as a picture"),
-            ("config.toml", "the configuration"),
-        ):
-            print(f"{run_dir / file}  {what}")
-        return 0
+    if outcome.is_interrupted:
+        print(
+            f"stopped after step {outcome.steps}; the same command goes on from there"
+            if outcome.steps
+            else "stopped before the first step; the same command begins again"
+        )
+        return
+    if config.train.eval_every == "none":
+        print('no bits per byte (train.eval_every = "none")')
+    elif outcome.bits_per_byte is None:
+        print("no held-out documents, so no bits per byte (data.held_out = 0)")
+    else:
+        print(f"held-out bits per byte: {outcome.bits_per_byte:.3f}")
+    sample = config.sample
+    if sample.prompt and sample.max_tokens:
+        text = Writer.load(run_dir).write(
+            sample.prompt,
+            max_tokens=sample.max_tokens,
+            temperature=sample.temperature,
+            seed=config.train.seed,
+        )
+        print(f"\n{text.prompt}{text.text}\n")
+    for file, what in (
+        ("checkpoints", "weights and optimizer"),
+        ("metrics.jsonl", "one row a step"),
+        ("loss.png", "the loss as a picture"),
+        ("config.toml", "the configuration"),
+    ):
+        print(f"{run_dir / file}  {what}")
 
 
 def _trace_file(path: Path | None) -> Path | None:

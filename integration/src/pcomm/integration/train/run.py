@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
-from pcomm.core import PcommError, connect
-from pcomm.core.process import World
+from pcomm.core import connect
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.identity import identity_of
@@ -22,10 +21,10 @@ from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.preparation import Prepared, open_prepared
 from pcomm.integration.metrics.plot import plot_loss
 from pcomm.integration.metrics.run_sinks import open_sinks
-from pcomm.integration.metrics.sink import Row, Sink
+from pcomm.integration.metrics.sink import Sink, SinkGroup
 from pcomm.integration.parallelize import ALL_RANKS, build_model, open_run_groups
 from pcomm.integration.train.evaluate import evaluate
-from pcomm.integration.train.interrupt import Interrupt, listen_for_interrupt
+from pcomm.integration.train.interrupt import listen_for_interrupt
 from pcomm.integration.train.not_finite import NotFiniteSteps
 from pcomm.integration.train.progress import Progress
 from pcomm.integration.train.run_folder import (
@@ -90,26 +89,24 @@ def run_training(
         KeyboardInterrupt: On a rank that is asked to stop a second time, which ends it at once.
     """
     with connect() as world, listen_for_interrupt() as interrupt:
+        together = Together(world, interrupt)
         try:
-            return _run_training(
-                config, run_dir, must_restart, stream or sys.stderr, trace, world, interrupt
-            )
+            return _train(config, run_dir, must_restart, stream or sys.stderr, trace, together)
         except Stopped:
             checkpoint = None if must_restart else newest(run_dir)
             return Outcome(checkpoint.step if checkpoint else 0, None, is_interrupted=True)
 
 
-def _run_training(
+def _train(
     config: Config,
     run_dir: Path,
     must_restart: bool,
     stream: TextIO,
     trace: Path | None,
-    world: World,
-    interrupt: Interrupt,
+    together: Together,
 ) -> Outcome:
+    world = together.world
     with ExitStack() as held:
-        together = Together(world, interrupt)
         resolved = validate(config, world.size)
         if not must_restart:
             # Before anything in the folder changes, so that a refused run leaves it as it was.
@@ -121,7 +118,7 @@ def _run_training(
 
         def prepare() -> None:
             if world.rank == 0:
-                with interrupt.ends_at_once():
+                with together.interrupt.ends_at_once():
                     prepare_folder(resolved, run_dir, must_restart=must_restart)
 
         # The others wait while the first rank tokenises, which takes as long as the text is.
@@ -141,14 +138,14 @@ def _run_training(
                 micro_batch_tokens=resolved.train.micro_batch_tokens,
             )
             trainer = Trainer(model, watched, resolved, batches, recorder=steps.recorder)
-            run = _Run(trainer, prepared, run_dir, world, together, steps)
+            run = _Run(trainer, prepared, run_dir, together, steps)
             progress = run.resume()
             # Written late: a run that is refused must not change what `pcomm generate` reads.
             together(
                 "train: configuration",
                 lambda: None if world.rank else write_config(config, run_dir),
             )
-            return run.go(progress, interrupt, stream)
+            return run.go(progress, stream)
 
 
 class _Run:
@@ -159,12 +156,11 @@ class _Run:
         trainer: Trainer,
         prepared: Prepared,
         run_dir: Path,
-        world: World,
         together: Together,
         trace: StepTrace,
     ) -> None:
-        self.together, self.trace = together, trace
-        self.trainer, self.prepared, self.run_dir, self.world = trainer, prepared, run_dir, world
+        self.together, self.world, self.trace = together, together.world, trace
+        self.trainer, self.prepared, self.run_dir = trainer, prepared, run_dir
         self.config = trainer.config
         self.identity = identity_of(self.config, prepared.fingerprint)
         self.checkpoint_group = trainer.groups[ALL_RANKS, "checkpoint"]
@@ -193,7 +189,7 @@ class _Run:
         _log.info("resuming %s after step %d", self.run_dir, checkpoint.step)
         return progress
 
-    def go(self, progress: Progress, interrupt: Interrupt, stream: TextIO) -> Outcome:
+    def go(self, progress: Progress, stream: TextIO) -> Outcome:
         """Train on from where the run is."""
         first = progress.step
         sinks = self.together(
@@ -206,11 +202,10 @@ class _Run:
                 keep_through=first or None,
             ),
         )
-        recorded = _Recorded(sinks)
         with closing(sinks), self._saver() as saver:
-            outcome = self._loop(progress, interrupt, recorded, saver)
+            outcome = self._loop(progress, sinks, saver)
         self.trace.finish()
-        self.world.fail_together("train: metrics", recorded.error)
+        self.world.fail_together("train: metrics", sinks.error)
         if self.world.rank == 0:
             try:
                 plot_loss(self.run_dir / "metrics.jsonl", self.run_dir / "loss.png")
@@ -218,10 +213,8 @@ class _Run:
                 _log.warning("no picture of the loss: %s", error)
         return outcome
 
-    def _loop(
-        self, progress: Progress, interrupt: Interrupt, sinks: _Recorded, saver: Saver
-    ) -> Outcome:
-        train = self.config.train
+    def _loop(self, progress: Progress, sinks: SinkGroup, saver: Saver) -> Outcome:
+        train, interrupt = self.config.train, self.together.interrupt
         done = first = progress.step
         self.not_finite = NotFiniteSteps(train, self.run_dir, skipped=progress.skipped)
         while done < train.steps:
@@ -283,21 +276,3 @@ class _Run:
 
 def _is_due(every: int | Literal["end", "none"], step: int) -> bool:
     return isinstance(every, int) and step % every == 0
-
-
-class _Recorded:
-    """Sinks of which the first failure is kept: all ranks then stop together, and save."""
-
-    def __init__(self, sinks: Sink) -> None:
-        self._sinks = sinks
-        self.error: PcommError | None = None
-
-    def write(self, row: Row) -> None:
-        if self.error is None:
-            try:
-                self._sinks.write(row)
-            except PcommError as error:
-                self.error = error
-
-    def close(self) -> None:
-        self._sinks.close()

@@ -28,7 +28,7 @@ class Together:
     """
 
     def __init__(self, world: World, interrupt: Interrupt) -> None:
-        self._world, self._interrupt = world, interrupt
+        self.world, self.interrupt = world, interrupt
 
     def __call__(
         self, topic: str, attempt: Callable[[], T], *, timeout_s: float | None = None
@@ -47,7 +47,7 @@ class Together:
         """
         result, error, is_asked_to_stop = None, None, False
         try:
-            if self._interrupt.is_requested:
+            if self.interrupt.is_requested:
                 raise KeyboardInterrupt
             result = attempt()
         except PcommError as problem:
@@ -56,13 +56,12 @@ class Together:
             is_asked_to_stop = True
         stop = PeerError(topic, found="a request to stop", why="", fix="")
         try:
-            self._world.fail_together(
-                topic, stop if is_asked_to_stop else error, timeout_s=timeout_s
-            )
+            told = stop if is_asked_to_stop else error
+            self.world.fail_together(topic, told, timeout_s=timeout_s)
         except PcommError as problem:
             if not isinstance(problem, PeerError) and problem is not error:
                 raise
             # All ranks come here. A request alone leaves no error for the second round.
-            self._world.fail_together(topic, error)
+            self.world.fail_together(topic, error)
             raise Stopped from None
         return cast(T, result)
