@@ -55,7 +55,7 @@ def content_hash(files: Sequence[SourceFile]) -> str:
 def _expand(pattern: str) -> list[Path]:
     try:
         return _matches(pattern)
-    except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
+    except (OSError, RuntimeError) as error:  # too long a name, an unknown home
         raise ConfigError(
             f"data.path: {pattern:.200}",
             found=getattr(error, "strerror", None) or str(error),
