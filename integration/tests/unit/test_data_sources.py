@@ -95,9 +95,7 @@ def test_paths_that_do_not_serve(tmp_path, pattern, parts):
 
 
 def test_a_home_that_nobody_has():
-    with pytest.raises(
-        ConfigError, match=r"~no\.body/a\.txt: Could not determine home"
-    ):
+    with pytest.raises(ConfigError, match=r"~no\.body/a\.txt: Could not determine home"):
         _documents("~no.body/a.txt")
 
 
