@@ -142,6 +142,34 @@ def test_first_weights_are_parts_of_the_plain_layers(rank: int) -> None:
             assert_equal(layer.bias.data, whole.bias.data)
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_replicated_tensors_are_split_and_gathered_along_any_dimension(dim: int) -> None:
+    """Against autograd of the whole tensor: each gradient is counted once, on every rank."""
+    layout = Layout.uneven(UNEVEN[3])
+    shape = [2, 2, 2]
+    shape[dim] = layout.length
+    generator = torch.Generator().manual_seed(0)
+    # Small integers, whose products and sums are exact.
+    whole, factors, weights = torch.randint(-9, 10, (3, *shape), generator=generator).double()
+    plain = whole.clone().requires_grad_()
+    (plain * factors * weights).sum().backward()
+
+    def check(collectives: Collectives) -> None:
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.split(UNEVEN[3], dim)[collectives.rank]
+
+        x = whole.clone().requires_grad_()
+        shard = regions.split_replicated(x, layout, collectives, dim=dim)
+        assert_equal(shard, own(whole))
+        y = regions.gather_replicated(shard * own(factors), layout, collectives, dim=dim)
+        assert_equal(y, whole * factors)
+        (y * weights).sum().backward()
+        assert x.grad is not None
+        assert_equal(x.grad, plain.grad)
+
+    run_virtual(check, 3)
+
+
 def wrong_tokens(x: Tensor, collectives: Collectives) -> Tensor:
     share = x.shape[0] // collectives.size
     return regions.scatter_tokens(x.roll(share, 0), collectives)
@@ -189,7 +217,7 @@ MUTANTS: dict[str, tuple[str, object, str, object]] = {
     "gathered columns: backward reduced": (
         "column, gathered",
         linear,
-        "gather_columns",
+        "gather_replicated",
         lambda x, layout, c: differentiable(c).all_gather(x, dim=-1, sizes=layout.sizes),
     ),
     "rows looked up one too far": (

@@ -6,6 +6,8 @@ from pcomm.core.tensor_parallel.embedding import (
 )
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear as ColumnParallelLinear
 from pcomm.core.tensor_parallel.linear import RowParallelLinear as RowParallelLinear
+from pcomm.core.tensor_parallel.mappings import gather_replicated as gather_replicated
+from pcomm.core.tensor_parallel.mappings import split_replicated as split_replicated
 from pcomm.core.tensor_parallel.norms import sum_of_squares as sum_of_squares
 from pcomm.core.tensor_parallel.param_layout import ParamLayout as ParamLayout
 from pcomm.core.tensor_parallel.param_layout import join_shards as join_shards

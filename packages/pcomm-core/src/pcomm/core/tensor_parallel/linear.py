@@ -14,7 +14,7 @@ from pcomm.core.tensor_parallel.checks import check_partition, check_rank_order,
 from pcomm.core.tensor_parallel.fast_module import FastModule
 from pcomm.core.tensor_parallel.mappings import (
     enter,
-    gather_columns,
+    gather_replicated,
     gather_tokens,
     leave,
     scatter_tokens,
@@ -83,7 +83,7 @@ class ColumnParallelLinear(FastModule):
         return _linear(self, self._enter(x, self.collectives))
 
     def _split_and_gather(self, x: Tensor) -> Tensor:
-        return gather_columns(self._split(x), self.layout, self.collectives)
+        return gather_replicated(self._split(x), self.layout, self.collectives)
 
 
 class RowParallelLinear(FastModule):
