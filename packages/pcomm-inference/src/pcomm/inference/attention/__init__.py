@@ -1,0 +1,1 @@
+"""Attention of many requests over keys and values in blocks."""

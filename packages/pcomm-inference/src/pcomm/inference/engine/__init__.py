@@ -1,0 +1,1 @@
+"""Requests, the scheduler, the two pools and the step that runs a model."""

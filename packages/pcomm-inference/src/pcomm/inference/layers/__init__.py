@@ -1,0 +1,1 @@
+"""Tensor-parallel layers for inference, without gradients."""
