@@ -24,7 +24,6 @@ from pcomm.inference.engine.sampling_rows import sampling_rows
 from pcomm.inference.engine.scheduler import Scheduler
 from pcomm.inference.engine.speculation.verification import count_accepted
 from pcomm.inference.engine.state_slots import StateSlots
-from pcomm.inference.engine.step_builder import StepBuilder
 from pcomm.inference.engine.step_plan import Chunk, StepPlan
 from pcomm.inference.engine.stopping import stop_ids
 from pcomm.inference.engine.token_acceptance import accept_tokens
@@ -135,8 +134,15 @@ class Engine:
             speculative_tokens=speculative_tokens,
             saves_states=self._pools.has_states,
         )
-        builder = StepBuilder(tables, block_size=block_size, has_blocks=has_blocks, device=device)
-        self._runner = ModelRunner(model, self._pools, builder, vocabulary=vocabulary)
+        self._runner = ModelRunner(
+            model,
+            self._pools,
+            tables,
+            block_size=block_size,
+            vocabulary=vocabulary,
+            max_requests=max_requests,
+            device=device,
+        )
         self._sampler = Sampler(vocabulary, device)
         self._live: dict[str, LiveRequest] = {}
         self._num_added = 0
