@@ -183,6 +183,7 @@ class Engine:
         if self._tokenizer is not None:
             params = request.params
             live.text = TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens)
+            live.is_plain = False
         self._num_added += 1
         self._live[request.request_id] = live
         self._queue.insert(live)
@@ -281,8 +282,19 @@ class Engine:
         """Give each request its tokens, and end those that are complete."""
         ids, logprobs, outputs = sampled.token_ids, sampled.logprobs, []
         for place, live in enumerate(plan.decodes):
+            token = ids[place]
             live.num_computed += 1
-            outputs.append(self._accept(live, ids[place : place + 1], logprobs[place : place + 1]))
+            # Nearly all requests of nearly all steps: the same as below, four times as fast.
+            if live.is_plain and token not in live.stop_ids and len(live.tokens) + 1 < live.limit:
+                live.tokens.append(token)
+                live.output.append(token)
+                if live.num_computed >= live.keep_at:
+                    self._allocator.keep(live)
+                self._num_written += 1
+                cached = live.cached_tokens or 0
+                outputs.append(RequestOutput(live.request_id, (token,), cached_tokens=cached))
+            else:
+                outputs.append(self._accept(live, [token], [logprobs[place]]))
         place = len(plan.decodes)
         for chunk in plan.chunks:
             if not chunk.is_sampled:

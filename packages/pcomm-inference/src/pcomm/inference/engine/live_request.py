@@ -46,6 +46,7 @@ class LiveRequest:
             state.
         cached_tokens: Number of tokens of the prompt that came from the prefix cache when the
             request began; None before that.
+        is_plain: True for one that gets tokens alone: no text, grammar or log-probabilities.
         text: Text of the tokens; None without a tokenizer.
         grammar: Grammar of the text; None for any text.
         prompt_logprobs: Log-probabilities of the prompt's tokens from the second on, as far as
@@ -62,6 +63,7 @@ class LiveRequest:
         "first_block",
         "grammar",
         "is_orphan",
+        "is_plain",
         "keep_at",
         "limit",
         "num_computed",
@@ -109,6 +111,8 @@ class LiveRequest:
         self.is_orphan = False
         self.snapshot_at: list[int] = []
         self.cached_tokens: int | None = None
+        given = (self.params.logprobs, self.params.prompt_logprobs)
+        self.is_plain = given == (None, None)
         self.text: TextStream | None = None
         self.grammar: GrammarState | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
