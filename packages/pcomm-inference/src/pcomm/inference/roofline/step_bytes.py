@@ -70,10 +70,9 @@ def step_bytes(
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors; memory that several of them share, such as tied weights, counts once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
-    }
-    return sum(storages.values())
+    # Held until they are counted, so that no other storage takes the place of one.
+    storages = {storage._cdata: storage for storage in (one.untyped_storage() for one in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _per_token(spec: KVSpec) -> int:
