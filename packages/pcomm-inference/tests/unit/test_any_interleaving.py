@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcomm.inference.engine import engine as engine_module
+from pcomm.inference.engine import engine_memory as memory_module
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
 from pcomm.inference.engine.request_queue import QueueFullError
@@ -80,7 +80,7 @@ def check_pools(engine):
 
 def run(kind, settings, extra_blocks, state_chunk, steps):
     model = MODELS[kind]
-    with patch.multiple(engine_module, STATE_CHUNK=state_chunk, SNAPSHOT_INTERVAL=2 * state_chunk):
+    with patch.multiple(memory_module, STATE_CHUNK=state_chunk, SNAPSHOT_INTERVAL=2 * state_chunk):
         engine = Engine(
             model,
             vocabulary=model.vocabulary,

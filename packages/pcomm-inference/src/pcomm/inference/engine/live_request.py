@@ -49,6 +49,8 @@ class LiveRequest:
         is_plain: True for one that gets tokens alone: no text, grammar or log-probabilities.
         text: Text of the tokens; None without a tokenizer.
         grammar: Grammar of the text; None for any text.
+        num_failures: Number of steps of several requests that failed with it.
+        error: Exception of its grammar in the step under way, which ends it.
         prompt_logprobs: Log-probabilities of the prompt's tokens from the second on, as far as
             they are known; where the request asked for them.
     """
@@ -60,6 +62,7 @@ class LiveRequest:
         "cached_tokens",
         "capacity",
         "claim",
+        "error",
         "first_block",
         "grammar",
         "is_orphan",
@@ -67,6 +70,7 @@ class LiveRequest:
         "keep_at",
         "limit",
         "num_computed",
+        "num_failures",
         "num_prompt",
         "num_published",
         "order",
@@ -111,6 +115,8 @@ class LiveRequest:
         self.is_orphan = False
         self.snapshot_at: list[int] = []
         self.cached_tokens: int | None = None
+        self.num_failures = 0
+        self.error: Exception | None = None
         given = (self.params.logprobs, self.params.prompt_logprobs)
         self.is_plain = given == (None, None)
         self.text: TextStream | None = None

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError
-from pcomm.inference.engine.block_tables import BlockTables
 from pcomm.inference.engine.decode_graphs import DecodeGraphs, recorder_for
-from pcomm.inference.engine.pools import Pools
+from pcomm.inference.engine.engine_memory import EngineMemory
+from pcomm.inference.engine.engine_settings import EngineSettings
 from pcomm.inference.engine.step_builder import StepBuilder
 from pcomm.inference.engine.step_plan import StepPlan
 from pcomm.inference.model import Model
+from pcomm.inference.roofline.host_times import HostTimes
 from pcomm.inference.step_batch import StepBatch
 
 __all__ = ["ModelRunner"]
@@ -24,31 +25,31 @@ class ModelRunner:
 
     Args:
         model: The model.
-        pools: Memory of its layers.
-        tables: Block tables of the running requests.
-        block_size: Tokens of a block.
-        vocabulary: Number of token ids, the width of the logits.
-        max_requests: Largest number of requests of a step.
+        memory: Pools of its layers, and block tables.
+        settings: Sizes of vocabulary, blocks and steps.
         device: Device of the model.
+        times: Times of the phases of a step.
     """
 
     def __init__(
         self,
         model: Model,
-        pools: Pools,
-        tables: BlockTables,
+        memory: EngineMemory,
+        settings: EngineSettings,
         *,
-        block_size: int,
-        vocabulary: int,
-        max_requests: int,
         device: torch.device,
+        times: HostTimes,
     ) -> None:
         self._model = model
-        self._pools = pools
-        self._tables = tables
-        self._vocabulary = vocabulary
+        self._pools = memory.pools
+        self._tables = tables = memory.tables
+        self._vocabulary = settings.vocabulary
+        self._times = times
         self._builder = StepBuilder(
-            tables, block_size=block_size, has_blocks=pools.has_blocks, device=device
+            tables,
+            block_size=settings.block_size,
+            has_blocks=memory.pools.has_blocks,
+            device=device,
         )
         self.graphs: DecodeGraphs | None = None
         if (recorder := recorder_for(device)) is not None:
@@ -56,7 +57,7 @@ class ModelRunner:
                 self._step,
                 self._builder,
                 recorder,
-                max_requests=max_requests,
+                max_requests=settings.max_requests,
                 table_width=tables.width,
                 device=device,
             )
@@ -75,8 +76,13 @@ class ModelRunner:
         if self.graphs is not None and not plan.chunks:
             logits = self.graphs.run(plan.decodes)
             if logits is not None:
+                self._times.lap("model")
                 return logits
-        return self._step(self._builder.build(plan))
+        batch = self._builder.build(plan)
+        self._times.lap("batch")
+        logits = self._step(batch)
+        self._times.lap("model")
+        return logits
 
     def _step(self, batch: StepBatch) -> Tensor:
         logits = self._model.step(batch, self._pools.memories)
