@@ -187,12 +187,12 @@ def test_bits_do_not_depend_on_chunks_or_blocks(heads: tuple[int, int], block_si
 
     for length, num_alone in ((210, 210), (710, 20)):
         whole = rows(length, [length], 16)
-        chunk, rest = [length - num_alone] * (num_alone < length), divmod(length, 11)
+        chunk, rest = [length - num_alone] * (num_alone < length), divmod(length, 33)
         for cuts in (
             [*chunk, *[1] * num_alone],
             random_cuts(length, random.Random(length)),
-            # With three rows a token, one of them is left behind a multiple of 32.
-            [*[11] * rest[0], rest[1]],
+            # One row, or three, are left behind a multiple of 32.
+            [*[33] * rest[0], rest[1]],
         ):
             assert_equal(rows(length, cuts, block_size), whole)
 
