@@ -75,11 +75,11 @@ def check_ids(layer: str, ids: Tensor, layout: Layout, *, ignored: int | None = 
 
 def take_parameters(module: nn.Module, whole: nn.Module, rank: int) -> None:
     """Give `module` this rank's shards of the parameters of `whole`, by its layouts."""
-    placements: dict[str, ParamLayout] = module.placements  # type: ignore[assignment]
+    param_layouts: dict[str, ParamLayout] = module.param_layouts  # type: ignore[assignment]
     for name, parameter in whole._parameters.items():
-        layout = placements[name].layout
+        layout = param_layouts[name].layout
         if parameter is not None and layout is not None:
-            share = take_shard(parameter.detach(), layout, rank, dim=placements[name].dim)
+            share = take_shard(parameter.detach(), layout, rank, dim=param_layouts[name].dim)
             # A copy, so that the whole parameter is freed.
             parameter = nn.Parameter(share.clone(memory_format=torch.contiguous_format))
         module.register_parameter(name, parameter)

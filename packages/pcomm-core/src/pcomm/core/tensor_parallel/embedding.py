@@ -62,7 +62,7 @@ class VocabularyParallelEmbedding(FastModule):
         check_partition("VocabularyParallelEmbedding", layout, collectives)
         check_rank_order("VocabularyParallelEmbedding", layout)
         self.layout, self.collectives = layout, collectives
-        self.placements = {"weight": ParamLayout(layout)}
+        self.param_layouts = {"weight": ParamLayout(layout)}
         whole = nn.Embedding(layout.length, width, device=device, dtype=dtype)
         take_parameters(self, whole, collectives.rank)
         if collectives.size == 1:

@@ -14,7 +14,7 @@ from pcomm.core.tensor_parallel.checks import check_partition, check_rank_order,
 from pcomm.core.tensor_parallel.fast_module import FastModule
 from pcomm.core.tensor_parallel.mappings import (
     enter,
-    gather_columns,
+    gather_replicated,
     gather_tokens,
     leave,
     scatter_tokens,
@@ -70,7 +70,7 @@ class ColumnParallelLinear(FastModule):
         if gather_output:
             check_rank_order("ColumnParallelLinear: gather_output", layout)
         self.layout, self.collectives = layout, collectives
-        self.placements = {"weight": ParamLayout(layout), "bias": ParamLayout(layout)}
+        self.param_layouts = {"weight": ParamLayout(layout), "bias": ParamLayout(layout)}
         whole = nn.Linear(in_features, layout.length, bias=bias, device=device, dtype=dtype)
         take_parameters(self, whole, collectives.rank)
         if collectives.size == 1:
@@ -83,7 +83,7 @@ class ColumnParallelLinear(FastModule):
         return _linear(self, self._enter(x, self.collectives))
 
     def _split_and_gather(self, x: Tensor) -> Tensor:
-        return gather_columns(self._split(x), self.layout, self.collectives)
+        return gather_replicated(self._split(x), self.layout, self.collectives)
 
 
 class RowParallelLinear(FastModule):
@@ -124,7 +124,7 @@ class RowParallelLinear(FastModule):
         super().__init__()
         check_partition("RowParallelLinear", layout, collectives)
         self.layout, self.collectives = layout, collectives
-        self.placements = {
+        self.param_layouts = {
             "weight": ParamLayout(layout, dim=1),
             "bias": ParamLayout(has_partial_gradient=sequence_parallel and collectives.size > 1),
         }
