@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
-        self.placements = {"weight": ParamLayout(has_partial_gradient=has_partial_gradient)}
+        self.param_layouts = {"weight": ParamLayout(has_partial_gradient=has_partial_gradient)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""

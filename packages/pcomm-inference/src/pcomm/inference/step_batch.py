@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -39,6 +40,8 @@ class StepBatch:
             are scattered. On the host.
         state_slots_N: int64, the state slot of each request.
         logits_rows: int64 `[L]`, the tokens of the T whose logits are wanted.
+        prepared: What the first layer of a kind computed from the fields above, for those after it,
+            by a key of that kind. Empty in a new batch, and in one that a graph is captured from.
     """
 
     tokens_T: Tensor
@@ -51,6 +54,7 @@ class StepBatch:
     first_blocks: tuple[int | None, ...]
     state_slots_N: Tensor
     logits_rows: Tensor
+    prepared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_requests(self) -> int:

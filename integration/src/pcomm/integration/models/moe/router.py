@@ -61,7 +61,7 @@ class Router(nn.Module):
         self.experts_per_token = experts_per_token
         self.weight = nn.Parameter(torch.empty(num_experts, width, device=device, dtype=dtype))
         nn.init.normal_(self.weight, std=width**-0.5)
-        self.placements = {"weight": ParamLayout(has_partial_gradient=has_partial_gradient)}
+        self.param_layouts = {"weight": ParamLayout(has_partial_gradient=has_partial_gradient)}
 
     def forward(self, x_TD: Tensor) -> Routing:
         """The choice of each token of `[T, D]`; differentiable in weights and probabilities."""

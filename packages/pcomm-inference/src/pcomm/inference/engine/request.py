@@ -10,8 +10,10 @@ from pcomm.inference.engine.sampling_params import SamplingParams
 
 __all__ = ["FinishReason", "Request", "RequestOutput", "TokenLogprobs"]
 
-FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: a stop token or stop string; `length`: `max_tokens` or the longest context."""
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""`stop`: a stop token or stop string; `length`: `max_tokens` or the longest context; `error`: an
+exception in the model or the grammar. `abort` is for those who end a request by `Engine.abort`:
+the engine says nothing of it after that."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,10 @@ class TokenLogprobs:
     top: Mapping[int, float]
 
 
-@dataclass(frozen=True)
+# Not frozen: that makes it five times as slow to make, and a step makes one for each request.
+@dataclass(slots=True)
 class RequestOutput:
-    """What one step did for one request.
+    """What one step did for one request; the engine keeps no reference to it.
 
     Attributes:
         request_id: The name of the request.
@@ -61,6 +64,7 @@ class RequestOutput:
         prompt_logprobs: One entry for each token of the prompt but the first, in the step that ends
             the prompt, where the request asked for them; otherwise empty.
         cached_tokens: Number of tokens of the prompt whose computation the prefix cache saved.
+        error: The exception that ended the request, with `finish_reason` "error".
     """
 
     request_id: str
@@ -70,3 +74,4 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
+    error: Exception | None = None
