@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pcomm.inference.text.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDecoder"]
 
 _REPLACEMENT = "\ufffd"
-# An unfinished character of UTF-8 has at most 3 bytes. A decoder makes one U+FFFD of them, or one
-# of each byte, so that only the last 3 can still become something else.
-_MOST_UNFINISHED = 3
-# Text that stays unfinished is bytes that are no UTF-8. From this many tokens on, only the last
-# ones are decoded again: 3 unfinished characters of 3 bytes, and 3 bytes after which a decoder
-# that begins within a character is in step again.
+# An unfinished character becomes U+FFFD, and so does what can never be one. From this many tokens
+# on it is the latter, but for the last three: a character has at most 3 unfinished bytes, of which
+# a decoder makes one U+FFFD or three. Then only the last tokens are decoded again: 3 unfinished
+# characters of 3 bytes, and 3 bytes after which a decoder that began within a character is in step.
 _MOST_PENDING, _KEPT_PENDING = 24, 12
+_MOST_UNFINISHED = 3
 
 
 class IncrementalDecoder:
@@ -24,20 +25,21 @@ class IncrementalDecoder:
     behind those that made the text before it, and what ends in an unfinished character is held
     back. The work for a token does not depend on the length of the text.
 
-    The parts equal `tokenizer.decode` of all tokens. One difference is possible where bytes are no
-    UTF-8: libraries with tokens for single bytes write U+FFFD for all bytes in a row, if one of
-    them is wrong, and here characters that were whole stay as they are.
+    The parts equal `tokenizer.decode` of all tokens, without that of the prompt. One difference is
+    possible where bytes are no UTF-8: libraries with tokens for single bytes write U+FFFD for all
+    bytes in a row, if one of them is wrong, and here characters that were whole stay as they are.
 
     Args:
         tokenizer: Tokenizer whose `decode` gives the text.
+        prompt: Tokens before the first one. Their text is not given, but a space behind it is.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         # Tokens whose text was given, whole characters; behind them the others, with the number of
         # characters of theirs that were given.
-        self._context: list[int] = []
-        self._context_text = ""
+        self._context = list(prompt[-_KEPT_PENDING:])
+        self._context_text = tokenizer.decode(self._context)
         self._pending: list[int] = []
         self._given = 0
 
@@ -48,7 +50,9 @@ class IncrementalDecoder:
         if not text and self._is_silent(token_id):
             self._pending.pop()
             return ""
-        unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MOST_UNFINISHED)
+        unfinished = len(text) - len(text.rstrip(_REPLACEMENT))
+        if len(self._pending) > _MOST_PENDING:
+            unfinished = min(unfinished, _MOST_UNFINISHED)
         certain = len(text) - unfinished
         new = text[self._given : certain]
         self._given = max(self._given, certain)
