@@ -25,11 +25,13 @@ from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.checks import check_rank_order
 from pcomm.core.tensor_parallel.param_layout import take_shard
 
 __all__ = [
+    "add_up",
     "enter",
     "gather_replicated",
     "gather_tokens",
@@ -105,3 +107,29 @@ def split_replicated(
         lambda x: take_shard(x, layout, collectives.rank, dim=dim),
         lambda gradient: gather_replicated(gradient, layout, collectives, dim=dim),
     )
+
+
+def add_up(x: Tensor, collectives: Collectives, *, scatters_tokens: bool) -> Tensor:
+    """What `leave` or `scatter_tokens` returns, where no gradient is recorded. Collective.
+
+    Args:
+        x: Partial results of this rank; overwritten by an all-reduce.
+        collectives: Collectives of the tensor-parallel group.
+        scatters_tokens: True for this rank's tokens alone.
+
+    Raises:
+        LayoutError: The ranks cannot get equal numbers of the tokens; on all ranks, before any
+            communication.
+    """
+    if not scatters_tokens:
+        return collectives.all_reduce(x, out=x)
+    if x.shape[0] % collectives.size:
+        raise LayoutError(
+            f"a layer with sequence_parallel=True, without gradients: {x.shape[0]} tokens",
+            found=f"{collectives.size} ranks",
+            why="Each rank gets as many tokens as every other, and the next layer cannot see how "
+            "many the others have.",
+            fix="Build the layers that decode with sequence_parallel=False: their weights are the "
+            "same, and they take any number of tokens.",
+        )
+    return collectives.reduce_scatter(x)

@@ -1,0 +1,1 @@
+"""Tokens to text while they are written."""
