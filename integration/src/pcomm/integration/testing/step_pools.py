@@ -42,14 +42,23 @@ class StepPools:
     def step(self, new: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         """Logits `[tokens, V]` of the new tokens of each request, all in one step."""
         order = sorted(new, key=lambda n: (len(new[n]) != 1 or not self.lengths[n], n))
-        batch = self._batch(order, new)
+        batch = self.batch(order, new)
         logits = self._model.step(batch, self.memory)
         for request in order:
             self.lengths[request] += len(new[request])
         sizes = [len(new[request]) for request in order]
         return dict(zip(order, logits.split(sizes), strict=True))
 
-    def _batch(self, order: Sequence[int], new: Mapping[int, Sequence[int]]) -> StepBatch:
+    def forget(self, request: int) -> None:
+        """Make a request begin anew, with zeros for its states."""
+        self.lengths[request] = 0
+        for memory in self.memory:
+            if isinstance(memory, StateMemory):
+                for pool in memory.pools.values():
+                    pool[self._slots[request]] = 0
+
+    def batch(self, order: Sequence[int], new: Mapping[int, Sequence[int]]) -> StepBatch:
+        """The batch of the new tokens of these requests, all of whose logits are wanted."""
         contexts = [self.lengths[request] for request in order]
         offsets, positions, slots = [0], list[Tensor](), list[Tensor]()
         for request, context in zip(order, contexts, strict=True):
