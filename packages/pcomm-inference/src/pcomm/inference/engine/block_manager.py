@@ -49,16 +49,9 @@ class BlockManager:
         Returns:
             Ids of the blocks, in the order in which the request uses them.
         """
-        found: list[int] = []
-        if after or claim[1]:
-            block = after + 1 if after else claim[0]
-            while len(found) < count and block <= self.num_blocks:
-                state = self._states[block]
-                mine = claim[0] <= block < claim[1]
-                if state & _TAKEN or (state & _CLAIMED and not mine):
-                    break
-                found.append(block)
-                block += 1
+        found = self._run_from(after + 1, count, claim) if after else []
+        if not found and (first := self._states.find(_CLAIMED, *claim)) > 0:
+            found = self._run_from(first, count, claim)
         for block in found:
             self._take(block)
         while len(found) < count:
@@ -121,6 +114,17 @@ class BlockManager:
         if not self._references[block]:
             self.num_cached -= 1
             self._free(block)
+
+    def _run_from(self, first: int, count: int, claim: tuple[int, int]) -> list[int]:
+        """Up to `count` neighbours from `first` on that are free and that no other claims."""
+        found: list[int] = []
+        for block in range(first, min(first + count, self.num_blocks + 1)):
+            state = self._states[block]
+            is_mine = claim[0] <= block < claim[1]
+            if state & _TAKEN or (state & _CLAIMED and not is_mine):
+                break
+            found.append(block)
+        return found
 
     def _take(self, block: int) -> None:
         self._states[block] |= _TAKEN

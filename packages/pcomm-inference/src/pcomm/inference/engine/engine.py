@@ -14,20 +14,34 @@ from pcomm.inference.engine.engine_stats import EngineStats, PoolUse
 from pcomm.inference.engine.live_request import LiveRequest
 from pcomm.inference.engine.model_runner import ModelRunner
 from pcomm.inference.engine.pools import Pools
+from pcomm.inference.engine.prefix_cache import PrefixCache
+from pcomm.inference.engine.prompt_logprobs import note_prompt_logprobs
 from pcomm.inference.engine.request import Request, RequestOutput, TokenLogprobs
 from pcomm.inference.engine.request_checks import check_request
 from pcomm.inference.engine.request_queue import RequestQueue
 from pcomm.inference.engine.sampler import Sampled, Sampler
 from pcomm.inference.engine.sampling_rows import sampling_rows
 from pcomm.inference.engine.scheduler import Scheduler
+from pcomm.inference.engine.speculation.verification import count_accepted
 from pcomm.inference.engine.state_slots import StateSlots
 from pcomm.inference.engine.step_builder import StepBuilder
-from pcomm.inference.engine.step_plan import StepPlan
-from pcomm.inference.engine.stopping import finish_reason, stop_ids
+from pcomm.inference.engine.step_plan import Chunk, StepPlan
+from pcomm.inference.engine.stopping import stop_ids
+from pcomm.inference.engine.token_acceptance import accept_tokens
 from pcomm.inference.model import Model
+from pcomm.inference.text.text_stream import TextStream
 from pcomm.inference.text.tokenizer import Tokenizer
 
-__all__ = ["Engine"]
+__all__ = ["SNAPSHOT_INTERVAL", "STATE_CHUNK", "Engine"]
+
+STATE_CHUNK = 64
+"""Tokens that kernels of recurrent layers compute at once. Chunks of a prompt, and the snapshots of
+the prefix cache, end at multiples of it, so that a prompt that is cut is computed like a whole one.
+"""
+
+SNAPSHOT_INTERVAL = 256
+"""Tokens between two snapshots while text is written, so that the next turn of a chat begins from
+its middle; a copy for so many steps costs less than 1 % of what they move."""
 
 
 class Engine:
@@ -89,12 +103,27 @@ class Engine:
         has_blocks = self._pools.has_blocks
         width = -(-(max_model_len - 1) // block_size) if has_blocks else 0
         tables = BlockTables(max_requests, width, device)
+        blocks = BlockManager(num_blocks if has_blocks else 0)
+        slots = StateSlots(num_state_slots if self._pools.has_states else 0)
+        self._cache: PrefixCache | None = None
+        if prefix_cache and (has_blocks or self._pools.has_states):
+            self._cache = PrefixCache(
+                blocks,
+                slots,
+                block_size=block_size,
+                bytes_per_block=self._pools.bytes_per_block,
+                bytes_per_slot=self._pools.bytes_per_slot,
+            )
+        multiple = -(-STATE_CHUNK // block_size) * block_size
         self._allocator = Allocator(
             self._pools,
-            BlockManager(num_blocks if has_blocks else 0),
-            StateSlots(num_state_slots if self._pools.has_states else 0),
+            blocks,
+            slots,
             tables,
+            self._cache,
             block_size=block_size,
+            snapshot_multiple=multiple,
+            snapshot_interval=-(-SNAPSHOT_INTERVAL // multiple) * multiple,
         )
         self._queue = RequestQueue(max_queued)
         self._scheduler = Scheduler(
@@ -102,6 +131,9 @@ class Engine:
             self._queue,
             max_batch_tokens=max_batch_tokens,
             max_requests=max_requests,
+            chunk_multiple=multiple if self._pools.has_states else 1,
+            speculative_tokens=speculative_tokens,
+            saves_states=self._pools.has_states,
         )
         builder = StepBuilder(tables, block_size=block_size, has_blocks=has_blocks, device=device)
         self._runner = ModelRunner(model, self._pools, builder, vocabulary=vocabulary)
@@ -109,6 +141,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._num_added = 0
         self._num_steps = self._num_computed = self._num_written = 0
+        self._num_drafted = self._num_accepted = 0
         self._is_closed = False
 
     @property
@@ -141,6 +174,9 @@ class Engine:
             limit=limit,
             stop_ids=stop_ids(request.params, self._eos_ids),
         )
+        if self._tokenizer is not None:
+            params = request.params
+            live.text = TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens)
         self._num_added += 1
         self._live[request.request_id] = live
         self._queue.insert(live)
@@ -162,12 +198,15 @@ class Engine:
         if not requests:
             return []
         self._num_steps += 1
+        self._num_computed += plan.num_tokens
         try:
             sampled = self._sample(plan)
         except Exception as error:
+            self._drop_saved(plan)
             return [self._fail(live, error) for live in requests]
         except BaseException:
             # An interrupt leaves states half written: what was under way is computed again.
+            self._drop_saved(plan)
             for live in requests:
                 self._scheduler.preempt(live)
             raise
@@ -209,65 +248,92 @@ class Engine:
             computed_tokens=self._num_computed,
             written_tokens=self._num_written,
             preemptions=self._scheduler.num_preemptions,
+            looked_up_tokens=self._allocator.num_looked_up,
+            cached_tokens=self._allocator.num_hit,
+            drafted_tokens=self._num_drafted,
+            accepted_tokens=self._num_accepted,
         )
 
     def close(self) -> None:
         """End all requests and free the pools; a second call does nothing."""
         for request_id in list(self._live):
             self.abort(request_id)
+        if self._cache is not None:
+            self._cache.clear()
         self._pools.free()
         self._is_closed = True
 
     def _sample(self, plan: StepPlan) -> Sampled:
         logits = self._runner.run(plan)
-        rows, prompt_places = sampling_rows(plan)
-        if prompt_places:
-            raise NotImplementedError
+        rows, of_prompts = sampling_rows(plan)
+        if of_prompts.places:
+            note_prompt_logprobs(logits, of_prompts)
+            logits = logits[torch.tensor(of_prompts.other_places(len(logits)))]
         return self._sampler.sample(logits, rows)
 
     def _advance(self, plan: StepPlan, sampled: Sampled) -> list[RequestOutput]:
         """Give each request its tokens, and end those that are complete."""
-        outputs = []
+        ids, logprobs, outputs = sampled.token_ids, sampled.logprobs, []
         for place, live in enumerate(plan.decodes):
             live.num_computed += 1
-            outputs.append(
-                self._accept(live, [sampled.token_ids[place]], [sampled.logprobs[place]])
-            )
+            outputs.append(self._accept(live, ids[place : place + 1], logprobs[place : place + 1]))
         place = len(plan.decodes)
         for chunk in plan.chunks:
-            live = chunk.live
-            live.num_computed = chunk.stop
-            if chunk.is_sampled:
-                token, logprob = sampled.token_ids[place], sampled.logprobs[place]
-                outputs.append(self._accept(live, [token], [logprob]))
-                place += 1
+            if not chunk.is_sampled:
+                chunk.live.num_computed = chunk.stop
+                self._allocator.keep(chunk.live)
+                continue
+            behind = place + len(chunk.drafts) + 1
+            right = self._settle_drafts(chunk, ids[place:behind])
+            end = place + right + 1
+            outputs.append(self._accept(chunk.live, ids[place:end], logprobs[place:end]))
+            place = behind
         return outputs
+
+    def _settle_drafts(self, chunk: Chunk, sampled: list[int]) -> int:
+        """Note what is computed after a chunk, and return the number of drafts that were right."""
+        live, right = chunk.live, count_accepted(chunk.drafts, sampled)
+        live.num_computed = chunk.stop + right
+        self._num_drafted += len(chunk.drafts)
+        self._num_accepted += right
+        if chunk.saved_slot:
+            is_wrong = right < len(chunk.drafts)
+            self._allocator.drop_saved(live, chunk.saved_slot, restore=is_wrong)
+            if is_wrong:
+                # The state has seen wrong tokens: the right ones are computed again from before.
+                live.num_computed = chunk.start
+        return right
 
     def _accept(
         self, live: LiveRequest, tokens: list[int], logprobs: list[TokenLogprobs | None]
     ) -> RequestOutput:
-        reason = None
-        for token in tokens:
-            live.tokens.append(token)
-            live.output.append(token)
-            written = len(live.output)
-            room = self._max_model_len - len(live.tokens)
-            reason = finish_reason(live.params, live.stop_ids, token, written, room)
-        if reason:
+        try:
+            output = accept_tokens(live, tokens, logprobs)
+        except Exception as error:
+            return self._fail(live, error)
+        if live.num_computed >= live.keep_at:
+            self._allocator.keep(live)
+        self._num_written += len(output.token_ids)
+        if output.finish_reason:
             del self._live[live.request_id]
             self._scheduler.end(live)
-        return RequestOutput(
-            request_id=live.request_id,
-            token_ids=tuple(tokens),
-            finish_reason=reason,
-            logprobs=tuple(entry for entry in logprobs if entry is not None),
-            cached_tokens=live.cached_tokens,
-        )
+        return output
 
     def _fail(self, live: LiveRequest, error: Exception) -> RequestOutput:
         del self._live[live.request_id]
         self._scheduler.end(live)
-        return RequestOutput(live.request_id, (), finish_reason="error", error=error)
+        return RequestOutput(
+            live.request_id,
+            (),
+            finish_reason="error",
+            cached_tokens=live.cached_tokens or 0,
+            error=error,
+        )
+
+    def _drop_saved(self, plan: StepPlan) -> None:
+        for chunk in plan.chunks:
+            if chunk.saved_slot:
+                self._allocator.drop_saved(chunk.live, chunk.saved_slot, restore=False)
 
     def _check_blocks(self, request: Request, limit: int) -> None:
         needed = self._allocator.blocks_for(limit - 1)

@@ -39,6 +39,10 @@ class EngineStats:
         computed_tokens: Number of tokens that steps computed, drafts included.
         written_tokens: Number of tokens that requests got.
         preemptions: Number of times a request lost its memory to another one.
+        looked_up_tokens: Number of tokens in prompts of requests that began.
+        cached_tokens: Number of those that the prefix cache had.
+        drafted_tokens: Number of tokens that were guessed.
+        accepted_tokens: Number of guesses that were right.
     """
 
     running: int
@@ -49,3 +53,7 @@ class EngineStats:
     computed_tokens: int
     written_tokens: int
     preemptions: int
+    looked_up_tokens: int
+    cached_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int

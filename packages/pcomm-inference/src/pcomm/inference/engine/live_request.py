@@ -5,8 +5,13 @@ from __future__ import annotations
 from array import array
 
 from pcomm.inference.engine.request import Request, TokenLogprobs
+from pcomm.inference.engine.sampling_row import GrammarState
+from pcomm.inference.text.text_stream import TextStream
 
-__all__ = ["LiveRequest"]
+__all__ = ["NEVER", "LiveRequest"]
+
+NEVER = 1 << 60
+"""A number of tokens that no request reaches."""
 
 
 class LiveRequest:
@@ -31,12 +36,18 @@ class LiveRequest:
         claim: First and end of the blocks that are kept free for it where that is possible.
         table_row: Row of the block tables; 0 while it has none.
         state_slot: State slot; 0 while it has none.
+        keep_at: Number of computed tokens from which on the allocator has something to offer to the
+            prefix cache.
         block_hashes: Chained hashes of its full blocks, as far as they were needed.
         num_published: Number of its blocks that the prefix cache was offered.
+        is_orphan: True once the prefix cache has given up a block before one that is used, so that
+            nothing can be offered behind it.
         snapshot_at: Numbers of tokens, ascending, after which the prefix cache wants a copy of the
             state.
         cached_tokens: Number of tokens of the prompt that came from the prefix cache when the
-            request began.
+            request began; None before that.
+        text: Text of the tokens; None without a tokenizer.
+        grammar: Grammar of the text; None for any text.
         prompt_logprobs: Log-probabilities of the prompt's tokens from the second on, as far as
             they are known; where the request asked for them.
     """
@@ -49,6 +60,9 @@ class LiveRequest:
         "capacity",
         "claim",
         "first_block",
+        "grammar",
+        "is_orphan",
+        "keep_at",
         "limit",
         "num_computed",
         "num_prompt",
@@ -64,6 +78,7 @@ class LiveRequest:
         "state_slot",
         "stop_ids",
         "table_row",
+        "text",
         "tokens",
     )
 
@@ -88,10 +103,14 @@ class LiveRequest:
         self.claim = (0, 0)
         self.table_row = 0
         self.state_slot = 0
+        self.keep_at = NEVER
         self.block_hashes: list[bytes] = []
         self.num_published = 0
+        self.is_orphan = False
         self.snapshot_at: list[int] = []
-        self.cached_tokens = 0
+        self.cached_tokens: int | None = None
+        self.text: TextStream | None = None
+        self.grammar: GrammarState | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
 
     def unknown_prompt_rows(self, start: int, stop: int) -> range:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 from pcomm.inference.engine.block_manager import BlockManager
+from pcomm.inference.engine.eviction_queue import EvictionQueue
 from pcomm.inference.engine.state_slots import StateSlots
 
 __all__ = ["PrefixCache", "PrefixHit"]
+
+_BLOCK, _SNAPSHOT = 0, 1
 
 
 class _Node:
@@ -24,8 +26,8 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
         self.block = 0
         self.snapshot = 0
-        # Of its entries in the two queues of what may be given up; older entries do not count.
-        self.serials = {"block": 0, "snapshot": 0}
+        # Of its newest entries in the two queues of what may be given up.
+        self.serials = [0, 0]
 
 
 @dataclass(frozen=True)
@@ -44,34 +46,6 @@ class PrefixHit:
     blocks: tuple[int, ...] = ()
     snapshot: int = 0
     num_known: int = 0
-
-
-class _Credits:
-    """What may be given up, the least credit first (the rule GreedyDual-Size).
-
-    The credit of an entry is its worth, saved work per byte, plus the credit of what was given up
-    last when it was used last. So old entries lose to new ones, the sooner the less they are worth.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, _Node]] = []
-        self._spent = 0.0
-        self._serial = 0
-
-    def put(self, node: _Node, worth: float) -> int:
-        """Enter a node, and return the number of its entry."""
-        self._serial += 1
-        heappush(self._heap, (self._spent + worth, self._serial, node))
-        return self._serial
-
-    def pop(self, is_valid: Callable[[_Node, int], bool]) -> _Node | None:
-        """Take out the node of least credit whose entry is valid."""
-        while self._heap:
-            credit, serial, node = heappop(self._heap)
-            if is_valid(node, serial):
-                self._spent = max(self._spent, credit)
-                return node
-        return None
 
 
 class PrefixCache:
@@ -105,8 +79,8 @@ class PrefixCache:
         self._bytes_per_slot = bytes_per_slot
         self._nodes: dict[bytes, _Node] = {}
         self._of_block: dict[int, _Node] = {}
-        self._idle_blocks = _Credits()
-        self._snapshots = _Credits()
+        self._idle_blocks = EvictionQueue(self._is_idle_leaf)
+        self._snapshots = EvictionQueue(_has_snapshot)
 
     def find(self, hashes: Sequence[bytes]) -> PrefixHit:
         """The longest begin of a request that need not be computed.
@@ -123,32 +97,40 @@ class PrefixCache:
         if self._bytes_per_slot:
             while path and not path[-1].snapshot:
                 path.pop()
-            if path:
-                self._enter_snapshot(path[-1])
         if not path:
             return PrefixHit(num_known=known)
         blocks = tuple(node.block for node in path) if self._bytes_per_block else ()
         return PrefixHit(path[-1].num_tokens, blocks, path[-1].snapshot, known)
 
-    def publish_block(self, hashes: Sequence[bytes], block: int) -> bool:
-        """Offer the block of the last of some hashes, once its keys and values are written.
+    def note_use(self, digest: bytes) -> None:
+        """Note that a request begins from the node of a hash, so that its snapshot is kept."""
+        if (node := self._nodes[digest]).snapshot:
+            self._enter_snapshot(node)
+
+    def publish_block(self, hashes: Sequence[bytes], number: int, block: int) -> bool:
+        """Offer a block, once its keys and values are written.
+
+        Args:
+            hashes: Hash of the block before it, unless it is the first one, then its own.
+            number: Number of blocks up to this one.
+            block: The block.
 
         Returns:
-            False if the cache no longer has the block before it, so that it cannot keep this one.
+            False if the cache does not have the block before it, so that it cannot keep this one.
         """
-        parent = self._nodes.get(hashes[-2]) if len(hashes) > 1 else None
-        if len(hashes) > 1 and parent is None:
+        parent = self._nodes.get(hashes[0]) if number > 1 else None
+        if number > 1 and parent is None:
             return False
         if hashes[-1] not in self._nodes:
-            node = self._add(hashes[-1], parent, len(hashes) * self._block_size)
+            node = self._add(hashes[-1], parent, number * self._block_size)
             node.block = block
             self._of_block[block] = node
             self._blocks.publish(block)
         return True
 
-    def wants_snapshot(self, hashes: Sequence[bytes]) -> bool:
-        """Whether a snapshot behind the last of some hashes would be new and could be found."""
-        node = self._nodes.get(hashes[-1])
+    def wants_snapshot(self, digest: bytes) -> bool:
+        """Whether a snapshot behind the block of a hash would be new and could be found."""
+        node = self._nodes.get(digest)
         return not node.snapshot if node else not self._bytes_per_block
 
     def publish_snapshot(self, hashes: Sequence[bytes], slot: int) -> None:
@@ -173,20 +155,19 @@ class PrefixCache:
         """Give up `count` cached blocks; there have to be as many."""
         target = self._blocks.num_free + count
         while self._blocks.num_free < target:
-            node = self._idle_blocks.pop(self._is_idle_leaf)
+            node = self._idle_blocks.pop()
             if node is None:
                 # Blocks that are in use stand behind all idle ones: they leave the tree, too.
                 idle = (n for n in self._nodes.values() if self._blocks.is_cached(n.block))
                 node = next(idle)
-            for below in list(_subtree(node)):
-                self._remove(below)
+            self._remove_with_all_below(node)
 
     def free_snapshot(self, *, keep: int = 0) -> bool:
         """Give up the snapshot that is worth least; False if there is none but `keep`."""
         kept: _Node | None = None
-        node = self._snapshots.pop(_has_snapshot)
+        node = self._snapshots.pop()
         if node is not None and node.snapshot == keep:
-            kept, node = node, self._snapshots.pop(_has_snapshot)
+            kept, node = node, self._snapshots.pop()
         if kept is not None:
             self._enter_snapshot(kept)
         if node is None:
@@ -197,8 +178,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything."""
         for node in [n for n in self._nodes.values() if n.parent is None]:
-            for below in list(_subtree(node)):
-                self._remove(below)
+            self._remove_with_all_below(node)
 
     def _add(self, digest: bytes, parent: _Node | None, num_tokens: int) -> _Node:
         node = self._nodes[digest] = _Node(digest, parent, num_tokens)
@@ -206,24 +186,36 @@ class PrefixCache:
             parent.children[digest] = node
         return node
 
+    def _remove_with_all_below(self, node: _Node) -> None:
+        found = [node]
+        for above in found:
+            found += above.children.values()
+        # Children first.
+        for below in reversed(found):
+            if below.digest in self._nodes:
+                self._remove(below)
+
     def _remove(self, node: _Node) -> None:
-        """Take a node without children out of the tree."""
-        del self._nodes[node.digest]
-        if node.snapshot:
-            self._slots.from_cache(node.snapshot)
-            node.snapshot = 0
-        if node.block:
-            del self._of_block[node.block]
-            self._blocks.unpublish(node.block)
-            node.block = 0
-        parent = node.parent
-        if parent is None:
-            return
-        del parent.children[node.digest]
-        if parent.block:
-            self._enter_block(parent)
-        elif not parent.children and not parent.snapshot:
-            self._remove(parent)
+        """Take a node without children out of the tree, and parents that are of no use alone."""
+        while True:
+            del self._nodes[node.digest]
+            if node.snapshot:
+                self._slots.from_cache(node.snapshot)
+                node.snapshot = 0
+            if node.block:
+                del self._of_block[node.block]
+                self._blocks.unpublish(node.block)
+                node.block = 0
+            parent = node.parent
+            if parent is None:
+                return
+            del parent.children[node.digest]
+            if parent.block:
+                self._enter_block(parent)
+                return
+            if parent.children or parent.snapshot:
+                return
+            node = parent
 
     def _drop_snapshot(self, node: _Node) -> None:
         self._slots.from_cache(node.snapshot)
@@ -235,13 +227,13 @@ class PrefixCache:
 
     def _enter_block(self, node: _Node) -> None:
         if not node.children and self._blocks.is_cached(node.block):
-            node.serials["block"] = self._idle_blocks.put(node, self._worth(node))
+            node.serials[_BLOCK] = self._idle_blocks.put(node, self._worth(node))
 
     def _enter_snapshot(self, node: _Node) -> None:
-        node.serials["snapshot"] = self._snapshots.put(node, self._worth(node))
+        node.serials[_SNAPSHOT] = self._snapshots.put(node, self._worth(node))
 
     def _is_idle_leaf(self, node: _Node, serial: int) -> bool:
-        is_newest = serial == node.serials["block"] and not node.children
+        is_newest = serial == node.serials[_BLOCK] and not node.children
         return is_newest and bool(node.block) and self._blocks.is_cached(node.block)
 
     def _worth(self, node: _Node) -> float:
@@ -258,11 +250,4 @@ class PrefixCache:
 
 
 def _has_snapshot(node: _Node, serial: int) -> bool:
-    return bool(node.snapshot) and serial == node.serials["snapshot"]
-
-
-def _subtree(node: _Node) -> Iterator[_Node]:
-    """A node and all below it, children before parents."""
-    for child in node.children.values():
-        yield from _subtree(child)
-    yield node
+    return bool(node.snapshot) and serial == node.serials[_SNAPSHOT]

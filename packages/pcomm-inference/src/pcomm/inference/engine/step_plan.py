@@ -63,3 +63,8 @@ class StepPlan:
     def requests(self) -> list[LiveRequest]:
         """All requests of the step, in the order of the batch."""
         return [*self.decodes, *(chunk.live for chunk in self.chunks)]
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
