@@ -63,5 +63,5 @@ def sorted_candidates(x_RV: Tensor, least_R: Tensor) -> tuple[Tensor, Tensor]:
     x_RC = torch.full(size, -torch.inf, dtype=x_RV.dtype, device=x_RV.device)
     x_RC[rows, places] = x_RV[rows, ids]
     # Ids ascend so far, and a stable sort keeps their order among equals.
-    x_RC, order_RC = x_RC.sort(1, descending=True, stable=True)
+    x_RC, order_RC = x_RC.sort(dim=1, descending=True, stable=True)
     return ids_RC.gather(1, order_RC), x_RC

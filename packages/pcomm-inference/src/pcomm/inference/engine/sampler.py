@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,11 @@ __all__ = ["Sampled", "Sampler"]
 # Temperatures beyond these give what these give, and are no numbers of fp32, or not with a logit of
 # minus infinity.
 _COLDEST, _HOTTEST = 1e-30, 1e30
+# On a CPU, a draw takes rows of together so many logits at a time: what lies between its dozen
+# passes stays in the cache, which makes large vocabularies several times faster.
+_CACHED_LOGITS = 2**18
+
+_Draw = Callable[[Tensor, Sequence[SamplingParams], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Sampler:
         for number, row in enumerate(rows):
             params = row.params
             groups[0 if params.temperature == 0 else 1 + filters(params)].append(number)
-        ways = (self._likeliest, self._draw_from_all, self._draw_from_some)
+        ways = (_likeliest, self._draw_from_all, self._draw_from_some)
         chosen_L = torch.empty(len(rows), dtype=torch.int64, device=logits_LV.device)
         for numbers, way in zip(groups, ways, strict=True):
             if len(numbers) == len(rows):
@@ -99,23 +104,33 @@ class Sampler:
                 chosen_L[index] = way(logits_LV[index], [rows[number] for number in numbers])
         return chosen_L
 
-    def _likeliest(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        return logits_RV.argmax(-1)
-
     def _draw_from_all(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        keys_R = self._keys(rows)
-        noise_RV = self._noise.gumbel(keys_R)
-        return noise_RV.add_(_below(logits_RV, [row.params for row in rows])).argmax(-1)
+        def draw(logits_RV: Tensor, params: Sequence[SamplingParams], keys_R: Tensor) -> Tensor:
+            return self._noise.gumbel(keys_R).add_(_below(logits_RV, params)).argmax(-1)
+
+        return self._in_blocks(draw, logits_RV, rows)
 
     def _draw_from_some(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        params = [row.params for row in rows]
-        ids_RC, below_RC = filter_tokens(_below(logits_RV, params), params)
-        noise_RC = self._noise.gumbel(self._keys(rows), ids_RC)
-        best_R1 = noise_RC.add_(below_RC).argmax(-1, keepdim=True)
-        return ids_RC.gather(1, best_R1)[:, 0]
+        def draw(logits_RV: Tensor, params: Sequence[SamplingParams], keys_R: Tensor) -> Tensor:
+            ids_RC, below_RC = filter_tokens(_below(logits_RV, params), params)
+            noise_RC = self._noise.gumbel(keys_R, ids_RC)
+            best_R1 = noise_RC.add_(below_RC).argmax(-1, keepdim=True)
+            return ids_RC.gather(1, best_R1)[:, 0]
 
-    def _keys(self, rows: Sequence[SamplingRow]) -> Tensor:
-        return self._noise.keys([row.params.seed for row in rows], [row.position for row in rows])
+        return self._in_blocks(draw, logits_RV, rows)
+
+    def _in_blocks(self, draw: _Draw, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        params = [row.params for row in rows]
+        keys_R = self._noise.keys([one.seed for one in params], [row.position for row in rows])
+        size = len(rows)
+        if logits_RV.device.type == "cpu":
+            size = max(_CACHED_LOGITS // self._vocabulary, 1)
+        blocks = [slice(begin, begin + size) for begin in range(0, len(rows), size)]
+        return torch.cat([draw(logits_RV[b], params[b], keys_R[b]) for b in blocks])
+
+
+def _likeliest(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    return logits_RV.argmax(-1)
 
 
 def _below(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:

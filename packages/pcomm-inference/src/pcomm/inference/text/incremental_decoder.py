@@ -7,12 +7,12 @@ from pcomm.inference.text.tokenizer import Tokenizer
 __all__ = ["IncrementalDecoder"]
 
 _REPLACEMENT = "\ufffd"
-# An unfinished character of UTF-8 has at most 3 bytes. A decoder makes one U+FFFD of them, or one of
-# each byte, so that only the last 3 can still become something else.
+# An unfinished character of UTF-8 has at most 3 bytes. A decoder makes one U+FFFD of them, or one
+# of each byte, so that only the last 3 can still become something else.
 _MOST_UNFINISHED = 3
-# Text that stays unfinished is bytes that are no UTF-8. From this many tokens on, only the last ones
-# are decoded again: 3 unfinished characters of 3 bytes, and 3 bytes after which a decoder that
-# begins within a character is in step again.
+# Text that stays unfinished is bytes that are no UTF-8. From this many tokens on, only the last
+# ones are decoded again: 3 unfinished characters of 3 bytes, and 3 bytes after which a decoder
+# that begins within a character is in step again.
 _MOST_PENDING, _KEPT_PENDING = 24, 12
 
 
