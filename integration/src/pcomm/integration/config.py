@@ -63,8 +63,9 @@ class ModelConfig:
     head_dim: AutoSize = "auto"
     """Width of one head. auto: `width` / `heads`."""
 
-    mlp_width: AutoSize = "auto"
-    """Hidden width of the MLP. auto: 8/3 of `width`, up to a multiple of 64."""
+    mlp_width: Size | Literal["auto", "none"] = "auto"
+    """Hidden width of the MLP. auto: 8/3 of `width`, up to a multiple of 64. none: blocks without
+    experts have a mixer and its norm, as in Mamba-2, and nothing else."""
 
     experts: NonNegativeInt = 0
     """Experts in each block that has them instead of an MLP."""
@@ -75,8 +76,15 @@ class ModelConfig:
     expert_width: AutoSize = "auto"
     """Hidden width of an expert. auto: that of `mlp_width`."""
 
+    expert_weights: Literal["auto", "normalised", "probability"] = "auto"
+    """Factor of an expert's result: the router's probability, or that over the sum of the token's
+    experts. auto: normalised, and the probability where a token has one expert."""
+
     shared_expert_width: NonNegativeInt = 0
     """Hidden width of the expert that all tokens pass; 0 is no such expert."""
+
+    shared_expert_gate: bool = False
+    """Multiply its result by a number between 0 and 1 for each token, as in Qwen3-Next."""
 
     moe_every: Size = 1
     """Every n-th block has experts, the last of each n blocks."""
@@ -108,17 +116,52 @@ class ModelConfig:
     mamba_state_dim: Size = 64
     """Rows of a Mamba-2 state."""
 
+    mamba_conv_bias: bool = True
+    """Add a bias in the convolution of a Mamba-2 block."""
+
+    mamba_min_time_step: NonNegativeFloat = 0.0
+    """Shortest time step of a Mamba-2 head."""
+
+    mamba_max_time_step: PositiveFloat | Literal["none"] = "none"
+    """Longest time step of a Mamba-2 head. none: no limit."""
+
     conv_width: Size = 4
     """Tokens that the convolution of a GDN or Mamba-2 block sees."""
 
     qk_norm: bool = False
     """Normalise queries and keys before the rotation."""
 
+    qkv_bias: bool = False
+    """Add a bias to queries, keys and values, as in Qwen2."""
+
+    attention_gate: bool = False
+    """Multiply the result of attention by numbers between 0 and 1 that the block's input decides,
+    as in Qwen3-Next."""
+
     tie_embeddings: bool = False
     """Use the embedding's weights as the output head."""
 
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary positions."""
+
+    rotary_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a head that rotary positions turn: its first numbers."""
+
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """How the rotary positions are stretched for contexts longer than those first trained with:
+    linear turns all pairs slower, llama3 only those that turn slowly, as in Llama 3.1."""
+
+    rope_factor: PositiveFloat = 1.0
+    """Factor by which they turn slower."""
+
+    rope_low_frequency: PositiveFloat = 1.0
+    """With llama3: pairs with fewer turns in the original context are slowed by the whole factor."""
+
+    rope_high_frequency: PositiveFloat = 4.0
+    """With llama3: pairs with more turns in the original context are not slowed."""
+
+    rope_original_context: Size = 8192
+    """With llama3: tokens of the context first trained with."""
 
     norm_eps: NonNegativeFloat = 1e-5
     """Added to the mean square in each RMSNorm."""
@@ -302,7 +345,7 @@ class ResolvedModel(ModelConfig):
 
     kv_heads: Size = Field(...)
     head_dim: Size = Field(...)
-    mlp_width: Size = Field(...)
+    mlp_width: Size | Literal["none"] = Field(...)
     expert_width: Size = Field(...)
     gdn_key_heads: Size = Field(...)
     gdn_value_heads: Size = Field(...)

@@ -96,14 +96,17 @@ def _resolve_model(model: ModelConfig) -> ResolvedModel:
         ("a pair", 2),
         "Rotary positions turn the numbers of a head in pairs.",
     )
+    _check_rotation(model, head_dim)
+    _check_time_steps(model)
     # 8/3 keeps the gated MLP's three matrices as large as the plain MLP's two of 4 widths.
-    mlp_width = _given(model.mlp_width, -(-8 * model.width // (3 * 64)) * 64)
+    wide = -(-8 * model.width // (3 * 64)) * 64
+    mlp_width = "none" if model.mlp_width == "none" else _given(model.mlp_width, wide)
     mamba_head_dim = _given(model.mamba_head_dim, head_dim)
     derived = {
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "mlp_width": mlp_width,
-        "expert_width": _given(model.expert_width, mlp_width),
+        "expert_width": _expert_width(model, mlp_width),
         "gdn_key_heads": _given(model.gdn_key_heads, kv_heads),
         "gdn_value_heads": _given(model.gdn_value_heads, model.heads),
         "gdn_key_dim": _given(model.gdn_key_dim, head_dim),
@@ -127,6 +130,52 @@ def _resolve_model(model: ModelConfig) -> ResolvedModel:
             "Each group of a Mamba-2 block serves the same number of heads.",
         )
     return resolved
+
+
+def _check_rotation(model: ModelConfig, head_dim: int) -> None:
+    """The part of a head that is turned consists of pairs, and frequencies are in order."""
+    turned = head_dim * model.rotary_fraction
+    if turned != int(turned) or int(turned) % 2 or not turned:
+        raise ConfigError(
+            "model.rotary_fraction",
+            found=f"{model.rotary_fraction} of a head of {head_dim} numbers, which is {turned:g}",
+            why="Rotary positions turn the numbers of a head in pairs.",
+            fix="Choose a fraction that gives an even number of them, such as 0.5 or 1.0.",
+        )
+    if model.rope_scaling == "llama3" and model.rope_low_frequency >= model.rope_high_frequency:
+        raise ConfigError(
+            "model.rope_low_frequency",
+            found=f"the value {model.rope_low_frequency}, and model.rope_high_frequency is "
+            f"{model.rope_high_frequency}",
+            why="Pairs between the two frequencies are slowed by a part of the factor.",
+            fix="Set model.rope_low_frequency below model.rope_high_frequency.",
+        )
+
+
+def _check_time_steps(model: ModelConfig) -> None:
+    limit = model.mamba_max_time_step
+    if limit != "none" and model.mamba_min_time_step > limit:
+        raise ConfigError(
+            "model.mamba_min_time_step",
+            found=f"the value {model.mamba_min_time_step}, and model.mamba_max_time_step is {limit}",
+            why="Every time step lies between the two.",
+            fix="Set model.mamba_min_time_step to model.mamba_max_time_step or less.",
+        )
+
+
+def _expert_width(model: ModelConfig, mlp_width: int | Literal["none"]) -> int:
+    if model.expert_width != "auto":
+        return model.expert_width
+    if mlp_width != "none":
+        return mlp_width
+    if model.experts:
+        raise ConfigError(
+            "model.expert_width",
+            found="'auto', and model.mlp_width is 'none'",
+            why="With 'auto' an expert is as wide as the MLP, and there is none.",
+            fix="Set model.expert_width to a number.",
+        )
+    return model.width
 
 
 def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedParallel:
@@ -250,7 +299,7 @@ def _check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParal
     if any(expert_blocks(model)):
         shared = model.shared_expert_width
         everywhere.append(("model.shared_expert_width", shared, "columns of the shared expert"))
-    if not all(expert_blocks(model)):
+    if not all(expert_blocks(model)) and model.mlp_width != "none":
         everywhere.append(("model.mlp_width", model.mlp_width, "columns of the MLP"))
     for key, size, part in (
         *(row for letter, rows in by_mixer.items() if letter in model.pattern for row in rows),

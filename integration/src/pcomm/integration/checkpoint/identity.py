@@ -6,7 +6,7 @@ from typing import Any
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.folders import Checkpoint
-from pcomm.integration.config import Config
+from pcomm.integration.config import Config, keys
 from pcomm.integration.config_file import to_dict
 
 __all__ = ["check_same_run", "identity_of"]
@@ -38,7 +38,7 @@ def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     Raises:
         ConfigError: Names every key that differs, with both values.
     """
-    saved = _keys(checkpoint.state().get("identity"))
+    saved = _with_newer_keys(_keys(checkpoint.state().get("identity")))
     differences = [
         f"{key} was {saved.get(key)!r} and is {value!r}"
         for key, value in _keys(identity).items()
@@ -52,6 +52,14 @@ def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
             fix="Go back to the run's configuration, choose another --out, or start over "
             "with --restart.",
         )
+
+
+def _with_newer_keys(saved: dict[str, object]) -> dict[str, object]:
+    """`saved`, and the defaults of what the model of an earlier version was not told."""
+    if "model.pattern" not in saved:
+        return saved
+    newer = {f"model.{key.name}": key.default for key in keys() if key.section == "model"}
+    return {**newer, **saved}
 
 
 def _keys(identity: object) -> dict[str, object]:

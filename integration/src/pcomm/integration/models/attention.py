@@ -24,8 +24,8 @@ __all__ = ["Attention", "packed_attention"]
 class Attention(nn.Module):
     """The attention mixer of a block; heads are split over the tensor-parallel ranks.
 
-    Queries, keys and values come from one weight, whose layout says which rank holds which heads
-    of each of the three.
+    Queries, keys and values, and a gate where the model has one, come from one weight, whose layout
+    says which rank holds which heads of each.
 
     Args:
         build: Sizes, and the tensor-parallel group.
@@ -35,9 +35,10 @@ class Attention(nn.Module):
         super().__init__()
         config, unit = build.config, build.config.head_dim
         heads, kv_heads = build.split(config.heads, unit), build.split(config.kv_heads, unit)
-        self.sizes = [build.own(layout) for layout in (heads, kv_heads, kv_heads)]
+        sections = [heads, kv_heads, kv_heads, *([heads] if config.attention_gate else [])]
+        self.sizes = [build.own(layout) for layout in sections]
         self.spec = AttentionSpec(self.sizes[0] // unit, self.sizes[1] // unit, unit)
-        self.qkv = build.from_stream(Layout.sections([heads, kv_heads, kv_heads]))
+        self.qkv = build.from_stream(Layout.sections(sections), bias=config.qkv_bias)
         self.output = build.to_stream(heads)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -47,31 +48,39 @@ class Attention(nn.Module):
         """`[T, D]` to `[T, D]`; collective over tensor- and context-parallel group."""
         plan, spec, turn = context.plan, self.spec, context.rotation
         assert turn is not None, "a model with attention has rotations"
-        sections = self._projected(context.enter(spec, x))
-        q, k, v = (self._heads(part) for part in plan.to_heads(spec, sections))
+        q, k, v, *gate = self._projected(context.enter(spec, x))
+        q, k, v = (self._heads(part) for part in plan.to_heads(spec, [q, k, v]))
         cu_seqlens = plan.cu_seqlens_of(spec)
         mixed_THK = packed_attention(rotate(q, turn), rotate(k, turn), v, cu_seqlens)
-        output: Tensor = self.output(plan.from_heads(spec, mixed_THK.flatten(-2)))
+        # The gate has stayed with the tokens that the result comes back to.
+        output = self._gated(plan.from_heads(spec, mixed_THK.flatten(-2)), gate)
         return context.leave(spec, output)
 
     def extend(self, x: Tensor, rotation: Rotation, cache: KeyValueCache) -> Tensor:
         """The same for the next tokens of the sequence that `cache` holds, on one context rank."""
-        q, k, v = (self._heads(part) for part in self._projected(x))
+        q, k, v, *gate = self._projected(x)
+        q, k, v = (self._heads(part) for part in (q, k, v))
         mixed_THK = _cached_attention(rotate(q, rotation), rotate(k, rotation), v, cache)
-        output: Tensor = self.output(mixed_THK.flatten(-2))
-        return output
+        return self._gated(mixed_THK.flatten(-2), gate)
 
     def new_cache(self, max_tokens: int) -> KeyValueCache:
         """What this layer keeps of a sequence while text is written."""
         return KeyValueCache(max_tokens)
 
     def _projected(self, x: Tensor) -> list[Tensor]:
-        """Queries, keys and values, heads side by side."""
-        q, k, v = self.qkv(x).split(self.sizes, -1)
+        """Queries, keys and values, and the gate if there is one, heads side by side."""
+        q, k, v, *gate = self.qkv(x).split(self.sizes, -1)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(self._heads(q)).flatten(-2)
             k = self.k_norm(self._heads(k)).flatten(-2)
-        return [q, k, v]
+        return [q, k, v, *gate]
+
+    def _gated(self, mixed_TC: Tensor, gate: Sequence[Tensor]) -> Tensor:
+        """Into the residual stream, through the gate if there is one."""
+        for gate_TC in gate:
+            mixed_TC = mixed_TC * gate_TC.sigmoid()
+        output: Tensor = self.output(mixed_TC)
+        return output
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.spec.head_dim))

@@ -24,7 +24,7 @@ from pcomm.integration.models.block import Block
 from pcomm.integration.models.context import Cache, Context
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.moe.balance import Balance
-from pcomm.integration.models.rotary import Rotation, rotation
+from pcomm.integration.models.rotary import Rotation, frequencies, rotation
 
 __all__ = ["LanguageModel"]
 
@@ -151,7 +151,8 @@ class LanguageModel(nn.Module):
         """
         first, config = cache.num_tokens, self.config
         positions_T = torch.arange(first, first + len(tokens_T), device=tokens_T.device)
-        turn = rotation(positions_T, config.head_dim, config.rope_theta, self.norm.weight.dtype)
+        dtype = self.norm.weight.dtype
+        turn = rotation(positions_T, frequencies(config, dtype, tokens_T.device), dtype)
         x = self.embedding(tokens_T)
         for block, layer in zip(self._blocks, cache.layers, strict=True):
             x = block.extend(x, turn, layer)
@@ -200,5 +201,6 @@ class LanguageModel(nn.Module):
         for spec in self.specs:
             if isinstance(spec, AttentionSpec):
                 positions_T = plan.positions_of(spec, weight.device)
-                return rotation(positions_T, config.head_dim, config.rope_theta, weight.dtype)
+                turns_R = frequencies(config, weight.dtype, weight.device)
+                return rotation(positions_T, turns_R, weight.dtype)
         return None

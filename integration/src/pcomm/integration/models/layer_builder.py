@@ -44,12 +44,13 @@ class LayerBuilder:
         """How much of `layout` this rank has."""
         return layout.sizes[self.collectives.rank]
 
-    def from_stream(self, layout: Layout) -> ColumnParallelLinear:
+    def from_stream(self, layout: Layout, *, bias: bool = False) -> ColumnParallelLinear:
         """A projection from the residual stream."""
         return ColumnParallelLinear(
             self.config.width,
             layout,
             self.collectives,
+            bias=bias,
             sequence_parallel=self.sequence_parallel,
             device=self.device,
             dtype=self.dtype,

@@ -21,6 +21,7 @@ from pcomm.gdn_cp.ops import (
     gate_then_rms_norm,
     mamba2_ssd_step,
 )
+from pcomm.integration.config import ResolvedModel
 from pcomm.integration.models.context import Context, RecurrentCache
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.rotary import Rotation
@@ -68,10 +69,11 @@ class Mamba2(nn.Module):
         self.spec = Mamba2Spec(num_heads, head_dim, num_groups, state_dim, config.conv_width)
         self.all_heads = HeadShare(self.spec, 1, 0)
         self.eps, self.kernels = config.norm_eps, build.kernels()
+        self.limits = _limits_before_softplus(config)
         self.input = build.from_stream(Layout.sections(sections))
         self.output = build.to_stream(inner)
         self.conv_weight = build.parameter(num_channels, config.conv_width)
-        self.conv_bias = build.parameter(num_channels)
+        self.conv_bias = build.parameter(num_channels) if config.mamba_conv_bias else None
         self.a_log = build.parameter(num_heads)
         self.dt_bias = build.parameter(num_heads)
         self.d = build.parameter(num_heads, value=1.0)
@@ -96,19 +98,19 @@ class Mamba2(nn.Module):
             mixed_TC,
             share.take(self.conv_weight, _CONVOLVED),
             cu_seqlens=plan.cu_seqlens_of(spec),
-            bias_D=share.take(self.conv_bias, _CONVOLVED),
+            bias_D=None if self.conv_bias is None else share.take(self.conv_bias, _CONVOLVED),
             initial_halo=plan.conv_halo(spec, mixed_TC),
         )
         heads = _Heads(*(share.take(p, "dt") for p in (self.a_log, self.dt_bias, self.d)))
         x, b, c = share.split(convolved_TC, _CONVOLVED)
-        y_THP = self._recur(x, b, c, dt_TH, heads, plan)
+        y_THP = self._recur(x, b, c, self._limited(dt_TH, heads.dt_bias), heads, plan)
         # The gate has stayed with the tokens that the output comes back to.
         return context.leave(spec, self._gated(plan.from_heads(spec, y_THP.flatten(-2)), z))
 
     def extend(self, x: Tensor, rotation: Rotation, cache: RecurrentCache) -> Tensor:
         """The same for the next tokens of the sequence that `cache` holds, on one context rank."""
         z, x, b, c, dt_TH = self.input(x).split(self.sizes, -1)
-        mixed_TC = torch.cat([x, b, c], -1)
+        mixed_TC, dt_TH = torch.cat([x, b, c], -1), self._limited(dt_TH, self.dt_bias)
         weight, bias = self.conv_weight, self.conv_bias
         heads = _Heads(self.a_log, self.dt_bias, self.d)
         if cache.halo is None or cache.state is None:
@@ -179,9 +181,29 @@ class Mamba2(nn.Module):
             cu_seqlens=cu_seqlens,
         )
 
+    def _limited(self, dt_TH: Tensor, dt_bias_H: Tensor) -> Tensor:
+        """Time steps as projected, such that those after bias and softplus keep their limits."""
+        if self.limits is None:
+            return dt_TH
+        wide = torch.promote_types(dt_TH.dtype, torch.float32)
+        bias_H = dt_bias_H.to(wide)
+        return (dt_TH.to(wide) + bias_H).clamp(*self.limits) - bias_H
+
     def _gated(self, y: Tensor, z: Tensor) -> Tensor:
         """Into the residual stream."""
         groups = self.spec.num_groups
         gated = gate_then_rms_norm(y, z, self.norm_weight, num_groups=groups, eps=self.eps)
         output: Tensor = self.output(gated)
         return output
+
+
+def _limits_before_softplus(config: ResolvedModel) -> tuple[float, float] | None:
+    """What has to lie between these for a time step to keep its limits; None without limits."""
+    low, high = config.mamba_min_time_step, config.mamba_max_time_step
+    if not low and high == "none":
+        return None
+    # Softplus is monotone, so limits of its result are limits of its argument.
+    inverse = [
+        x + math.log(-math.expm1(-x)) if x else -math.inf for x in (low, high) if x != "none"
+    ]
+    return inverse[0], inverse[1] if len(inverse) > 1 else math.inf

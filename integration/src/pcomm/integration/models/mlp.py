@@ -30,7 +30,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, build: LayerBuilder, hidden_width: int | None = None) -> None:
         super().__init__()
-        hidden = build.split(hidden_width or build.config.mlp_width)
+        width = hidden_width or build.config.mlp_width
+        assert width != "none", "a block without an MLP has no SwiGLU"
+        hidden = build.split(width)
         self.gate_up = build.from_stream(Layout.sections([hidden, hidden]))
         self.down = build.to_stream(hidden)
 

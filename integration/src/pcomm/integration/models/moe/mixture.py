@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.mlp import SwiGLU
 from pcomm.integration.models.moe.balance import Balance
@@ -16,6 +18,8 @@ from pcomm.integration.models.moe.router import Router
 from pcomm.integration.models.moe.token_shares import join_tokens, split_tokens
 
 __all__ = ["MixtureOfExperts"]
+
+_NORMALISES = {"auto": None, "normalised": True, "probability": False}
 
 
 class MixtureOfExperts(nn.Module):
@@ -37,6 +41,7 @@ class MixtureOfExperts(nn.Module):
             config.width,
             config.experts,
             config.experts_per_token,
+            normalises=_NORMALISES[config.expert_weights],
             has_partial_gradient=build.collectives.size > 1,
             device=build.device,
             dtype=build.dtype,
@@ -51,6 +56,13 @@ class MixtureOfExperts(nn.Module):
         )
         width = config.shared_expert_width
         self.shared = SwiGLU(build, width) if width else None
+        self.shared_gate: nn.Parameter | None = None
+        if width and config.shared_expert_gate:
+            self.shared_gate = build.parameter(1, config.width)
+            nn.init.normal_(self.shared_gate, std=config.width**-0.5)
+        # Ranks that hold other tokens each see a part of its gradient.
+        is_partial = build.sequence_parallel and build.collectives.size > 1
+        self.placements = {"shared_gate": ParamLayout(has_partial_gradient=is_partial)}
         self._num_experts = config.experts
 
     def forward(self, x: Tensor, balance: Balance | None = None) -> Tensor:
@@ -69,7 +81,13 @@ class MixtureOfExperts(nn.Module):
             y = join_tokens(mine_tD, x.shape[0], self._tensor_parallel)
         else:
             y = self._route(x, balance)
-        return y if self.shared is None else y + self.shared(x)
+        return y if self.shared is None else y + self._shared_result(x, self.shared)
+
+    def _shared_result(self, x: Tensor, shared: SwiGLU) -> Tensor:
+        y: Tensor = shared(x)
+        if self.shared_gate is None:
+            return y
+        return y * F.linear(x, self.shared_gate).sigmoid()
 
     def _route(self, x_tD: Tensor, balance: Balance | None) -> Tensor:
         routing = self.router(x_tD)
