@@ -59,13 +59,13 @@ class Fixed:
         theirs: Name of their field.
         value: The supported value.
         absent: Value that stands for an absent field; the supported one by default.
-        also: Other values that mean the same.
+        is_written: False for a field that transformers' own configuration does not have.
     """
 
     theirs: str
     value: Any
     absent: Any = ...
-    also: tuple[Any, ...] = ()
+    is_written: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,13 +76,13 @@ class Fixed:
         """Nothing, or an error."""
         absent = self.value if self.absent is ... else self.absent
         value = their.get(self.theirs, absent)
-        if not any(_equal(value, one) for one in (self.value, *self.also)):
+        if isinstance(value, bool) != isinstance(self.value, bool) or value != self.value:
             raise refused(self.theirs, value, f"{self.value!r}")
         return {}
 
     def write(self, model: ResolvedModel) -> dict[str, Any]:
         """Their fields."""
-        return {self.theirs: self.value}
+        return {self.theirs: self.value} if self.is_written else {}
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,3 @@ def refused(name: str, value: object, supported: str) -> UnsupportedError:
         why=f"The model would compute something else: supported is {supported}.",
         fix="Use another model, or transformers for this one.",
     )
-
-
-def _equal(a: object, b: object) -> bool:
-    # True is 1 in Python, and a list is what JSON has for a tuple.
-    if isinstance(a, bool) != isinstance(b, bool):
-        return False
-    return (list(a) if isinstance(a, tuple) else a) == (list(b) if isinstance(b, tuple) else b)

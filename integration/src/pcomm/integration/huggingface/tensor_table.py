@@ -89,13 +89,13 @@ class TensorMap:
     Attributes:
         segments: Segments of each parameter of ours, in the order of its rows.
         shapes: Shape of each tensor of theirs.
-        users: Names of our parameters whose rows a tensor of theirs holds.
+        users: Segments of each tensor of theirs, each with the name of our parameter.
         middles: Tensors of theirs with dimensions of length 1 behind the rows.
     """
 
     segments: Mapping[str, tuple[Segment, ...]]
     shapes: Mapping[str, tuple[int, ...]]
-    users: Mapping[str, tuple[str, ...]]
+    users: Mapping[str, tuple[tuple[str, Segment], ...]]
     middles: frozenset[str]
 
 
@@ -115,7 +115,7 @@ def map_tensors(
     letters, segments = mixers(config), {}
     rows_of: dict[str, int] = {}
     tails: dict[str, tuple[int, ...]] = {}
-    users: dict[str, dict[str, None]] = {}
+    users: dict[str, list[tuple[str, Segment]]] = {}
     middles = set()
     for name, shape in shapes.items():
         entry, layer = _find(table, name, letters)
@@ -125,13 +125,13 @@ def map_tensors(
             theirs = segment.theirs
             rows_of[theirs] = rows_of.get(theirs, 0) + segment.length
             tails[theirs] = tail
-            users.setdefault(theirs, {})[name] = None
+            users.setdefault(theirs, []).append((name, segment))
             if entry.middle:
                 middles.add(theirs)
     return TensorMap(
         segments,
         {theirs: (rows_of[theirs], *tails[theirs]) for theirs in tails},
-        {theirs: tuple(names) for theirs, names in users.items()},
+        {theirs: tuple(parts) for theirs, parts in users.items()},
         frozenset(middles),
     )
 

@@ -10,6 +10,7 @@ __all__ = [
     "ATTENTION",
     "DENSE_MLP",
     "HEAD_NORMS",
+    "KV_HEADS",
     "LAYER",
     "SHAPE",
     "STREAM",
@@ -37,10 +38,12 @@ def mlp_rows(config: ResolvedModel) -> int:
     return config.mlp_width
 
 
+KV_HEADS: Field = Same("num_key_value_heads", "kv_heads")
+"""Key and value heads, where the number of an absent field differs from that of the heads."""
+
 SHAPE: tuple[Field, ...] = (
     Same("hidden_size", "width"),
     Same("num_attention_heads", "heads"),
-    Same("num_key_value_heads", "kv_heads", default="auto"),
     Same("intermediate_size", "mlp_width"),
     Same("rms_norm_eps", "norm_eps", default=1e-6),
     Same("tie_word_embeddings", "tie_embeddings", default=False),

@@ -18,9 +18,15 @@ def _rows(config: ResolvedModel) -> int:
     return config.expert_width
 
 
+def _count(their: Mapping[str, Any]) -> int:
+    """The number of experts, by its name in configurations or by that in transformers."""
+    name = "num_experts" if "num_experts" in their else "num_local_experts"
+    return count_of(their, name, least=0)
+
+
 def _read_places(their: Mapping[str, Any]) -> dict[str, Any]:
     """Which blocks have experts: every n-th, where `mlp_only_layers` says nothing else."""
-    layers, experts = count_of(their, "num_hidden_layers"), count_of(their, "num_experts", least=0)
+    layers, experts = count_of(their, "num_hidden_layers"), _count(their)
     every, dense = count_of(their, "decoder_sparse_step", 1), their.get("mlp_only_layers") or []
     found = [(n + 1) % every == 0 and n not in dense for n in range(layers)]
     if not experts or not any(found):
@@ -28,9 +34,7 @@ def _read_places(their: Mapping[str, Any]) -> dict[str, Any]:
     for step in range(1, layers + 1):
         if found == [(n + 1) % step == 0 for n in range(layers)]:
             return {"experts": experts, "moe_every": step}
-    raise refused(
-        "mlp_only_layers", dense, "a model in which every n-th block has experts"
-    )
+    raise refused("mlp_only_layers", dense, "a model in which every n-th block has experts")
 
 
 def _write_places(model: ResolvedModel) -> dict[str, Any]:
@@ -43,19 +47,20 @@ def _write_places(model: ResolvedModel) -> dict[str, Any]:
 
 
 def _read_weights(their: Mapping[str, Any]) -> dict[str, Any]:
-    """How the weights of a token's experts are scaled: to a sum of 1, if it has several."""
-    count = count_of(their, "num_experts_per_tok")
+    """Whether the weights of a token's experts are scaled to a sum of 1."""
     is_normalised = their.get("norm_topk_prob", False)
-    if is_normalised != (count > 1):
-        raise refused("norm_topk_prob", is_normalised, f"{count > 1} with {count} experts a token")
-    return {"experts_per_token": count}
+    if not isinstance(is_normalised, bool):
+        raise refused("norm_topk_prob", is_normalised, "true or false")
+    return {
+        "experts_per_token": count_of(their, "num_experts_per_tok"),
+        "expert_weights": "normalised" if is_normalised else "probability",
+    }
 
 
 def _write_weights(model: ResolvedModel) -> dict[str, Any]:
-    return {
-        "num_experts_per_tok": model.experts_per_token,
-        "norm_topk_prob": model.experts_per_token > 1,
-    }
+    kind, count = model.expert_weights, model.experts_per_token
+    is_normalised = count > 1 if kind == "auto" else kind == "normalised"
+    return {"num_experts_per_tok": count, "norm_topk_prob": is_normalised}
 
 
 EXPERT_FIELDS: tuple[Field, ...] = (

@@ -12,7 +12,7 @@ from pcomm.integration.huggingface.tensor_table import Entry
 __all__ = ["Family"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """A family of Hugging Face models, as data.
 

@@ -85,8 +85,6 @@ def _read_full(their: Mapping[str, Any]) -> dict[str, Any]:
 
 FULL_ATTENTION: tuple[Field, ...] = (
     Fixed("use_sliding_window", False),
-    Together(
-        ("layer_types", "sliding_window", "max_window_layers"), _read_full, lambda model: {}
-    ),
+    Together(("layer_types", "sliding_window", "max_window_layers"), _read_full, lambda model: {}),
 )
 """Attention that sees all tokens before; a window that is not used may have any width."""

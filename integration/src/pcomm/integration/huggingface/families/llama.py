@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pcomm.integration.huggingface.config_table import Fixed
+from pcomm.integration.huggingface.config_table import Fixed, Same
 from pcomm.integration.huggingface.families.decoder import ATTENTION, DENSE_MLP, SHAPE, STREAM
 from pcomm.integration.huggingface.families.family import Family
 from pcomm.integration.huggingface.families.layer_kinds import LAYERS, head_dim
@@ -17,10 +17,11 @@ LLAMA = Family(
         *SHAPE,
         ROPE,
         LAYERS,
+        Same("num_key_value_heads", "kv_heads", default="auto"),
         head_dim(None),
         Fixed("attention_bias", False),
         Fixed("mlp_bias", False),
-        Fixed("rope_interleaved", False),
+        Fixed("rope_interleaved", False, is_written=False),
     ),
     keys={"qk_norm": False, "qkv_bias": False},
     tensors=(*STREAM, *ATTENTION, *DENSE_MLP),

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.config import ResolvedModel
-from pcomm.integration.huggingface.config_table import Field, Fixed, Same, Together, count_of
+from pcomm.integration.huggingface.config_table import (
+    Field,
+    Fixed,
+    Same,
+    Together,
+    count_of,
+    refused,
+)
 from pcomm.integration.huggingface.families.family import Family
 from pcomm.integration.huggingface.families.layer_kinds import LAYERS
 from pcomm.integration.huggingface.tensor_table import Entry, Part
@@ -41,6 +49,20 @@ def _write_heads(model: ResolvedModel) -> dict[str, Any]:
     }
 
 
+def _read_limits(their: Mapping[str, Any]) -> dict[str, Any]:
+    limits = their.get("time_step_limit") or (0.0, math.inf)
+    if len(limits) != 2:
+        raise refused("time_step_limit", limits, "two numbers")
+    low, high = limits
+    longest = "none" if high == math.inf else high
+    return {"mamba_min_time_step": low, "mamba_max_time_step": longest}
+
+
+def _write_limits(model: ResolvedModel) -> dict[str, Any]:
+    high = model.mamba_max_time_step
+    return {"time_step_limit": [model.mamba_min_time_step, math.inf if high == "none" else high]}
+
+
 _FIELDS: tuple[Field, ...] = (
     Same("hidden_size", "width", default=4096),
     Same("state_size", "mamba_state_dim", default=128),
@@ -52,10 +74,9 @@ _FIELDS: tuple[Field, ...] = (
     LAYERS,
     Fixed("hidden_act", "silu"),
     Fixed("use_bias", False),
-    Fixed("use_conv_bias", True),
-    Fixed("time_step_limit", (0.0, float("inf"))),
-    Fixed("norm_before_gate", False),
-    Fixed("rms_norm", True),
+    Same("use_conv_bias", "mamba_conv_bias", default=True),
+    Together(("time_step_limit",), _read_limits, _write_limits),
+    Fixed("rms_norm", True, is_written=False),
 )
 
 
@@ -86,6 +107,8 @@ MAMBA2 = Family(
     ),
     ignored_fields=(
         "chunk_size",
+        # Written by models whose blocks nevertheless gate first, as transformers computes all.
+        "norm_before_gate",
         "residual_in_fp32",
         "rescale_prenorm_residual",
         "time_step_floor",

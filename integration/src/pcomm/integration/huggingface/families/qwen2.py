@@ -5,6 +5,7 @@ from __future__ import annotations
 from pcomm.integration.huggingface.families.decoder import (
     ATTENTION,
     DENSE_MLP,
+    KV_HEADS,
     LAYER,
     SHAPE,
     STREAM,
@@ -31,7 +32,7 @@ _BIASES = Entry(
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    fields=(*SHAPE, ROPE, LAYERS, head_dim(None), *FULL_ATTENTION),
+    fields=(*SHAPE, KV_HEADS, ROPE, LAYERS, head_dim(None), *FULL_ATTENTION),
     keys={"qkv_bias": True},
     tensors=(*STREAM, *ATTENTION, _BIASES, *DENSE_MLP),
 )

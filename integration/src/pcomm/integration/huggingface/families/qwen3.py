@@ -7,6 +7,7 @@ from pcomm.integration.huggingface.families.decoder import (
     ATTENTION,
     DENSE_MLP,
     HEAD_NORMS,
+    KV_HEADS,
     SHAPE,
     STREAM,
 )
@@ -19,7 +20,15 @@ __all__ = ["QWEN3"]
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=(*SHAPE, ROPE, LAYERS, head_dim(128), *FULL_ATTENTION, Fixed("attention_bias", False)),
+    fields=(
+        *SHAPE,
+        KV_HEADS,
+        ROPE,
+        LAYERS,
+        head_dim(128),
+        *FULL_ATTENTION,
+        Fixed("attention_bias", False),
+    ),
     keys={"qk_norm": True},
     tensors=(*STREAM, *ATTENTION, *HEAD_NORMS, *DENSE_MLP),
 )

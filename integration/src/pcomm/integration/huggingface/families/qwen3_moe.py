@@ -7,6 +7,7 @@ from pcomm.integration.huggingface.families.decoder import (
     ATTENTION,
     DENSE_MLP,
     HEAD_NORMS,
+    KV_HEADS,
     SHAPE,
     STREAM,
 )
@@ -26,6 +27,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     fields=(
         *SHAPE,
+        KV_HEADS,
         ROPE,
         LAYERS,
         head_dim(None),

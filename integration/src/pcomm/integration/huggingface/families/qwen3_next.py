@@ -7,6 +7,7 @@ from pcomm.integration.huggingface.config_table import Fixed, Same
 from pcomm.integration.huggingface.families.decoder import (
     DENSE_MLP,
     HEAD_NORMS,
+    KV_HEADS,
     LAYER,
     SHAPE,
     STREAM,
@@ -93,9 +94,7 @@ _GATED_DELTA_NET = (
             # Theirs has queries, keys, values and gates of one key head after the other.
             Part(_QKVZ, _key_rows, _key_heads, stride=_qkvz_rows),
             Part(_QKVZ, _key_rows, _key_heads, _key_rows, stride=_qkvz_rows),
-            Part(
-                _QKVZ, _value_rows, _key_heads, lambda c: 2 * _key_rows(c), stride=_qkvz_rows
-            ),
+            Part(_QKVZ, _value_rows, _key_heads, lambda c: 2 * _key_rows(c), stride=_qkvz_rows),
             Part(
                 _QKVZ,
                 _value_rows,
@@ -132,10 +131,7 @@ _SHARED_EXPERT = (
         "blocks.{layer}.mlp.shared.down.weight",
         (Part(LAYER + "mlp.shared_expert.down_proj.weight"),),
     ),
-    Entry(
-        "blocks.{layer}.mlp.shared_gate.weight",
-        (Part(LAYER + "mlp.shared_expert_gate.weight"),),
-    ),
+    Entry("blocks.{layer}.mlp.shared_gate", (Part(LAYER + "mlp.shared_expert_gate.weight"),)),
 )
 
 QWEN3_NEXT = Family(
@@ -143,6 +139,7 @@ QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     fields=(
         *SHAPE,
+        KV_HEADS,
         PARTIAL_ROPE,
         LAYER_TYPES,
         head_dim(256),
@@ -154,6 +151,7 @@ QWEN3_NEXT = Family(
         Same("linear_num_value_heads", "gdn_value_heads", default=32),
         Same("shared_expert_intermediate_size", "shared_expert_width"),
         Fixed("attention_bias", False),
+        Fixed("use_sliding_window", False),
     ),
     keys={
         "qk_norm": True,

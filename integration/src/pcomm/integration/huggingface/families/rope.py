@@ -64,9 +64,7 @@ def _rope(absent_fraction: float, *, is_partial: bool) -> Field:
                 fix="Copy config.json again from where the directory came from.",
             )
         found = {key: params[name] for key, name in names.items()}
-        return {
-            "rope_theta": theta, "rotary_fraction": fraction, "rope_scaling": ours, **found
-        }
+        return {"rope_theta": theta, "rotary_fraction": fraction, "rope_scaling": ours, **found}
 
     def write(model: ResolvedModel) -> dict[str, Any]:
         kind, names = next((k, n) for k, (ours, n) in _KINDS.items() if ours == model.rope_scaling)
