@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Strict
 from pydantic import PositiveInt as Size
 
-from pcomm.integration.config_errors import section, unicode_text
+from pcomm.integration.config_errors import attribute_of, section, unicode_text
 
 __all__ = [
     "SECTIONS",
@@ -43,7 +43,12 @@ Text = Annotated[str, AfterValidator(unicode_text)]
 
 @section("model")
 class ModelConfig:
-    """The shape of the model."""
+    """The shape of the model, and what its weights start from."""
+
+    from_: Text = ""
+    """Hugging Face directory whose model, weights and tokenizer the run starts with. The keys below
+    are then those of its config.json; one that says something else is an error. Empty: a new
+    model."""
 
     pattern: Annotated[str, Field(pattern="^[AMG]+$")] = "A"
     """Mixer of each block, repeated to fill `layers`: A attention, M Mamba-2, G Gated DeltaNet."""
@@ -165,6 +170,9 @@ class ModelConfig:
 
     norm_eps: NonNegativeFloat = 1e-5
     """Added to the mean square in each RMSNorm."""
+
+    norm_zero_centred: bool = False
+    """Keep the weights of the norms as what is added to 1, as in Qwen3-Next."""
 
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
@@ -387,10 +395,15 @@ class Key(NamedTuple):
     default: object
     help: str
 
+    @property
+    def attribute(self) -> str:
+        """Name of the dataclass field, which differs where the key is a word of Python."""
+        return attribute_of(self.name)
+
 
 def keys() -> Iterator[Key]:
     """Every key there is, in the order of the sections."""
     for name, cls in SECTIONS.items():
         for item in fields(cls):
             info = cls.__pydantic_fields__[item.name]
-            yield Key(name, item.name, info.default, " ".join(info.description.split()))
+            yield Key(name, item.name.rstrip("_"), info.default, " ".join(info.description.split()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, dataclass_transform, get_args, get_origin
 
@@ -11,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from pcomm.core.errors import ConfigError, near_misses
 
-__all__ = ["section", "toml_value", "unicode_text"]
+__all__ = ["attribute_of", "section", "toml_value", "unicode_text"]
 
 T = TypeVar("T")
 
@@ -60,6 +61,11 @@ def unicode_text(text: str) -> str:
     return text
 
 
+def attribute_of(key: str) -> str:
+    """The dataclass field of a key: its name, with a `_` behind it where that is Python's word."""
+    return f"{key}_" if keyword.iskeyword(key) else key
+
+
 def toml_value(value: object) -> str:
     """A scalar, or a tuple or list of scalars, as TOML writes it."""
     if isinstance(value, bool):
@@ -87,12 +93,16 @@ def _refused(
     whys = []
     for key, found in problems.items():
         help = known[key].description or "" if key in known else ""
-        whys.append(f"{name}.{key}: {' or '.join(found)}. {' '.join(help.split())}".rstrip())
+        whys.append(
+            f"{name}.{key.rstrip('_')}: {' or '.join(found)}. {' '.join(help.split())}".rstrip()
+        )
     return ConfigError(
-        ", ".join(f"{name}.{key}" for key in problems),
+        ", ".join(f"{name}.{key.rstrip('_')}" for key in problems),
         found="the value " + ", ".join(f"{values.get(key)!r}" for key in problems),
         why="\n".join(whys),
-        fix="\n".join(_fix(f"{name}.{key}", key, values.get(key), known) for key in problems),
+        fix="\n".join(
+            _fix(f"{name}.{key.rstrip('_')}", key, values.get(key), known) for key in problems
+        ),
     )
 
 

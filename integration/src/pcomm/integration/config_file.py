@@ -10,7 +10,7 @@ from typing import Any
 
 from pcomm.core.errors import ConfigError, near_misses
 from pcomm.integration.config import SECTIONS, Config, keys
-from pcomm.integration.config_errors import toml_value
+from pcomm.integration.config_errors import attribute_of, toml_value
 
 __all__ = ["apply_overrides", "from_dict", "load_config", "to_dict", "to_toml"]
 
@@ -60,7 +60,8 @@ def from_dict(
             )
         _check_names(section, content, source)
         try:
-            part = replace(getattr(config, section), **content)
+            fields = {attribute_of(name): value for name, value in content.items()}
+            part = replace(getattr(config, section), **fields)
             config = replace(config, **{section: part})
         except ConfigError as error:
             errors.append(error)
@@ -103,7 +104,7 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Sections and keys as plain dicts, lists and scalars, ready for JSON; see `from_dict`."""
     plain: dict[str, dict[str, Any]] = {}
     for key in keys():
-        value = getattr(getattr(config, key.section), key.name)
+        value = getattr(getattr(config, key.section), key.attribute)
         listed = list(value) if isinstance(value, tuple) else value
         plain.setdefault(key.section, {})[key.name] = listed
     return plain
@@ -117,7 +118,7 @@ def to_toml(config: Config) -> str:
         if key.section != section:
             section = key.section
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        value = getattr(getattr(config, key.section), key.name)
+        value = getattr(getattr(config, key.section), key.attribute)
         lines += [f"# {key.help}", f"{key.name} = {toml_value(value)}"]
     return "\n".join(lines) + "\n"
 

@@ -21,7 +21,7 @@ from pcomm.integration.config import (
     TrainConfig,
 )
 
-__all__ = ["expert_blocks", "mixers", "validate"]
+__all__ = ["expert_blocks", "mixers", "resolve_model", "validate"]
 
 
 def validate(config: Config, world_size: int) -> Resolved:
@@ -35,7 +35,7 @@ def validate(config: Config, world_size: int) -> Resolved:
         TopologyError: The axes do not multiply to `world_size`.
         UnsupportedError: Two features cannot be used together.
     """
-    model = _resolve_model(config.model)
+    model = resolve_model(config.model)
     parallel = _resolve_parallel(config.parallel, world_size)
     _check_experts(model, parallel)
     _check_shards(model, config.data.vocabulary, parallel)
@@ -73,7 +73,7 @@ def _given(value: int | Literal["auto"], derived: int) -> int:
     return derived if value == "auto" else value
 
 
-def _resolve_model(model: ModelConfig) -> ResolvedModel:
+def resolve_model(model: ModelConfig) -> ResolvedModel:
     mixers(model)
     kv_heads = _given(model.kv_heads, model.heads)
     _must_divide(

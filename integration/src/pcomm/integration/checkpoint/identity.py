@@ -25,6 +25,8 @@ def identity_of(config: Config, corpus: str | None = None) -> dict[str, Any]:
     """
     sections = to_dict(config)
     data = {"vocabulary": config.data.vocabulary}
+    # Where the first weights came from does not matter to those that are saved.
+    sections["model"].pop("from")
     return {
         "model": sections["model"],
         "data": data if corpus is None else {**data, "fingerprint": corpus},

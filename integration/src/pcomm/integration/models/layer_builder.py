@@ -91,6 +91,7 @@ class LayerBuilder:
         return RMSNorm(
             width,
             self.config.norm_eps,
+            is_zero_centred=self.config.norm_zero_centred,
             has_partial_gradient=has_partial_gradient and self.collectives.size > 1,
             device=self.device,
             dtype=self.dtype,

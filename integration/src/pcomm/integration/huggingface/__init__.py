@@ -1,0 +1,44 @@
+"""Directories of Hugging Face models: read, written, and started from."""
+
+from typing import TYPE_CHECKING
+
+from pcomm.core.face import face
+
+if TYPE_CHECKING:
+    from pcomm.integration.huggingface.chat_template import ChatTemplate, load_chat_template
+    from pcomm.integration.huggingface.directory import ModelDirectory, open_directory
+    from pcomm.integration.huggingface.export import export_model
+    from pcomm.integration.huggingface.model_config import DirectoryModel, read_model, write_config
+    from pcomm.integration.huggingface.tokenizer import DirectoryTokenizer, load_tokenizer
+    from pcomm.integration.huggingface.weights import load_weights
+
+__all__ = [
+    "ChatTemplate",
+    "DirectoryModel",
+    "DirectoryTokenizer",
+    "ModelDirectory",
+    "export_model",
+    "load_chat_template",
+    "load_tokenizer",
+    "load_weights",
+    "open_directory",
+    "read_model",
+    "write_config",
+]
+
+__getattr__, __dir__ = face(
+    __name__,
+    {
+        "ChatTemplate": "chat_template",
+        "DirectoryModel": "model_config",
+        "DirectoryTokenizer": "tokenizer",
+        "ModelDirectory": "directory",
+        "export_model": "export",
+        "load_chat_template": "chat_template",
+        "load_tokenizer": "tokenizer",
+        "load_weights": "weights",
+        "open_directory": "directory",
+        "read_model": "model_config",
+        "write_config": "model_config",
+    },
+)
