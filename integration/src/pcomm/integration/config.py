@@ -160,7 +160,7 @@ class ModelConfig:
     """Factor by which they turn slower."""
 
     rope_low_frequency: PositiveFloat = 1.0
-    """With llama3: pairs with fewer turns in the original context are slowed by the whole factor."""
+    """With llama3: pairs with fewer turns in the original context are slowed by all of it."""
 
     rope_high_frequency: PositiveFloat = 4.0
     """With llama3: pairs with more turns in the original context are not slowed."""

@@ -173,7 +173,7 @@ def _check_time_steps(model: ModelConfig) -> None:
     if limit != "none" and model.mamba_min_time_step > limit:
         raise ConfigError(
             "model.mamba_min_time_step",
-            found=f"the value {model.mamba_min_time_step}, and model.mamba_max_time_step is {limit}",
+            found=f"{model.mamba_min_time_step}, and model.mamba_max_time_step is {limit}",
             why="Every time step lies between the two.",
             fix="Set model.mamba_min_time_step to model.mamba_max_time_step or less.",
         )

@@ -93,6 +93,7 @@ class TrainCommand:
 def train_rank(config: Config, run_dir: Path, must_restart: bool, trace: Path | None) -> int:
     """One rank of `pcomm train`; the first one writes. Returns the exit code."""
     from pcomm.core import connect
+    from pcomm.inference import SamplingParams
     from pcomm.integration.generate.writer import Writer
     from pcomm.integration.train.run import run_training
 
@@ -110,12 +111,12 @@ def train_rank(config: Config, run_dir: Path, must_restart: bool, trace: Path | 
             print(f"held-out bits per byte: {outcome.bits_per_byte:.3f}")
         sample = config.sample
         if sample.prompt and sample.max_tokens:
-            text = Writer.load(run_dir).write(
-                sample.prompt,
+            params = SamplingParams(
                 max_tokens=sample.max_tokens,
                 temperature=sample.temperature,
                 seed=config.train.seed,
             )
+            text = Writer.load(run_dir).write(sample.prompt, params)
             print(f"\n{text.prompt}{text.text}\n")
         for file, what in (
             ("checkpoints", "weights and optimizer"),

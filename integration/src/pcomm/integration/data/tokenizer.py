@@ -58,6 +58,15 @@ class BytePairTokenizer:
         """How many ids are in use: at most the vocabulary asked for, less for a small corpus."""
         return int(self._tokenizer.get_vocab_size())
 
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids by which a model ends a text: that of the end of a document."""
+        return (self.end_id,)
+
+    def to_json(self) -> str:
+        """The tokenizer as the library `tokenizers` writes and reads it."""
+        return str(self._tokenizer.to_str(pretty=True))
+
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without an end."""
         return list(self._tokenizer.encode(text).ids)
@@ -100,7 +109,7 @@ class BytePairTokenizer:
     def save(self, path: Path) -> None:
         """Write the tokenizer, whole or not at all, as JSON that `tokenizers` reads."""
         with atomic_write(path) as file:
-            file.write(self._tokenizer.to_str(pretty=True).encode())
+            file.write(self.to_json().encode())
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> BytePairTokenizer:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from pcomm.core.errors import ConfigError
+from pcomm.inference import Request, SamplingParams
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import check_index, read
@@ -17,7 +18,7 @@ from pcomm.integration.config import Config, ParallelConfig, Resolved
 from pcomm.integration.config_file import load_config
 from pcomm.integration.config_rules import validate
 from pcomm.integration.data.tokenizer import BytePairTokenizer, load_tokenizer
-from pcomm.integration.generate.sampling import sample
+from pcomm.integration.generate.stream import TextPart, stream
 from pcomm.integration.models.language_model import LanguageModel
 
 __all__ = ["Text", "Writer"]
@@ -31,13 +32,15 @@ class Text:
         prompt: The text that is continued.
         text: The text that was added.
         num_tokens: Number of tokens that were added.
-        finish_reason: `"end"` of the document, or `"length"`.
+        finish_reason: `"stop"` at the end of the document or at a stop string, or `"length"`.
+        token_ids: The tokens that were added; the end of the document, if it came, is the last.
     """
 
     prompt: str
     text: str
     num_tokens: int
     finish_reason: str
+    token_ids: tuple[int, ...]
 
 
 class Writer:
@@ -75,37 +78,41 @@ class Writer:
         read(checkpoint, model_shard_views(model))
         return cls(model.eval(), load_tokenizer(run_dir / "tokenizer.json"), checkpoint.step)
 
-    def write(self, prompt: str, *, max_tokens: int, temperature: float, seed: int) -> Text:
+    def write(self, prompt: str | Sequence[int], params: SamplingParams) -> Text:
         """Continue `prompt`. Local; equal arguments give equal text.
 
         Args:
-            prompt: Any text; without any, the text begins a document.
-            max_tokens: Most tokens to add.
-            temperature: 0 takes the likeliest token each time.
-            seed: Seed of the draws.
-        """
-        added = list(self._tokens(prompt, max_tokens, temperature, seed))
-        ends = bool(added) and added[-1] == self.tokenizer.end_id
-        kept = added[:-1] if ends else added
-        reason = "end" if ends else "length"
-        return Text(prompt, self.tokenizer.decode(kept), len(added), reason)
+            prompt: Any text, or token ids; without any, the text begins a document.
+            params: Settings of the draws, and limits.
 
-    @torch.inference_mode()
-    def _tokens(self, prompt: str, limit: int, temperature: float, seed: int) -> Iterator[int]:
-        device = next(self.model.parameters()).device
-        generator = torch.Generator(device).manual_seed(seed)
+        Raises:
+            ConfigError: A token id of the prompt is none of the model's.
+        """
+        parts = list(self.stream(prompt, params))
+        tokens = tuple(token for part in parts for token in part.token_ids)
+        text = "".join(part.text for part in parts)
+        reason = parts[-1].finish_reason or "length"
+        return Text(self.text_of(prompt), text, len(tokens), reason, tokens)
+
+    def text_of(self, prompt: str | Sequence[int]) -> str:
+        """The text of a prompt that may be token ids."""
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[TextPart]:
+        """Continue `prompt` part by part, while it is written. Local.
+
+        Args:
+            prompt: Any text, or token ids; without any, the text begins a document.
+            params: Settings of the draws, and limits.
+
+        Raises:
+            ConfigError: A token id of the prompt is none of the model's.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         # Documents follow one another in training, each behind the end of the one before; but
         # every segment is read alone, so the end mark is the only start that was never context.
-        fed = self.tokenizer.encode(prompt) or [self.tokenizer.end_id]
-        cache = self.model.new_cache(len(fed) + limit)
-        for _ in range(limit):
-            tokens_T = torch.tensor(fed, device=device)
-            logits_1V = self.model.extend(tokens_T, cache, num_logits=1)
-            token = sample(logits_1V[0], temperature, generator)
-            yield token
-            if token == self.tokenizer.end_id:
-                return
-            fed = [token]
+        begin = tuple(ids) or (self.tokenizer.end_id,)
+        return stream(self.model, self.tokenizer, Request("text", begin, params))
 
 
 def _on_one_rank(config: Config) -> Resolved:

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from pcomm.core import Layout
 from pcomm.gdn_cp import AttentionSpec
-from pcomm.integration.models.context import Context, KeyValueCache
+from pcomm.inference import KVMemory, KVSpec, paged_attention
+from pcomm.integration.models.context import Context
 from pcomm.integration.models.layer_builder import LayerBuilder
-from pcomm.integration.models.rotary import Rotation, rotate
+from pcomm.integration.models.rotary import rotate
+from pcomm.integration.models.step_context import StepContext
 
 __all__ = ["Attention", "packed_attention"]
 
@@ -56,16 +58,29 @@ class Attention(nn.Module):
         output = self._gated(plan.from_heads(spec, mixed_THK.flatten(-2)), gate)
         return context.leave(spec, output)
 
-    def extend(self, x: Tensor, rotation: Rotation, cache: KeyValueCache) -> Tensor:
-        """The same for the next tokens of the sequence that `cache` holds, on one context rank."""
-        q, k, v, *gate = self._projected(x)
-        q, k, v = (self._heads(part) for part in (q, k, v))
-        mixed_THK = _cached_attention(rotate(q, rotation), rotate(k, rotation), v, cache)
+    def step(self, x: Tensor, context: StepContext, memory: KVMemory) -> Tensor:
+        """The same for the new tokens of many requests, whose keys and values are in `memory`.
+
+        Collective over the tensor-parallel group.
+        """
+        turn, spec = context.rotation, self.spec
+        assert turn is not None, "a model with attention has rotations"
+        if self.q_norm is None:
+            # Neighbours in one tensor, so that both are turned at once.
+            width = self.sizes[0] + self.sizes[1]
+            qk, v, *gate = self.qkv(x).split([width, *self.sizes[2:]], -1)
+            heads = [spec.num_heads, spec.num_kv_heads]
+            q_THK, k_TGK = rotate(self._heads(qk), turn).split(heads, 1)
+        else:
+            q, k, v, *gate = self._projected(x)
+            q_THK, k_TGK = (rotate(self._heads(part), turn) for part in (q, k))
+        mixed_THK = paged_attention(q_THK, k_TGK, self._heads(v), memory, context.batch)
         return self._gated(mixed_THK.flatten(-2), gate)
 
-    def new_cache(self, max_tokens: int) -> KeyValueCache:
-        """What this layer keeps of a sequence while text is written."""
-        return KeyValueCache(max_tokens)
+    @property
+    def memory_spec(self) -> KVSpec:
+        """What this layer keeps of a request on this rank."""
+        return KVSpec(self.spec.num_kv_heads, self.spec.head_dim, self.output.weight.dtype)
 
     def _projected(self, x: Tensor) -> list[Tensor]:
         """Queries, keys and values, and the gate if there is one, heads side by side."""
@@ -136,17 +151,3 @@ def _equal_sequences(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:
         q_NHLK, k_NGLK, v_NGLK, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
     return mixed_NHLK.transpose(1, 2).flatten(0, 1)
-
-
-def _cached_attention(q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache) -> Tensor:
-    """Attention of the last tokens of one sequence with all of it so far."""
-    is_start = cache.length == 0
-    # One new token sees everything; several are a prompt, which comes first.
-    assert is_start or q.shape[0] == 1, "a prompt is read at once, then token by token"
-    all_k, all_v = cache.append(k, v)
-    # In four dimensions: for three torch has no kernel that does without the matrix of all scores.
-    q_1HLK, k_1GLK, v_1GLK = (x.transpose(0, 1).unsqueeze(0) for x in (q, all_k, all_v))
-    mixed_1HLK = F.scaled_dot_product_attention(
-        q_1HLK, k_1GLK, v_1GLK, is_causal=is_start, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return mixed_1HLK.squeeze(0).transpose(0, 1)

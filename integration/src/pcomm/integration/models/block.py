@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from pcomm.inference import LayerMemory
 from pcomm.integration.models.attention import Attention
-from pcomm.integration.models.context import Context, LayerCache
+from pcomm.integration.models.context import Context
 from pcomm.integration.models.gated_delta_net import GatedDeltaNet
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.mamba2 import Mamba2
@@ -13,7 +14,7 @@ from pcomm.integration.models.mlp import SwiGLU
 from pcomm.integration.models.moe.balance import Balance
 from pcomm.integration.models.moe.mixture import MixtureOfExperts
 from pcomm.integration.models.norm import RMSNorm
-from pcomm.integration.models.rotary import Rotation
+from pcomm.integration.models.step_context import StepContext
 
 __all__ = ["Block", "Mixer"]
 
@@ -46,10 +47,10 @@ class Block(nn.Module):
         x = x + self.mixer(self.mixer_norm(x), context)
         return self._feed_forward(x, context.balance)
 
-    def extend(self, x: Tensor, rotation: Rotation, cache: LayerCache) -> Tensor:
-        """The same for the next tokens of the sequence that `cache` holds."""
-        # Each mixer makes the cache that it is given here.
-        x = x + self.mixer.extend(self.mixer_norm(x), rotation, cache)  # type: ignore[arg-type]
+    def step(self, x: Tensor, context: StepContext, memory: LayerMemory) -> Tensor:
+        """The same for the new tokens of many requests, of which the mixer has kept `memory`."""
+        # The engine allocates what the mixer asks for in `memory_spec`.
+        x = x + self.mixer.step(self.mixer_norm(x), context, memory)  # type: ignore[arg-type]
         return self._feed_forward(x, None)
 
     def _feed_forward(self, x: Tensor, balance: Balance | None) -> Tensor:

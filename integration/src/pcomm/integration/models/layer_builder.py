@@ -27,6 +27,8 @@ class LayerBuilder:
         device: Device of the parameters.
         dtype: Dtype of the parameters.
         experts: Collectives of the expert-parallel group.
+        state_dtype: Dtype of the states that recurrent layers keep of a request in inference; None
+            for fp32, and for fp64 in a model of that.
     """
 
     config: ResolvedModel
@@ -35,6 +37,7 @@ class LayerBuilder:
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     experts: Collectives = field(default_factory=IdentityCollectives)
+    state_dtype: torch.dtype | None = None
 
     def split(self, num_heads: int, width: int = 1) -> Layout:
         """Whole heads of `width` columns over the ranks, as many on each."""

@@ -72,5 +72,8 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     Returns:
         `[T, F]`, same dtype.
     """
+    if not (torch.is_grad_enabled() and gate_up_T2F.requires_grad):
+        gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
+        return F.silu(gate_TF).mul_(up_TF)
     result: Tensor = _SwiGLU.apply(gate_up_T2F)  # type: ignore[no-untyped-call]
     return result

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -39,6 +40,9 @@ class StepBatch:
             are scattered. On the host.
         state_slots_N: int64, the state slot of each request.
         logits_rows: int64 `[L]`, the tokens of the T whose logits are wanted.
+        prepared: What the first layer of a kind computed from the fields above, for the layers after
+            it, by a key of that kind. A step on the host begins with a new batch; a batch that a
+            graph is captured from leaves it empty.
     """
 
     tokens_T: Tensor
@@ -51,6 +55,7 @@ class StepBatch:
     first_blocks: tuple[int | None, ...]
     state_slots_N: Tensor
     logits_rows: Tensor
+    prepared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_requests(self) -> int:

@@ -12,9 +12,9 @@ from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.mlp import SwiGLU
 from pcomm.integration.models.moe.balance import Balance
-from pcomm.integration.models.moe.dispatch import Dispatch
+from pcomm.integration.models.moe.dispatch import Dispatch, count
 from pcomm.integration.models.moe.experts import Experts
-from pcomm.integration.models.moe.router import Router
+from pcomm.integration.models.moe.router import Router, Routing
 from pcomm.integration.models.moe.token_shares import join_tokens, split_tokens
 
 __all__ = ["MixtureOfExperts"]
@@ -91,12 +91,23 @@ class MixtureOfExperts(nn.Module):
 
     def _route(self, x_tD: Tensor, balance: Balance | None) -> Tensor:
         routing = self.router(x_tD)
+        if self._expert_parallel.size == 1 and not torch.is_grad_enabled():
+            return self._local_result(x_tD, routing)
         weights_tK = routing.weights_TK if balance is None else balance.observe(routing)
         dispatch = Dispatch.plan(routing.experts_TK, self._num_experts, self._expert_parallel)
         # Rounded before they travel: experts compute in that dtype, and fewer bytes are sent.
         rows_ND = dispatch.send(x_tD.to(_compute_dtype(x_tD)))
         y_tKD = dispatch.bring_back(self.experts(rows_ND, dispatch.row_counts_e))
         return (y_tKD * weights_tK.to(y_tKD.dtype).unsqueeze(-1)).sum(1)
+
+    def _local_result(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """The same where all experts are here and nothing is recorded, without an exchange."""
+        experts_TK, weights_TK = routing.experts_TK, routing.weights_TK
+        chosen_C, order_C = experts_TK.flatten().sort(stable=True)
+        rows_CD = x_TD.index_select(0, order_C // experts_TK.shape[1]).to(_compute_dtype(x_TD))
+        y_CD = self.experts(rows_CD, count(chosen_C, self._num_experts))
+        y_TKD = torch.empty_like(y_CD).index_copy_(0, order_C, y_CD).view(*experts_TK.shape, -1)
+        return (y_TKD * weights_TK.to(y_TKD.dtype).unsqueeze(-1)).sum(1)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -31,8 +31,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Softmax over all experts, then the K likeliest of each token. Local.
 
-    The weights are the K probabilities, or these divided by their sum. With K = 1 the quotient would
-    be 1 whatever the router does, and it would learn nothing.
+    The weights are the K probabilities, or these divided by their sum. With K = 1 the quotient
+    would be 1 whatever the router does, and it would learn nothing.
 
     Args:
         width: D.

@@ -1,1 +1,1 @@
-"""Attention of many requests over keys and values in blocks."""
+"""Attention over keys and values that lie in blocks, of many requests in one call."""

@@ -10,8 +10,10 @@ from pcomm.inference.engine.sampling_params import SamplingParams
 
 __all__ = ["FinishReason", "Request", "RequestOutput", "TokenLogprobs"]
 
-FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: a stop token or stop string; `length`: `max_tokens` or the longest context."""
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""`stop`: a stop token or stop string; `length`: `max_tokens` or the longest context; `error`: an
+exception in the model or the grammar. `abort` is for those who end a request by `Engine.abort`:
+the engine says nothing of it after that."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class RequestOutput:
         prompt_logprobs: One entry for each token of the prompt but the first, in the step that ends
             the prompt, where the request asked for them; otherwise empty.
         cached_tokens: Number of tokens of the prompt whose computation the prefix cache saved.
+        error: The exception that ended the request, with `finish_reason` "error".
     """
 
     request_id: str
@@ -70,3 +73,4 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
+    error: Exception | None = None

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pcomm.inference.engine.sampling_checks import check_params
+
 __all__ = ["SamplingParams"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Settings of one request; checked when it is made.
+
+    A list is accepted for a tuple. Token ids are checked by `Engine.add`, which knows the
+    vocabulary.
 
     Attributes:
         temperature: Divisor of the logits; 0 takes the likeliest token.
@@ -55,3 +60,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
+
+    def __post_init__(self) -> None:
+        check_params(self)
+        # What a caller changes later does not change a request that was checked.
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))

@@ -1,0 +1,59 @@
+"""What the engine counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["EngineStats", "PoolUse"]
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """Places of one pool; free, used and cached ones together are all of it.
+
+    Attributes:
+        size: Number of blocks or slots.
+        free: Number of those that hold nothing.
+        used: Number of those that belong to requests.
+        cached: Number of those that the prefix cache keeps and gives up when they are needed.
+        bytes_each: Size of one in all layers, in bytes.
+    """
+
+    size: int
+    free: int
+    used: int
+    cached: int
+    bytes_each: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """State of an engine between two steps; counters begin with the engine.
+
+    Attributes:
+        running: Number of requests that have memory.
+        waiting: Number of requests in the queue.
+        blocks: KV blocks.
+        state_slots: State slots.
+        steps: Number of steps that ran the model.
+        computed_tokens: Number of tokens that steps computed, drafts included.
+        written_tokens: Number of tokens that requests got.
+        preemptions: Number of times a request lost its memory to another one.
+        looked_up_tokens: Number of tokens in prompts of requests that began.
+        cached_tokens: Number of those that the prefix cache had.
+        drafted_tokens: Number of tokens that were guessed.
+        accepted_tokens: Number of guesses that were right.
+    """
+
+    running: int
+    waiting: int
+    blocks: PoolUse
+    state_slots: PoolUse
+    steps: int
+    computed_tokens: int
+    written_tokens: int
+    preemptions: int
+    looked_up_tokens: int
+    cached_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int

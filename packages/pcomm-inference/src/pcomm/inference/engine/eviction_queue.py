@@ -1,0 +1,54 @@
+"""Which entries of a cache are given up first: those that save the least work per byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+__all__ = ["EvictionQueue"]
+
+Entry = TypeVar("Entry")
+_LEAST_LENGTH = 64
+
+
+class EvictionQueue(Generic[Entry]):
+    """Entries by their credit, the least first (the rule GreedyDual-Size).
+
+    The credit of an entry is its worth, saved work per byte, plus the credit of what was given up
+    last before it was used last. Old entries so lose to new ones, the sooner the less they are
+    worth; with equal worth it is the order of last use.
+
+    Args:
+        is_current: Whether an entry may be given up and has the given number, that of the newest
+            `put` of it.
+    """
+
+    def __init__(self, is_current: Callable[[Entry, int], bool]) -> None:
+        self._is_current = is_current
+        self._heap: list[tuple[float, int, Entry]] = []
+        self._spent = 0.0
+        self._number = 0
+        self._most = _LEAST_LENGTH
+
+    def put(self, entry: Entry, worth: float) -> int:
+        """Enter something, and return the number of this entry; older ones of it lapse."""
+        self._number += 1
+        heappush(self._heap, (self._spent + worth, self._number, entry))
+        if len(self._heap) > self._most:
+            # The new one is current only when its owner has noted the number.
+            *others, newest = sorted(self._heap, key=lambda item: item[1])
+            self._heap = [item for item in others if self._is_current(item[2], item[1])]
+            self._heap.append(newest)
+            heapify(self._heap)
+            self._most = max(_LEAST_LENGTH, 2 * len(self._heap))
+        return self._number
+
+    def pop(self) -> Entry | None:
+        """Take out the entry of least credit; None if there is none."""
+        while self._heap:
+            credit, number, entry = heappop(self._heap)
+            if self._is_current(entry, number):
+                self._spent = max(self._spent, credit)
+                return entry
+        return None

@@ -1,0 +1,77 @@
+"""Which tokens a draw is from: top-k, then top-p of those, then min-p."""
+
+# Shape suffixes: R rows, V vocabulary, C candidates of a row.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pcomm.inference.engine.likeliest_tokens import least_of_top, sorted_candidates
+from pcomm.inference.engine.sampling_params import SamplingParams
+
+__all__ = ["filter_tokens", "filters"]
+
+# Probabilities are added as integers of this many per largest probability, because sums of integers
+# do not depend on their order, so neither on the device nor on the other rows.
+_UNITS = 2.0**30
+
+
+def filters(params: SamplingParams) -> bool:
+    """Whether a draw with these settings is not from all tokens."""
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def filter_tokens(below_RV: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """The tokens that the filters of each row keep, the likeliest first. Local.
+
+    Top-k keeps exactly k tokens, of equal ones those with the lowest ids. Top-p keeps the fewest of
+    the likeliest whose probabilities, among those that top-k kept, reach `top_p`. Min-p keeps those
+    with at least `min_p` times the probability of the likeliest.
+
+    Args:
+        below_RV: fp32 logits, divided by the temperature, less the largest of the row.
+        params: Settings of each row; a row without filters keeps all tokens.
+
+    Returns:
+        int64 ids `[R, C]` and their logits `[R, C]`, minus infinity for what is not kept.
+    """
+    device, vocabulary = below_RV.device, below_RV.shape[1]
+    # fp64 on the host, as top_p is compared with exact sums.
+    top_p_R = torch.tensor([one.top_p for one in params], dtype=torch.float64)
+    min_p_R = torch.tensor([one.min_p for one in params], dtype=torch.float32)
+    top_k_R = torch.tensor([one.top_k or vocabulary for one in params])
+    top_p_R, min_p_R, top_k_R = top_p_R.to(device), min_p_R.to(device), top_k_R.to(device)
+
+    least_R = min_p_R.log() - 1e-3
+    has_top_k = any(one.top_k for one in params)
+    if has_top_k:
+        least_R = torch.maximum(least_R, least_of_top(below_RV, [one.top_k for one in params]))
+    # The mass of all tokens matters where top-p is the first filter.
+    total_R = torch.full_like(top_k_R, -1)
+    first = [row for row, one in enumerate(params) if one.top_p < 1 and not one.top_k]
+    if first:
+        rows = torch.tensor(first, device=device)
+        mass = _units(below_RV if len(first) == len(params) else below_RV[rows]).sum(1)
+        total_R[rows] = mass
+        # Tokens below a V-th part of the mass that may go are together less than it. Half of that,
+        # so that rounding keeps a token too many and never drops one.
+        share = (1 - top_p_R[rows]) * mass / (2 * vocabulary * _UNITS)
+        least_R[rows] = torch.maximum(least_R[rows], share.log().float())
+
+    ids_RC, below_RC = sorted_candidates(below_RV, least_R)
+    rank_C = torch.arange(below_RC.shape[1], device=device)
+    keep_RC = rank_C < top_k_R[:, None]
+    units_RC = _units(below_RC).masked_fill_(~keep_RC, 0)
+    before_RC = units_RC.cumsum(1) - units_RC
+    total_R = torch.where(total_R < 0, units_RC.sum(1), total_R)
+    reached_RC = before_RC.double() >= (top_p_R * total_R)[:, None]
+    keep_RC &= ~reached_RC | (top_p_R == 1)[:, None]
+    keep_RC &= below_RC.exp() >= min_p_R[:, None]
+    return ids_RC, below_RC.masked_fill_(~keep_RC, -torch.inf)
+
+
+def _units(below: Tensor) -> Tensor:
+    return (below.exp() * _UNITS).round_().long()

@@ -1,0 +1,1 @@
+"""Models for tests of engines: small, exact, and with an oracle of their own."""
