@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pcomm.inference import Engine, FinishReason, Request, TextStream, Tokenizer
+from pcomm.inference import Engine, Request, TextStream, Tokenizer
 from pcomm.integration.models.language_model import LanguageModel
 
 __all__ = ["TextPart", "stream"]
@@ -26,7 +26,7 @@ class TextPart:
 
     token_ids: tuple[int, ...]
     text: str
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
 
 
 def stream(model: LanguageModel, tokenizer: Tokenizer, request: Request) -> Iterator[TextPart]:
@@ -76,7 +76,7 @@ def stream(model: LanguageModel, tokenizer: Tokenizer, request: Request) -> Iter
 
 def _continue(
     model: LanguageModel, eos_ids: Sequence[int], request: Request
-) -> Iterator[tuple[int, FinishReason | None]]:
+) -> Iterator[tuple[int, str | None]]:
     """Tokens of one request in an engine of its own, which ends with the iterator."""
     length = len(request.prompt) + request.params.max_tokens
     engine = Engine(
