@@ -180,7 +180,7 @@ def test_the_pattern_repeats():
             ["model.expert_width", "model.mlp_width is 'none'"],
         ),
         (["train.betas=[0.9, 1.0]"], 1, ConfigError, ["train.betas", "item 1", "less than 1"]),
-        (["data.vocabulary=256"], 1, ConfigError, ["data.vocabulary", "256", "or equal to 257"]),
+        (["data.vocabulary=256"], 1, ConfigError, ["data.vocabulary", "256", "at least 257"]),
         (["data.vocabulary=1048577"], 1, ConfigError, ["data.vocabulary", "or equal to 1048576"]),
         (["data.held_out=1"], 1, ConfigError, ["data.held_out", "the value 1\n", "less than 1"]),
         (["train.seed=-1"], 1, ConfigError, ["train.seed", "-1"]),

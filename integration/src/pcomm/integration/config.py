@@ -284,11 +284,12 @@ class DataConfig:
     text_key: Text = "text"
     """Key of the text in a .jsonl line, column in a .parquet file."""
 
-    # 256 bytes and the end of a document. The trainer of the tokenizer reserves memory for every
+    # The trainer of the tokenizer reserves memory for every
     # id at once, and the process dies where there is none; the largest vocabularies in use have
     # 2**20.
-    vocabulary: Annotated[int, Field(ge=257, le=2**20)] = 2048
-    """Token ids: 256 bytes, the end of a document, and merges."""
+    vocabulary: Annotated[int, Field(ge=1, le=2**20)] = 2048
+    """Token ids: 256 bytes, the end of a document, and merges. With `model.from` that of its
+    model."""
 
     held_out: Share = 0.05
     """Share of the documents kept for evaluation."""

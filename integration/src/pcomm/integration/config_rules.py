@@ -24,6 +24,10 @@ from pcomm.integration.config import (
 __all__ = ["expert_blocks", "mixers", "resolve_model", "validate"]
 
 
+# 256 bytes and the end of a document, for a tokenizer that is trained with the model.
+_LEAST_VOCABULARY = 257
+
+
 def validate(config: Config, world_size: int) -> Resolved:
     """`config` with a number in place of every `auto`, if it can run on `world_size` ranks.
 
@@ -35,6 +39,13 @@ def validate(config: Config, world_size: int) -> Resolved:
         TopologyError: The axes do not multiply to `world_size`.
         UnsupportedError: Two features cannot be used together.
     """
+    if config.data.vocabulary < _LEAST_VOCABULARY and not config.model.from_:
+        raise ConfigError(
+            "data.vocabulary",
+            found=f"the value {config.data.vocabulary}",
+            why="A tokenizer has an id for each of 256 bytes and for the end of a document.",
+            fix=f"Set data.vocabulary to at least {_LEAST_VOCABULARY}.",
+        )
     model = resolve_model(config.model)
     parallel = _resolve_parallel(config.parallel, world_size)
     _check_experts(model, parallel)
@@ -74,6 +85,11 @@ def _given(value: int | Literal["auto"], derived: int) -> int:
 
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
+    """`model` with a number in place of every `auto`, on any number of ranks.
+
+    Raises:
+        ConfigError: Two sizes do not divide, or two keys do not fit together.
+    """
     mixers(model)
     kv_heads = _given(model.kv_heads, model.heads)
     _must_divide(

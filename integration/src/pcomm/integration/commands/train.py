@@ -62,8 +62,10 @@ class TrainCommand:
         # Imported late: other commands do not wait for pydantic.
         from pcomm.integration.config_file import load_config
         from pcomm.integration.config_rules import validate
+        from pcomm.integration.huggingface.run_start import start_config
 
         config = load_config(arguments.config, overrides=arguments.set)
+        config = start_config(config, arguments.out, is_new=arguments.restart)
         world_size = _world_size(arguments.ranks)
         validate(config, world_size)
         trace = _trace_file(arguments.trace)

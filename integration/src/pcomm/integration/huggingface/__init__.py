@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from pcomm.core.face import face
 
 if TYPE_CHECKING:
-    from pcomm.integration.huggingface.chat_template import ChatTemplate, load_chat_template
+    from pcomm.integration.huggingface.chat_template import ChatTemplate, read_chat_template
     from pcomm.integration.huggingface.directory import ModelDirectory, open_directory
     from pcomm.integration.huggingface.export import export_model
     from pcomm.integration.huggingface.model_config import DirectoryModel, read_model, write_config
-    from pcomm.integration.huggingface.tokenizer import DirectoryTokenizer, load_tokenizer
+    from pcomm.integration.huggingface.tokenizer import DirectoryTokenizer, read_tokenizer
     from pcomm.integration.huggingface.weights import load_weights
 
 __all__ = [
@@ -18,11 +18,11 @@ __all__ = [
     "DirectoryTokenizer",
     "ModelDirectory",
     "export_model",
-    "load_chat_template",
-    "load_tokenizer",
     "load_weights",
     "open_directory",
+    "read_chat_template",
     "read_model",
+    "read_tokenizer",
     "write_config",
 ]
 
@@ -34,8 +34,8 @@ __getattr__, __dir__ = face(
         "DirectoryTokenizer": "tokenizer",
         "ModelDirectory": "directory",
         "export_model": "export",
-        "load_chat_template": "chat_template",
-        "load_tokenizer": "tokenizer",
+        "read_chat_template": "chat_template",
+        "read_tokenizer": "tokenizer",
         "load_weights": "weights",
         "open_directory": "directory",
         "read_model": "model_config",

@@ -21,13 +21,12 @@ from jinja2.utils import Namespace
 from pcomm.core.errors import ConfigError
 from pcomm.integration.huggingface.directory import ModelDirectory
 
-__all__ = ["ChatTemplate", "load_chat_template"]
+__all__ = ["ChatTemplate", "read_chat_template", "special_tokens"]
 
 Message = Mapping[str, Any]
 
 _FILE, _OLD_FILE, _TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-_SPECIAL += ("mask_token",)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -107,7 +106,7 @@ class ChatTemplate:
         )
 
 
-def load_chat_template(directory: ModelDirectory) -> ChatTemplate | None:
+def read_chat_template(directory: ModelDirectory) -> ChatTemplate | None:
     """The chat template of a directory; None if it has none. Local.
 
     Of several it is the one named `default`, as in transformers.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.huggingface.directory import CONFIG
+from pcomm.integration.huggingface.dtypes import NAMES
 from pcomm.integration.huggingface.families.family import Family
 from pcomm.integration.huggingface.weights import tensor_map
 from pcomm.integration.models.language_model import LanguageModel
@@ -23,8 +24,6 @@ __all__ = ["MAX_SHARD_BYTES", "export_model"]
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one file, as transformers has them, unless one tensor alone is larger."""
-
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def export_model(
@@ -65,7 +64,7 @@ def export_model(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_weights(_tensors(model, family, dtype, exceptions or {}), partial, max_shard_bytes)
-        _write_json(partial / CONFIG, {**config, "dtype": _NAMES[dtype]})
+        _write_json(partial / CONFIG, {**config, "dtype": NAMES[dtype]})
         for name, content in files.items():
             (partial / name).write_bytes(content)
         if out.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
@@ -15,37 +15,16 @@ from pcomm.integration.huggingface.config_table import count_of, refused
 from pcomm.integration.huggingface.directory import ModelDirectory
 from pcomm.integration.huggingface.families.all import FAMILIES
 from pcomm.integration.huggingface.families.family import Family
-
-__all__ = ["DirectoryModel", "effective", "read_model", "write_config"]
-
-# Fields of every family that change no number of the model, by name or by their first letters.
-_NO_EFFECT = frozenset(
-    """
-    _attn_implementation _from_model_config _model_name_or_path _name_or_path architectures
-    attention_dropout attn_implementation auto_map bad_words_ids bos_token_id chunk_size_feed_forward
-    classifier_dropout diversity_penalty do_sample dtype early_stopping embd_pdrop eos_token_id
-    experts_implementation finetuning_task hidden_dropout id2label initializer_range is_decoder
-    label2id length_penalty max_length max_position_embeddings max_window_layers min_length
-    model_type no_repeat_ngram_size num_beams num_return_sequences output_attentions
-    output_hidden_states output_scores pad_token_id prefix problem_type repetition_penalty
-    resid_pdrop return_dict return_dict_in_generate rope_theta_scaling_type sep_token_id
-    task_specific_params temperature tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version typical_p unk_token_id use_cache use_mambapy
-    vocab_size
-    """.split()
+from pcomm.integration.huggingface.families.no_effect import (
+    NO_EFFECT,
+    NO_EFFECT_PREFIXES,
+    ONE_VALUE,
 )
-_NO_EFFECT_PREFIXES = ("unsloth_",)
-# Fields of every family of which one value is supported, beside null.
-_ONE_VALUE = {
-    "add_cross_attention": False,
-    "cross_attention_hidden_size": None,
-    "is_encoder_decoder": False,
-    "pruned_heads": {},
-    "quantization_config": None,
-    "tie_encoder_decoder": False,
-}
-# Keys of ours that say how a model is trained, not what it computes.
-_TRAINING = ("from_", "init_std", "balance_loss")
+
+__all__ = ["TRAINING", "DirectoryModel", "effective", "read_model", "write_config"]
+
+TRAINING = ("from_", "init_std", "balance_loss")
+"""Keys of `[model]` that say how a model is trained, not what it computes."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +105,7 @@ def write_config(
         why="No family of Hugging Face models that this package writes has the same blocks: "
         + ", ".join(family.model_type for family in FAMILIES)
         + ".",
-        fix="Train with the keys of one of them; the how-to on Hugging Face directories lists them.",
+        fix="Train with the keys of one of them; the how-to page on these directories has them.",
     )
 
 
@@ -194,11 +173,11 @@ def _family(their: Mapping[str, Any]) -> Family:
 
 def _read(family: Family, their: Mapping[str, Any]) -> ModelConfig:
     used = {name for field in family.fields for name in field.names}
-    allowed = used | _NO_EFFECT | set(family.ignored_fields) | _ONE_VALUE.keys()
+    allowed = used | NO_EFFECT | set(family.ignored_fields) | ONE_VALUE.keys()
     for name, value in their.items():
-        if name in _ONE_VALUE and value is not None and value != _ONE_VALUE[name]:
-            raise refused(name, value, f"{json.dumps(_ONE_VALUE[name])}")
-        if name not in allowed and not name.startswith(_NO_EFFECT_PREFIXES):
+        if name in ONE_VALUE and value is not None and value != ONE_VALUE[name]:
+            raise refused(name, value, f"{json.dumps(ONE_VALUE[name])}")
+        if name not in allowed and not name.startswith(NO_EFFECT_PREFIXES):
             raise UnsupportedError(
                 f"config.json: {name}",
                 found=f"the value {value!r:.100} of a field that is not known for "
@@ -254,5 +233,5 @@ def _differing(model: ResolvedModel, other: ResolvedModel) -> list[str]:
 
 
 def _without_effect(family: Family, carried: Mapping[str, Any]) -> dict[str, Any]:
-    kept = _NO_EFFECT | set(family.ignored_fields)
+    kept = NO_EFFECT | set(family.ignored_fields)
     return {name: value for name, value in carried.items() if name in kept}

@@ -1,9 +1,9 @@
 """The language of a family's tensor table: which rows of theirs are which rows of ours.
 
-Every parameter of ours is seen as rows, along all dimensions but the last. An `Entry` says that they
-are rows of tensors of theirs, one part after the other: queries, keys and values in one weight, the
-two halves of a gated MLP, the experts of a layer. So an entry is a permutation of rows, which has
-an inverse, and one table serves for reading, for writing and for reading a shard alone.
+Every parameter of ours is seen as rows, along all dimensions but the last. An `Entry` says that
+they are rows of tensors of theirs, one part after the other: queries, keys and values in one
+weight, the two halves of a gated MLP, the experts of a layer. So an entry is a permutation of rows,
+which has an inverse, and one table serves for reading, for writing and for reading a shard alone.
 """
 
 # Shape suffixes: R rows of a parameter.

@@ -11,9 +11,23 @@ from pcomm.core.errors import ConfigError
 from pcomm.integration.huggingface.chat_template import special_tokens
 from pcomm.integration.huggingface.directory import CONFIG, ModelDirectory
 
-__all__ = ["DirectoryTokenizer", "end_ids", "load_tokenizer"]
+__all__ = [
+    "GENERATION",
+    "SETTINGS",
+    "TOKENIZER",
+    "DirectoryTokenizer",
+    "end_ids",
+    "read_tokenizer",
+]
 
-FILE, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+TOKENIZER = "tokenizer.json"
+"""The file of the tokenizer."""
+
+SETTINGS = "tokenizer_config.json"
+"""The file that names its special tokens."""
+
+GENERATION = "generation_config.json"
+"""The file that says how text is written, and where it ends."""
 
 
 class DirectoryTokenizer:
@@ -36,32 +50,40 @@ class DirectoryTokenizer:
         """Number of ids in use; a model may have more."""
         return int(self.tokenizer.get_vocab_size())
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Local.
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text alone, such as a rendered chat template, which has all marks. Local.
 
-        Args:
-            text: Text, in which the names of special tokens become these tokens.
-            add_special_tokens: True to add what the model wants around a text, such as the token
-                of its beginning. A rendered chat template has it already.
+        The names of special tokens in the text become these tokens.
         """
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Local."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text and of what the model wants around it, such as a first token. Local.
+
+        The ids are those of `tokenizer(text)` in transformers.
+        """
+        return list(self.tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; special tokens give none. Local."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def to_json(self) -> str:
+        """The content of `tokenizer.json`. Local."""
+        return str(self.tokenizer.to_str())
 
 
-def load_tokenizer(directory: ModelDirectory) -> DirectoryTokenizer:
+def read_tokenizer(directory: ModelDirectory) -> DirectoryTokenizer:
     """The tokenizer of a directory. Local; nothing but `tokenizer.json` and settings are read.
 
     Raises:
         ConfigError: There is none, or it is damaged.
     """
-    text = directory.text(FILE)
+    text = directory.text(TOKENIZER)
     if text is None:
         raise ConfigError(
             f"model directory {directory.folder}",
-            found=f"no {FILE}",
+            found=f"no {TOKENIZER}",
             why="Text cannot be turned into the token ids of the model without it. Tokenizers of "
             "other files, such as tokenizer.model, are programs of their packages.",
             fix="Save it with transformers: `AutoTokenizer.from_pretrained(DIR)"
@@ -72,9 +94,9 @@ def load_tokenizer(directory: ModelDirectory) -> DirectoryTokenizer:
     except Exception as error:  # tokenizers raises bare Exception for a text that it cannot parse
         raise ConfigError(
             f"model directory {directory.folder}",
-            found=f"{FILE}: {error}",
+            found=f"{TOKENIZER}: {error}",
             why="The file is no tokenizer, is damaged, or was cut off.",
-            fix=f"Copy {FILE} again from where the directory came from.",
+            fix=f"Copy {TOKENIZER} again from where the directory came from.",
         ) from error
     # A file keeps how its last text was cut and padded; prompts are neither.
     tokenizer.no_truncation()

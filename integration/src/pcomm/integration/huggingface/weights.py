@@ -12,20 +12,13 @@ from pcomm.core import Layout
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.integration.huggingface.directory import ModelDirectory
+from pcomm.integration.huggingface.dtypes import DTYPES
 from pcomm.integration.huggingface.families.family import Family
 from pcomm.integration.huggingface.tensor_files import TensorFiles
 from pcomm.integration.huggingface.tensor_table import Segment, TensorMap, map_tensors
 from pcomm.integration.models.language_model import LanguageModel
 
-__all__ = ["DTYPES", "load_weights", "tensor_map"]
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-"""Dtypes that are read, by their names in a safetensors file."""
+__all__ = ["load_weights", "tensor_map"]
 
 
 def load_weights(

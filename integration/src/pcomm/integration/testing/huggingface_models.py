@@ -77,7 +77,8 @@ def small_model(family: str, *, seed: int = 0, **changes: Any) -> nn.Module:
 
     config = transformers.AutoConfig.for_model(family, **{**SMALL_CONFIGS[family], **changes})
     config._attn_implementation = "eager"
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    build: Any = transformers.AutoModelForCausalLM.from_config
+    model: nn.Module = build(config)
     rescale(model, seed)
     return model.eval()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.config import ResolvedModel
-from pcomm.integration.huggingface.config_table import Field, Together, count_of, refused
+from pcomm.integration.huggingface.config_table import Field, Together, refused
 
 __all__ = ["PARTIAL_ROPE", "ROPE"]
 
