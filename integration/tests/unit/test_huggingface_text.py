@@ -64,7 +64,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 }
 TEMPLATES = {
     "chatml": CHAT_TEMPLATE,
-    "special tokens": "{{ bos_token }}{% for m in messages %}{{ m.role }}{% endfor %}{{ eos_token }}",
+    "tokens": "{{ bos_token }}{% for m in messages %}{{ m.role }}{% endfor %}{{ eos_token }}",
     "json": "{% for m in messages %}{{ m | tojson }}{{ m | tojson(indent=2) }}{% endfor %}"
     "{{ tools | tojson }}{{ documents is none }}",
     "state": "{% set ns = namespace(last='') %}{% for m in messages %}{% if m.role == 'user' %}"
