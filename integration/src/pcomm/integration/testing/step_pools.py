@@ -24,6 +24,12 @@ class StepPools:
         model: Model whose steps are computed.
         num_requests: Number of requests, which are named 0 and so on.
         max_tokens: Most tokens of a request.
+
+    Attributes:
+        lengths: Number of tokens of each request that are in memory.
+        memory: Pools of each block of the model.
+        blocks: KV blocks of each request.
+        slots: State slot of each request.
     """
 
     def __init__(self, model: LanguageModel, num_requests: int, max_tokens: int) -> None:
@@ -31,8 +37,8 @@ class StepPools:
         blocks_each = -(-max_tokens // _BLOCK)
         generator = torch.Generator().manual_seed(7)
         blocks = 1 + torch.randperm(num_requests * blocks_each, generator=generator)
-        self._blocks = blocks.view(num_requests, blocks_each)
-        self._slots = 1 + torch.randperm(num_requests, generator=generator)
+        self.blocks = blocks.view(num_requests, blocks_each)
+        self.slots = 1 + torch.randperm(num_requests, generator=generator)
         self.lengths = [0] * num_requests
         self.memory = [
             self._pool(spec, num_requests, num_requests * blocks_each)
@@ -55,7 +61,7 @@ class StepPools:
         for memory in self.memory:
             if isinstance(memory, StateMemory):
                 for pool in memory.pools.values():
-                    pool[self._slots[request]] = 0
+                    pool[self.slots[request]] = 0
 
     def batch(self, order: Sequence[int], new: Mapping[int, Sequence[int]]) -> StepBatch:
         """The batch of the new tokens of these requests, all of whose logits are wanted."""
@@ -65,7 +71,7 @@ class StepPools:
             count = len(new[request])
             offsets.append(offsets[-1] + count)
             positions.append(torch.arange(context, context + count))
-            blocks = self._blocks[request][positions[-1] // _BLOCK]
+            blocks = self.blocks[request][positions[-1] // _BLOCK]
             slots.append(blocks * _BLOCK + positions[-1] % _BLOCK)
         tokens = [token for request in order for token in new[request]]
         return StepBatch(
@@ -74,10 +80,10 @@ class StepPools:
             cu_seqlens=tuple(offsets),
             context_lens=tuple(contexts),
             context_lens_N=torch.tensor(contexts, dtype=torch.int32),
-            block_tables_NB=self._blocks[order].to(torch.int32),
+            block_tables_NB=self.blocks[order].to(torch.int32),
             kv_slots_T=torch.cat(slots),
             first_blocks=(None,) * len(order),
-            state_slots_N=self._slots[order],
+            state_slots_N=self.slots[order],
             logits_rows=torch.arange(len(tokens)),
         )
 

@@ -106,7 +106,8 @@ class MixtureOfExperts(nn.Module):
         chosen_C, order_C = experts_TK.flatten().sort(stable=True)
         rows_CD = x_TD.index_select(0, order_C // experts_TK.shape[1]).to(_compute_dtype(x_TD))
         y_CD = self.experts(rows_CD, count(chosen_C, self._num_experts))
-        y_TKD = torch.empty_like(y_CD).index_copy_(0, order_C, y_CD).view(*experts_TK.shape, -1)
+        y_CD = torch.empty_like(y_CD).index_copy_(0, order_C, y_CD)
+        y_TKD = y_CD.view(*experts_TK.shape, y_CD.shape[1])
         return (y_TKD * weights_TK.to(y_TKD.dtype).unsqueeze(-1)).sum(1)
 
 

@@ -53,16 +53,11 @@ class BlockTables:
             self._changed.update(zip(range(first, first + len(blocks)), blocks, strict=True))
 
     def select(self, rows_N: Tensor, width: int) -> Tensor:
-        """The first `width` entries of some rows, int32 `[N, width]` on the device."""
-        self._send()
+        """The first `width` entries of some rows, int32 `[N, width]`, as `send` left them."""
         return self._tensor[:, :width].index_select(0, rows_N)
 
-    def select_into(self, out_NB: Tensor, rows_N: Tensor) -> None:
-        """The same of all entries, into a static buffer."""
-        self._send()
-        torch.index_select(self._tensor, 0, rows_N, out=out_NB)
-
-    def _send(self) -> None:
+    def send(self) -> None:
+        """Bring the entries that have changed to the device."""
         if not self._changed:
             return
         device = self._tensor.device

@@ -7,41 +7,31 @@ from collections.abc import Sequence
 import torch
 
 from pcomm.core.errors import ClosedError, ConfigError
-from pcomm.inference.engine.allocator import Allocator
-from pcomm.inference.engine.block_manager import BlockManager
-from pcomm.inference.engine.block_tables import BlockTables
-from pcomm.inference.engine.engine_stats import EngineStats, PoolUse
+from pcomm.inference.engine.engine_memory import EngineMemory
+from pcomm.inference.engine.engine_settings import EngineSettings
+from pcomm.inference.engine.engine_stats import EngineStats
 from pcomm.inference.engine.live_request import LiveRequest
 from pcomm.inference.engine.model_runner import ModelRunner
-from pcomm.inference.engine.pools import Pools
-from pcomm.inference.engine.prefix_cache import PrefixCache
 from pcomm.inference.engine.prompt_logprobs import note_prompt_logprobs
-from pcomm.inference.engine.request import Request, RequestOutput, TokenLogprobs
+from pcomm.inference.engine.request import Request, RequestOutput
 from pcomm.inference.engine.request_checks import check_request
 from pcomm.inference.engine.request_queue import RequestQueue
 from pcomm.inference.engine.sampler import Sampled, Sampler
 from pcomm.inference.engine.sampling_rows import sampling_rows
 from pcomm.inference.engine.scheduler import Scheduler
-from pcomm.inference.engine.speculation.verification import count_accepted
-from pcomm.inference.engine.state_slots import StateSlots
-from pcomm.inference.engine.step_builder import StepBuilder
-from pcomm.inference.engine.step_plan import Chunk, StepPlan
+from pcomm.inference.engine.step_outputs import StepOutputs
+from pcomm.inference.engine.step_plan import StepPlan
 from pcomm.inference.engine.stopping import stop_ids
-from pcomm.inference.engine.token_acceptance import accept_tokens
+from pcomm.inference.engine.structured.grammar_compiler import GrammarCompiler
 from pcomm.inference.model import Model
+from pcomm.inference.roofline.host_times import HostTimes
 from pcomm.inference.text.text_stream import TextStream
 from pcomm.inference.text.tokenizer import Tokenizer
 
-__all__ = ["SNAPSHOT_INTERVAL", "STATE_CHUNK", "Engine"]
+__all__ = ["MOST_FAILURES", "Engine"]
 
-STATE_CHUNK = 64
-"""Tokens that kernels of recurrent layers compute at once. Chunks of a prompt, and the snapshots of
-the prefix cache, end at multiples of it, so that a prompt that is cut is computed like a whole one.
-"""
-
-SNAPSHOT_INTERVAL = 256
-"""Tokens between two snapshots while text is written, so that the next turn of a chat begins from
-its middle; a copy for so many steps costs less than 1 % of what they move."""
+MOST_FAILURES = 2
+"""Steps of several requests that may fail with a request which succeeds alone, before it ends."""
 
 
 class Engine:
@@ -88,60 +78,34 @@ class Engine:
         speculative_tokens: int = 0,
         device: str | torch.device = "cpu",
     ) -> None:
-        device = torch.device(device)
-        self._vocabulary = vocabulary
-        self._eos_ids = tuple(eos_ids) + tuple(tokenizer.eos_ids if tokenizer else ())
-        self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._pools = Pools(
-            model.memory_specs(),
+        specs, device = model.memory_specs(), torch.device(device)
+        self._settings = settings = EngineSettings(
+            vocabulary=vocabulary,
+            max_model_len=max_model_len,
+            block_size=block_size,
             num_blocks=num_blocks,
-            block_size=block_size,
-            num_slots=num_state_slots,
-            device=device,
-        )
-        has_blocks = self._pools.has_blocks
-        width = -(-(max_model_len - 1) // block_size) if has_blocks else 0
-        tables = BlockTables(max_requests, width, device)
-        blocks = BlockManager(num_blocks if has_blocks else 0)
-        slots = StateSlots(num_state_slots if self._pools.has_states else 0)
-        self._cache: PrefixCache | None = None
-        if prefix_cache and (has_blocks or self._pools.has_states):
-            self._cache = PrefixCache(
-                blocks,
-                slots,
-                block_size=block_size,
-                bytes_per_block=self._pools.bytes_per_block,
-                bytes_per_slot=self._pools.bytes_per_slot,
-            )
-        multiple = -(-STATE_CHUNK // block_size) * block_size
-        self._allocator = Allocator(
-            self._pools,
-            blocks,
-            slots,
-            tables,
-            self._cache,
-            block_size=block_size,
-            snapshot_multiple=multiple,
-            snapshot_interval=-(-SNAPSHOT_INTERVAL // multiple) * multiple,
-        )
-        self._queue = RequestQueue(max_queued)
-        self._scheduler = Scheduler(
-            self._allocator,
-            self._queue,
+            num_state_slots=num_state_slots,
             max_batch_tokens=max_batch_tokens,
             max_requests=max_requests,
-            chunk_multiple=multiple if self._pools.has_states else 1,
+            max_queued=max_queued,
             speculative_tokens=speculative_tokens,
-            saves_states=self._pools.has_states,
         )
-        builder = StepBuilder(tables, block_size=block_size, has_blocks=has_blocks, device=device)
-        self._runner = ModelRunner(model, self._pools, builder, vocabulary=vocabulary)
+        settings.check(specs)
+        self._eos_ids = tuple(eos_ids) + tuple(tokenizer.eos_ids if tokenizer else ())
+        self._tokenizer = tokenizer
+        self._memory = EngineMemory(specs, settings, prefix_cache=prefix_cache, device=device)
+        self._queue = RequestQueue(max_queued)
+        self._scheduler = Scheduler(self._memory, self._queue, settings)
+        self._times = HostTimes()
+        self._runner = ModelRunner(model, self._memory, settings, device=device, times=self._times)
         self._sampler = Sampler(vocabulary, device)
+        self._grammars = GrammarCompiler(tokenizer, vocabulary)
         self._live: dict[str, LiveRequest] = {}
+        self._outputs = StepOutputs(self._memory.allocator, self._scheduler, self._live)
+        # Requests of a step that failed; each runs a step alone.
+        self._suspects: list[LiveRequest] = []
         self._num_added = 0
-        self._num_steps = self._num_computed = self._num_written = 0
-        self._num_drafted = self._num_accepted = 0
+        self._num_steps = self._num_computed = 0
         self._is_closed = False
 
     @property
@@ -161,13 +125,14 @@ class Engine:
         check_request(
             request,
             known=self._live,
-            vocabulary=self._vocabulary,
-            max_model_len=self._max_model_len,
+            vocabulary=self._settings.vocabulary,
+            max_model_len=self._settings.max_model_len,
             has_tokenizer=self._tokenizer is not None,
         )
-        limit = min(len(request.prompt) + request.params.max_tokens, self._max_model_len)
+        limit = min(len(request.prompt) + request.params.max_tokens, self._settings.max_model_len)
         self._check_blocks(request, limit)
         self._queue.check_room(request.request_id)
+        grammar = self._grammars.compile(request.params)
         live = LiveRequest(
             request,
             arrival=self._num_added,
@@ -177,6 +142,8 @@ class Engine:
         if self._tokenizer is not None:
             params = request.params
             live.text = TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens)
+            live.is_plain = False
+            live.grammar = grammar
         self._num_added += 1
         self._live[request.request_id] = live
         self._queue.insert(live)
@@ -185,32 +152,36 @@ class Engine:
         """Compute the next tokens; collective under tensor parallelism.
 
         Returns:
-            One output for each request that got a token or ended, in the order of the batch. An
-            exception of the model ends the requests of the batch, with `finish_reason` "error" and
-            the exception as `error`; others go on.
+            One output for each request that got a token or ended, in the order of the batch. A
+            request whose grammar, text or step of the model raises an exception ends with
+            `finish_reason` "error" and the exception as `error`. After an exception in a step of
+            several requests each runs a step alone, so that those which cannot are found and the
+            others go on.
 
         Raises:
             ClosedError: The engine is closed.
         """
         self._check_open("step")
-        plan = self._scheduler.schedule()
+        self._times.begin()
+        plan = self._schedule()
         requests = plan.requests
         if not requests:
             return []
+        self._times.lap("schedule")
         self._num_steps += 1
         self._num_computed += plan.num_tokens
         try:
             sampled = self._sample(plan)
         except Exception as error:
-            self._drop_saved(plan)
-            return [self._fail(live, error) for live in requests]
+            return self._after_failure(plan, error)
         except BaseException:
             # An interrupt leaves states half written: what was under way is computed again.
-            self._drop_saved(plan)
-            for live in requests:
-                self._scheduler.preempt(live)
+            self._put_back(plan)
             raise
-        return self._advance(plan, sampled)
+        self._times.lap("sample")
+        outputs = self._outputs.advance(plan, sampled)
+        self._times.lap("outputs")
+        return outputs
 
     def abort(self, request_id: str) -> bool:
         """End a request at once, whether it runs or waits; its memory is free after the call.
@@ -221,47 +192,47 @@ class Engine:
         live = self._live.pop(request_id, None)
         if live is None:
             return False
+        if live in self._suspects:
+            self._suspects.remove(live)
         self._scheduler.end(live)
         return True
 
     def stats(self) -> EngineStats:
         """Counters and the use of both pools."""
-        blocks, slots = self._allocator.blocks, self._allocator.slots
+        blocks, slots = self._memory.uses()
+        running, graphs = self._scheduler.running, self._runner.graphs
         return EngineStats(
-            running=len(self._scheduler.running),
+            running=len(running),
+            kept_tokens=sum(live.num_computed for live in running),
             waiting=len(self._queue),
-            blocks=PoolUse(
-                blocks.num_blocks,
-                blocks.num_free,
-                blocks.num_used,
-                blocks.num_cached,
-                self._pools.bytes_per_block,
-            ),
-            state_slots=PoolUse(
-                slots.num_slots,
-                slots.num_free,
-                slots.num_used,
-                slots.num_cached,
-                self._pools.bytes_per_slot,
-            ),
+            blocks=blocks,
+            state_slots=slots,
             steps=self._num_steps,
             computed_tokens=self._num_computed,
-            written_tokens=self._num_written,
+            written_tokens=self._outputs.num_written,
             preemptions=self._scheduler.num_preemptions,
-            looked_up_tokens=self._allocator.num_looked_up,
-            cached_tokens=self._allocator.num_hit,
-            drafted_tokens=self._num_drafted,
-            accepted_tokens=self._num_accepted,
+            looked_up_tokens=self._memory.allocator.num_looked_up,
+            cached_tokens=self._memory.allocator.num_hit,
+            drafted_tokens=self._outputs.num_drafted,
+            accepted_tokens=self._outputs.num_accepted,
+            graph_sizes=graphs.sizes if graphs else (),
+            graph_refusal=graphs.refusal if graphs else "",
+            host_us=self._times.medians_us(),
         )
 
     def close(self) -> None:
         """End all requests and free the pools; a second call does nothing."""
         for request_id in list(self._live):
             self.abort(request_id)
-        if self._cache is not None:
-            self._cache.clear()
-        self._pools.free()
+        self._memory.close()
         self._is_closed = True
+
+    def _schedule(self) -> StepPlan:
+        while self._suspects:
+            plan = self._scheduler.schedule_alone(self._suspects.pop(0))
+            if plan.chunks:
+                return plan
+        return self._scheduler.schedule()
 
     def _sample(self, plan: StepPlan) -> Sampled:
         logits = self._runner.run(plan)
@@ -271,73 +242,29 @@ class Engine:
             logits = logits[torch.tensor(of_prompts.other_places(len(logits)))]
         return self._sampler.sample(logits, rows)
 
-    def _advance(self, plan: StepPlan, sampled: Sampled) -> list[RequestOutput]:
-        """Give each request its tokens, and end those that are complete."""
-        ids, logprobs, outputs = sampled.token_ids, sampled.logprobs, []
-        for place, live in enumerate(plan.decodes):
-            live.num_computed += 1
-            outputs.append(self._accept(live, ids[place : place + 1], logprobs[place : place + 1]))
-        place = len(plan.decodes)
-        for chunk in plan.chunks:
-            if not chunk.is_sampled:
-                chunk.live.num_computed = chunk.stop
-                self._allocator.keep(chunk.live)
-                continue
-            behind = place + len(chunk.drafts) + 1
-            right = self._settle_drafts(chunk, ids[place:behind])
-            end = place + right + 1
-            outputs.append(self._accept(chunk.live, ids[place:end], logprobs[place:end]))
-            place = behind
-        return outputs
+    def _after_failure(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+        """End the request that a step has failed for, or find it by running each alone."""
+        requests = plan.requests
+        self._put_back(plan)
+        if len(requests) == 1:
+            return [self._outputs.fail(requests[0], error)]
+        for live in requests:
+            live.num_failures += 1
+        lost = [live for live in requests if live.num_failures > MOST_FAILURES]
+        self._suspects = [live for live in requests if live not in lost]
+        return [self._outputs.fail(live, error) for live in lost]
 
-    def _settle_drafts(self, chunk: Chunk, sampled: list[int]) -> int:
-        """Note what is computed after a chunk, and return the number of drafts that were right."""
-        live, right = chunk.live, count_accepted(chunk.drafts, sampled)
-        live.num_computed = chunk.stop + right
-        self._num_drafted += len(chunk.drafts)
-        self._num_accepted += right
-        if chunk.saved_slot:
-            is_wrong = right < len(chunk.drafts)
-            self._allocator.drop_saved(live, chunk.saved_slot, restore=is_wrong)
-            if is_wrong:
-                # The state has seen wrong tokens: the right ones are computed again from before.
-                live.num_computed = chunk.start
-        return right
-
-    def _accept(
-        self, live: LiveRequest, tokens: list[int], logprobs: list[TokenLogprobs | None]
-    ) -> RequestOutput:
-        try:
-            output = accept_tokens(live, tokens, logprobs)
-        except Exception as error:
-            return self._fail(live, error)
-        if live.num_computed >= live.keep_at:
-            self._allocator.keep(live)
-        self._num_written += len(output.token_ids)
-        if output.finish_reason:
-            del self._live[live.request_id]
-            self._scheduler.end(live)
-        return output
-
-    def _fail(self, live: LiveRequest, error: Exception) -> RequestOutput:
-        del self._live[live.request_id]
-        self._scheduler.end(live)
-        return RequestOutput(
-            live.request_id,
-            (),
-            finish_reason="error",
-            cached_tokens=live.cached_tokens or 0,
-            error=error,
-        )
-
-    def _drop_saved(self, plan: StepPlan) -> None:
+    def _put_back(self, plan: StepPlan) -> None:
+        """Let all requests of a step wait that did not complete; what it wrote is not used."""
         for chunk in plan.chunks:
             if chunk.saved_slot:
-                self._allocator.drop_saved(chunk.live, chunk.saved_slot, restore=False)
+                self._memory.allocator.drop_saved(chunk.live, chunk.saved_slot, restore=False)
+        for live in plan.requests:
+            self._scheduler.preempt(live)
 
     def _check_blocks(self, request: Request, limit: int) -> None:
-        needed = self._allocator.blocks_for(limit - 1)
-        if needed <= (most := self._allocator.blocks.num_blocks):
+        needed = self._memory.allocator.blocks_for(limit - 1)
+        if needed <= (most := self._memory.allocator.blocks.num_blocks):
             return
         raise ConfigError(
             f"Engine.add: request {request.request_id!r}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["EngineStats", "PoolUse"]
@@ -32,6 +33,7 @@ class EngineStats:
 
     Attributes:
         running: Number of requests that have memory.
+        kept_tokens: Number of their tokens whose keys, values and states are in memory.
         waiting: Number of requests in the queue.
         blocks: KV blocks.
         state_slots: State slots.
@@ -43,9 +45,15 @@ class EngineStats:
         cached_tokens: Number of those that the prefix cache had.
         drafted_tokens: Number of tokens that were guessed.
         accepted_tokens: Number of guesses that were right.
+        graph_sizes: Numbers of requests of the decode steps that are replayed from graphs.
+        graph_refusal: The reason why decode steps cannot be recorded; empty where they can, and on
+            devices without graphs.
+        host_us: Median microseconds of the host in each phase of the last steps, by its name:
+            `schedule`, `batch`, `model`, `sample`, `outputs`.
     """
 
     running: int
+    kept_tokens: int
     waiting: int
     blocks: PoolUse
     state_slots: PoolUse
@@ -57,3 +65,6 @@ class EngineStats:
     cached_tokens: int
     drafted_tokens: int
     accepted_tokens: int
+    graph_sizes: tuple[int, ...]
+    graph_refusal: str
+    host_us: Mapping[str, float]

@@ -46,8 +46,11 @@ class LiveRequest:
             state.
         cached_tokens: Number of tokens of the prompt that came from the prefix cache when the
             request began; None before that.
+        is_plain: True for one that gets tokens alone: no text, grammar or log-probabilities.
         text: Text of the tokens; None without a tokenizer.
         grammar: Grammar of the text; None for any text.
+        num_failures: Number of steps of several requests that failed with it.
+        error: Exception of its grammar in the step under way, which ends it.
         prompt_logprobs: Log-probabilities of the prompt's tokens from the second on, as far as
             they are known; where the request asked for them.
     """
@@ -59,12 +62,15 @@ class LiveRequest:
         "cached_tokens",
         "capacity",
         "claim",
+        "error",
         "first_block",
         "grammar",
         "is_orphan",
+        "is_plain",
         "keep_at",
         "limit",
         "num_computed",
+        "num_failures",
         "num_prompt",
         "num_published",
         "order",
@@ -109,6 +115,10 @@ class LiveRequest:
         self.is_orphan = False
         self.snapshot_at: list[int] = []
         self.cached_tokens: int | None = None
+        self.num_failures = 0
+        self.error: Exception | None = None
+        given = (self.params.logprobs, self.params.prompt_logprobs)
+        self.is_plain = given == (None, None)
         self.text: TextStream | None = None
         self.grammar: GrammarState | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -1,4 +1,6 @@
-"""Runs a model on the tokens of a step."""
+"""Runs a model on the tokens of a step: eagerly, or by a recorded graph."""
+
+# Shape suffixes: L rows of logits, V token ids.
 
 from __future__ import annotations
 
@@ -6,10 +8,14 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError
-from pcomm.inference.engine.pools import Pools
+from pcomm.inference.engine.decode_graphs import DecodeGraphs, recorder_for
+from pcomm.inference.engine.engine_memory import EngineMemory
+from pcomm.inference.engine.engine_settings import EngineSettings
 from pcomm.inference.engine.step_builder import StepBuilder
 from pcomm.inference.engine.step_plan import StepPlan
 from pcomm.inference.model import Model
+from pcomm.inference.roofline.host_times import HostTimes
+from pcomm.inference.step_batch import StepBatch
 
 __all__ = ["ModelRunner"]
 
@@ -19,18 +25,42 @@ class ModelRunner:
 
     Args:
         model: The model.
-        pools: Memory of its layers.
-        builder: Makes batches.
-        vocabulary: Number of token ids, the width of the logits.
+        memory: Pools of its layers, and block tables.
+        settings: Sizes of vocabulary, blocks and steps.
+        device: Device of the model.
+        times: Times of the phases of a step.
     """
 
     def __init__(
-        self, model: Model, pools: Pools, builder: StepBuilder, *, vocabulary: int
+        self,
+        model: Model,
+        memory: EngineMemory,
+        settings: EngineSettings,
+        *,
+        device: torch.device,
+        times: HostTimes,
     ) -> None:
         self._model = model
-        self._pools = pools
-        self._builder = builder
-        self._vocabulary = vocabulary
+        self._pools = memory.pools
+        self._tables = tables = memory.tables
+        self._vocabulary = settings.vocabulary
+        self._times = times
+        self._builder = StepBuilder(
+            tables,
+            block_size=settings.block_size,
+            has_blocks=memory.pools.has_blocks,
+            device=device,
+        )
+        self.graphs: DecodeGraphs | None = None
+        if (recorder := recorder_for(device)) is not None:
+            self.graphs = DecodeGraphs(
+                self._step,
+                self._builder,
+                recorder,
+                max_requests=settings.max_requests,
+                table_width=tables.width,
+                device=device,
+            )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
@@ -42,7 +72,19 @@ class ModelRunner:
         Raises:
             ConfigError: The model returned something else. What the model raises passes through.
         """
+        self._tables.send()
+        if self.graphs is not None and not plan.chunks:
+            logits = self.graphs.run(plan.decodes)
+            if logits is not None:
+                self._times.lap("model")
+                return logits
         batch = self._builder.build(plan)
+        self._times.lap("batch")
+        logits = self._step(batch)
+        self._times.lap("model")
+        return logits
+
+    def _step(self, batch: StepBatch) -> Tensor:
         logits = self._model.step(batch, self._pools.memories)
         expected = (batch.logits_rows.shape[0], self._vocabulary)
         if tuple(logits.shape) != expected:

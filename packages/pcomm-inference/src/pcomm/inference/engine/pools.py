@@ -47,9 +47,9 @@ class Pools:
         for number, spec in enumerate(specs):
             memory: LayerMemory | None = None
             if isinstance(spec, KVSpec):
-                shape = (num_blocks + 1, block_size, spec.heads, spec.head_dim)
+                paged = (num_blocks + 1, block_size, spec.heads, spec.head_dim)
                 # Zeros: attention may multiply what lies behind the last token by 0.
-                keys, values = (torch.zeros(shape, dtype=spec.dtype, device=device) for _ in "kv")
+                keys, values = (torch.zeros(paged, dtype=spec.dtype, device=device) for _ in "kv")
                 memory = KVMemory(keys, values)
             elif isinstance(spec, StateSpec):
                 memory = StateMemory({})

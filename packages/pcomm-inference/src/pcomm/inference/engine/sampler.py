@@ -95,10 +95,11 @@ class Sampler:
             params = row.params
             groups[0 if params.temperature == 0 else 1 + filters(params)].append(number)
         ways = (_likeliest, self._draw_from_all, self._draw_from_some)
-        chosen_L = torch.empty(len(rows), dtype=torch.int64, device=logits_LV.device)
         for numbers, way in zip(groups, ways, strict=True):
             if len(numbers) == len(rows):
                 return way(logits_LV, rows)
+        chosen_L = torch.empty(len(rows), dtype=torch.int64, device=logits_LV.device)
+        for numbers, way in zip(groups, ways, strict=True):
             if numbers:
                 index = torch.tensor(numbers, device=logits_LV.device)
                 chosen_L[index] = way(logits_LV[index], [rows[number] for number in numbers])

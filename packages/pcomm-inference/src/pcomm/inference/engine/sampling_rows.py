@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 
+from torch import Tensor
+
 from pcomm.inference.engine.live_request import LiveRequest
 from pcomm.inference.engine.prompt_logprobs import PromptRows
-from pcomm.inference.engine.sampling_row import SamplingRow
+from pcomm.inference.engine.sampling_row import GrammarState, SamplingRow
 from pcomm.inference.engine.step_plan import Chunk, StepPlan
 
 __all__ = ["sampling_rows"]
@@ -33,9 +35,47 @@ def sampling_rows(plan: StepPlan) -> tuple[list[SamplingRow], PromptRows]:
 
 
 def _row(live: LiveRequest) -> SamplingRow:
-    return SamplingRow(
-        live.params, live.prompt, live.output, len(live.tokens), live.stop_ids, live.grammar
-    )
+    mask = None if live.grammar is None else _mask(live, live.grammar)
+    return SamplingRow(live.params, live.prompt, live.output, len(live.tokens), live.stop_ids, mask)
+
+
+def _mask(live: LiveRequest, grammar: GrammarState) -> GrammarState | None:
+    """The grammar with its mask computed; an error is noted, so that other rows are sampled."""
+    try:
+        return ComputedMask(grammar, grammar.allowed_words())
+    except Exception as error:
+        live.error = error
+        return None
+
+
+class ComputedMask:
+    """A grammar whose mask is known.
+
+    Args:
+        grammar: The grammar.
+        words: Its mask.
+    """
+
+    def __init__(self, grammar: GrammarState, words: Tensor) -> None:
+        self._grammar = grammar
+        self._words = words
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text is complete."""
+        return self._grammar.is_finished
+
+    def allowed_words(self) -> Tensor:
+        """The mask."""
+        return self._words
+
+    def accept(self, token_id: int) -> None:
+        """Go on behind a token."""
+        self._grammar.accept(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        self._grammar.rollback(num_tokens)
 
 
 def _draft_rows(chunk: Chunk) -> list[SamplingRow]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import insort
 
-from pcomm.inference.engine.allocator import Allocator
+from pcomm.inference.engine.engine_memory import EngineMemory
+from pcomm.inference.engine.engine_settings import EngineSettings
 from pcomm.inference.engine.live_request import LiveRequest
 from pcomm.inference.engine.request_queue import RequestQueue
 from pcomm.inference.engine.speculation.n_gram import draft_tokens
@@ -17,33 +18,20 @@ class Scheduler:
     """Requests that run and requests that wait.
 
     Args:
-        allocator: Gives and takes memory.
+        memory: Gives and takes blocks and slots.
         queue: Requests that wait.
-        max_batch_tokens: Most tokens of a step.
-        max_requests: Most requests that run at once.
-        chunk_multiple: Chunks of prompts end at multiples of it where the budget allows.
-        speculative_tokens: Most drafts of a request in a step.
-        saves_states: Whether the state of a request has to be saved before drafts are tried.
+        settings: Most tokens and requests of a step, and most drafts of a request.
     """
 
-    def __init__(
-        self,
-        allocator: Allocator,
-        queue: RequestQueue,
-        *,
-        max_batch_tokens: int,
-        max_requests: int,
-        chunk_multiple: int,
-        speculative_tokens: int,
-        saves_states: bool,
-    ) -> None:
-        self._allocator = allocator
+    def __init__(self, memory: EngineMemory, queue: RequestQueue, settings: EngineSettings) -> None:
+        self._allocator = memory.allocator
         self._queue = queue
-        self._max_batch_tokens = max_batch_tokens
-        self._max_requests = max_requests
-        self._chunk_multiple = chunk_multiple
-        self._speculative_tokens = speculative_tokens
-        self._saves_states = saves_states
+        self._max_batch_tokens = settings.max_batch_tokens
+        self._max_requests = settings.max_requests
+        self._chunk_multiple = memory.chunk_multiple
+        self._speculative_tokens = settings.speculative_tokens
+        # Drafts that are wrong change a state; keys and values behind a token are not read.
+        self._saves_states = memory.pools.has_states
         # By priority, then arrival, like the queue.
         self.running: list[LiveRequest] = []
         self.num_preemptions = 0
@@ -77,12 +65,19 @@ class Scheduler:
             self._begin_waiting(plan, budget)
         return plan
 
+    def schedule_alone(self, live: LiveRequest) -> StepPlan:
+        """The next tokens of one request; none if it waits and others leave it no memory."""
+        plan = StepPlan()
+        if not live.table_row and not self._begin(live, headroom=0):
+            return plan
+        self._add_chunk(plan, live, self._max_batch_tokens)
+        return plan
+
     def preempt(self, live: LiveRequest) -> None:
         """Take a request's memory away and let it wait; it is computed again when it runs."""
         self.running.remove(live)
         self._allocator.release(live)
         self._queue.insert(live)
-        self.num_preemptions += 1
 
     def end(self, live: LiveRequest) -> None:
         """Take a request out, whether it runs or waits, and its memory back."""
@@ -97,6 +92,7 @@ class Scheduler:
         while not self._allocator.extend(live, num_tokens):
             last = self.running[-1]
             self.preempt(last)
+            self.num_preemptions += 1
             if last is live:
                 return False
         return True
@@ -105,11 +101,16 @@ class Scheduler:
         while budget > 0 and len(self._queue) and len(self.running) < self._max_requests:
             live = self._queue.first
             # A block for each of the others, or the next step would preempt this one again.
-            if not self._allocator.admit(live, headroom=len(self.running)):
+            if not self._begin(live, headroom=len(self.running)):
                 return
-            self._queue.remove(live)
-            insort(self.running, live, key=_order)
             budget -= self._add_chunk(plan, live, budget)
+
+    def _begin(self, live: LiveRequest, *, headroom: int) -> bool:
+        if not self._allocator.admit(live, headroom=headroom):
+            return False
+        self._queue.remove(live)
+        insort(self.running, live, key=_order)
+        return True
 
     def _add_drafts(self, plan: StepPlan, budget: int) -> int:
         """Plan drafts behind the requests that decode, and return their number."""

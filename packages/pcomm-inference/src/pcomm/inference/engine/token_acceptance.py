@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pcomm.inference.engine.live_request import LiveRequest
 from pcomm.inference.engine.request import FinishReason, RequestOutput, TokenLogprobs
 from pcomm.inference.engine.stopping import finish_reason
+from pcomm.inference.text.text_stream import TextStream
 
 __all__ = ["accept_tokens"]
 
@@ -33,11 +34,9 @@ def accept_tokens(
         live.tokens.append(token)
         live.output.append(token)
         count += 1
-        if token in live.stop_ids or len(live.tokens) >= live.limit:
-            room = live.limit - len(live.tokens)
-            reason = finish_reason(live.params, live.stop_ids, token, len(live.output), room)
-        if live.text is not None or live.grammar is not None:
-            more, reason = _follow(live, token, reason)
+        reason = _end(live, token)
+        if live.text is not None:
+            more, reason = _follow(live.text, live, token, reason)
             text += more
         if reason:
             break
@@ -52,22 +51,32 @@ def accept_tokens(
     )
 
 
+def _end(live: LiveRequest, token: int) -> FinishReason | None:
+    """The reason for which a request ends with its newest token, text aside."""
+    is_complete = False
+    if live.grammar is not None:
+        live.grammar.accept(token)
+        is_complete = live.grammar.is_finished
+    return finish_reason(
+        live.params,
+        live.stop_ids,
+        token_id=token,
+        num_output=len(live.output),
+        room=live.limit - len(live.tokens),
+        is_complete=is_complete,
+    )
+
+
 def _follow(
-    live: LiveRequest, token: int, reason: FinishReason | None
+    stream: TextStream, live: LiveRequest, token: int, reason: FinishReason | None
 ) -> tuple[str, FinishReason | None]:
     """The text that a token makes certain, and the reason for which the request ends now."""
-    if live.grammar is not None and reason != "stop":
-        live.grammar.accept(token)
-        if live.grammar.is_finished:
-            reason = reason or "stop"
-    if live.text is None:
-        return "", reason
     text = ""
     # A token that ends the text by its id is no part of it.
     if token not in live.stop_ids:
-        delta = live.text.push(token)
+        delta = stream.push(token)
         text, reason = delta.text, "stop" if delta.is_stopped else reason
-    if reason and not live.text.is_stopped:
-        text += live.text.flush()
-        reason = "stop" if live.text.is_stopped else reason
+    if reason and not stream.is_stopped:
+        text += stream.flush()
+        reason = "stop" if stream.is_stopped else reason
     return text, reason

@@ -42,16 +42,20 @@ def filter_tokens(below_RV: Tensor, params: Sequence[SamplingParams]) -> tuple[T
     # fp64 on the host, as top_p is compared with exact sums.
     top_p_R = torch.tensor([one.top_p for one in params], dtype=torch.float64)
     min_p_R = torch.tensor([one.min_p for one in params], dtype=torch.float32)
-    top_k_R = torch.tensor([one.top_k or vocabulary for one in params])
+    top_k_R = torch.tensor([min(one.top_k or vocabulary, vocabulary) for one in params])
     top_p_R, min_p_R, top_k_R = top_p_R.to(device), min_p_R.to(device), top_k_R.to(device)
 
+    # A little less, for the rounding of the logarithm.
     least_R = min_p_R.log() - 1e-3
-    has_top_k = any(one.top_k for one in params)
-    if has_top_k:
-        least_R = torch.maximum(least_R, least_of_top(below_RV, [one.top_k for one in params]))
+    if any(one.top_k for one in params):
+        # Top-p needs the mass of all that top-k keeps, also of what min-p removes.
+        top_R = least_of_top(below_RV, [one.top_k for one in params])
+        least_R = torch.where(top_k_R < vocabulary, top_R, least_R)
     # The mass of all tokens matters where top-p is the first filter.
     total_R = torch.full_like(top_k_R, -1)
-    first = [row for row, one in enumerate(params) if one.top_p < 1 and not one.top_k]
+    first = [
+        row for row, one in enumerate(params) if one.top_p < 1 and not 0 < one.top_k < vocabulary
+    ]
     if first:
         rows = torch.tensor(first, device=device)
         mass = _units(below_RV if len(first) == len(params) else below_RV[rows]).sum(1)

@@ -59,7 +59,7 @@ def expected_tokens(
     model: ToyModel, prompt: Sequence[int], max_tokens: int, *, eos_ids: Sequence[int] = ()
 ) -> list[int]:
     """The likeliest tokens that follow a prompt, up to `max_tokens` or a token that ends it."""
-    tokens, written = list(prompt), []
+    tokens, written = list(prompt), list[int]()
     while len(written) < max_tokens and not (written and written[-1] in eos_ids):
         found = 0
         for layer in range(model.attention_layers):

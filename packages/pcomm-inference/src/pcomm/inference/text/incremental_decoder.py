@@ -7,13 +7,12 @@ from pcomm.inference.text.tokenizer import Tokenizer
 __all__ = ["IncrementalDecoder"]
 
 _REPLACEMENT = "\ufffd"
-# An unfinished character of UTF-8 has at most 3 bytes. A decoder makes one U+FFFD of them, or one
-# of each byte, so that only the last 3 can still become something else.
-_MOST_UNFINISHED = 3
-# Text that stays unfinished is bytes that are no UTF-8. From this many tokens on, only the last
-# ones are decoded again: 3 unfinished characters of 3 bytes, and 3 bytes after which a decoder
-# that begins within a character is in step again.
+# An unfinished character becomes U+FFFD, and so does what can never be one. From this many tokens
+# on it is the latter, but for the last three: a character has at most 3 unfinished bytes, of which
+# a decoder makes one U+FFFD or three. Then only the last tokens are decoded again: 3 unfinished
+# characters of 3 bytes, and 3 bytes after which a decoder that began within a character is in step.
 _MOST_PENDING, _KEPT_PENDING = 24, 12
+_MOST_UNFINISHED = 3
 
 
 class IncrementalDecoder:
@@ -48,7 +47,9 @@ class IncrementalDecoder:
         if not text and self._is_silent(token_id):
             self._pending.pop()
             return ""
-        unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MOST_UNFINISHED)
+        unfinished = len(text) - len(text.rstrip(_REPLACEMENT))
+        if len(self._pending) > _MOST_PENDING:
+            unfinished = min(unfinished, _MOST_UNFINISHED)
         certain = len(text) - unfinished
         new = text[self._given : certain]
         self._given = max(self._given, certain)

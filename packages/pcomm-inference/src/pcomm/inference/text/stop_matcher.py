@@ -52,6 +52,9 @@ class StopMatcher:
             if length and may_stop:
                 self.is_stopped, self._held = True, ""
                 return text[: end + 1 - length]
+            while self._node and not self._next[self._node]:
+                # A whole stop string that was passed over; no longer one begins with it.
+                self._node = self._shorter[self._node]
         certain = len(text) - self._depth[self._node]
         self._held = text[certain:]
         return text[:certain]

@@ -68,8 +68,14 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         if name == "json_schema":
-            _check_json(text)
-            grammar = LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT)
+            schema = _parsed(text)
+            # Options are for objects; `true` is the empty one, and the others are no schemas, which
+            # is found below.
+            if schema is True:
+                schema = {}
+            grammar = LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides=_COMPACT if isinstance(schema, dict) else None
+            )
         else:
             grammar = LLMatcher.grammar_from_regex(text)
         matcher = LLMatcher(words, grammar, log_level=0)
@@ -112,10 +118,10 @@ class GrammarCompiler:
         return tokenizer
 
 
-def _check_json(text: str) -> None:
+def _parsed(text: str) -> object:
     # llguidance puts the text into a larger one, and would say where in that it is wrong.
     try:
-        json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _cannot_compile("json_schema", f"no JSON: {error}") from error
 

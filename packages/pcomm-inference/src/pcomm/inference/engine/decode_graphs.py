@@ -1,0 +1,135 @@
+"""Steps of decoding that were recorded once and are replayed: CUDA graphs by padded size."""
+
+# Shape suffixes: V token ids.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pcomm.inference.engine.live_request import LiveRequest
+from pcomm.inference.engine.step_builder import StepBuilder
+from pcomm.inference.step_batch import StepBatch
+
+__all__ = ["CudaRecorder", "DecodeGraphs", "Recorder", "recorder_for"]
+
+
+class Recorder(Protocol):
+    """Records what a function does on a device."""
+
+    def record(self, body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Run a function, and return its result with a function that computes it again in place."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Warm up on a stream of its own, then capture."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            body()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = body()
+        return result, graph.replay
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What records steps on a device; None for one on which they always run eagerly."""
+    return CudaRecorder() if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    packed: Tensor
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+class DecodeGraphs:
+    """Recorded steps for 1, 2, 4, 8, ... requests, each recorded when it is needed first.
+
+    All that changes between two steps are integers. They are copied into one static tensor; the
+    block tables are looked up on the device, within the graph.
+
+    Args:
+        step: The model on a batch.
+        builder: Packs the integers.
+        recorder: Records a step.
+        max_requests: Largest number of requests.
+        table_width: Number of columns of the block tables.
+        device: Device of the model.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[StepBatch], Tensor],
+        builder: StepBuilder,
+        recorder: Recorder,
+        *,
+        max_requests: int,
+        table_width: int,
+        device: torch.device,
+    ) -> None:
+        self._step = step
+        self._builder = builder
+        self._recorder = recorder
+        self._max_requests = max_requests
+        self._table_width = table_width
+        self._device = device
+        self._recorded: dict[int, _Recorded] = {}
+        self.refusal = ""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of requests of the steps that are recorded."""
+        return tuple(sorted(self._recorded))
+
+    def run(self, decodes: list[LiveRequest]) -> Tensor | None:
+        """Logits of a step of decoding, `[N, V]`, valid until the next one; None to run eagerly.
+
+        A model whose step cannot be recorded runs eagerly from then on; `refusal` says why.
+        """
+        if self.refusal:
+            return None
+        size = min(1 << (len(decodes) - 1).bit_length(), self._max_requests)
+        found = self._recorded.get(size)
+        if found is None:
+            try:
+                found = self._recorded[size] = self._record(size)
+            except Exception as error:
+                self.refusal = f"{type(error).__name__}: {error}"
+                return None
+        found.packed.copy_(self._builder.pack_decodes(decodes, size))
+        found.replay()
+        return found.logits[: len(decodes)]
+
+    def _record(self, size: int) -> _Recorded:
+        # All requests of the recording are padding: it writes where no request reads.
+        packed = torch.zeros(7 * size, dtype=torch.int64, device=self._device)
+        packed[6 * size :] = torch.arange(size, device=self._device)
+
+        def body() -> Tensor:
+            return self._step(
+                self._builder.batch_of(
+                    packed,
+                    cu_seqlens=tuple(range(size + 1)),
+                    context_lens=(1,) * size,
+                    first_blocks=(None,) * size,
+                    width=self._table_width,
+                )
+            )
+
+        logits, replay = self._recorder.record(body)
+        return _Recorded(packed, logits, replay)

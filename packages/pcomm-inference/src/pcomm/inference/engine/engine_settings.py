@@ -1,0 +1,47 @@
+"""The numbers that an engine is made with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pcomm.core.errors import ConfigError
+from pcomm.inference.model import KVSpec, LayerSpec, StateSpec
+
+__all__ = ["EngineSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Sizes of pools, steps and queues; the arguments of `Engine` of the same names."""
+
+    vocabulary: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    num_state_slots: int
+    max_batch_tokens: int
+    max_requests: int
+    max_queued: int
+    speculative_tokens: int
+
+    def check(self, specs: Sequence[LayerSpec]) -> None:
+        """Refuse numbers that no engine can run with.
+
+        Args:
+            specs: What each layer of the model keeps.
+
+        Raises:
+            ConfigError: A value is no integer, or is too small.
+        """
+        least = dict.fromkeys(vars(self), 1) | {"max_model_len": 2, "speculative_tokens": 0}
+        least["num_blocks"] = int(any(isinstance(spec, KVSpec) for spec in specs))
+        least["num_state_slots"] = int(any(isinstance(spec, StateSpec) for spec in specs))
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < least[name]:
+                raise ConfigError(
+                    f"Engine: {name}",
+                    found=f"{value!r}",
+                    why=f"{name} is an integer of at least {least[name]}, or nothing could run.",
+                    fix=f"Give {name} as such a number.",
+                )

@@ -1,0 +1,145 @@
+"""Whatever runs beside it, a request gets the tokens that it gets alone, and pools never leak."""
+
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pcomm.inference.engine import engine_memory as memory_module
+from pcomm.inference.engine.engine import Engine
+from pcomm.inference.engine.request import Request
+from pcomm.inference.engine.request_queue import QueueFullError
+from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
+
+# Few tokens, so that requests begin alike and guesses are right now and then.
+MODELS = {
+    "attention": ToyModel(3, attention_layers=1, state_layers=0),
+    "recurrent": ToyModel(3, attention_layers=0, state_layers=1),
+    "hybrid": ToyModel(3),
+}
+LONGEST = 24
+
+engines = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([1, 2, 3, 4, 8]),
+        "max_batch_tokens": st.integers(1, 12),
+        "max_requests": st.integers(1, 4),
+        "num_state_slots": st.integers(1, 9),
+        "prefix_cache": st.booleans(),
+        "speculative_tokens": st.sampled_from([0, 1, 3]),
+    }
+)
+prompts = st.one_of(
+    st.lists(st.integers(0, 2), min_size=1, max_size=10),
+    # What begins alike, with tails of every length.
+    st.integers(1, 14).map(lambda length: ([0, 1, 2, 2, 0, 1, 1] * 2)[:length]),
+)
+adds = st.tuples(
+    st.just("add"), prompts, st.integers(1, 9), st.integers(0, 1), st.sampled_from([0.0, 1.0])
+)
+actions = st.lists(
+    st.one_of(
+        adds,
+        adds,
+        st.tuples(st.just("step"), st.integers(1, 4)),
+        st.tuples(st.just("abort"), st.integers(0, 7)),
+    ),
+    max_size=14,
+)
+
+
+def alone(model, request):
+    if request.params.temperature == 0:
+        return expected_tokens(model, request.prompt, request.params.max_tokens)
+    engine = Engine(
+        model,
+        vocabulary=model.vocabulary,
+        max_model_len=LONGEST,
+        num_blocks=2,
+        num_state_slots=1,
+        prefix_cache=False,
+    )
+    engine.add(request)
+    found = []
+    while engine.has_work:
+        for output in engine.step():
+            found += output.token_ids
+    return found
+
+
+def check_pools(engine):
+    stats = engine.stats()
+    for pool in (stats.blocks, stats.state_slots):
+        assert pool.free + pool.used + pool.cached == pool.size
+        assert min(pool.free, pool.used, pool.cached) >= 0
+    if not engine.has_work:
+        assert stats.blocks.used == stats.state_slots.used == 0
+
+
+def run(kind, settings, extra_blocks, state_chunk, steps):
+    model = MODELS[kind]
+    with patch.multiple(memory_module, STATE_CHUNK=state_chunk, SNAPSHOT_INTERVAL=2 * state_chunk):
+        engine = Engine(
+            model,
+            vocabulary=model.vocabulary,
+            max_model_len=LONGEST,
+            num_blocks=-(-LONGEST // settings["block_size"]) + extra_blocks,
+            max_queued=6,
+            **settings,
+        )
+    requests, found, aborted, num_steps = {}, {}, set(), 0
+
+    def step():
+        for output in engine.step():
+            assert output.error is None
+            assert output.request_id not in aborted
+            found[output.request_id] += output.token_ids
+        check_pools(engine)
+
+    for name, *given_values in steps:
+        if name == "step":
+            for _ in range(given_values[0]):
+                step()
+        elif name == "abort":
+            request_id = str(given_values[0])
+            if engine.abort(request_id):
+                aborted.add(request_id)
+            check_pools(engine)
+        else:
+            prompt, most, priority, temperature = given_values
+            params = SamplingParams(temperature=temperature, max_tokens=most, seed=len(requests))
+            request = Request(str(len(requests)), tuple(prompt), params, priority)
+            try:
+                engine.add(request)
+            except QueueFullError:
+                continue
+            requests[request.request_id] = request
+            found[request.request_id] = []
+    while engine.has_work:
+        step()
+        num_steps += 1
+        assert num_steps < 2000, "the engine makes no progress"
+    for request_id, request in requests.items():
+        wanted = alone(model, request)
+        if request_id in aborted:
+            assert found[request_id] == wanted[: len(found[request_id])]
+        else:
+            assert found[request_id] == wanted
+    engine.close()
+    return engine
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@settings(max_examples=60)
+@given(
+    settings=engines,
+    extra_blocks=st.integers(0, 12),
+    state_chunk=st.integers(1, 4),
+    steps=actions,
+)
+def test_each_request_gets_the_tokens_that_it_gets_alone(
+    kind, settings, extra_blocks, state_chunk, steps
+):
+    run(kind, settings, extra_blocks, state_chunk, steps)

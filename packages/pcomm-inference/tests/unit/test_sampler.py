@@ -1,0 +1,190 @@
+"""Tokens of many rows at once: each as if it were alone, and distributed as it should be."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pcomm.core.errors import ConfigError
+from pcomm.inference.engine.sampler import Sampler
+from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling_row import SamplingRow
+
+KINDS = [
+    {"temperature": 0},
+    {},
+    {"temperature": 0.7, "logprobs": 3},
+    {"top_k": 20},
+    {"top_p": 0.9, "temperature": 1.3},
+    {"top_k": 200, "top_p": 0.95, "min_p": 0.01},
+    {"temperature": 0, "repetition_penalty": 1.3, "logprobs": 0},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.5, "logit_bias": {3: 2.0}},
+    {"min_p": 0.1, "min_tokens": 9},
+]
+
+
+def row(position: int = 0, output=(), **settings) -> SamplingRow:
+    return SamplingRow(SamplingParams(**settings), [1, 2], output, position, (0,))
+
+
+def logits(number: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(number, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def too_far(counts_V: torch.Tensor, probabilities_V: torch.Tensor) -> bool:
+    """Whether a chi-square test at 1e-6 refuses the counts (Wilson and Hilferty's approximation).
+
+    A token that cannot occur must not.
+    """
+    possible = probabilities_V > 0
+    if counts_V[~possible].any():
+        return True
+    expected = probabilities_V[possible] * counts_V.sum()
+    assert expected.min() > 5, "the test needs more draws"
+    degrees = len(expected) - 1
+    if degrees == 0:
+        return False
+    statistic = float(((counts_V[possible] - expected) ** 2 / expected).sum())
+    width = 2 / (9 * degrees)
+    return ((statistic / degrees) ** (1 / 3) - (1 - width)) / width**0.5 > 4.75
+
+
+DISTRIBUTIONS = [{}, {"temperature": 2.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}]
+
+
+@pytest.mark.parametrize("settings", DISTRIBUTIONS, ids=str)
+@pytest.mark.parametrize("varied", ["seed", "position"])
+def test_draws_have_the_distribution_of_the_logits(settings: dict, varied: str) -> None:
+    number, vocabulary = 20_000, 17
+    one = logits(1, vocabulary)[0]
+    probabilities = (one.double() / settings.get("temperature", 1)).softmax(0)
+    ranked = probabilities.sort(descending=True)
+    kept = torch.ones(vocabulary, dtype=torch.bool)
+    kept[settings.get("top_k", vocabulary) :] = False
+    kept &= ranked.values.cumsum(0) - ranked.values < settings.get("top_p", 1.1)
+    kept &= ranked.values >= settings.get("min_p", 0) * ranked.values[0]
+    probabilities[ranked.indices[~kept]] = 0
+    probabilities /= probabilities.sum()
+
+    if varied == "seed":
+        rows = [row(3, seed=seed, **settings) for seed in range(number)]
+    else:
+        params = SamplingParams(seed=3, **settings)
+        rows = [SamplingRow(params, [1], (), position) for position in range(number)]
+    token_ids = Sampler(vocabulary, "cpu").sample(one.expand(number, -1), rows).token_ids
+    counts = torch.tensor(token_ids).bincount(minlength=vocabulary).double()
+    assert not too_far(counts, probabilities)
+    # The test is one that a wrong distribution does not pass.
+    wrong = probabilities ** (1 / 1.3)
+    assert too_far(counts, wrong / wrong.sum())
+    # One after the other they are independent.
+    pairs = torch.tensor(token_ids[:-1]) * vocabulary + torch.tensor(token_ids[1:])
+    likely = torch.outer(probabilities, probabilities).flatten()
+    seen = pairs.bincount(minlength=vocabulary**2).double()
+    rare = likely * number < 6
+    joined = torch.cat([likely[~rare], likely[rare].sum()[None]])
+    assert not too_far(torch.cat([seen[~rare], seen[rare].sum()[None]]), joined)
+
+
+def test_draws_of_a_large_vocabulary_have_the_distribution_of_the_logits() -> None:
+    number, vocabulary = 400, 151_936
+    one = logits(1, vocabulary)[0]
+    # 16 classes of tokens that lie far apart.
+    classes = torch.arange(vocabulary) % 16
+    probabilities = torch.zeros(16).double().index_add(0, classes, one.double().softmax(0))
+    params = [SamplingParams(seed=seed) for seed in range(number)]
+    rows = [SamplingRow(each, [1], (), 9) for each in params]
+    found = Sampler(vocabulary, "cpu").sample(one.expand(number, -1), rows).token_ids
+    counts = classes[found].bincount(minlength=16).double()
+    assert not too_far(counts, probabilities)
+    assert len(set(found)) > number / 2
+
+
+# Two threads share the sums of one row alone; few rows, for a machine whose cores are busy.
+@pytest.mark.parametrize(
+    ("vocabulary", "number", "threads"), [(17, 64, 1), (151_936, 64, 1), (151_936, 5, 2)]
+)
+def test_a_row_gets_in_a_batch_what_it_gets_alone(vocabulary, number, threads) -> None:
+    rows = [row(n, [5, 5, n % 17], seed=n // 3, **KINDS[n % len(KINDS)]) for n in range(number)]
+    logits_LV = logits(number, vocabulary)
+    sampler = Sampler(vocabulary, "cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = sampler.sample(logits_LV, rows)
+        for n in range(number):
+            alone = sampler.sample(logits_LV[n : n + 1], rows[n : n + 1])
+            assert alone.token_ids == together.token_ids[n : n + 1]
+            assert alone.logprobs == together.logprobs[n : n + 1]
+        backwards = sampler.sample(logits_LV.flip(0), rows[::-1])
+    finally:
+        torch.set_num_threads(before)
+    assert backwards.token_ids == together.token_ids[::-1]
+    assert backwards.logprobs == together.logprobs[::-1]
+    assert len(set(together.token_ids)) > min(vocabulary, number) / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"top_k": 1}, {"temperature": 1e-300}])
+def test_without_chance_it_is_the_largest_logit_and_the_lowest_id(settings, dtype) -> None:
+    logits_LV = torch.zeros(3, 1000, dtype=dtype)
+    logits_LV[0, [700, 30, 999]] = 2.0
+    logits_LV[1, 999] = 0.5
+    rows = [row(n, seed=n, **settings) for n in range(3)]
+    found = Sampler(1000, "cpu").sample(logits_LV, rows).token_ids
+    if settings == {"temperature": 1e-300}:
+        # Equal tokens stay equally likely, however small the temperature is.
+        assert found[0] in (30, 700, 999)
+        assert found[1] == 999
+    else:
+        assert found == [30, 999, 0]
+
+
+def test_a_plain_greedy_batch_costs_one_argmax() -> None:
+    called = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    sampler, logits_LV = Sampler(17, "cpu"), logits(8, 17)
+    rows = [row(temperature=0) for _ in range(8)]
+    with Spy():
+        found = sampler.sample(logits_LV, rows)
+    # What `tolist` does to a tensor that is neither conjugate nor negative is nothing.
+    assert [name for name in called if not name.startswith("resolve_")] == ["argmax"]
+    assert found.token_ids == logits_LV.argmax(-1).tolist()
+    assert found.logprobs == [None] * 8
+
+
+def test_forbidden_tokens_are_not_drawn_at_any_temperature() -> None:
+    logits_LV = torch.full((4, 17), -torch.inf)
+    logits_LV[:, [4, 11]] = torch.tensor([1.0, 0.0])
+    settings = [{"temperature": 1e300}, {"temperature": 5e-324}, {"top_p": 0.99}, {"top_k": 9}]
+    for seed in range(50):
+        rows = [row(seed=seed, **one) for one in settings]
+        assert set(Sampler(17, "cpu").sample(logits_LV, rows).token_ids) <= {4, 11}
+
+
+def test_a_row_that_is_not_finite_disturbs_no_other() -> None:
+    rows = [row(n, seed=n, **KINDS[n % len(KINDS)]) for n in range(27)]
+    whole, broken = logits(27, 17), logits(27, 17)
+    broken[9:18] = torch.nan
+    expected = Sampler(17, "cpu").sample(whole, rows).token_ids
+    found = Sampler(17, "cpu").sample(broken, rows).token_ids
+    assert found[:9] + found[18:] == expected[:9] + expected[18:]
+    assert all(0 <= token < 17 for token in found)
+
+
+def test_logits_are_not_changed_and_no_rows_give_no_tokens() -> None:
+    sampler, logits_LV = Sampler(17, "cpu"), logits(len(KINDS), 17)
+    sampler.sample(logits_LV, [row(output=[1], **kind) for kind in KINDS])
+    assert torch.equal(logits_LV, logits(len(KINDS), 17))
+    assert sampler.sample(logits_LV[:0], []).token_ids == []
+
+
+def test_logits_of_another_shape_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"\[2, 16\]"):
+        Sampler(17, "cpu").sample(torch.zeros(2, 16), [row(), row()])
+    with pytest.raises(ConfigError, match="1 rows"):
+        Sampler(17, "cpu").sample(torch.zeros(2, 17), [row()])

@@ -1,0 +1,219 @@
+"""Text that follows a schema or an expression, from logits that know nothing of it."""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+
+import jsonschema
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.inference.engine.sampler import Sampler
+from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling_row import SamplingRow
+from pcomm.inference.engine.structured import grammar_compiler
+from pcomm.inference.engine.structured.grammar_compiler import GrammarCompiler
+
+END = 0
+# More logits than tokens, as in models whose vocabulary is padded; no multiple of 32.
+VOCABULARY = 405
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "é🙂", None]}, "maxItems": 4},
+        "inner": {"$ref": "#/$defs/inner"},
+    },
+    "required": ["name", "age", "tags", "inner"],
+    "additionalProperties": False,
+    "$defs": {"inner": {"anyOf": [{"type": "boolean"}, {"const": 1.5}]}},
+}
+
+
+class Tokens:
+    """A trained byte-level tokenizer behind the protocol."""
+
+    eos_ids: Sequence[int] = (END,)
+
+    def __init__(self) -> None:
+        self._tokenizer = tokenizers.Tokenizer(models.BPE())
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=["<|end|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        self._tokenizer.train_from_iterator([json.dumps(SCHEMA), "hello world"] * 3, trainer)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def to_json(self) -> str:
+        return self._tokenizer.to_str()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tokens:
+    return Tokens()
+
+
+@pytest.fixture
+def compiler(tokens) -> GrammarCompiler:
+    return GrammarCompiler(tokens, VOCABULARY)
+
+
+def written(tokens, compiler, params: list[SamplingParams], most: int = 300) -> list[str]:
+    """The text of each request, from random logits, all in one batch."""
+    states = [compiler.compile(one) for one in params]
+    outputs: list[list[int]] = [[] for _ in params]
+    live = list(range(len(params)))
+    sampler, generator = Sampler(VOCABULARY, "cpu"), torch.Generator().manual_seed(0)
+    for _ in range(most):
+        rows = [
+            SamplingRow(params[n], [1], outputs[n], len(outputs[n]), (END,), states[n])
+            for n in live
+        ]
+        logits = torch.randn(len(rows), VOCABULARY, generator=generator) * 2
+        for n, token_id in zip(live, sampler.sample(logits, rows).token_ids, strict=True):
+            outputs[n].append(token_id)
+            if states[n] is not None:
+                states[n].accept(token_id)
+        live = [n for n in live if states[n] is not None and not states[n].is_finished]
+        if not live:
+            break
+    assert not live
+    return [tokens.decode(output) for output in outputs]
+
+
+def test_random_logits_give_what_the_schema_or_the_expression_says(tokens, compiler) -> None:
+    kinds = [{}, {"temperature": 0}, {"top_p": 0.8}, {"temperature": 3.0}, {"top_k": 5}]
+    schema, expression = json.dumps(SCHEMA), r"(ab|[0-9]é){3,5}x?"
+    params = [
+        SamplingParams(seed=seed, **{name: text}, **kinds[seed % 5])
+        for seed in range(20)
+        for name, text in (("json_schema", schema), ("regex", expression))
+    ]
+    # One without a grammar among them, which is not held to any.
+    found = written(tokens, compiler, [*params, SamplingParams()])
+    for text in found[:-1:2]:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    for text in found[1:-1:2]:
+        assert re.fullmatch(expression, text)
+    assert len(set(found)) > 30
+
+
+def test_the_schema_that_allows_anything_is_one(compiler) -> None:
+    for text in ("true", "{}"):
+        assert compiler.compile(SamplingParams(json_schema=text)) is not None
+
+
+def test_an_end_is_allowed_exactly_where_the_text_may_end(tokens, compiler) -> None:
+    state = compiler.compile(SamplingParams(regex="ab+"))
+    assert state is not None
+
+    def allowed() -> set[str]:
+        words = state.allowed_words().tolist()
+        assert len(words) == -(-VOCABULARY // 32)
+        ids = [i for i in range(32 * len(words)) if words[i // 32] >> (i % 32) & 1]
+        assert max(ids) < 400
+        return {"end" if i == END else tokens.decode([i]) for i in ids}
+
+    assert allowed() == {"a"}
+    state.accept(tokens.encode("a")[0])
+    assert allowed() == {"b"}
+    state.accept(tokens.encode("b")[0])
+    assert allowed() == {"b", "end"}
+    state.rollback(2)
+    assert allowed() == {"a"}
+    for letter in "ab":
+        state.accept(tokens.encode(letter)[0])
+    assert not state.is_finished
+    state.accept(END)
+    assert state.is_finished
+
+
+def test_min_tokens_gives_way_to_a_grammar_that_allows_nothing_else(tokens, compiler) -> None:
+    params = [SamplingParams(regex="ab*", min_tokens=4, seed=seed) for seed in range(20)]
+    found = written(tokens, compiler, params)
+    # The end token stands behind 4 letters or more.
+    assert min(map(len, found)) == 4
+    assert written(tokens, compiler, [SamplingParams(regex="ab?", min_tokens=4)]) == ["ab"]
+
+
+def test_requests_with_the_same_grammar_go_their_own_ways(tokens, compiler) -> None:
+    params = SamplingParams(regex="ab|cd")
+    one, other = compiler.compile(params), compiler.compile(params)
+    one.accept(tokens.encode("a")[0])
+    other.accept(tokens.encode("c")[0])
+    assert not torch.equal(one.allowed_words(), other.allowed_words())
+    with pytest.raises(UnsupportedError, match="doesn't satisfy the grammar"):
+        one.accept(tokens.encode("c")[0])
+    other.accept(tokens.encode("d")[0])
+    assert other.is_finished
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"json_schema": "{bad"}, "no JSON.*line 1 column 2"),
+        ({"json_schema": "[" * 100_000}, "no JSON"),
+        ({"json_schema": "[]"}, "object or boolean"),
+        ({"json_schema": '{"type": "foo"}'}, "Invalid type: foo"),
+        ({"json_schema": '{"$ref": "#/nothing"}'}, "does not exist"),
+        ({"json_schema": '{"not": {}}'}, "Unimplemented"),
+        ({"json_schema": "false"}, "Unsatisfiable"),
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-ahead"),
+    ],
+)
+def test_what_cannot_be_compiled_is_an_error_with_the_reason(compiler, settings, reason) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){next(iter(settings))}: .*{reason}"):
+        compiler.compile(SamplingParams(**settings))
+    # The next request is not affected.
+    assert compiler.compile(SamplingParams(regex="a")) is not None
+
+
+@pytest.mark.parametrize(("number", "again"), [(16, 0), (17, 1)])
+def test_few_grammars_are_kept(compiler, monkeypatch, number, again) -> None:
+    compiled = []
+    whole = GrammarCompiler._compile
+
+    def counted(self, name, text):
+        compiled.append(text)
+        return whole(self, name, text)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", counted)
+    for text in [*map(str, range(number)), "0"]:
+        compiler.compile(SamplingParams(regex=text))
+    assert len(compiled) == number + again
+
+
+def test_what_is_missing_is_an_error_of_requests_with_a_grammar_alone(tokens, monkeypatch) -> None:
+    class Bare:
+        eos_ids = (END,)
+        encode, decode = tokens.encode, tokens.decode
+
+    class Endless(Tokens):
+        eos_ids = ()
+
+    wrong = [(None, ConfigError, "without tokenizer"), (Bare(), UnsupportedError, "to_json")]
+    for tokenizer, kind, text in [*wrong, (Endless(), ConfigError, "end token")]:
+        compiler = GrammarCompiler(tokenizer, VOCABULARY)
+        assert compiler.compile(SamplingParams()) is None
+        with pytest.raises(kind, match=text):
+            compiler.compile(SamplingParams(regex="a"))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    compiler = grammar_compiler.GrammarCompiler(tokens, VOCABULARY)
+    assert compiler.compile(SamplingParams()) is None
+    with pytest.raises(UnsupportedError, match=r"pip install 'pcomm-inference\[structured\]'"):
+        compiler.compile(SamplingParams(json_schema="{}"))

@@ -1,0 +1,220 @@
+"""Text while tokens are written: whole characters, and nothing of a stop string."""
+
+from collections.abc import Sequence
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from pcomm.inference.text.text_stream import TextStream
+
+CORPUS = [
+    "the cat sat on the mat, and the dog did not",
+    "日本語の文章と中文的句子 한국어 문장",
+    "naïve café — “quoted” €5 🙂🙂 👩‍👩‍👧 🇩🇪",
+    "def f(x): return {'a': [1, 2], 'b': x}",
+]
+ALPHABET = sorted(set("".join(CORPUS)) | set("\n<|>�"))
+
+
+class Tokens:
+    """The protocol around a tokenizer of the library; it counts the tokens that it decodes."""
+
+    eos_ids: Sequence[int] = ()
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.decoded = 0
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self.decoded += len(ids)
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """Bytes and merges, as GPT-2, Llama 3 and Qwen have them; merges may end within characters."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(CORPUS * 3, trainer)
+    return made
+
+
+def unigram() -> tokenizers.Tokenizer:
+    """SentencePiece's kind: a mark stands for each space, that of the first word is dropped."""
+    made = tokenizers.Tokenizer(models.Unigram())
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200,
+        special_tokens=["<s>", "<unk>"],
+        unk_token="<unk>",
+        initial_alphabet=["▁", *ALPHABET],
+        show_progress=False,
+    )
+    made.train_from_iterator(CORPUS * 3, trainer)
+    return made
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """Llama 2's kind: characters that are no token are tokens of bytes."""
+    words = ["<unk>", "<s>", "▁", *"abcdehimnost.,", "▁t", "th", "▁th", "▁the"]
+    words += [f"<0x{byte:02X}>" for byte in range(256)]
+    merges = [("▁", "t"), ("t", "h"), ("▁t", "h"), ("▁th", "e")]
+    ids = {word: number for number, word in enumerate(words)}
+    made = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True))
+    made.add_special_tokens(["<unk>", "<s>"])
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+@pytest.fixture(scope="module", params=[byte_level, unigram, byte_fallback])
+def tokens(request) -> Tokens:
+    return Tokens(request.param())
+
+
+@pytest.fixture(scope="module")
+def byte_tokens() -> Tokens:
+    return Tokens(byte_level())
+
+
+def deltas(tokens: Tokens, ids: Sequence[int], stop: Sequence[str] = ()) -> list[str]:
+    """What each token adds and, last, what the end adds."""
+    stream = TextStream(tokens, stop)
+    found = [stream.push(token_id).text for token_id in ids]
+    return [*found, stream.flush()]
+
+
+def up_to_the_first(text: str, stop: Sequence[str]) -> str:
+    ends = [(text.find(one) + len(one), text.find(one)) for one in stop if one in text]
+    return text[: min(ends)[1]] if ends else text
+
+
+# Single bytes of several replacement characters in a row are taken for bytes that are no UTF-8.
+texts = (
+    st.lists(st.sampled_from([*CORPUS, "🙂", " ", "  ", "日本", "\n", "�", "𝄞", "x"])).map("".join)
+    | st.text(max_size=30)
+).filter(lambda text: "����" not in text)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=texts)
+def test_deltas_together_are_the_decoded_text(tokens, text) -> None:
+    ids = tokens.encode(text)
+    found, whole = deltas(tokens, ids), tokens.decode(ids)
+    assert "".join(found) == whole
+    # A replacement character is shown only where the text itself has one.
+    assert sum(one.count("�") for one in found) == whole.count("�")
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), text=texts)
+def test_nothing_of_a_stop_string_is_shown(tokens, data, text) -> None:
+    ids = tokens.encode(text)
+    whole = tokens.decode(ids)
+    cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 6))
+    inside = cuts.map(lambda cut: whole[cut[0] : sum(cut)]).filter(bool)
+    strings = st.text(min_size=1, max_size=4) if not whole else inside | st.text(min_size=1)
+    stop = data.draw(st.lists(strings, min_size=1, max_size=8))
+    expected, shown = up_to_the_first(whole, stop), ""
+    for delta in deltas(tokens, ids, stop):
+        shown += delta
+        assert expected.startswith(shown)
+    assert shown == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_tokens_give_the_decoded_text_also_bytes_that_are_no_characters(
+    byte_tokens, data
+) -> None:
+    number = byte_tokens.tokenizer.get_vocab_size()
+    ids = data.draw(st.lists(st.integers(0, number - 1), max_size=80))
+    assert "".join(deltas(byte_tokens, ids)) == byte_tokens.decode(ids)
+
+
+@pytest.mark.parametrize("length", [24, 25, 26, 300])
+@pytest.mark.parametrize("text", ["\x80", "\xe4", "\xf0\x9f", "\xf0\x9f\x98"])
+def test_bytes_that_never_become_characters_are_shown_in_time(byte_tokens, text, length) -> None:
+    # The alphabet writes each byte as one character; these are bytes of unfinished characters.
+    alphabet = dict(zip(range(256), _byte_alphabet(), strict=True))
+    ids = [byte_tokens.tokenizer.token_to_id(alphabet[ord(one)]) for one in text] * length
+    found = deltas(byte_tokens, ids)
+    assert "".join(found) == byte_tokens.decode(ids)
+    # Up to 24 tokens, of a byte each, wait for one that makes a character of them.
+    assert len(found[-1]) <= 24
+
+
+def _byte_alphabet() -> list[str]:
+    """GPT-2's characters for the bytes from 0 to 255."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
+
+
+def test_whole_characters_among_single_bytes_stay_as_they_are() -> None:
+    # The library makes U+FFFD of all bytes in a row, when the last of them is wrong.
+    tokens = Tokens(byte_fallback())
+    byte = {value: tokens.tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256)}
+    ids = [byte[value] for value in "é中".encode()] + [byte[0xE4]] + tokens.encode("a")[-1:]
+    assert deltas(tokens, ids) == ["", "é", "", "", "中", "", "�a", ""]
+    assert tokens.decode(ids) == "������a"
+
+
+@pytest.mark.parametrize("kind", ["words", "broken", "special", "specials first", "characters"])
+def test_the_work_for_a_token_does_not_depend_on_the_length(byte_tokens, kind) -> None:
+    special = byte_tokens.tokenizer.token_to_id("<|end|>")
+    broken = byte_tokens.tokenizer.token_to_id(_byte_alphabet()[0x80])
+    ids = {
+        "words": byte_tokens.encode(" the cat sat" * 200),
+        "broken": [broken] * 600,
+        "special": [*byte_tokens.encode("a"), *[special] * 600],
+        "specials first": [*[special] * 600, *byte_tokens.encode("a")],
+        "characters": byte_tokens.encode("𝄞" * 150),
+    }[kind]
+    byte_tokens.decoded = 0
+    found = deltas(byte_tokens, ids)
+    assert byte_tokens.decoded <= 40 * len(ids)
+    assert "".join(found) == byte_tokens.decode(ids)
+
+
+def test_min_tokens_is_for_stop_strings_too(byte_tokens) -> None:
+    ids = [byte_tokens.encode(letter)[0] for letter in "xyxyxy"]
+    for min_tokens, expected in {0: "", 1: "", 2: "xy", 3: "xy", 4: "xyxy", 6: "xyxyxy"}.items():
+        stream = TextStream(byte_tokens, ["xy"], min_tokens=min_tokens)
+        text = "".join(stream.push(token_id).text for token_id in ids) + stream.flush()
+        assert text == expected
+        assert stream.is_stopped == (min_tokens < 6)
+
+
+def test_nothing_follows_a_stop_string(byte_tokens) -> None:
+    stream = TextStream(byte_tokens, ["b"])
+    found = [stream.push(byte_tokens.encode(letter)[0]) for letter in "abcd"]
+    assert [(one.text, one.is_stopped) for one in found] == [
+        ("a", False),
+        ("", True),
+        ("", True),
+        ("", True),
+    ]
+    assert stream.flush() == ""
