@@ -216,6 +216,14 @@ def test_a_rank_reads_its_own_bytes_and_no_others(
             assert torch.equal(model.get_parameter(name), expected), name
 
 
+def test_loading_draws_no_random_numbers(tmp_path: Path) -> None:
+    """They would take far longer than reading, and change what a program draws afterwards."""
+    write_directory(tmp_path, "qwen3_next")
+    before = torch.get_rng_state()
+    load_model(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("family", ["llama", "mamba2", "qwen3_next"])
 def test_two_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> None:
     write_directory(tmp_path, family)

@@ -16,6 +16,7 @@ from pcomm.integration.huggingface.model_config import read_model
 from pcomm.integration.huggingface.run_start import directory_config
 from pcomm.integration.huggingface.weights import load_weights
 from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.models.without_draws import WithoutDraws
 
 __all__ = ["load_model"]
 
@@ -49,14 +50,15 @@ def load_model(
         # One that is not read is refused with its tensor's name, below.
         dtype = DTYPES.get(dtypes_of(directory)["default"], torch.float32)
     resolved = validate(config, ranks)
-    model = LanguageModel(
-        resolved.model,
-        resolved.data.vocabulary,
-        collectives,
-        device=device,
-        dtype=dtype,
-        experts=experts,
-    )
+    with WithoutDraws():
+        model = LanguageModel(
+            resolved.model,
+            resolved.data.vocabulary,
+            collectives,
+            device=device,
+            dtype=dtype,
+            experts=experts,
+        )
     scopes = {"dense": tensor_parallel.rank, "expert": experts.rank if experts else 0}
     load_weights(model, read_model(directory).family, directory, ranks=scopes)
     return model.requires_grad_(False).eval()
