@@ -15,7 +15,7 @@ from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
 
 # Few tokens, so that requests begin alike and guesses are right now and then.
 MODELS = {
-    "attention": ToyModel(3, attention_layers=1, state_layers=0),
+    "attention": ToyModel(3, attention_layers=2, state_layers=0),
     "recurrent": ToyModel(3, attention_layers=0, state_layers=1),
     "hybrid": ToyModel(3),
 }

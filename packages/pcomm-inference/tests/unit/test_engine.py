@@ -1,10 +1,20 @@
-"""Requests through the engine give the tokens that a request gives alone."""
+"""Requests through the engine: order, limits, ends, failures and memory."""
+
+import gc
+import weakref
+from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
+import torch
 
+from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.inference.engine import engine as engine_module
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
+from pcomm.inference.engine.request_queue import QueueFullError
 from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.model import KVSpec, StateSpec
 from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
 
 MODELS = {
@@ -12,28 +22,33 @@ MODELS = {
     "recurrent": ToyModel(attention_layers=0, state_layers=2),
     "hybrid": ToyModel(),
 }
+PROMPTS = [[1], [2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [5] * 13, [10, 9, 8]]
 
 
 def engine_for(model, **settings):
-    given = {"vocabulary": model.vocabulary, "max_model_len": 64, "block_size": 4}
+    given = {"vocabulary": 11, "max_model_len": 64, "block_size": 4}
     given |= {"num_blocks": 40, "num_state_slots": 8, "max_requests": 4}
     return Engine(model, **given | settings)
 
 
-def greedy(name, prompt, max_tokens, **request):
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    return Request(name, tuple(prompt), params, **request)
+def greedy(name, prompt, max_tokens, *, priority=0, **params):
+    settings = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
+    return Request(name, tuple(prompt), settings, priority)
 
 
 def run(engine):
-    """All tokens by request, with the invariant of both pools after every step."""
-    tokens = {}
+    """All outputs, with the invariant of both pools after every step."""
+    outputs = []
     while engine.has_work:
-        for output in engine.step():
-            assert output.error is None
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        outputs += engine.step()
         check_pools(engine)
-    return tokens
+    stats = engine.stats()
+    assert stats.blocks.used == stats.state_slots.used == stats.running == stats.waiting == 0
+    return outputs
+
+
+def tokens_of(outputs, name):
+    return [token for one in outputs if one.request_id == name for token in one.token_ids]
 
 
 def check_pools(engine):
@@ -46,24 +61,403 @@ def check_pools(engine):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("max_batch_tokens", [1, 3, 8, 64])
 def test_requests_get_the_tokens_that_they_get_alone(kind, max_batch_tokens):
-    model = MODELS[kind]
-    engine = engine_for(model, max_batch_tokens=max_batch_tokens)
-    prompts = [[1], [2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [5] * 13, [10, 9, 8]]
-    for number, prompt in enumerate(prompts):
+    engine = engine_for(MODELS[kind], max_batch_tokens=max_batch_tokens)
+    for number, prompt in enumerate(PROMPTS):
         engine.add(greedy(str(number), prompt, max_tokens=6 + number))
-    found = run(engine)
-    for number, prompt in enumerate(prompts):
-        assert found[str(number)] == expected_tokens(model, prompt, 6 + number)
+    outputs = run(engine)
+    for number, prompt in enumerate(PROMPTS):
+        wanted = expected_tokens(MODELS[kind], prompt, 6 + number)
+        assert tokens_of(outputs, str(number)) == wanted
+        ends = [o.finish_reason for o in outputs if o.request_id == str(number)]
+        assert ends == [None] * (len(ends) - 1) + ["length"]
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
 def test_a_request_without_blocks_is_computed_again(kind):
-    model = MODELS[kind]
-    engine = engine_for(model, num_blocks=9)
+    engine = engine_for(MODELS[kind], num_blocks=9)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 9], [3]]
     for number, prompt in enumerate(prompts):
         engine.add(greedy(str(number), prompt, max_tokens=20))
-    found = run(engine)
+    outputs = run(engine)
     assert engine.stats().preemptions > 0
     for number, prompt in enumerate(prompts):
-        assert found[str(number)] == expected_tokens(model, prompt, 20)
+        assert tokens_of(outputs, str(number)) == expected_tokens(MODELS[kind], prompt, 20)
+    # First come, first through: preemption takes the last ones.
+    ends = [output.request_id for output in outputs if output.finish_reason]
+    assert ends[0] == "0"
+
+
+def test_what_waits_begins_by_priority_then_in_order():
+    engine = engine_for(MODELS["hybrid"], max_requests=1)
+    for name, priority in [("a", 1), ("b", 0), ("c", 1), ("d", -1)]:
+        engine.add(greedy(name, [1, 2], max_tokens=2, priority=priority))
+    ends = [output.request_id for output in run(engine) if output.finish_reason]
+    assert ends == ["d", "b", "a", "c"]
+
+
+def test_text_goes_before_prompts_and_several_prompts_share_a_step():
+    engine = engine_for(MODELS["attention"], max_batch_tokens=6)
+    engine.add(greedy("text", [1], max_tokens=9))
+    engine.step()
+    for name in ("long", "short"):
+        engine.add(greedy(name, [2] * (8 if name == "long" else 3), max_tokens=1))
+    # 1 + 5 of 8; 1 + 3 + 2 of 3; 1 + 1.
+    computed = [engine.stats().computed_tokens]
+    named = []
+    for _ in range(3):
+        named.append([output.request_id for output in engine.step()])
+        computed.append(engine.stats().computed_tokens)
+    assert [b - a for a, b in pairwise(computed)] == [6, 6, 2]
+    assert named == [["text"], ["text", "long"], ["text", "short"]]
+
+
+@pytest.mark.parametrize(
+    ("request_", "found"),
+    [
+        (greedy("a", [], 1), "an empty prompt"),
+        (greedy("a", [11], 1), r"token ids \[11\] in the prompt and a vocabulary of 11"),
+        (greedy("a", [-1], 1), r"token ids \[-1\]"),
+        (greedy("a", [1] * 64, 1), "64 tokens, and max_model_len is 64"),
+        (greedy("a", [1] * 40, 20), "up to 60 tokens need 15 KV blocks, and num_blocks is 14"),
+        (greedy("a", [1], 1, stop=("x",)), "stop, and an engine without a tokenizer"),
+        (greedy("a", [1], 1, logit_bias={11: 1.0}), r"token ids \[11\]"),
+        (greedy("known", [1], 1), "a request of this name that is under way"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_at_once(request_, found):
+    engine = engine_for(MODELS["hybrid"], num_blocks=14)
+    engine.add(greedy("known", [1], 1))
+    with pytest.raises(ConfigError, match=found) as error:
+        engine.add(request_)
+    assert error.value.fix
+    assert engine.stats().waiting == 1
+
+
+def test_the_largest_request_that_fits_runs():
+    engine = engine_for(MODELS["hybrid"], num_blocks=14, num_state_slots=1)
+    # 57 tokens, of which the last one is not computed: 56 are 14 blocks.
+    engine.add(greedy("a", [1] * 40, 17))
+    assert tokens_of(run(engine), "a") == expected_tokens(MODELS["hybrid"], [1] * 40, 17)
+
+
+def test_a_text_ends_at_the_longest_context():
+    engine = engine_for(MODELS["hybrid"], max_model_len=10)
+    engine.add(greedy("a", [1] * 7, 50))
+    outputs = run(engine)
+    assert tokens_of(outputs, "a") == expected_tokens(MODELS["hybrid"], [1] * 7, 3)
+    assert outputs[-1].finish_reason == "length"
+
+
+def test_a_full_queue_refuses_and_takes_again_once_there_is_room():
+    engine = engine_for(MODELS["hybrid"], max_queued=2, max_requests=1)
+    engine.add(greedy("a", [1], 2))
+    engine.add(greedy("b", [1], 2))
+    with pytest.raises(QueueFullError, match="2 requests wait, and max_queued is 2"):
+        engine.add(greedy("c", [1], 2))
+    engine.step()
+    engine.add(greedy("c", [1], 2))
+    assert {output.request_id for output in run(engine)} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *({name: 0} for name in ("num_blocks", "num_state_slots", "block_size", "max_requests")),
+        *({"max_batch_tokens": 0}, {"max_model_len": 1}, {"speculative_tokens": -1}),
+        *({"max_queued": True}, {"vocabulary": 1.5}),
+    ],
+)
+def test_numbers_that_cannot_run_are_refused(setting):
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"Engine: {name}"):
+        engine_for(MODELS["hybrid"], **setting)
+
+
+def test_pools_that_a_model_does_not_need_may_be_empty():
+    engine = engine_for(MODELS["recurrent"], num_blocks=0)
+    engine.add(greedy("a", [1, 2], 3))
+    assert tokens_of(run(engine), "a") == expected_tokens(MODELS["recurrent"], [1, 2], 3)
+    assert engine.stats().blocks.size == 0
+
+
+def test_a_specification_that_nobody_knows_is_refused():
+    class Wrong:
+        def memory_specs(self):
+            return ["attention"]
+
+    class Incomplete:
+        def memory_specs(self):
+            return [StateSpec({"state": (1,)}, {})]
+
+    with pytest.raises(ConfigError, match="layer 0 of memory_specs: a str"):
+        engine_for(Wrong())
+    with pytest.raises(ConfigError, match="'state' has a shape and no dtype"):
+        engine_for(Incomplete())
+
+
+def test_aborted_requests_leave_at_once_also_while_they_wait():
+    engine = engine_for(MODELS["hybrid"], max_requests=1, prefix_cache=False)
+    for name in ("runs", "waits", "goes on"):
+        engine.add(greedy(name, [1, 2, 3], 5))
+    engine.step()
+    assert engine.abort("waits")
+    assert engine.stats().waiting == 1
+    assert engine.abort("runs")
+    stats = engine.stats()
+    assert (stats.blocks.used, stats.state_slots.used, stats.running) == (0, 0, 0)
+    assert not engine.abort("runs")
+    assert not engine.abort("unknown")
+    assert {output.request_id for output in run(engine)} == {"goes on"}
+    # A name is free again once its request has ended.
+    engine.add(greedy("runs", [1], 1))
+    assert engine.has_work
+
+
+def test_stop_tokens_end_a_text():
+    model = MODELS["hybrid"]
+    written = expected_tokens(model, [3, 1], 12)
+    own, other = written[4], next(t for t in written[:4] if t != written[4])
+    first = {token: written.index(token) + 1 for token in (own, other)}
+    engine = engine_for(model, eos_ids=(own,))
+    engine.add(greedy("eos", [3, 1], 12))
+    engine.add(greedy("both", [3, 1], 12, stop_token_ids=(other,)))
+    engine.add(greedy("ignored", [3, 1], 12, ignore_eos=True))
+    outputs = run(engine)
+    assert tokens_of(outputs, "eos") == written[: first[own]]
+    assert tokens_of(outputs, "both") == written[: min(first.values())]
+    assert tokens_of(outputs, "ignored") == written
+    ends = {output.request_id: output.finish_reason for output in outputs if output.finish_reason}
+    assert ends == {"eos": "stop", "both": "stop", "ignored": "length"}
+
+
+class Letters:
+    """Token 0 is "a", and so on; no token ends a text."""
+
+    eos_ids = ()
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids):
+        return "".join(chr(ord("a") + token) for token in ids)
+
+
+def test_stop_strings_end_a_text_across_tokens():
+    model = MODELS["hybrid"]
+    text = Letters().decode(expected_tokens(model, [3, 1], 12))
+    stop = text[4:6]
+    engine = engine_for(model, tokenizer=Letters(), speculative_tokens=2)
+    engine.add(greedy("stop", [3, 1], 12, stop=(stop,)))
+    engine.add(greedy("all", [3, 1], 12))
+    outputs = run(engine)
+    texts = {n: "".join(o.text for o in outputs if o.request_id == n) for n in ("stop", "all")}
+    assert texts == {"stop": text[: text.index(stop)], "all": text}
+    ends = {output.request_id: output.finish_reason for output in outputs if output.finish_reason}
+    assert ends == {"stop": "stop", "all": "length"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 3}, {"num_blocks": 7}])
+def test_log_probabilities_of_the_prompt_come_once_whole(settings):
+    model = MODELS["hybrid"]
+    engine = engine_for(model, **settings)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    # What the cache has is computed again where its logits are asked for.
+    for name in ("first", "second"):
+        engine.add(greedy(name, prompt, 10, prompt_logprobs=2, logprobs=0))
+    outputs = run(engine)
+    for name in ("first", "second"):
+        own = [output for output in outputs if output.request_id == name]
+        (found,) = [output.prompt_logprobs for output in own if output.prompt_logprobs]
+        assert found is own[0].prompt_logprobs
+        assert [entry.token_id for entry in found] == prompt[1:]
+        for length, entry in enumerate(found, start=1):
+            best = expected_tokens(model, prompt[:length], 1)[0]
+            assert next(iter(entry.top)) == best
+        written = [entry.token_id for output in own for entry in output.logprobs]
+        assert written == tokens_of(outputs, name)
+    assert engine.stats().cached_tokens == 0
+
+
+class Failing:
+    """A toy model whose step raises when it meets a token, or as often as it is told to."""
+
+    def __init__(self, model, *, token=None, times=0, error=RuntimeError):
+        self.model, self.token, self.times, self.error = model, token, times, error
+
+    def memory_specs(self):
+        return self.model.memory_specs()
+
+    def step(self, batch, memory):
+        # Memory is written before it fails, as a kernel may that runs out of memory half way.
+        logits = self.model.step(batch, memory)
+        if self.token in batch.tokens_T.tolist() or self.times:
+            self.times -= bool(self.times)
+            raise self.error("broken")
+        return logits
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_failing_step_ends_the_request_that_it_fails_for(kind):
+    engine = engine_for(Failing(MODELS[kind], token=10), speculative_tokens=2)
+    prompts = {"good": [1, 2, 3, 1, 2], "bad": [4, 10], "also good": [5, 6, 7, 8]}
+    lengths = {}
+    for name, prompt in prompts.items():
+        written = expected_tokens(MODELS[kind], prompt, 8)
+        lengths[name] = (written.index(10) if 10 in written else 8) or 1
+        engine.add(greedy(name, prompt, lengths[name]))
+    outputs = run(engine)
+    failed = [output for output in outputs if output.error]
+    assert [output.request_id for output in failed] == ["bad"]
+    assert failed[0].finish_reason == "error"
+    assert str(failed[0].error) == "broken"
+    for name in ("good", "also good"):
+        wanted = expected_tokens(MODELS[kind], prompts[name], lengths[name])
+        assert tokens_of(outputs, name) == wanted
+
+
+def test_an_engine_survives_a_model_that_always_fails():
+    model = Failing(MODELS["hybrid"], times=1000)
+    engine = engine_for(model)
+    for number in range(6):
+        engine.add(greedy(str(number), [1, number], 3))
+    outputs = run(engine)
+    assert sorted(output.request_id for output in outputs) == list("012345")
+    assert all(output.finish_reason == "error" for output in outputs)
+    model.times = 0
+    engine.add(greedy("later", [1, 2], 3))
+    assert tokens_of(run(engine), "later") == expected_tokens(model.model, [1, 2], 3)
+
+
+def test_requests_that_fail_only_together_end():
+    class OnlyAlone(Failing):
+        def step(self, batch, memory):
+            self.times = int(batch.num_requests > 1)
+            return super().step(batch, memory)
+
+    engine = engine_for(OnlyAlone(MODELS["hybrid"]))
+    for name in "ab":
+        engine.add(greedy(name, [1, 2], 40))
+    outputs = run(engine)
+    assert {o.request_id for o in outputs if o.finish_reason == "error"} == {"a", "b"}
+    # Each step together that failed was followed by one alone.
+    assert len(tokens_of(outputs, "a")) == engine_module.MOST_FAILURES
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_interrupt_passes_and_nothing_is_lost(kind):
+    model = Failing(MODELS[kind], error=KeyboardInterrupt)
+    engine = engine_for(model, speculative_tokens=2)
+    engine.add(greedy("a", [1, 2, 1, 2, 1], 9))
+    outputs = []
+    for _ in range(3):
+        outputs += engine.step()
+        model.times = 1
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        check_pools(engine)
+    outputs += run(engine)
+    assert tokens_of(outputs, "a") == expected_tokens(MODELS[kind], [1, 2, 1, 2, 1], 9)
+
+
+class Grammar:
+    """Allows all tokens, until it breaks."""
+
+    def __init__(self, *, masks=99, accepts=99):
+        self.masks, self.accepts = masks, accepts
+        self.is_finished = False
+
+    def allowed_words(self):
+        self.masks -= 1
+        if self.masks < 0:
+            raise ValueError("no mask")
+        return torch.tensor([-1], dtype=torch.int32)
+
+    def accept(self, token_id):
+        self.accepts -= 1
+        if self.accepts < 0:
+            raise ValueError("not allowed")
+
+    def rollback(self, num_tokens):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("grammar", [Grammar(masks=2), Grammar(accepts=2)])
+def test_a_broken_grammar_ends_its_request_alone(grammar):
+    model = MODELS["hybrid"]
+    engine = engine_for(model, tokenizer=Letters(), speculative_tokens=2)
+    with patch.object(engine._grammars, "compile", lambda params: grammar):
+        engine.add(greedy("grammar", [1, 2, 1, 2], 9))
+    engine.add(greedy("free", [3, 4], 9))
+    outputs = run(engine)
+    assert tokens_of(outputs, "grammar") == expected_tokens(model, [1, 2, 1, 2], 2)
+    assert [o.request_id for o in outputs if o.finish_reason == "error"] == ["grammar"]
+    assert tokens_of(outputs, "free") == expected_tokens(model, [3, 4], 9)
+
+
+def test_logits_of_another_shape_are_named():
+    class TooFew(ToyModel):
+        def step(self, batch, memory):
+            return super().step(batch, memory)[:, :-1]
+
+    engine = engine_for(TooFew())
+    engine.add(greedy("a", [1], 1))
+    (output,) = engine.step()
+    assert "logits of shape [1, 10]" in str(output.error)
+    assert "TooFew.step" in str(output.error)
+
+
+def test_two_engines_in_one_process_know_nothing_of_each_other():
+    engines = {kind: engine_for(model) for kind, model in MODELS.items()}
+    outputs = {kind: [] for kind in engines}
+    for engine in engines.values():
+        engine.add(greedy("same name", [1, 2, 3], 7))
+    while any(engine.has_work for engine in engines.values()):
+        for kind, engine in engines.items():
+            outputs[kind] += engine.step()
+    for kind, model in MODELS.items():
+        assert tokens_of(outputs[kind], "same name") == expected_tokens(model, [1, 2, 3], 7)
+
+
+def test_a_begin_that_was_computed_before_is_not_computed_again():
+    model = MODELS["attention"]
+    engine = engine_for(model)
+    engine.add(greedy("first", [1, 2, 3, 4, 5, 6, 7, 8, 9], 1))
+    run(engine)
+    before = engine.stats().computed_tokens
+    engine.add(greedy("second", [1, 2, 3, 4, 5, 6, 7, 8, 10, 3], 1))
+    (output,) = run(engine)
+    assert output.cached_tokens == 8
+    assert engine.stats().computed_tokens - before == 2
+    assert list(output.token_ids) == expected_tokens(model, [1, 2, 3, 4, 5, 6, 7, 8, 10, 3], 1)
+
+
+def test_closing_frees_the_pools():
+    engine = engine_for(MODELS["hybrid"])
+    engine.add(greedy("a", [1, 2, 3], 9))
+    engine.step()
+    pools = [engine._memory.pools.memories[0].keys, engine._memory.pools._states[0]]
+    tensors = [weakref.ref(pool) for pool in pools]
+    del pools
+    engine.close()
+    engine.close()
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None, None]
+    stats = engine.stats()
+    assert (stats.blocks.free, stats.state_slots.free) == (40, 8)
+    assert not engine.has_work
+    with pytest.raises(ClosedError, match=r"Engine\.step: a closed engine"):
+        engine.step()
+    with pytest.raises(ClosedError, match=r"Engine\.add"):
+        engine.add(greedy("a", [1], 1))
+
+
+def test_stats_say_how_large_places_are():
+    class Sizes(ToyModel):
+        def memory_specs(self):
+            state = StateSpec({"s": (3,), "t": ()}, {"s": torch.float32, "t": torch.int64})
+            return [KVSpec(2, 5, torch.bfloat16), state, state]
+
+    stats = engine_for(Sizes()).stats()
+    assert stats.blocks.bytes_each == 2 * 4 * 2 * 5 * 2
+    assert stats.state_slots.bytes_each == 2 * (3 * 4 + 8)
+    assert stats.host_us == {}

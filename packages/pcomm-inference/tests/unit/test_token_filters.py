@@ -10,7 +10,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from pcomm.inference.engine.likeliest_tokens import least_of_top, sorted_candidates
+from pcomm.inference.engine.likeliest_tokens import candidates, least_of_top, likeliest_first
 from pcomm.inference.engine.sampling_params import SamplingParams
 from pcomm.inference.engine.token_filters import filter_tokens, filters
 
@@ -51,7 +51,8 @@ def by_us(logits_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor
     return torch.full_like(logits_RV, -torch.inf).scatter_reduce(1, ids_RC, below_RC, "amax")
 
 
-@pytest.mark.parametrize("vocabulary", [17, 151_936])
+# Up to 256 candidates are sorted as they are; of 257 and more, top-p looks for a bound first.
+@pytest.mark.parametrize("vocabulary", [17, 256, 257, 151_936])
 def test_what_is_kept_is_what_transformers_keeps(vocabulary: int) -> None:
     params = [SamplingParams(**one) for one in SETTINGS]
     generator = torch.Generator().manual_seed(vocabulary)
@@ -96,7 +97,7 @@ def test_the_bound_of_the_likeliest_is_reached_by_enough_and_by_few_more(number:
 
 def test_candidates_are_sorted_and_rows_without_any_are_empty() -> None:
     x_RV = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0] * 4, [torch.nan] * 4])
-    ids, x = sorted_candidates(x_RV, torch.tensor([2.0, 1.0, torch.nan]))
+    ids, x = likeliest_first(*candidates(x_RV, torch.tensor([2.0, 1.0, torch.nan])))
     assert ids.tolist() == [[1, 3, 2], [0, 0, 0], [0, 0, 0]]
     assert x[0].tolist() == [3.0, 3.0, 2.0]
     assert (x[1:] == -torch.inf).all()

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pcomm.integration.huggingface.chat_template import ChatTemplate, read_chat_template
     from pcomm.integration.huggingface.directory import ModelDirectory, open_directory
     from pcomm.integration.huggingface.export import export_model
+    from pcomm.integration.huggingface.loading import load_model
     from pcomm.integration.huggingface.model_config import DirectoryModel, read_model, write_config
     from pcomm.integration.huggingface.tokenizer import DirectoryTokenizer, read_tokenizer
     from pcomm.integration.huggingface.weights import load_weights
@@ -18,6 +19,7 @@ __all__ = [
     "DirectoryTokenizer",
     "ModelDirectory",
     "export_model",
+    "load_model",
     "load_weights",
     "open_directory",
     "read_chat_template",
@@ -36,6 +38,7 @@ __getattr__, __dir__ = face(
         "export_model": "export",
         "read_chat_template": "chat_template",
         "read_tokenizer": "tokenizer",
+        "load_model": "loading",
         "load_weights": "weights",
         "open_directory": "directory",
         "read_model": "model_config",

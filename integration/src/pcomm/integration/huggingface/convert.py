@@ -36,6 +36,7 @@ from pcomm.integration.huggingface.run_start import directory_config
 from pcomm.integration.huggingface.tokenizer import GENERATION, SETTINGS, TOKENIZER
 from pcomm.integration.huggingface.weights import load_weights
 from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.models.without_draws import WithoutDraws
 from pcomm.integration.parallelize import ALL_RANKS, open_run_groups
 from pcomm.integration.train.run_folder import hold_folder
 from pcomm.integration.train.run_folder import write_config as write_run_config
@@ -124,7 +125,8 @@ def directory_to_run(folder: Path, run_dir: Path) -> str:
     read_from = read_model(directory)
     config = directory_config(folder.resolve())
     resolved = _on_one_rank(config)
-    model = LanguageModel(resolved.model, resolved.data.vocabulary)
+    with WithoutDraws():
+        model = LanguageModel(resolved.model, resolved.data.vocabulary)
     load_weights(model, read_from.family, directory)
     identity = {key: identity_of(resolved)[key] for key in ("model", "data")}
     with hold_folder(run_dir), placed_files(folder, run_dir), connect() as world:
@@ -141,7 +143,8 @@ def _on_one_rank(config: Config) -> Resolved:
 
 
 def _model_of(config: Resolved, checkpoint: Checkpoint) -> LanguageModel:
-    model = LanguageModel(config.model, config.data.vocabulary)
+    with WithoutDraws():
+        model = LanguageModel(config.model, config.data.vocabulary)
     check_index(checkpoint)
     check_files(checkpoint)
     read(checkpoint, model_shard_views(model))

@@ -53,8 +53,8 @@ class Entry:
 
     Attributes:
         ours: Name of our parameter, with `{layer}` for the number of the block.
-        parts: What it consists of, in order. With `{expert}` in their names they are repeated for
-            each expert.
+        parts: Rows that it consists of, in order. With `{expert}` in their names they are repeated
+            for each expert.
         mixer: Letters of the mixers in whose blocks it is.
         middle: Dimensions of length 1 that theirs has behind the rows and ours has not, as the
             weight of a convolution.

@@ -39,7 +39,8 @@ class Attention(nn.Module):
         heads, kv_heads = build.split(config.heads, unit), build.split(config.kv_heads, unit)
         sections = [heads, kv_heads, kv_heads, *([heads] if config.attention_gate else [])]
         self.sizes = [build.own(layout) for layout in sections]
-        self.spec = AttentionSpec(self.sizes[0] // unit, self.sizes[1] // unit, unit)
+        self.heads = [size // unit for size in self.sizes]
+        self.spec = AttentionSpec(self.heads[0], self.heads[1], unit)
         self.qkv = build.from_stream(Layout.sections(sections), bias=config.qkv_bias)
         self.output = build.to_stream(heads)
         self.q_norm = self.k_norm = None
@@ -63,19 +64,19 @@ class Attention(nn.Module):
 
         Collective over the tensor-parallel group.
         """
-        turn, spec = context.rotation, self.spec
+        turn, heads = context.rotation, self.heads
         assert turn is not None, "a model with attention has rotations"
-        if self.q_norm is None:
+        all_THK = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None:
             # Neighbours in one tensor, so that both are turned at once.
-            width = self.sizes[0] + self.sizes[1]
-            qk, v, *gate = self.qkv(x).split([width, *self.sizes[2:]], -1)
-            heads = [spec.num_heads, spec.num_kv_heads]
-            q_THK, k_TGK = rotate(self._heads(qk), turn).split(heads, 1)
+            qk_THK, v_TGK, *gate = all_THK.split([heads[0] + heads[1], *heads[2:]], 1)
+            q_THK, k_TGK = rotate(qk_THK, turn).split(heads[:2], 1)
         else:
-            q, k, v, *gate = self._projected(x)
-            q_THK, k_TGK = (rotate(self._heads(part), turn) for part in (q, k))
-        mixed_THK = paged_attention(q_THK, k_TGK, self._heads(v), memory, context.batch)
-        return self._gated(mixed_THK.flatten(-2), gate)
+            q_THK, k_TGK, v_TGK, *gate = all_THK.split(heads, 1)
+            q_THK, k_TGK = rotate(q_norm.forward(q_THK), turn), rotate(k_norm.forward(k_TGK), turn)
+        mixed_THK = paged_attention(q_THK, k_TGK, v_TGK, memory, context.batch)
+        return self._gated(mixed_THK.view(x.shape[0], -1), [part.flatten(1) for part in gate])
 
     @property
     def memory_spec(self) -> KVSpec:

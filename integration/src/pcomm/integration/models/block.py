@@ -49,9 +49,11 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, context: StepContext, memory: LayerMemory) -> Tensor:
         """The same for the new tokens of many requests, of which the mixer has kept `memory`."""
-        # The engine allocates what the mixer asks for in `memory_spec`.
-        x = x + self.mixer.step(self.mixer_norm(x), context, memory)  # type: ignore[arg-type]
-        return self._feed_forward(x, None)
+        # A call of a module costs as much as a small operation, so `forward` is called directly. The
+        # engine allocates what the mixer asks for in `memory_spec`.
+        x = x + self.mixer.step(self.mixer_norm.forward(x), context, memory)  # type: ignore[arg-type]
+        mlp, norm = self.mlp, self.mlp_norm
+        return x if mlp is None or norm is None else x + mlp.forward(norm.forward(x))
 
     def _feed_forward(self, x: Tensor, balance: Balance | None) -> Tensor:
         if self.mlp is None or self.mlp_norm is None:

@@ -180,7 +180,8 @@ class LanguageModel(nn.Module):
         turn = self._turns(batch.positions_T) if self._has_attention else None
         context = StepContext.of(batch, turn)
         x = self.embedding(batch.tokens_T)
-        for block, own in zip(self.blocks, memory, strict=True):
+        for block, own in zip(self._blocks, memory, strict=True):
+            assert own is not None, "every block keeps something"
             x = block.step(x, context, own)
         logits_Lv: Tensor = self.head(self.norm(x.index_select(0, batch.logits_rows)))
         if self.collectives.size == 1:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from pcomm.inference.attention.masks import CausalMask
 from pcomm.inference.attention.plan import KeyPlaces, OneTokenCall, PromptChunk
 from pcomm.inference.attention.planner import tokens_of_a_call
-from pcomm.inference.attention.rounding import fewest_rows, rounded_keys
+from pcomm.inference.attention.rounding import rounded_keys, rounded_rows
 from pcomm.inference.memory import KVMemory
 
 __all__ = ["attend_chunk", "attend_one_token", "attend_rows"]
@@ -61,7 +61,7 @@ def attend_chunk(
         num_keys = rounded_keys(first + num_tokens)
         q_tGRK = q_THK[start : start + num_tokens].unflatten(1, (num_heads, -1))
         q_1GMK = q_tGRK.transpose(0, 1).reshape(1, num_heads, -1, head_dim)
-        num_rows = max(q_1GMK.shape[2], fewest_rows(q_THK.dtype))
+        num_rows = rounded_rows(q_1GMK.shape[2], q_THK.dtype)
         mixed_1GMK = attend_rows(
             q_1GMK,
             k_1GLK[:, :, :num_keys],
@@ -80,7 +80,7 @@ def attend_rows(
     mask: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """`[N, G, M, K]`: attention with at least `fewest_rows` rows.
+    """`[N, G, M, K]`: attention, in a call with `rounded_rows` rows.
 
     Args:
         q_NGMK: Queries, those that read one key head side by side.
@@ -89,9 +89,10 @@ def attend_rows(
         mask: Mask of as many rows as the call has then, or of one for all.
         scale: Factor of the scores; None for torch's.
     """
-    num_rows, fewest = q_NGMK.shape[2], fewest_rows(q_NGMK.dtype)
-    if num_rows < fewest:
-        q_NGMK = F.pad(q_NGMK, (0, 0, 0, fewest - num_rows))
+    num_rows = q_NGMK.shape[2]
+    num_added = rounded_rows(num_rows, q_NGMK.dtype) - num_rows
+    if num_added:
+        q_NGMK = F.pad(q_NGMK, (0, 0, 0, num_added))
     mixed = F.scaled_dot_product_attention(q_NGMK, k_NGLK, v_NGLK, mask, scale=scale)
     return mixed[:, :, :num_rows]
 

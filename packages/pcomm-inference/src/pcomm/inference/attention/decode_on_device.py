@@ -1,4 +1,4 @@
-"""One new token of each request, with nothing decided by the host: a graph can be captured of it."""
+"""One new token of each request, with nothing decided by the host, so that graphs can hold it."""
 
 # Shape suffixes: N requests, H query heads, G key heads, R query heads of a key head, L keys that
 # the block tables have places for, K head dim, S tokens of a block.
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pcomm.inference.attention.attend import attend_rows
-from pcomm.inference.attention.planner import places_of
+from pcomm.inference.attention.planner import units_of
 from pcomm.inference.memory import KVMemory
 from pcomm.inference.step_batch import StepBatch
 
@@ -35,9 +35,7 @@ def decode_on_device(
     block_size, num_heads, head_dim = memory.keys.shape[1:]
     num_keys = num_blocks * block_size
     lengths_N1 = batch.context_lens_N.unsqueeze(1) + 1
-    slots_NL = places_of(
-        batch.block_tables_NB, lengths_N1, num_keys, block_size, is_by_block=False
-    )
+    slots_NL = units_of(batch.block_tables_NB, lengths_N1, num_keys, block_size, is_by_block=False)
     is_behind_NL = torch.arange(num_keys, device=slots_NL.device) >= lengths_N1
     mask_NL = q_NHK.new_zeros(num_requests, num_keys).masked_fill_(is_behind_NL, -torch.inf)
 

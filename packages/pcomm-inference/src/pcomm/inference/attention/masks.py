@@ -11,21 +11,34 @@ from torch import Tensor
 
 from pcomm.inference.attention.rounding import MOST_ADDED
 
-__all__ = ["CausalMask", "tail_mask"]
+__all__ = ["CausalMask", "TailMasks"]
 
 
-def tail_mask(lengths: Sequence[int], num_keys: int, *, like: Tensor) -> Tensor:
-    """`[N, 1, 1, L]` of requests whose keys end before the L-th.
+class TailMasks:
+    """Masks of requests whose keys end before those that are read, as parts of one tensor.
 
     Args:
         lengths: Number of keys of each request.
-        num_keys: L.
-        like: Tensor whose dtype and device the mask gets.
+        like: Tensor whose dtype and device the masks get.
     """
-    lengths_N1 = torch.tensor(lengths, device=like.device).unsqueeze(1)
-    is_behind_NL = torch.arange(num_keys, device=like.device) >= lengths_N1
-    mask_NL = like.new_zeros(len(lengths), num_keys).masked_fill_(is_behind_NL, -torch.inf)
-    return mask_NL[:, None, None]
+
+    def __init__(self, lengths: Sequence[int], *, like: Tensor) -> None:
+        self.longest = max(lengths, default=0)
+        self.mask = like.new_zeros(self.longest + MOST_ADDED)
+        self.mask[self.longest :] = -torch.inf
+
+    def of_call(self, lengths: Sequence[int], num_keys: int) -> Tensor | None:
+        """`[N, 1, 1, L]`; None if every request has L keys.
+
+        Args:
+            lengths: Number of keys of each request of the call.
+            num_keys: L.
+        """
+        if all(length == num_keys for length in lengths):
+            return None
+        starts = [self.longest - length for length in lengths]
+        rows = [self.mask[start : start + num_keys] for start in starts]
+        return (rows[0][None] if len(rows) == 1 else torch.stack(rows))[:, None, None]
 
 
 class CausalMask:

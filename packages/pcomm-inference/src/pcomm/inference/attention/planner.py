@@ -10,13 +10,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pcomm.inference.attention.masks import CausalMask, tail_mask
+from pcomm.inference.attention.masks import CausalMask, TailMasks
 from pcomm.inference.attention.plan import AttentionPlan, KeyPlaces, OneTokenCall, PromptChunk
-from pcomm.inference.attention.rounding import fewest_rows, rounded_keys
+from pcomm.inference.attention.rounding import rounded_keys, rounded_rows
 from pcomm.inference.memory import KVMemory
 from pcomm.inference.step_batch import StepBatch
 
-__all__ = ["places_of", "plan_of", "tokens_of_a_call"]
+__all__ = ["plan_of", "tokens_of_a_call", "units_of"]
 
 # Bytes of keys and values that requests with one new token share a call for: a copy of so many
 # stays in the cache of a core until it is read. Fewer bytes are more calls.
@@ -36,7 +36,7 @@ def plan_of(batch: StepBatch, memory: KVMemory, q_THK: Tensor) -> AttentionPlan:
         q_THK: Queries of that layer.
     """
     keys = memory.keys
-    key = (plan_of, keys.shape[1:], keys.dtype, q_THK.shape[1], q_THK.dtype)
+    key = (plan_of, keys.shape[1:], keys.dtype, q_THK.shape[1:], q_THK.dtype)
     plan: AttentionPlan | None = batch.prepared.get(key)
     if plan is None:
         plan = batch.prepared[key] = _Planner(batch, memory, q_THK).plan()
@@ -52,7 +52,7 @@ def tokens_of_a_call(rows_per_token: int) -> int:
     return max(1, _CHUNK_ROWS // rows_per_token)
 
 
-def places_of(
+def units_of(
     tables_NB: Tensor, lengths_N1: Tensor, num_keys: int, block_size: int, *, is_by_block: bool
 ) -> Tensor:
     """Units `[N, U]` of the pool that hold `num_keys` keys of each request. No wait for the device.
@@ -77,21 +77,31 @@ def places_of(
 
 class _Planner:
     def __init__(self, batch: StepBatch, memory: KVMemory, q_THK: Tensor) -> None:
-        self.batch, self.q_THK, self.block_size = batch, q_THK, memory.keys.shape[1]
+        self.batch, self.like, self.block_size = batch, q_THK, memory.keys.shape[1]
         self.token_bytes = 2 * memory.keys[0, 0].nbytes
         self.rows_per_token = q_THK.shape[1] // memory.keys.shape[2]
         # On a GPU nothing clears the rest of a block, so blocks are not read whole.
         self.is_by_block = memory.keys.is_cpu
         self.news = [stop - start for start, stop in pairwise(batch.cu_seqlens)]
         self.totals = [c + new for c, new in zip(batch.context_lens, self.news, strict=True)]
+        self.num_keys = [rounded_keys(total) for total in self.totals]
+        self.units_NU = units_of(
+            batch.block_tables_NB,
+            self._tensor(self.totals).unsqueeze(1),
+            max(self.num_keys),
+            self.block_size,
+            is_by_block=self.is_by_block,
+        )
 
     def plan(self) -> AttentionPlan:
-        chosen = [i for i, new in enumerate(self.news) if new > 1]
+        chunked = [i for i, new in enumerate(self.news) if new > 1]
+        ones = [i for i, new in enumerate(self.news) if new == 1]
+        masks = TailMasks([self.totals[i] for i in ones], like=self.like)
         return AttentionPlan(
             self._begun_blocks() if self.is_by_block else None,
-            tuple(map(self._one_token_call, self._groups())),
-            tuple(map(self._chunk, chosen)),
-            self._causal_mask(chosen) if chosen else None,
+            tuple(self._one_token_call(group, masks) for group in self._groups(ones)),
+            tuple(map(self._chunk, chunked)),
+            self._causal_mask(chunked) if chunked else None,
         )
 
     def _begun_blocks(self) -> Tensor | None:
@@ -104,30 +114,26 @@ class _Planner:
                 places.append((i, index))
         if not places:
             return None
-        rows, columns = torch.tensor(places).unbind(1)
+        rows, columns = self._tensor(places).unbind(1)
         return self.batch.block_tables_NB[rows, columns].long()
 
-    def _groups(self) -> Iterator[list[int]]:
-        """Requests with one new token that read the same number of keys, as many as may share."""
+    def _groups(self, ones: Sequence[int]) -> Iterator[list[int]]:
+        """Requests that read the same number of keys, as many as may share a call."""
         by_keys: dict[int, list[int]] = {}
-        for i, new in enumerate(self.news):
-            if new == 1:
-                by_keys.setdefault(rounded_keys(self.totals[i]), []).append(i)
+        for i in ones:
+            by_keys.setdefault(self.num_keys[i], []).append(i)
         for num_keys, members in by_keys.items():
-            count = max(1, _CALL_BYTES // (num_keys * self.token_bytes))
-            for start in range(0, len(members), count):
-                yield members[start : start + count]
+            most = max(1, _CALL_BYTES // (num_keys * self.token_bytes))
+            for start in range(0, len(members), most):
+                yield members[start : start + most]
 
-    def _one_token_call(self, members: list[int]) -> OneTokenCall:
-        totals = [self.totals[i] for i in members]
-        num_keys = rounded_keys(totals[0])
-        is_full = all(total == num_keys for total in totals)
+    def _one_token_call(self, members: Sequence[int], masks: TailMasks) -> OneTokenCall:
         is_all = len(members) == len(self.news)
-        rows = [self.batch.cu_seqlens[i] for i in members]
+        rows = self._tensor([self.batch.cu_seqlens[i] for i in members])
         return OneTokenCall(
-            None if is_all else torch.tensor(rows, device=self.q_THK.device),
+            None if is_all else rows,
             self._places(members),
-            None if is_full else tail_mask(totals, num_keys, like=self.q_THK),
+            masks.of_call([self.totals[i] for i in members], self.num_keys[members[0]]),
         )
 
     def _chunk(self, i: int) -> PromptChunk:
@@ -137,26 +143,22 @@ class _Planner:
         )
 
     def _places(self, members: Sequence[int]) -> KeyPlaces:
-        tables_NB = self.batch.block_tables_NB
-        if len(members) < len(self.news):
-            tables_NB = tables_NB[torch.tensor(members, device=tables_NB.device)]
-        totals = [self.totals[i] for i in members]
-        num_keys = rounded_keys(max(totals))
-        units_NU = places_of(
-            tables_NB,
-            torch.tensor(totals, device=tables_NB.device).unsqueeze(1),
-            num_keys,
-            self.block_size,
-            is_by_block=self.is_by_block,
-        )
-        return KeyPlaces(units_NU.flatten(), len(members), num_keys, self.is_by_block)
+        num_keys = self.num_keys[members[0]]
+        num_units = -(-num_keys // (self.block_size if self.is_by_block else 1))
+        if len(members) == 1:
+            units = self.units_NU[members[0], :num_units]
+        else:
+            units = self.units_NU[self._tensor(members), :num_units].flatten()
+        return KeyPlaces(units, len(members), num_keys, self.is_by_block)
 
-    def _causal_mask(self, chosen: Sequence[int]) -> CausalMask:
+    def _causal_mask(self, chunked: Sequence[int]) -> CausalMask:
         most = tokens_of_a_call(self.rows_per_token)
-        num_tokens = min(most, max(self.news[i] for i in chosen))
-        # Rows that only fill a call up to the fewest have a place in the mask, too.
-        num_tokens = max(num_tokens, fewest_rows(self.q_THK.dtype))
-        firsts = [
-            self.batch.context_lens[i] + (self.news[i] - 1) // most * most for i in chosen
-        ]
-        return CausalMask(num_tokens, self.rows_per_token, max(firsts), like=self.q_THK)
+        num_rows = min(most, max(self.news[i] for i in chunked)) * self.rows_per_token
+        # Rows that are added to a call have a place in the mask, too, even if the chunk is short.
+        num_rows += rounded_rows(1, self.like.dtype)
+        num_tokens = -(-num_rows // self.rows_per_token)
+        firsts = [self.batch.context_lens[i] + (self.news[i] - 1) // most * most for i in chunked]
+        return CausalMask(num_tokens, self.rows_per_token, max(firsts), like=self.like)
+
+    def _tensor(self, values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
+        return torch.tensor(values, device=self.like.device)

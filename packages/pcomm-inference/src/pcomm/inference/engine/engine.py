@@ -239,7 +239,8 @@ class Engine:
         rows, of_prompts = sampling_rows(plan)
         if of_prompts.places:
             note_prompt_logprobs(logits, of_prompts)
-            logits = logits[torch.tensor(of_prompts.other_places(len(logits)))]
+            others = of_prompts.other_places(len(logits))
+            logits = logits[torch.tensor(others, dtype=torch.int64, device=logits.device)]
         return self._sampler.sample(logits, rows)
 
     def _after_failure(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 __all__ = ["EvictionQueue"]
 
 Entry = TypeVar("Entry")
+Use = tuple[float, int]
 _LEAST_LENGTH = 64
 
 
@@ -26,20 +27,34 @@ class EvictionQueue(Generic[Entry]):
 
     def __init__(self, is_current: Callable[[Entry, int], bool]) -> None:
         self._is_current = is_current
-        self._heap: list[tuple[float, int, Entry]] = []
+        self._heap: list[tuple[float, int, int, Entry]] = []
         self._spent = 0.0
-        self._number = 0
+        self._uses = self._number = 0
         self._most = _LEAST_LENGTH
 
-    def put(self, entry: Entry, worth: float) -> int:
-        """Enter something, and return the number of this entry; older ones of it lapse."""
+    def use(self) -> Use:
+        """Note that something is used now; `put` takes the result, now or later."""
+        self._uses += 1
+        return self._spent, self._uses
+
+    def put(self, entry: Entry, worth: float, last_use: Use) -> int:
+        """Enter something, and return the number of this entry; older ones of it lapse.
+
+        Args:
+            entry: What may be given up.
+            worth: Saved work per byte.
+            last_use: Result of `use` when it was used last.
+        """
         self._number += 1
-        heappush(self._heap, (self._spent + worth, self._number, entry))
+        credit, order = last_use
+        heappush(self._heap, (credit + worth, order, self._number, entry))
         if len(self._heap) > self._most:
             # The new one is current only when its owner has noted the number.
-            *others, newest = sorted(self._heap, key=lambda item: item[1])
-            self._heap = [item for item in others if self._is_current(item[2], item[1])]
-            self._heap.append(newest)
+            self._heap = [
+                item
+                for item in self._heap
+                if item[2] == self._number or self._is_current(item[3], item[2])
+            ]
             heapify(self._heap)
             self._most = max(_LEAST_LENGTH, 2 * len(self._heap))
         return self._number
@@ -47,7 +62,7 @@ class EvictionQueue(Generic[Entry]):
     def pop(self) -> Entry | None:
         """Take out the entry of least credit; None if there is none."""
         while self._heap:
-            credit, number, entry = heappop(self._heap)
+            credit, _, number, entry = heappop(self._heap)
             if self._is_current(entry, number):
                 self._spent = max(self._spent, credit)
                 return entry

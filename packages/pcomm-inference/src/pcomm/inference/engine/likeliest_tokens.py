@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["least_of_top", "sorted_candidates"]
+__all__ = ["candidates", "least_of_top", "likeliest_first"]
 
 # Tokens of which only the largest logit is looked at in a first pass, at most; and blocks for each
 # token that is wanted, at least, so that few others come along.
@@ -40,10 +40,8 @@ def least_of_top(x_RV: Tensor, numbers: Sequence[int]) -> Tensor:
     return least_R.masked_fill_(all_R, -torch.inf)
 
 
-def sorted_candidates(x_RV: Tensor, least_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of each row that reach its bound, the likeliest first. Local.
-
-    Equal logits are in the order of their ids.
+def candidates(x_RV: Tensor, least_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of each row that reach its bound, in the order of their ids. Local.
 
     Args:
         x_RV: Logits; minus infinity for tokens that are not there.
@@ -62,6 +60,16 @@ def sorted_candidates(x_RV: Tensor, least_R: Tensor) -> tuple[Tensor, Tensor]:
     ids_RC[rows, places] = ids
     x_RC = torch.full(size, -torch.inf, dtype=x_RV.dtype, device=x_RV.device)
     x_RC[rows, places] = x_RV[rows, ids]
-    # Ids ascend so far, and a stable sort keeps their order among equals.
+    return ids_RC, x_RC
+
+
+def likeliest_first(ids_RC: Tensor, x_RC: Tensor) -> tuple[Tensor, Tensor]:
+    """Candidates sorted by their logits, equal ones by their ids. Local.
+
+    Args:
+        ids_RC: Token ids, ascending in each row up to its last candidate.
+        x_RC: Their logits; minus infinity behind the last candidate.
+    """
+    # Ids ascend, and a stable sort keeps their order among equals.
     x_RC, order_RC = x_RC.sort(dim=1, descending=True, stable=True)
     return ids_RC.gather(1, order_RC), x_RC

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pcomm.inference.engine.likeliest_tokens import least_of_top, sorted_candidates
+from pcomm.inference.engine.likeliest_tokens import candidates, least_of_top, likeliest_first
 from pcomm.inference.engine.request import TokenLogprobs
 
 __all__ = ["token_logprobs"]
@@ -46,7 +46,8 @@ def _of_block(
     if most == 0:
         return [TokenLogprobs(*pair, {}) for pair in zip(token_ids, chosen, strict=True)]
     least_R = least_of_top(logprobs_RV, [most] * len(token_ids))
-    top_ids, top = (found[:, :most].tolist() for found in sorted_candidates(logprobs_RV, least_R))
+    sorted_RC = likeliest_first(*candidates(logprobs_RV, least_R))
+    top_ids, top = (found_RC[:, :most].tolist() for found_RC in sorted_RC)
     return [
         TokenLogprobs(token_id, logprob, dict(zip(ids[:number], values[:number], strict=True)))
         for token_id, logprob, ids, values, number in zip(

@@ -17,7 +17,16 @@ _BLOCK, _SNAPSHOT = 0, 1
 class _Node:
     """A block of tokens behind those of its parents."""
 
-    __slots__ = ("block", "children", "digest", "num_tokens", "parent", "serials", "snapshot")
+    __slots__ = (
+        "block",
+        "children",
+        "digest",
+        "idle_since",
+        "num_tokens",
+        "parent",
+        "serials",
+        "snapshot",
+    )
 
     def __init__(self, digest: bytes, parent: _Node | None, num_tokens: int) -> None:
         self.digest = digest
@@ -26,8 +35,10 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
         self.block = 0
         self.snapshot = 0
-        # Of its newest entries in the two queues of what may be given up.
+        # Numbers of its newest entries in the two queues of what may be given up, and when no
+        # request referred to its block any more.
         self.serials = [0, 0]
+        self.idle_since = (0.0, 0)
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,9 @@ class PrefixCache:
 
     def note_idle(self, block: int) -> None:
         """Note that no request refers to a published block any more."""
-        self._enter_block(self._of_block[block])
+        node = self._of_block[block]
+        node.idle_since = self._idle_blocks.use()
+        self._enter_block(node)
 
     def free_blocks(self, count: int) -> None:
         """Give up `count` cached blocks; there have to be as many."""
@@ -227,10 +240,12 @@ class PrefixCache:
 
     def _enter_block(self, node: _Node) -> None:
         if not node.children and self._blocks.is_cached(node.block):
-            node.serials[_BLOCK] = self._idle_blocks.put(node, self._worth(node))
+            worth = self._worth(node)
+            node.serials[_BLOCK] = self._idle_blocks.put(node, worth, node.idle_since)
 
     def _enter_snapshot(self, node: _Node) -> None:
-        node.serials[_SNAPSHOT] = self._snapshots.put(node, self._worth(node))
+        worth, now = self._worth(node), self._snapshots.use()
+        node.serials[_SNAPSHOT] = self._snapshots.put(node, worth, now)
 
     def _is_idle_leaf(self, node: _Node, serial: int) -> bool:
         is_newest = serial == node.serials[_BLOCK] and not node.children

@@ -25,11 +25,17 @@ def stop_ids(params: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def finish_reason(
-    params: SamplingParams, stop_ids: Sequence[int], token_id: int, num_output: int, room: int
+    params: SamplingParams,
+    stop_ids: Sequence[int],
+    *,
+    token_id: int,
+    num_output: int,
+    room: int,
+    is_complete: bool = False,
 ) -> FinishReason | None:
     """The reason for which a request ends with its newest token, None while it goes on. Local.
 
-    A stop token before `min_tokens` (only a draft or a grammar can bring one) does not end it.
+    A stop token within `min_tokens`, which only a grammar can bring, does not end it.
 
     Args:
         params: Settings of the request.
@@ -37,7 +43,8 @@ def finish_reason(
         token_id: The newest token.
         num_output: Number of tokens written so far, the newest included.
         room: Number of tokens that still fit in the longest context of the model.
+        is_complete: `GrammarState.is_finished` behind the newest token: nothing can follow.
     """
-    if token_id in stop_ids and num_output > params.min_tokens:
+    if is_complete or (token_id in stop_ids and num_output > params.min_tokens):
         return "stop"
     return "length" if num_output >= params.max_tokens or room <= 0 else None

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pcomm.inference.engine.likeliest_tokens import least_of_top, sorted_candidates
+from pcomm.inference.engine.likeliest_tokens import candidates, least_of_top, likeliest_first
 from pcomm.inference.engine.sampling_params import SamplingParams
 
 __all__ = ["filter_tokens", "filters"]
@@ -17,6 +18,9 @@ __all__ = ["filter_tokens", "filters"]
 # Probabilities are added as integers of this many per largest probability, because sums of integers
 # do not depend on their order, so neither on the device nor on the other rows.
 _UNITS = 2.0**30
+# Up to so many candidates are sorted as they are; of more, those that top-p needs are found by so
+# many halvings of the range of logits, to about a tenth of a logit.
+_FEW, _HALVINGS = 256, 8
 
 
 def filters(params: SamplingParams) -> bool:
@@ -65,7 +69,13 @@ def filter_tokens(below_RV: Tensor, params: Sequence[SamplingParams]) -> tuple[T
         share = (1 - top_p_R[rows]) * mass / (2 * vocabulary * _UNITS)
         least_R[rows] = torch.maximum(least_R[rows], share.log().float())
 
-    ids_RC, below_RC = sorted_candidates(below_RV, least_R)
+    ids_RC, below_RC = candidates(below_RV, least_R)
+    if first and below_RC.shape[1] > _FEW:
+        # Sorting takes longer than finding a bound that few tokens of the mass reach.
+        needed_R = torch.where(total_R < 0, torch.inf, top_p_R * total_R)
+        places_RC, below_RC = candidates(below_RC, _least_with_mass(below_RC, needed_R))
+        ids_RC = ids_RC.gather(1, places_RC)
+    ids_RC, below_RC = likeliest_first(ids_RC, below_RC)
     rank_C = torch.arange(below_RC.shape[1], device=device)
     keep_RC = rank_C < top_k_R[:, None]
     units_RC = _units(below_RC).masked_fill_(~keep_RC, 0)
@@ -75,6 +85,26 @@ def filter_tokens(below_RV: Tensor, params: Sequence[SamplingParams]) -> tuple[T
     keep_RC &= ~reached_RC | (top_p_R == 1)[:, None]
     keep_RC &= below_RC.exp() >= min_p_R[:, None]
     return ids_RC, below_RC.masked_fill_(~keep_RC, -torch.inf)
+
+
+def _least_with_mass(below_RC: Tensor, needed_R: Tensor) -> Tensor:
+    """A logit for each row, above which its tokens have the mass that is needed, and little more.
+
+    Args:
+        below_RC: Logits less the largest one.
+        needed_R: Units of mass, at most those of the row; infinity gives minus infinity.
+    """
+    units_RC = _units(below_RC)
+    # Tokens below the first bound have no units at all.
+    low_R = torch.full_like(below_RC[:, 0], math.log(0.25 / _UNITS))
+    high_R = torch.zeros_like(low_R)
+    for _ in range(_HALVINGS):
+        middle_R = (low_R + high_R) / 2
+        mass_R = units_RC.where(below_RC >= middle_R[:, None], 0).sum(1)
+        is_enough_R = mass_R >= needed_R
+        low_R = torch.where(is_enough_R, middle_R, low_R)
+        high_R = torch.where(is_enough_R, high_R, middle_R)
+    return low_R.masked_fill_(needed_R == torch.inf, -torch.inf)
 
 
 def _units(below: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def step_bytes(
     """The least that a step moves; activations stay in caches and are not counted.
 
     Args:
-        specs: What each layer keeps, as `Model.memory_specs` says.
+        specs: The specification of each layer, from `Model.memory_specs`.
         weights: Bytes of the weights that the step reads, see `tensor_bytes`. An embedding that is
             not the output layer's, too, is left out: a step reads few of its rows. So are experts
             to which no token goes.

@@ -61,23 +61,27 @@ def expected_tokens(
     """The likeliest tokens that follow a prompt, up to `max_tokens` or a token that ends it."""
     tokens, written = list(prompt), list[int]()
     while len(written) < max_tokens and not (written and written[-1] in eos_ids):
-        found = 0
+        hashes = [0] * len(tokens)
         for layer in range(model.attention_layers):
-            found += _attended([_kept(layer, token) for token in tokens])[-1]
+            kept = [_kept(layer, token, found) for token, found in zip(tokens, hashes, strict=True)]
+            hashes = _added(hashes, _attended(kept))
         for layer in range(model.state_layers):
-            state = 0
+            state, found = 0, []
             for position, token in enumerate(tokens):
-                before = [t + 1 for t in tokens[max(position - 2, 0) : position]]
-                state = _next_state(layer + model.attention_layers + 1, state, token, sum(before))
-            found += state
-        logits = _logits(found % _PRIME, model.vocabulary)
+                halo = sum(before + 1 for before in tokens[max(position - 2, 0) : position])
+                number = layer + model.attention_layers + 1
+                state = _next_state(number, state, token, hashes[position], halo)
+                found.append(state)
+            hashes = _added(hashes, found)
+        logits = _logits(hashes[-1], model.vocabulary)
         written.append(logits.index(max(logits)))
         tokens.append(written[-1])
     return written
 
 
-def _kept(layer: int, token: int) -> int:
-    return token * 7 + layer + 1
+def _kept(layer: int, token: int, found: int) -> int:
+    """What attention keeps of a token: from the second layer on, of all tokens before it, too."""
+    return (token * 7 + found * 3 + layer + 1) % _PRIME
 
 
 def _attended(kept: Sequence[int]) -> list[int]:
@@ -89,8 +93,12 @@ def _attended(kept: Sequence[int]) -> list[int]:
     return all_found
 
 
-def _next_state(layer: int, state: int, token: int, halo: int) -> int:
-    return (state * 31 + (token + 1) * 17 + halo * 5 + layer) % _PRIME
+def _next_state(layer: int, state: int, token: int, found: int, halo: int) -> int:
+    return (state * 31 + (token + 1) * 17 + found * 3 + halo * 5 + layer) % _PRIME
+
+
+def _added(hashes: Sequence[int], more: Sequence[int]) -> list[int]:
+    return [(one + other) % _PRIME for one, other in zip(hashes, more, strict=True)]
 
 
 def _logits(found: int, vocabulary: int) -> list[int]:
@@ -101,10 +109,10 @@ def _logits(found: int, vocabulary: int) -> list[int]:
 def _attend(layer: int, batch: StepBatch, pools: KVMemory, hashes: list[int]) -> None:
     flat, size = pools.keys.view(-1), pools.keys.shape[1]
     tokens = batch.tokens_T.tolist()
-    flat[batch.kv_slots_T] = torch.tensor([_kept(layer, t) for t in tokens], dtype=flat.dtype)
-    for number, (before, blocks) in enumerate(
-        zip(batch.context_lens, batch.block_tables_NB.tolist(), strict=True)
-    ):
+    new = [_kept(layer, token, found) for token, found in zip(tokens, hashes, strict=True)]
+    flat[batch.kv_slots_T] = torch.tensor(new, dtype=flat.dtype)
+    tables = batch.block_tables_NB.tolist()
+    for number, (before, blocks) in enumerate(zip(batch.context_lens, tables, strict=True)):
         start, stop = batch.cu_seqlens[number : number + 2]
         total = before + stop - start
         places = [blocks[at // size] * size + at % size for at in range(total)]
@@ -121,7 +129,8 @@ def _recur(layer: int, batch: StepBatch, pools: StateMemory, hashes: list[int]) 
     tokens = batch.tokens_T.tolist()
     for number in range(batch.num_requests):
         for row in range(*batch.cu_seqlens[number : number + 2]):
-            state = _next_state(layer, states[number], tokens[row], int(sum(halos[number])))
+            halo = int(sum(halos[number]))
+            state = _next_state(layer, states[number], tokens[row], hashes[row], halo)
             states[number] = state
             halos[number] = [halos[number][1], tokens[row] + 1]
             hashes[row] = (hashes[row] + state) % _PRIME

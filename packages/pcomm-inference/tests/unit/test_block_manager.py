@@ -1,0 +1,98 @@
+"""Blocks are free, used or cached, never two of these, and neighbours where there are some."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pcomm.inference.engine.block_manager import BlockManager
+
+
+def test_requests_get_ascending_neighbours_and_keep_them_while_they_grow():
+    blocks = BlockManager(20)
+    claims = [blocks.claim(8), blocks.claim(8)]
+    assert claims == [(1, 9), (9, 17)]
+    own = [blocks.allocate(3, claim=claim) for claim in claims]
+    for _ in range(5):
+        for number, claim in enumerate(claims):
+            own[number] += blocks.allocate(1, after=own[number][-1], claim=claim)
+    assert own == [list(range(1, 9)), list(range(9, 17))]
+
+
+def test_claimed_blocks_are_taken_last():
+    blocks = BlockManager(6)
+    claim = blocks.claim(4)
+    assert blocks.allocate(2) == [5, 6]
+    assert blocks.allocate(1) == [1]
+    # The claim's own request goes on behind what others took of it.
+    assert blocks.allocate(2, claim=claim) == [2, 3]
+
+
+def test_a_claim_needs_free_neighbours():
+    blocks = BlockManager(5)
+    taken = blocks.allocate(5)
+    for block in taken[::2]:
+        blocks.release(block)
+    assert blocks.claim(2) == (0, 0)
+    assert blocks.claim(0) == (0, 0)
+    assert blocks.allocate(3) == [1, 3, 5]
+
+
+def test_a_run_is_found_before_scattered_blocks():
+    blocks = BlockManager(9)
+    taken = blocks.allocate(9)
+    for block in (2, 4, 6, 7, 8):
+        blocks.release(taken[block - 1])
+    assert blocks.allocate(3) == [6, 7, 8]
+    assert blocks.allocate(2) == [2, 4]
+
+
+def test_a_published_block_is_cached_until_the_cache_gives_it_up():
+    blocks = BlockManager(2)
+    (block,) = blocks.allocate(1)
+    blocks.retain(block)
+    blocks.publish(block)
+    assert not blocks.release(block)
+    assert blocks.release(block)
+    assert (blocks.num_free, blocks.num_used, blocks.num_cached) == (1, 0, 1)
+    blocks.retain(block)
+    assert (blocks.num_free, blocks.num_used, blocks.num_cached) == (1, 1, 0)
+    # Given up while it is used: free after that.
+    blocks.unpublish(block)
+    assert not blocks.release(block)
+    assert (blocks.num_free, blocks.num_used, blocks.num_cached) == (2, 0, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("acurpi"), st.integers(0, 9)), max_size=60))
+def test_counts_are_those_of_a_model_of_sets(steps):
+    blocks, references, published, claims = BlockManager(9), {}, set(), []
+    for kind, number in steps:
+        used = sorted(block for block, count in references.items() if count)
+        if kind == "a" and number <= blocks.num_free:
+            claim = claims[-1] if claims else (0, 0)
+            found = blocks.allocate(number, after=used[-1] if used else 0, claim=claim)
+            assert len(set(found)) == number
+            assert all(1 <= b <= 9 and not references.get(b) and b not in published for b in found)
+            references |= dict.fromkeys(found, 1)
+        elif kind == "c":
+            claims.append(blocks.claim(number))
+        elif kind == "u" and claims:
+            blocks.unclaim(claims.pop())
+        elif kind == "r" and used:
+            block = used[number % len(used)]
+            references[block] -= 1
+            is_cached = not references[block] and block in published
+            assert blocks.release(block) == is_cached == blocks.is_cached(block)
+        elif kind == "p" and used:
+            published.add(used[number % len(used)])
+            blocks.publish(used[number % len(used)])
+        elif kind == "i" and published:
+            block = sorted(published)[number % len(published)]
+            if number % 2:
+                published.discard(block)
+                blocks.unpublish(block)
+            else:
+                references[block] = references.get(block, 0) + 1
+                blocks.retain(block)
+        num_used = sum(1 for count in references.values() if count)
+        num_cached = sum(1 for block in published if not references[block])
+        assert (blocks.num_used, blocks.num_cached) == (num_used, num_cached)
+        assert blocks.num_free == 9 - num_used - num_cached

@@ -1,0 +1,123 @@
+"""Steps of decoding from recordings give the tokens of eager ones, whatever they are padded to."""
+
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from pcomm.inference.engine import model_runner
+from pcomm.inference.engine.engine import Engine
+from pcomm.inference.engine.request import Request
+from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.memory import KVMemory
+from pcomm.inference.model import KVSpec, StateSpec
+
+VOCABULARY = 13
+
+
+class OnDevice:
+    """A hash of all tokens, by operations on tensors alone, so that a step can be recorded."""
+
+    def __init__(self):
+        self.eager_sizes = []
+
+    def memory_specs(self):
+        state = StateSpec({"hash": ()}, {"hash": torch.float64})
+        return [KVSpec(heads=1, head_dim=1, dtype=torch.float64), state]
+
+    def step(self, batch, memory):
+        if batch.is_decode:
+            self.eager_sizes.append(batch.num_requests)
+            return self.decode(batch, memory)
+        tokens = batch.tokens_T.tolist()
+        for pools in memory:
+            if isinstance(pools, KVMemory):
+                pools.keys.view(-1)[batch.kv_slots_T] = batch.tokens_T.double() + 1
+        states = memory[1].read("hash", batch)
+        for number in range(batch.num_requests):
+            for row in range(*batch.cu_seqlens[number : number + 2]):
+                states[number] = (states[number] * 3 + tokens[row] + 1) % 1009
+        memory[1].write("hash", batch, states)
+        # A prompt only has to be right at its last token; none of them begins in the cache.
+        totals = [
+            sum(token + 1 for token in tokens[start:stop])
+            for start, stop in pairwise(batch.cu_seqlens)
+        ]
+        return self.logits(torch.tensor(totals, dtype=torch.float64) + states)
+
+    def decode(self, batch, memory):
+        keys, size = memory[0].keys.view(-1), memory[0].keys.shape[1]
+        keys.index_copy_(0, batch.kv_slots_T, batch.tokens_T.double() + 1)
+        width = batch.block_tables_NB.shape[1] * size
+        places = batch.block_tables_NB.long()[:, :, None] * size + torch.arange(size)
+        is_seen = torch.arange(width) <= batch.context_lens_N[:, None]
+        totals = (keys[places.flatten(1)] * is_seen).sum(1)
+        states = (memory[1].read("hash", batch) * 3 + batch.tokens_T + 1) % 1009
+        memory[1].write("hash", batch, states)
+        return self.logits((totals + states).index_select(0, batch.logits_rows))
+
+    def logits(self, hashes):
+        ids = torch.arange(VOCABULARY, dtype=torch.float64)
+        return (hashes[:, None] * (2 * ids + 3) + ids * 7919) % 10_007
+
+
+class Replay:
+    """Records by keeping the function, and its result where a graph would have it."""
+
+    def record(self, body):
+        result = body().clone()
+        return result, lambda: result.copy_(body())
+
+
+class Refuse:
+    def record(self, body):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def tokens_of(recorder, prompts, **settings):
+    model = OnDevice()
+    with patch.object(model_runner, "recorder_for", lambda device: recorder):
+        engine = Engine(
+            model,
+            vocabulary=VOCABULARY,
+            max_model_len=30,
+            block_size=3,
+            num_blocks=40,
+            num_state_slots=6,
+            max_requests=6,
+            **settings,
+        )
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_tokens=4 + 2 * number)
+        engine.add(Request(str(number), tuple(prompt), params))
+    found = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    return found, engine.stats(), model
+
+
+PROMPTS = [[1, 2, 3, 4], [5], [6, 7], [8, 9, 10, 11, 12], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_replayed_steps_give_the_same_tokens(prefix_cache):
+    eager, stats, model = tokens_of(None, PROMPTS, prefix_cache=prefix_cache)
+    assert stats.graph_sizes == ()
+    assert max(model.eager_sizes) == 5
+    found, stats, model = tokens_of(Replay(), PROMPTS, prefix_cache=prefix_cache)
+    assert found == eager
+    # 5 and 3 requests are padded; the largest size is that of the engine.
+    assert stats.graph_sizes == (1, 2, 4, 6)
+    assert set(model.eager_sizes) == {1, 2, 4, 6}
+    assert stats.graph_refusal == ""
+
+
+def test_a_model_that_cannot_be_recorded_runs_eagerly_and_says_why():
+    eager, _, _ = tokens_of(None, PROMPTS)
+    found, stats, _ = tokens_of(Refuse(), PROMPTS)
+    assert found == eager
+    assert stats.graph_sizes == ()
+    assert stats.graph_refusal == "RuntimeError: operation not permitted when stream is capturing"

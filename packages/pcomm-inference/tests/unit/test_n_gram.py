@@ -1,0 +1,41 @@
+"""Drafts are what followed the last tokens before."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pcomm.inference.engine.speculation.n_gram import draft_tokens
+from pcomm.inference.engine.speculation.verification import count_accepted
+
+
+def by_comparing(tokens, most):
+    for length in (4, 3, 2):
+        for begin in range(len(tokens) - length - 1, -1, -1):
+            if tokens[begin : begin + length] == tokens[-length:]:
+                return tuple(tokens[begin + length : begin + length + most])
+    return ()
+
+
+@given(
+    # Some ids have zero bytes in common, at places that are not those of tokens.
+    tokens=st.lists(st.sampled_from([0, 1, 2, 256, 65536, 2**40]), max_size=30),
+    most=st.integers(1, 5),
+)
+def test_it_is_the_latest_longest_match(tokens, most):
+    assert draft_tokens(array("q", tokens), most) == by_comparing(tokens, most)
+
+
+def test_nothing_is_guessed_where_nothing_may():
+    assert draft_tokens(array("q", [1, 2, 1, 2]), 0) == ()
+    assert draft_tokens(array("q", [1, 2, 1, 2]), -1) == ()
+    assert draft_tokens(array("q"), 3) == ()
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampled", "right"),
+    [((), [5], 0), ((1, 2), [1, 2, 3], 2), ((1, 2), [1, 5, 2], 1), ((1, 2), [2, 2, 3], 0)],
+)
+def test_drafts_are_right_up_to_the_first_other_token(drafts, sampled, right):
+    assert count_accepted(drafts, sampled) == right
