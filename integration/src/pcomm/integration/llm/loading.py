@@ -32,6 +32,7 @@ from pcomm.integration.huggingface.dtypes import dtypes_of, saved_dtypes
 from pcomm.integration.huggingface.run_files import kept_directory
 from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids
 from pcomm.integration.llm.plain_chat import plain_chat
+from pcomm.integration.llm.run_tokenizer import RunTokenizer
 from pcomm.integration.models.language_model import LanguageModel
 
 __all__ = ["LoadedModel", "PromptTokenizer", "load_model"]
@@ -195,13 +196,14 @@ def _from_run(path: Path, dtype: torch.dtype | None, device: torch.device | str)
     longest = max(config.train.sequence_length, _LEAST_CONTEXT)
     kept = kept_directory(path)
     if kept is None:
-        return _loaded(path, model, load_tokenizer(path / TOKENIZER), None, longest)
+        tokenizer = RunTokenizer(load_tokenizer(path / TOKENIZER))
+        return _loaded(path, model, tokenizer, None, longest)
     # As the directory's own, which knows special tokens in the text of a template.
     own = tokenizers.Tokenizer.from_file(str(path / TOKENIZER))
     own.no_truncation()
     own.no_padding()
-    tokenizer = DirectoryTokenizer(own, end_ids(kept, own))
-    return _loaded(path, model, tokenizer, read_chat_template(kept), longest)
+    theirs = DirectoryTokenizer(own, end_ids(kept, own))
+    return _loaded(path, model, theirs, read_chat_template(kept), longest)
 
 
 def _loaded(
