@@ -18,16 +18,16 @@ class LiveRequest:
     """What scheduler, allocator and engine know of one request; queued or running.
 
     Args:
-        request: What the user asked for.
+        request: Prompt and settings of the user.
         arrival: Number of requests that came before it.
         limit: Most tokens that prompt and text may have together.
         stop_ids: Token ids that end the text.
 
     Attributes:
         order: Scheduling order: priority, then arrival.
-        tokens: The prompt and what was written.
+        tokens: The prompt and the tokens that were written.
         prompt: The prompt alone.
-        output: What was written, alone.
+        output: Tokens that were written, alone.
         num_prompt: Length of the prompt.
         num_computed: Number of tokens whose keys, values and states are in memory.
         blocks: KV blocks in the order of the tokens.
