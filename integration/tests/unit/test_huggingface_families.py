@@ -224,9 +224,8 @@ def test_loading_draws_no_random_numbers(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("family", ["llama", "mamba2", "qwen3_next"])
-def test_two_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> None:
-    write_directory(tmp_path, family)
+def test_two_ranks_compute_what_one_computes(tmp_path: Path) -> None:
+    write_directory(tmp_path, "qwen3_next")
     expected = our_logits(load_model(tmp_path))
 
     def rank(collectives: Any) -> Tensor:

@@ -31,6 +31,7 @@ __all__ = [
     "KEPT",
     "end_ids_of_run",
     "forget_directory",
+    "has_directory",
     "kept_directory",
     "placed_files",
 ]
@@ -56,8 +57,14 @@ def kept_directory(run_dir: Path) -> ModelDirectory | None:
     Raises:
         ConfigError: A file is damaged.
     """
-    folder = run_dir / _FOLDER
-    return open_directory(folder, has_weights=False) if folder.is_dir() else None
+    if not has_directory(run_dir):
+        return None
+    return open_directory(run_dir / _FOLDER, has_weights=False)
+
+
+def has_directory(run_dir: Path) -> bool:
+    """Whether the run in a folder started from a directory. Local."""
+    return (run_dir / _FOLDER).is_dir()
 
 
 def end_ids_of_run(run_dir: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:

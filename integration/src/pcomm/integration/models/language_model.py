@@ -190,9 +190,9 @@ class LanguageModel(nn.Module):
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, whatever part of them this rank has; local."""
-        placements = param_layouts_of(self)
+        param_layouts = param_layouts_of(self)
         return sum(
-            placements[name].logical_shape(parameter.shape).numel()
+            param_layouts[name].logical_shape(parameter.shape).numel()
             for name, parameter in self.named_parameters()
         )
 
