@@ -30,7 +30,7 @@ def signatures() -> list[str]:
     loader.load("pcomm")
     lines: list[str] = []
     for face, path in faces().items():
-        for name, home in homes(path.read_text()).items():
+        for name, home in homes(path).items():
             lines += described(loader.modules_collection[home][name], f"{face}.{name}")
     return sorted(lines)
 

@@ -30,9 +30,9 @@ def page(package: str) -> str:
 
 def _section(module: str, described: set[str]) -> list[str]:
     """One face: its docstring, a table of its names, and what was not described before."""
-    source = faces()[module].read_text()
-    paths = {name: f"{home}.{name}" for name, home in sorted(homes(source).items())}
-    lines = ["", f"## {module}", "", summary(source), "", "| name | defined in |", "|---|---|"]
+    stub = faces()[module]
+    paths = {name: f"{home}.{name}" for name, home in sorted(homes(stub).items())}
+    lines = ["", f"## {module}", "", summary(stub), "", "| name | defined in |", "|---|---|"]
     for name, path in paths.items():
         lines.append(f"| [`{name}`][{path}] | `{path.removesuffix(f'.{name}')}` |")
     for path in paths.values():

@@ -1,8 +1,8 @@
 """The faces of the packages, read from the sources: which names users import, and their homes.
 
-A package or a room of a package shows names in its `__init__.py`: under `if TYPE_CHECKING` for type
-checkers, and in `face(...)` for programs, which load a name when they use it. Nothing is imported
-here.
+A package or a room of a package shows the names that the stub `__init__.pyi` beside its
+`__init__.py` imports. Type checkers read the stub; programs load a name by `face(...)` when they
+use it. Nothing is imported here.
 """
 
 from __future__ import annotations
@@ -24,22 +24,19 @@ def module_of(path: Path) -> str:
 
 
 def faces() -> dict[str, Path]:
-    """Packages, and rooms of packages, whose `__init__.py` shows names."""
-    found = {module_of(path): path for path in sources() if path.name == "__init__.py"}
-    return {module: path for module, path in found.items() if "__getattr__" in path.read_text()}
+    """Stubs of the packages, and of rooms of packages, that show names."""
+    stubs = {path.with_suffix(".pyi") for path in sources() if path.name == "__init__.py"}
+    return {module_of(path): path for path in sorted(stubs) if path.exists()}
 
 
-def homes(source: str) -> dict[str, str]:
-    """Names that the source of a face shows, each with the module that defines it."""
-    (block,) = [
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+def homes(stub: Path) -> dict[str, str]:
+    """Names that a face shows, each with the module that defines it."""
+    imports = [
+        node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)
     ]
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
-def summary(source: str) -> str:
-    """The docstring of a module."""
-    return ast.get_docstring(ast.parse(source)) or ""
+def summary(stub: Path) -> str:
+    """The docstring of the package that a stub belongs to."""
+    return ast.get_docstring(ast.parse(stub.with_suffix(".py").read_text())) or ""

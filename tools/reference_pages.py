@@ -36,7 +36,8 @@ What a TOML file for `pcomm train --config` may hold, and what `--set section.ke
 key that is not here is an error that names the nearest one.
 
 A number is what it says, 0 included. What is no number has a word: `"auto"` is derived from other
-keys, `"all"` is everything there is, `"end"` is once after the last step, and `"none"` is no limit.
+keys, `"all"` is everything there is, `"end"` is once after the last step, and `"none"` is no limit
+or no evaluation.
 """
 
 # Words for the kinds of JSON schema, and for the bounds of numbers.

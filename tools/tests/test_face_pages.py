@@ -14,7 +14,7 @@ from repository import ROOT
 def test_each_name_of_a_face_is_described_once(module: str) -> None:
     text = (DOCS / f"reference/{module.split('.')[1]}.md").read_text()
     section = text.split(f"\n## {module}\n")[1].split("\n## ")[0]
-    for name, home in homes(faces()[module].read_text()).items():
+    for name, home in homes(faces()[module]).items():
         assert f"| [`{name}`][{home}.{name}] | `{home}` |" in section
         times = len(re.findall(rf"^::: {re.escape(home)}\.{name}$", text, re.MULTILINE))
         assert times == (home != ERRORS), f"{module}: {name}"

@@ -13,7 +13,7 @@ from faces import ERRORS, faces, homes, module_of
 from repository import PACKAGES, ROOT, module_name, pages, sources
 
 # Packages that are a name so far have nothing to show.
-EMPTY = {"pcomm.nvls", "pcomm.ntp", "pcomm.inference"}
+EMPTY = {"pcomm.nvls", "pcomm.ntp"}
 
 
 def pcomm_imports(source: str) -> Iterator[tuple[str, str]]:
@@ -26,9 +26,12 @@ def pcomm_imports(source: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("module", faces())
 def test_a_face_shows_what_type_checkers_see(module: str) -> None:
     found = importlib.import_module(module)
-    typed = homes(faces()[module].read_text())
-    assert sorted(typed) == sorted(found.__all__)
+    typed = homes(faces()[module])
+    assert typed
+    assert sorted(typed) == found.__all__
     for name, home in typed.items():
+        # A face shows what lies below it.
+        assert home.startswith(f"{module}.")
         assert getattr(found, name) is getattr(importlib.import_module(home), name)
         assert name in dir(found)
     with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):

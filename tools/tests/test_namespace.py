@@ -28,6 +28,9 @@ def test_wheel_is_typed_licensed_and_leaves_the_namespace_open(package, tmp_path
     folder = module_name(package).replace(".", "/")
     assert f"{folder}/__init__.py" in names
     assert f"{folder}/py.typed" in names
+    # The names of a face stand in its stub, which is read when the package is imported.
+    source = package / "src"
+    assert {p.relative_to(source).as_posix() for p in source.rglob("*.pyi")} <= {*names}
     assert "pcomm/__init__.py" not in names
     assert "pcomm/py.typed" not in names
     assert any(name.endswith("/licenses/LICENSE") for name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sysconfig
 from collections.abc import Callable
@@ -12,10 +13,12 @@ from typing import NamedTuple
 
 import pytest
 
+from pcomm.core.command.main import main
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 from pcomm.integration.checkpoint.folders import checkpoints
 from pcomm.integration.config_file import load_config
 from pcomm.integration.data.tokenizer import load_tokenizer
+from pcomm.integration.train import run
 
 KEYS = {"step", "loss", "tokens_per_s", "step_ms"}
 
@@ -212,3 +215,39 @@ def test_without_held_out_text_it_says_so(
     assert printed[1].startswith(str(tmp_path / "checkpoints"))
     assert rows(tmp_path, "bits_per_byte") == {}
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_without_evaluation_it_says_so(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train.steps=1", "train.eval_every=none", "sample.max_tokens=0"]
+    assert train(tmp_path / "run", *(word for item in words for word in ("--set", item))) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == 'no bits per byte (train.eval_every = "none")'
+
+
+def test_it_says_that_it_was_stopped(
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """While the data are prepared, and before anything can listen for the request."""
+
+    def asked(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(run, "prepare_folder", lambda *_, **__: asked())
+    assert train(tmp_path / "run") == 130
+    printed = capsys.readouterr()
+    assert printed.out == "stopped before the first step; the same command begins again\n"
+    monkeypatch.setattr("pcomm.integration.commands.train.train_rank", asked)
+    assert train(tmp_path / "run") == 130
+    assert capsys.readouterr().err.startswith("stopped at once; the same command goes on from")
+
+
+def test_its_help_names_the_kinds_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for kind in ("GPT", "Mamba-2", "Gated DeltaNet", "hybrids", "experts"):
+        assert kind in text

@@ -115,8 +115,8 @@ def tensors(run: Path) -> list[torch.Tensor]:
     found = [parameter.detach() for parameter in model.parameters()]
     for moment in ("exp_avg", "exp_avg_sq"):
         views = {
-            f"optimizer.{moment}.{name}": ShardView(torch.zeros_like(p), placement, 0)
-            for (name, p), placement in zip(
+            f"optimizer.{moment}.{name}": ShardView(torch.zeros_like(p), param_layout, 0)
+            for (name, p), param_layout in zip(
                 model.named_parameters(), param_layouts_of(model).values(), strict=True
             )
         }

@@ -11,17 +11,22 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from pcomm.core import PcommError
+from pcomm.core import PcommError, connect
 from pcomm.core.errors import ConfigError, PeerError
 from pcomm.core.testing import ranks
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.data import tokenizer
 from pcomm.integration.testing.short_runs import prepare_words, run_words
+from pcomm.integration.train import run as run_module
+from pcomm.integration.train.interrupt import Interrupt
+from pcomm.integration.train.run import Outcome
 from pcomm.integration.train.run_lock import lock_run
+from pcomm.integration.train.together import Stopped, Together
 
 Files = dict[str, tuple[bytes, int]]
 
@@ -172,8 +177,7 @@ def test_ctrl_c_is_heard_while_the_tokenizer_is_trained(
     monkeypatch.setattr(tokenizer, "_trained", compute)
     run = tmp_path / "run"
     try:
-        with pytest.raises(KeyboardInterrupt):
-            run_words(text, run)
+        assert run_words(text, run) == Outcome(0, None, is_interrupted=True)
     finally:
         is_over.set()
     assert list(run.iterdir()) == []
@@ -183,19 +187,69 @@ def test_ctrl_c_is_heard_while_the_tokenizer_is_trained(
 
 
 @ranks(2)
-def test_the_other_ranks_hear_of_a_ctrl_c(rank: int, text: Path, tmp_path: Path) -> None:
+def test_all_ranks_stop_with_one_that_is_asked_to(rank: int, text: Path, tmp_path: Path) -> None:
     def stop(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         # An interpreter hears of it at its next step.
         for _ in range(1000):
             pass
 
-    with (
-        patch.object(tokenizer, "_trained", stop),
-        pytest.raises(PeerError if rank else KeyboardInterrupt) as caught,
-    ):
-        run_words(text, tmp_path / "run")
-    assert rank == 0 or "a request to stop" in str(caught.value)
+    with patch.object(tokenizer, "_trained", stop):
+        outcome = run_words(text, tmp_path / "run")
+    assert outcome == Outcome(0, None, is_interrupted=True)
+
+
+@ranks(2)
+def test_a_request_ends_an_attempt_on_all_ranks_and_hides_no_error(rank: int) -> None:
+    def fail() -> None:
+        if rank == 0:
+            raise ConfigError("key", found="broken", why="", fix="")
+
+    interrupt = Interrupt()
+    with connect() as world:
+        together = Together(world, interrupt)
+        assert together("attempt", lambda: rank) == rank
+        interrupt.is_requested = rank == 1
+        with pytest.raises(PeerError if rank else ConfigError, match="key: broken"):
+            together("attempt", fail)
+        with pytest.raises(Stopped):
+            together("attempt", lambda: rank)
+        interrupt.is_requested = False
+        assert together("attempt", lambda: rank) == rank
+        with pytest.raises(PeerError if rank else ConfigError, match="key: broken"):
+            together("attempt", fail)
+
+
+def test_a_run_that_goes_on_tells_the_steps_that_it_has(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run_words(text, run, "train.steps=2")
+    before = contents(run)
+    check = run_module.check_files
+
+    def asked(*arguments: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        check(*arguments, **options)
+
+    monkeypatch.setattr(run_module, "check_files", asked)
+    assert run_words(text, run) == Outcome(2, None, is_interrupted=True)
+    assert contents(run) == before
+
+
+def test_without_evaluation_nothing_is_evaluated(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "evaluate", None)
+    outcome = run_words(text, tmp_path / "run", "train.eval_every=none")
+    assert outcome == Outcome(4, None, is_interrupted=False)
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "bits_per_byte" not in rows
+    assert rows.count('"loss"') == 4
+    # The same run, from its last checkpoint.
+    monkeypatch.undo()
+    outcome = run_words(text, tmp_path / "run", "train.eval_every=end")
+    assert outcome.bits_per_byte is not None
 
 
 def test_a_single_text_trains_without_further_settings(tmp_path: Path) -> None:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import math
+import pickle
 import tomllib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, TopologyError
 from pcomm.integration import recipes
-from pcomm.integration.config import Config, ModelConfig, ParallelConfig
+from pcomm.integration.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    keys,
+)
 from pcomm.integration.config_file import (
     apply_overrides,
     from_dict,
@@ -19,6 +31,7 @@ from pcomm.integration.config_file import (
     to_dict,
     to_toml,
 )
+from pcomm.integration.config_rules import validate
 
 
 def _written(tmp_path, text):
@@ -86,13 +99,22 @@ def test_an_override_is_read_as_toml_or_as_a_bare_word(override, section, key, v
         ("[train]\nlearning_rate = true\n", ["learning_rate", "True", "a valid number"]),
         ("[train]\nlearning_rate = inf\n", ["learning_rate", "inf", "a finite number"]),
         ("[train]\nlearning_rate = nan\n", ["learning_rate", "nan", "a finite number"]),
-        (f"[train]\nclip_norm = 1{'0' * 400}\n", ["clip_norm", "a valid number"]),
+        (f"[train]\nclip_norm = 1{'0' * 400}\n", ["clip_norm", "a valid number", "000..."]),
+        (f"[train]\nsteps = 0x{'f' * 4000}\n", ["train.steps", "more digits", "64 bits"]),
+        (f"[train]\nwarmpu_steps = 0x{'f' * 4000}\n", ["more digits", "'warmup_steps'"]),
+        (f"train = 0x{'f' * 4000}\n", ["more digits", "[train]"]),
+        (f"[train]\nsteps = {'1' * 5000}\n", ["not TOML", "5000 digits"]),
+        (f"[data]\npath = {'[' * 5000}", ["not TOML", "recursion"]),
+        ("[parallel]\ndata = 0\n", ["parallel.data", 'parallel.data = "replicate"']),
+        ("[model]\npattern = 5\n", ["model.pattern", 'model.pattern = "A"']),
+        ("[sample]\nprompt = true\n", ["sample.prompt", 'sample.prompt = "true"']),
+        ("[train.more]\nsteps = 1\n", ["train.more", "a key that section 'train' does not have"]),
         ("[train]\nbetas = [0.9]\n", ["train.betas", "item 1: Field required"]),
         ("[train]\nbetas = [0.9, 'x']\n", ["train.betas", "item 1", "a valid number"]),
         ("[data]\npath = 'a.txt'\n", ["data.path", "'a.txt'", 'data.path = ["a.txt"]']),
         ("[data]\npath = [1]\n", ["data.path", "item 0: Input should be a valid string"]),
         ("[data]\ntext_key = 5\n", ["data.text_key", 'data.text_key = "5"']),
-        ("[data]\ntext_key = 2026-01-01\n", ["data.text_key", "date(2026, 1, 1)"]),
+        ("[data]\ntext_key = 2026-01-01\n", ["date(2026, 1, 1)", 'text_key = "2026-01-01"']),
         ("[train\n", ["not TOML", "line 1"]),
     ],
 )
@@ -125,6 +147,13 @@ def test_a_file_that_is_missing_or_no_text(tmp_path):
         ("train.a.b=3", "train.a.b"),
         ("train.steps=many", "a valid integer"),
         ("train.steps=", "a valid integer"),
+        (f"train.steps={'1' * 5000}", "a valid integer"),
+        (f"data.path={'[' * 5000}", "recursion"),
+        ("train.dtype=BF16", 'train.dtype = "bf16"'),
+        ("train.eval_every=None", 'train.eval_every = "none"'),
+        ("parallel.cp_strategy=head", 'parallel.cp_strategy = "heads"'),
+        ("train.betas=0.9", "train.betas = [0.9, 0.95]"),
+        ("train.betas=0.9,0.95", "train.betas = [0.9, 0.95]"),
         ("data.path=a.txt", 'data.path = ["a.txt"]'),
         ("data.path=[a.txt", "does not end like one"),
         ('sample.prompt="open', "does not end like one"),
@@ -158,12 +187,12 @@ def test_every_config_survives_toml_and_dict(prompt, paths, rate, betas):
 
 
 def test_what_0_stood_for_in_earlier_files_is_named_for_all_keys_at_once(tmp_path):
-    keys = {"kv_heads": "auto", "head_dim": "auto", "mlp_width": "auto", "mamba_heads": "auto"}
-    model = "[model]\n" + "".join(f"{key} = 0\n" for key in keys)
+    words = {"kv_heads": "auto", "head_dim": "auto", "mlp_width": "auto", "mamba_heads": "auto"}
+    model = "[model]\n" + "".join(f"{key} = 0\n" for key in words)
     path = _written(tmp_path, f"{model}[parallel]\ndp = 0\n[checkpoint]\nkeep = 0\n")
     with pytest.raises(ConfigError) as raised:
         load_config(path)
-    for key, word in keys.items():
+    for key, word in words.items():
         assert f'Write `model.{key} = "{word}"`' in raised.value.fix
     assert 'Write `parallel.dp = "auto"`' in raised.value.fix
     assert 'Write `checkpoint.keep = "all"`' in raised.value.fix
@@ -199,6 +228,56 @@ def test_python_is_told_the_same_in_four_parts():
     assert "Tensor-parallel ranks, which share every layer." in raised.value.why
     with pytest.raises(ConfigError, match="Did you mean 'layers'"):
         ModelConfig(layer=3)
+    with pytest.raises(ConfigError, match=r"model\.self: the value 3"):
+        ModelConfig(self=3)
+
+
+@pytest.mark.parametrize("value", [None, {"layers": 3}, TrainConfig(), ModelConfig])
+def test_a_section_is_an_instance_of_its_class(value):
+    for make in (lambda: Config(model=value), lambda: replace(Config(), model=value)):
+        with pytest.raises(ConfigError, match=r"^model: the value .*") as raised:
+            make()
+        assert "an instance of ModelConfig" in raised.value.why
+        assert raised.value.fix == "Pass `model=ModelConfig(...)`, with the keys to change."
+    with pytest.raises(ConfigError, match=r"^modle: .*\n.*\nDid you mean 'model'"):
+        Config(modle=ModelConfig())
+
+
+@pytest.mark.parametrize("values", [{0.9, 0.5}, {0.9: 0, 0.5: 0}.keys(), iter([0.9, 0.5])])
+def test_what_has_no_order_or_is_read_once_is_no_list(values):
+    with pytest.raises(ConfigError, match=r"train\.betas: Input should be a list"):
+        TrainConfig(betas=values)
+    with pytest.raises(ConfigError, match=r"data\.path: Input should be a list"):
+        DataConfig(path=values)
+
+
+# Beside the edges of ranges, what Python or numpy would take for a number or for nothing.
+STRANGE = [
+    *(0, -1, 2**63 - 1, 2**63, -(2**63), 10**400, 16**5000, True, False),
+    *(0.0, -0.0, 0.5, 1.0, 5e-324, 1e308, math.nan, math.inf, np.int64(0), np.zeros(2), 1j),
+    *("auto", "all", "end", "none", "None", "4", "", "A", "AMG", None, [], [1], (), {}, b"A"),
+]
+
+
+@pytest.mark.parametrize("key", [f"{key.section}.{key.name}" for key in keys()])
+def test_every_value_of_a_key_is_taken_or_refused_by_name(key):
+    section, name = key.split(".")
+    tiny, told = recipes.tiny(), []
+    for value in STRANGE:
+        try:
+            part = replace(getattr(tiny, section), **{name: value})
+        except ConfigError as error:
+            told.append((error.asked, error.why.partition(": ")[0]))
+            continue
+        config = replace(tiny, **{section: part})
+        assert from_dict(tomllib.loads(to_toml(config))) == config
+        assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+        assert hash(copy.copy(config)) == hash(config)
+        # It may still not fit the others, which is told as well.
+        with contextlib.suppress(ConfigError, TopologyError):
+            validate(config, 2)
+    assert told, "no key takes all of them"
+    assert set(told) == {(key, key)}
 
 
 def test_the_written_file_explains_each_key():

@@ -81,6 +81,8 @@ def test_the_hash_sees_names_and_bytes_but_not_where_the_corpus_lies(tmp_path):
         ("no/a.txt", ["no such file", "no folder"]),
         (".", ["a folder", '/**/*.txt"]']),
         ("table.csv", ["'.csv'", ".txt, .jsonl, .parquet"]),
+        ("a" * 5000, ["File name too long", "cannot be looked up"]),
+        ("a" * 5000 + "*", ["File name too long", "cannot be looked up"]),
     ],
 )
 def test_paths_that_do_not_serve(tmp_path, pattern, parts):
@@ -90,6 +92,11 @@ def test_paths_that_do_not_serve(tmp_path, pattern, parts):
         _documents(tmp_path / pattern)
     for part in ["data.path", *parts]:
         assert part in str(raised.value)
+
+
+def test_a_home_that_nobody_has():
+    with pytest.raises(ConfigError, match=r"~no\.body/a\.txt: Could not determine home"):
+        _documents("~no.body/a.txt")
 
 
 def test_what_is_no_regular_file_is_called_what_it_is(tmp_path):

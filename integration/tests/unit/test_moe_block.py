@@ -137,12 +137,14 @@ def on_this_rank(
         )
     )
     ranks = {"dense": tensor_parallel.rank, "expert": expert_parallel.rank}
-    for (name, parameter), placement in zip(
+    for (name, parameter), param_layout in zip(
         block.named_parameters(), param_layouts_of(block).values(), strict=True
     ):
         shard = w[name]
-        if placement.layout is not None:
-            shard = take_shard(shard, placement.layout, ranks[placement.scope], dim=placement.dim)
+        if param_layout.layout is not None:
+            shard = take_shard(
+                shard, param_layout.layout, ranks[param_layout.scope], dim=param_layout.dim
+            )
         parameter.data = shard.clone()
     balance = None
     if rows_T is not None:

@@ -4,7 +4,8 @@ A `Config` is a value. Recipes build it in Python, `config_file` reads it from T
 `--set`, and `config_rules.validate` makes it a `Resolved` that fits a number of ranks.
 
 A number is what it says, 0 included. What is no number has a word: `auto` is derived from other
-keys, `all` is everything there is, `end` is once after the last step, and `none` is no limit.
+keys, `all` is everything there is, `end` is once after the last step, and `none` is no limit or no
+evaluation.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Strict
-from pydantic import PositiveInt as Size
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
-from pcomm.integration.config_errors import attribute_of, section, unicode_text
+from pcomm.integration.config_errors import INT64, UNICODE, attribute_of, listed, section
 
 __all__ = [
     "SECTIONS",
@@ -36,9 +43,11 @@ __all__ = [
     "keys",
 ]
 
+Count = Annotated[NonNegativeInt, INT64]
+Size = Annotated[PositiveInt, INT64]
 AutoSize = Size | Literal["auto"]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, AfterValidator(unicode_text)]
+Text = Annotated[str, UNICODE]
 
 
 @section("model")
@@ -53,7 +62,7 @@ class ModelConfig:
     pattern: Annotated[str, Field(pattern="^[AMG]+$")] = "A"
     """Mixer of each block, repeated to fill `layers`: A attention, M Mamba-2, G Gated DeltaNet."""
 
-    layers: Size = 4
+    layers: Annotated[int, Field(gt=0, le=2**16)] = 4
     """Number of blocks."""
 
     width: Size = 256
@@ -72,7 +81,7 @@ class ModelConfig:
     """Hidden width of the MLP. auto: 8/3 of `width`, up to a multiple of 64. none: blocks without
     experts have a mixer and its norm, as in Mamba-2, and nothing else."""
 
-    experts: NonNegativeInt = 0
+    experts: Count = 0
     """Experts in each block that has them instead of an MLP."""
 
     experts_per_token: Size = 2
@@ -85,7 +94,7 @@ class ModelConfig:
     """Factor of an expert's result: the router's probability, or that over the sum of the token's
     experts. auto: normalised, and the probability where a token has one expert."""
 
-    shared_expert_width: NonNegativeInt = 0
+    shared_expert_width: Count = 0
     """Hidden width of the expert that all tokens pass; 0 is no such expert."""
 
     shared_expert_gate: bool = False
@@ -244,17 +253,17 @@ class TrainConfig:
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """What the cosine leaves of it at the last step."""
 
-    warmup_steps: NonNegativeInt = 20
+    warmup_steps: Count = 20
     """Steps over which the learning rate rises from 0; a shorter run ends on the way."""
 
-    rewarm_steps: NonNegativeInt = 0
+    rewarm_steps: Count = 0
     """When a run goes on with another schedule, as after more `steps`: so many steps lead from the
     old learning rate to the new one. Over 0 steps it jumps, which is said."""
 
     weight_decay: NonNegativeFloat = 0.1
     """AdamW's decay, for matrices only."""
 
-    betas: Annotated[tuple[Share, Share], Strict(False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Share, Share], BeforeValidator(listed)] = (0.9, 0.95)
     """AdamW's two decay rates of the averages."""
 
     clip_norm: PositiveFloat | Literal["none"] = 1.0
@@ -267,8 +276,9 @@ class TrainConfig:
     skip_limit: Size = 10
     """With `on_nan = skip`: so many steps skipped in a row end the run."""
 
-    eval_every: Size | Literal["end"] = 100
-    """Steps between evaluations. end: only after the last step."""
+    eval_every: Size | Literal["end", "none"] = 100
+    """Steps between evaluations, with one after the last step. end: only that one. none: no
+    evaluation; `data.held_out = 0` then leaves all text to training."""
 
     eval_tokens: Size | Literal["all"] = 65_536
     """Held-out tokens of an evaluation. all: all there are."""
@@ -278,7 +288,7 @@ class TrainConfig:
 class DataConfig:
     """Which text is learnt, and how it becomes tokens."""
 
-    path: Annotated[tuple[Text, ...], Strict(False)] = ()
+    path: Annotated[tuple[Text, ...], BeforeValidator(listed)] = ()
     """Files or globs: .txt, .jsonl, .parquet. Empty: the source of Python's own library."""
 
     text_key: Text = "text"
@@ -316,7 +326,7 @@ class SampleConfig:
     prompt: Text = "def"
     """Text to continue. Empty: no sample."""
 
-    max_tokens: NonNegativeInt = 128
+    max_tokens: Count = 128
     """Most tokens to write."""
 
     temperature: NonNegativeFloat = 0.8

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import keyword
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from datetime import date
+from functools import wraps
 from typing import Any, Literal, TypeVar, dataclass_transform, get_args, get_origin
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import AfterValidator, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from pcomm.core.errors import ConfigError, near_misses
 
-__all__ = ["attribute_of", "section", "toml_value", "unicode_text"]
+__all__ = ["INT64", "UNICODE", "attribute_of", "listed", "section", "shown", "toml_value"]
 
 T = TypeVar("T")
 
@@ -25,8 +29,8 @@ _STRICT = ConfigDict(
 def section(name: str) -> Callable[[type[T]], type[T]]:
     """Make a class a section of the configuration: a frozen dataclass with keyword arguments.
 
-    Types are strict, but for an int given for a float and a list given for a tuple. What is no
-    value of a key is a `ConfigError` that names every such key of the section, and explains it.
+    Types are strict, but for an int given for a float. What is no value of a key is a
+    `ConfigError` that names every such key of the section, and explains it.
 
     Args:
         name: The section's name in TOML; empty for the whole configuration.
@@ -34,11 +38,10 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
 
     def make(cls: type[T]) -> type[T]:
         made: Any = dataclass(frozen=True, kw_only=True, config=_STRICT)(cls)
-        if not name:
-            return made  # type: ignore[no-any-return]
         check = made.__init__
 
-        def __init__(self: T, **values: object) -> None:
+        @wraps(check)
+        def __init__(self: T, /, **values: object) -> None:
             try:
                 check(self, **values)
             except ValidationError as error:
@@ -51,11 +54,7 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
     return make
 
 
-def unicode_text(text: str) -> str:
-    """`text`, unless it holds a lone surrogate: those could not be written back.
-
-    Bytes of the command line that are no UTF-8 arrive as such.
-    """
+def _unicode(text: str) -> str:
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise ValueError("it holds bytes that are no UTF-8")
     return text
@@ -64,6 +63,34 @@ def unicode_text(text: str) -> str:
 def attribute_of(key: str) -> str:
     """The dataclass field of a key: its name, with a `_` behind it where that is Python's word."""
     return f"{key}_" if keyword.iskeyword(key) else key
+def _int64(number: int) -> int:
+    if number >= 2**63:
+        raise ValueError("it does not fit into 64 bits")
+    return number
+
+
+UNICODE = AfterValidator(_unicode)
+"""Takes text without lone surrogates, which could not be written back.
+
+Bytes of the command line that are no UTF-8 arrive as such.
+"""
+
+INT64 = AfterValidator(_int64)
+"""Takes integers below 2**63, which tensors and files can hold."""
+
+
+def listed(value: object) -> object:
+    """A list as a tuple, anything else as it is: a set would differ in order between ranks."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: its `repr`, cut where that is long."""
+    try:
+        text = repr(value)
+    except ValueError:
+        text = "an integer of more digits than Python writes"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def toml_value(value: object) -> str:
@@ -88,20 +115,20 @@ def _refused(
         # Of a list, which item; of a union, pydantic names the kind instead.
         place = f"item {inside[0]}: " if inside and isinstance(inside[0], int) else ""
         # A file has lists, whatever they become.
-        said = one["msg"].replace("a valid tuple", "a list")
+        said = one["msg"].replace("a valid tuple", "a list").removeprefix("Value error, ")
         problems.setdefault(str(key), []).append(place + said)
+    dot = "." if name else ""
     whys = []
     for key, found in problems.items():
         help = known[key].description or "" if key in known else ""
-        whys.append(
-            f"{name}.{key.rstrip('_')}: {' or '.join(found)}. {' '.join(help.split())}".rstrip()
-        )
+        key = key.rstrip("_")
+        whys.append(f"{name}{dot}{key}: {' or '.join(found)}. {' '.join(help.split())}".rstrip())
     return ConfigError(
-        ", ".join(f"{name}.{key.rstrip('_')}" for key in problems),
-        found="the value " + ", ".join(f"{values.get(key)!r}" for key in problems),
+        ", ".join(f"{name}{dot}{key.rstrip('_')}" for key in problems),
+        found="the value " + ", ".join(shown(values.get(key)) for key in problems),
         why="\n".join(whys),
         fix="\n".join(
-            _fix(f"{name}.{key.rstrip('_')}", key, values.get(key), known) for key in problems
+            _fix(f"{name}{dot}{key.rstrip('_')}", key, values.get(key), known) for key in problems
         ),
     )
 
@@ -110,14 +137,20 @@ def _fix(full: str, key: str, value: object, known: Mapping[str, Any]) -> str:
     if key not in known:
         return near_misses(key, known)
     info = known[key]
+    if isinstance(info.annotation, type) and is_dataclass(info.annotation):
+        return f"Pass `{key}={info.annotation.__name__}(...)`, with the keys to change."
     words = _words(info.annotation)
-    if words and value == 0 and not isinstance(value, bool):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if words and is_number and value == 0:
         return f'Write `{full} = "{words[0]}"`, which is what 0 stood for in earlier files.'
     example = default = 1 if info.is_required() else info.default
-    if isinstance(default, tuple) and isinstance(value, str):
+    choices = words or get_args(info.annotation)
+    if isinstance(value, str) and default == ():
         example = [value]
-    elif isinstance(default, str) and not words and not isinstance(value, str | list | Mapping):
-        example = str(value)
+    elif isinstance(value, str) and (words or isinstance(default, str)):
+        example = next(iter(difflib.get_close_matches(value.lower(), choices, n=1)), default)
+    elif UNICODE in info.metadata and isinstance(value, bool | int | float | date):
+        example = str(value) if isinstance(value, date) else shown(value).lower()
     return f"Write for example `{full} = {toml_value(example)}`."
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pcomm.core.errors import ConfigError, near_misses
 from pcomm.integration.config import SECTIONS, Config, keys
-from pcomm.integration.config_errors import attribute_of, toml_value
+from pcomm.integration.config_errors import attribute_of, shown, toml_value
 
 __all__ = ["apply_overrides", "from_dict", "load_config", "to_dict", "to_toml"]
 
@@ -54,7 +54,7 @@ def from_dict(
         if not isinstance(content, Mapping):
             raise ConfigError(
                 f"{source}: {section}",
-                found=f"the value {content!r}",
+                found=f"the value {shown(content)}",
                 why=f"'{section}' is a section, and its keys stand below a line `[{section}]`.",
                 fix=f"Write `[{section}]`, then the keys, one a line.",
             )
@@ -133,7 +133,8 @@ def _read_toml(path: Path) -> dict[str, object]:
             why="The file cannot be read.",
             fix="Give the path of a TOML file, or leave it out and use the defaults.",
         ) from error
-    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError
+    # TOMLDecodeError, UnicodeDecodeError, a number that is too long, and brackets in brackets.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"configuration file {path}",
             found=str(error),
@@ -145,12 +146,12 @@ def _read_toml(path: Path) -> dict[str, object]:
 def _parse_value(text: str, override: str) -> object:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         if text[:1] in {'"', "'", "[", "{"}:
             # It began as a TOML string or list, so taking it as a bare word would hide a typo.
             raise ConfigError(
                 f"--set {override}",
-                found=f"the value `{text}`: {error}",
+                found=f"the value `{text:.200}`: {error}",
                 why="It begins like a TOML string, list or table, and does not end like one.",
                 fix="Close it, and protect it from the shell: `--set 'data.path=[\"a.txt\"]'`.",
             ) from error
@@ -169,13 +170,13 @@ def _check_names(section: str, content: Mapping[str, object], source: str) -> No
         fix = (
             f"'{name}' belongs to another section: {' or '.join(elsewhere)}."
             if elsewhere
-            else near_misses(name, [key for other, key in known if other == section])
+            else near_misses(str(name), [key for other, key in known if other == section])
         )
         if renamed := _RENAMED.get(f"{section}.{name}"):
             fix = f"Write {renamed}, the new name of this key; its values are the same."
         raise ConfigError(
             f"{source}: {section}.{name}",
-            found=f"the value {value!r} for a key that section '{section}' does not have",
+            found=f"the value {shown(value)} for a key that section '{section}' does not have",
             why="An unknown key would change nothing, and the run would not be the one meant.",
             fix=fix,
         )
@@ -187,5 +188,5 @@ def _unknown_section(section: str, source: str) -> ConfigError:
         f"{source}: {section}",
         found=f"a section or key '{section}' that does not exist",
         why=f"The sections are {', '.join(SECTIONS)}, and every key stands in one of them.",
-        fix=f"Write {' or '.join(owners)}." if owners else near_misses(section, SECTIONS),
+        fix=f"Write {' or '.join(owners)}." if owners else near_misses(str(section), SECTIONS),
     )

@@ -116,7 +116,7 @@ def resolve_model(model: ModelConfig) -> ResolvedModel:
     _check_time_steps(model)
     # 8/3 keeps the gated MLP's three matrices as large as the plain MLP's two of 4 widths.
     wide = -(-8 * model.width // (3 * 64)) * 64
-    mlp_width = "none" if model.mlp_width == "none" else _given(model.mlp_width, wide)
+    mlp_width = model.mlp_width if model.mlp_width == "none" else _given(model.mlp_width, wide)
     mamba_head_dim = _given(model.mamba_head_dim, head_dim)
     derived = {
         "kv_heads": kv_heads,

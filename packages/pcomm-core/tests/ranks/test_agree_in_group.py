@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
 
 from pcomm.core.errors import ConfigError, DivergenceError, PeerError, PeerTimeoutError
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.default_group import default_group
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
@@ -40,8 +40,7 @@ def test_a_difference_is_an_error_in_its_group_only(rank: int) -> None:
 
 @ranks(2)
 def test_an_error_reaches_every_rank(rank: int) -> None:
-    assert dist.group.WORLD is not None
-    group = Group.from_process_group("cp", dist.group.WORLD)
+    group = Group.from_process_group("cp", default_group())
     error = mistake() if rank == 1 else None
     with pytest.raises(ConfigError if rank == 1 else PeerError, match="something"):
         agree_in_group(group, "test", [], error=error)
@@ -49,8 +48,7 @@ def test_an_error_reaches_every_rank(rank: int) -> None:
 
 @ranks(2)
 def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
-    assert dist.group.WORLD is not None
-    group = Group.from_process_group("cp", dist.group.WORLD)
+    group = Group.from_process_group("cp", default_group())
     if rank == 0:
         with pytest.raises(PeerTimeoutError, match=r"ranks \[1\]"):
             agree_in_group(group, "test", ["alone"], timeout_s=0.2)

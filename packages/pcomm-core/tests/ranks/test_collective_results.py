@@ -7,20 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.default_group import default_collectives
 from pcomm.core.testing.on_ranks import ranks
 
 OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 
 
 def operation(name: str) -> Callable[..., Tensor]:
-    group = dist.group.WORLD
-    assert group is not None
-    found: Callable[..., Tensor] = getattr(communicator_of(group).collectives, name)
+    found: Callable[..., Tensor] = getattr(default_collectives(), name)
     return found
 
 

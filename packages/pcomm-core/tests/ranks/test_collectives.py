@@ -17,17 +17,11 @@ from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import LayoutError, UnsupportedError
-from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.default_group import default_collectives
 from pcomm.core.testing.on_ranks import ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
-
-
-def on_world() -> Collectives:
-    group = dist.group.WORLD
-    assert group is not None
-    return communicator_of(group).collectives
 
 
 def of_rank(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -41,8 +35,8 @@ def of_rank(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tenso
 @ranks(3)
 def test_all_gather_joins_shards(rank: int, dim: int, dtype: torch.dtype) -> None:
     shards = [of_rank(r, 2, 3, 4, dtype=dtype) for r in range(3)]
-    assert_equal(on_world().all_gather(shards[rank], dim=dim), torch.cat(shards, dim))
-    pending = on_world().all_gather_async(shards[rank], dim=dim)
+    assert_equal(default_collectives().all_gather(shards[rank], dim=dim), torch.cat(shards, dim))
+    pending = default_collectives().all_gather_async(shards[rank], dim=dim)
     assert_equal(pending.wait(), torch.cat(shards, dim))
     assert pending.wait() is pending.wait()
 
@@ -55,12 +49,12 @@ def test_uneven_shards_are_gathered_and_scattered(
 ) -> None:
     shards = [of_rank(r, *((n, 2) if dim == 0 else (2, n))) for r, n in enumerate(sizes)]
     whole = torch.cat(shards, dim)
-    assert_equal(on_world().all_gather(shards[rank], dim=dim, sizes=sizes), whole)
+    assert_equal(default_collectives().all_gather(shards[rank], dim=dim, sizes=sizes), whole)
     addends = [of_rank(r, *whole.shape) for r in range(3)]
     expected = torch.stack(addends).sum(0).split(sizes, dim)[rank]
     for result in (
-        on_world().reduce_scatter(addends[rank], dim=dim, sizes=sizes),
-        on_world().reduce_scatter_async(addends[rank], dim=dim, sizes=sizes).wait(),
+        default_collectives().reduce_scatter(addends[rank], dim=dim, sizes=sizes),
+        default_collectives().reduce_scatter_async(addends[rank], dim=dim, sizes=sizes).wait(),
     ):
         assert_equal(result, expected.contiguous())
 
@@ -71,7 +65,7 @@ def test_uneven_shards_are_gathered_and_scattered(
 def test_reduce_scatter_adds_and_splits(rank: int, dim: int, dtype: torch.dtype) -> None:
     addends = [of_rank(r, 3, 6, 9, dtype=dtype) for r in range(3)]
     expected = torch.stack(addends).sum(0).chunk(3, dim)[rank].contiguous()
-    assert_equal(on_world().reduce_scatter(addends[rank], dim=dim), expected)
+    assert_equal(default_collectives().reduce_scatter(addends[rank], dim=dim), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -79,15 +73,15 @@ def test_reduce_scatter_adds_and_splits(rank: int, dim: int, dtype: torch.dtype)
 def test_all_reduce_adds_and_finds_the_largest(rank: int, dtype: torch.dtype) -> None:
     addends = [of_rank(r, 4, 5, dtype=dtype) for r in range(3)]
     before = addends[rank].clone()
-    assert_equal(on_world().all_reduce(addends[rank]), torch.stack(addends).sum(0))
+    assert_equal(default_collectives().all_reduce(addends[rank]), torch.stack(addends).sum(0))
     assert_equal(addends[rank], before)
     largest = torch.stack(addends).amax(0)
-    assert_equal(on_world().all_reduce_async(addends[rank], op="max").wait(), largest)
+    assert_equal(default_collectives().all_reduce_async(addends[rank], op="max").wait(), largest)
 
 
 @ranks(3)
 def test_inputs_and_outputs_need_not_be_contiguous(rank: int) -> None:
-    collectives = on_world()
+    collectives = default_collectives()
     addends = [of_rank(r, 6, 3).t() for r in range(3)]
     mine, total = addends[rank], torch.stack(addends).sum(0)
     assert not mine.is_contiguous()
@@ -105,7 +99,7 @@ def test_inputs_and_outputs_need_not_be_contiguous(rank: int) -> None:
 
 @ranks(3)
 def test_out_is_written_and_returned(rank: int) -> None:
-    collectives = on_world()
+    collectives = default_collectives()
     addends = [of_rank(r, 6) for r in range(3)]
     total = torch.stack(addends).sum(0)
     gathered, shard = torch.empty(18).double(), torch.empty(2).double()
@@ -130,7 +124,9 @@ def test_all_to_all_sends_uneven_parts(rank: int, dim: int) -> None:
     sizes = [rank + peer for peer in range(3)]
     shape = (sum(sizes), 2) if dim == 0 else (2, sum(sizes))
     mine = of_rank(rank, *shape)
-    received = on_world().all_to_all(mine, send_sizes=sizes, receive_sizes=sizes, dim=dim)
+    received = default_collectives().all_to_all(
+        mine, send_sizes=sizes, receive_sizes=sizes, dim=dim
+    )
     expected = []
     for peer in range(3):
         theirs = [peer + r for r in range(3)]
@@ -142,7 +138,7 @@ def test_all_to_all_sends_uneven_parts(rank: int, dim: int) -> None:
 @ranks(3)
 def test_gradients_are_those_of_the_sum_of_all_losses(rank: int) -> None:
     """Each operation against the same computed by autograd from all ranks' inputs at once."""
-    collectives = DifferentiableCollectives(SpyCollectives(on_world()))
+    collectives = DifferentiableCollectives(SpyCollectives(default_collectives()))
     inputs = [of_rank(r, 6, 3).requires_grad_() for r in range(3)]
     weights = [of_rank(r + 5, 18, 3) for r in range(3)]
     operations = {
@@ -191,7 +187,7 @@ def test_gradients_are_those_of_the_sum_of_all_losses(rank: int) -> None:
 
 @ranks(3)
 def test_the_spy_sees_forward_and_backward_with_their_least_bytes(rank: int) -> None:
-    spy = SpyCollectives(on_world())
+    spy = SpyCollectives(default_collectives())
     x = torch.ones(6, 4, dtype=torch.float32, requires_grad=True)
     differentiable(spy).all_gather(x).sum().backward()
     assert spy.counts == {"all_gather": 1, "reduce_scatter": 1}
@@ -254,7 +250,7 @@ def bytes_of_reduce_scatter() -> tuple[int, int]:
     size = dist.get_world_size()
     x = torch.ones(1 << 18, dtype=torch.float32)
     shard = torch.empty((1 << 18) // size)
-    collectives = on_world()
+    collectives = default_collectives()
     counts = []
     for run in (
         lambda: collectives.reduce_scatter(x, out=shard),
@@ -271,7 +267,7 @@ def bytes_of_reduce_scatter() -> tuple[int, int]:
 
 @ranks(3)
 def test_a_gather_of_uneven_shards_moves_no_padding(rank: int) -> None:
-    collectives, sizes = on_world(), (3 << 16, 1 << 16, 0)
+    collectives, sizes = default_collectives(), (3 << 16, 1 << 16, 0)
     x = torch.ones(sizes[rank])
     collectives.all_gather(x, sizes=sizes)
     dist.barrier()
@@ -308,7 +304,7 @@ def test_on_one_rank_everything_is_the_input_itself() -> None:
 
 @ranks(2)
 def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent(rank: int) -> None:
-    collectives = on_world()
+    collectives = default_collectives()
     x = torch.zeros(3, 2)
     for run, words in (
         (lambda: collectives.reduce_scatter(x), "3 positions over 2 ranks"),

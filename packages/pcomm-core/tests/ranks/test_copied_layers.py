@@ -8,19 +8,18 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pcomm.core.collectives.autograd import DifferentiableCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import UnsupportedError
-from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.default_group import default_collectives
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
@@ -83,9 +82,7 @@ def check_copy(collectives: Collectives, *, width: int, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 @ranks(2)
 def test_a_copied_model_trains_like_the_original(rank: int, sequence: bool) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    ours = communicator_of(group).collectives
+    ours = default_collectives()
     with_gradients = DifferentiableCollectives(ours)
     assert copy.deepcopy([with_gradients])[0] is with_gradients
     for collectives in (ours, SpyCollectives(ours)):
@@ -106,9 +103,7 @@ def test_a_copy_on_virtual_ranks() -> None:
 
 @ranks(2)
 def test_a_split_layer_is_not_pickled_and_says_what_to_save(rank: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    ours = communicator_of(group).collectives
+    ours = default_collectives()
     for collectives in (ours, SpyCollectives(ours), DifferentiableCollectives(ours)):
         layer = ColumnParallelLinear(4, Layout.even(4, 2), collectives)
         with pytest.raises(UnsupportedError, match=f"rank {rank} of 2") as caught:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,13 +13,13 @@ from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import LayoutError, UnsupportedError
-from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel import cross_entropy
 from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear
 from pcomm.core.tensor_parallel.param_layout import take_shard
 from pcomm.core.testing.close import assert_close
+from pcomm.core.testing.default_group import default_collectives
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
@@ -73,28 +72,22 @@ def check(
         assert_close(gradient_Tv, exact_Tv, num_terms=terms, magnitude=slope)
 
 
-def on_world() -> Collectives:
-    group = dist.group.WORLD
-    assert group is not None
-    return communicator_of(group).collectives
-
-
 @pytest.mark.parametrize("scale", [3.0, 1e4])
 @ranks(2)
 def test_loss_and_gradient_equal_torchs_on_two_ranks(rank: int, scale: float) -> None:
-    check(on_world(), Layout.uneven(UNEVEN[2]), scale=scale)
+    check(default_collectives(), Layout.uneven(UNEVEN[2]), scale=scale)
 
 
 @pytest.mark.parametrize("scale", [3.0, 1e4])
 @ranks(3)
 def test_loss_and_gradient_equal_torchs_on_three_ranks(rank: int, scale: float) -> None:
-    check(on_world(), Layout.uneven(UNEVEN[3]), scale=scale)
+    check(default_collectives(), Layout.uneven(UNEVEN[3]), scale=scale)
 
 
 @pytest.mark.parametrize("scale", [3.0, 1e4])
 @ranks(4)
 def test_loss_and_gradient_equal_torchs_on_four_ranks(rank: int, scale: float) -> None:
-    check(on_world(), Layout.uneven(UNEVEN[4]), scale=scale)
+    check(default_collectives(), Layout.uneven(UNEVEN[4]), scale=scale)
 
 
 @given(
@@ -119,7 +112,7 @@ def test_loss_and_gradient_equal_torchs_however_the_vocabulary_is_cut(
 def test_head_and_loss_never_gather_the_logits(rank: int, sequence_parallel: bool) -> None:
     """64 tokens and 100 columns: what is sent is counted in tokens and widths."""
     num_tokens, length, width = 64, 100, 8
-    layout, spy = Layout.even(length, 2), SpyCollectives(on_world())
+    layout, spy = Layout.even(length, 2), SpyCollectives(default_collectives())
     head = ColumnParallelLinear(
         width, layout, spy, sequence_parallel=sequence_parallel, dtype=torch.float32
     )

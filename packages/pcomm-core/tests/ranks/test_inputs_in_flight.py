@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.default_group import default_collectives
 from pcomm.core.testing.on_ranks import ranks
 
 
@@ -23,12 +23,7 @@ def numbers(rank: int, rows: int) -> Tensor:
 @ranks(2)
 def test_a_dropped_input_is_sent_as_it_was(rank: int, rows: int) -> None:
     """Rank 1 comes to each operation only when rank 0 has dropped its input and filled memory."""
-    group = dist.group.WORLD
-    assert group is not None
-    collectives, store = (
-        communicator_of(group).collectives,
-        dist.distributed_c10d._get_default_store(),
-    )
+    collectives, store = default_collectives(), dist.distributed_c10d._get_default_store()
     transposed = [numbers(r, rows).t() for r in range(2)]
     halves = torch.stack(transposed).sum(0).chunk(2)
     expected = {

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, DivergenceError, PeerTimeoutError
-from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import open_groups
 from pcomm.core.groups.options import CommOptions

@@ -175,6 +175,49 @@ def test_a_rank_that_dies_is_named_with_its_end(end: str, words: str) -> None:
     assert "rank 0: then RuntimeError" in text
 
 
+def test_a_request_to_stop_that_ends_a_rank_is_no_failure_of_the_rank() -> None:
+    """A batch system asks all processes, and a task may not listen for it yet."""
+    source = f"""
+    if rank == 1:
+        signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        os.kill({os.getpid()}, signal.SIGINT)
+    time.sleep(600)
+    """
+    with LocalRanks(2) as ranks, pytest.raises(KeyboardInterrupt) as caught:
+        ranks.run(exec, program(source))
+    assert "killed by SIGTERM" in str(caught.value.__cause__)
+
+
+def test_a_second_request_leaves_the_report_of_the_first() -> None:
+    source = """
+    class Twice(KeyboardInterrupt):
+        def __reduce__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            return KeyboardInterrupt, ("once",)
+    raise Twice
+    """
+    with LocalRanks(1) as ranks, pytest.raises(RankError, match="rank 0 of 1 failed") as caught:
+        ranks.run(exec, program(source))
+    assert isinstance(caught.value.error, KeyboardInterrupt)
+
+
+def test_the_server_of_ranks_outlives_a_request_to_stop() -> None:
+    """Sent to all processes, as a batch system does; the server knows how ranks end."""
+    source = """
+    import os, signal
+    from pcomm.core.process.local_ranks import LocalRanks
+    with LocalRanks(1) as ranks:
+        [server] = ranks.run(eval, ("__import__('os').getppid()",))
+        os.kill(server, signal.SIGTERM)
+        os.kill(server, signal.SIGINT)
+        print(ranks.run(eval, ("7 * 6",)))
+    """
+    with Programs() as programs:
+        process = programs.start(sys.executable, "-c", textwrap.dedent(source))
+        printed, logged = process.communicate(timeout=scaled_s(60))
+    assert printed == "[42]\n", logged
+
+
 def test_a_rank_that_died_between_two_tasks_is_named() -> None:
     with LocalRanks(2) as ranks:
         pids = ranks.run(eval, (PID,))

@@ -6,11 +6,9 @@ Each case runs with shards below and above the 256 KiB from which on gloo goes b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pcomm.core.collectives.autograd import DifferentiableCollectives
@@ -19,20 +17,14 @@ from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import LayoutError, UnsupportedError
-from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.default_group import default_collectives, default_group, run_twin
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
 # Elements of fp32: 64 bytes, 292 KiB, 4 MiB.
 LENGTHS = [16, 75_000, 1 << 20]
 OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
-
-
-def on_world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def numbers(rank: int, *shape: int) -> Tensor:
@@ -42,14 +34,6 @@ def numbers(rank: int, *shape: int) -> Tensor:
 
 def result_length(name: str, length: int, size: int) -> int:
     return {"all_gather": length * size, "reduce_scatter": length // size}.get(name, length)
-
-
-def run(collectives: Collectives, name: str, is_async: bool, x: Tensor, **options: Any) -> Tensor:
-    if is_async:
-        result: Tensor = getattr(collectives, f"{name}_async")(x, **options).wait()
-    else:
-        result = getattr(collectives, name)(x, **options)
-    return result
 
 
 def unfit(shape: Sequence[int]) -> list[Tensor]:
@@ -83,7 +67,7 @@ def check_refusals(collectives: Collectives, length: int) -> None:
                 shape, before = out.shape, None if out.is_meta else out.clone()
                 for is_async in (False, True):
                     with pytest.raises(LayoutError, match=f"{name}: out="):
-                        run(collectives, name, is_async, x, out=out, **options)
+                        run_twin(collectives, name, is_async, x, out=out, **options)
                 assert out.shape == shape
                 if before is not None:
                     assert_equal(out, before)
@@ -95,8 +79,8 @@ def test_an_out_that_does_not_fit_is_refused_before_anything_is_sent(
     rank: int, length: int
 ) -> None:
     """On one rank after the other: if the other one is sent anything, the sum is wrong."""
-    ours = communicator_of(on_world()).collectives
-    for collectives in (ours, DistributedCollectives(on_world()), SpyCollectives(ours)):
+    ours = default_collectives()
+    for collectives in (ours, DistributedCollectives(default_group()), SpyCollectives(ours)):
         for turn in range(2):
             if rank == turn:
                 check_refusals(collectives, length)
@@ -162,23 +146,23 @@ def aliases(name: str, length: int, size: int) -> list[Callable[[], tuple[Tensor
 @ranks(2)
 def test_an_out_over_the_input_gets_what_another_one_gets(rank: int, length: int) -> None:
     for collectives in (
-        communicator_of(on_world()).collectives,
-        DistributedCollectives(on_world()),
+        default_collectives(),
+        DistributedCollectives(default_group()),
     ):
         for name in OPERATIONS:
             mine = numbers(rank, length)
-            expected = run(collectives, name, False, mine.clone())
+            expected = run_twin(collectives, name, False, mine.clone())
             for make in aliases(name, length, 2):
                 for is_async in (False, True):
                     x, out = make()
                     x.copy_(mine)
-                    assert run(collectives, name, is_async, x, out=out) is out
+                    assert run_twin(collectives, name, is_async, x, out=out) is out
                     assert_equal(out, expected)
 
 
 @ranks(2)
 def test_a_transposed_input_over_its_out(rank: int) -> None:
-    collectives = communicator_of(on_world()).collectives
+    collectives = default_collectives()
     for side in (4, 700):
         sum_of_both = numbers(0, side, side).t() + numbers(1, side, side).t()
         square = numbers(rank, side, side)
@@ -197,20 +181,22 @@ def test_a_transposed_input_over_its_out(rank: int) -> None:
 def test_an_out_that_requires_a_gradient_is_filled(rank: int, length: int) -> None:
     """A parameter, for example; the result carries no gradient on any backend."""
     for collectives in (
-        communicator_of(on_world()).collectives,
-        DistributedCollectives(on_world()),
+        default_collectives(),
+        DistributedCollectives(default_group()),
         IdentityCollectives(),
     ):
         for name in OPERATIONS:
             x = numbers(rank, length)
-            expected = run(collectives, name, False, x)
+            expected = run_twin(collectives, name, False, x)
             for is_async in (False, True):
                 out = torch.zeros_like(expected, requires_grad=True)
-                assert run(collectives, name, is_async, x.requires_grad_(), out=out) is out
+                assert run_twin(collectives, name, is_async, x.requires_grad_(), out=out) is out
                 assert_equal(out.detach(), expected.detach())
                 assert out.is_leaf
                 strided = torch.zeros(*expected.shape, 2, requires_grad=True)
-                assert run(collectives, name, is_async, x, out=strided[:, 0]).shape == out.shape
+                assert (
+                    run_twin(collectives, name, is_async, x, out=strided[:, 0]).shape == out.shape
+                )
                 assert_equal(strided.detach()[:, 0].contiguous(), expected.detach())
 
 
@@ -218,7 +204,7 @@ def test_an_out_that_requires_a_gradient_is_filled(rank: int, length: int) -> No
 @ranks(2)
 def test_an_all_reduce_in_place(rank: int, op: str) -> None:
     """Dense, strided, blocking or not, of every dtype; booleans stay booleans."""
-    collectives = communicator_of(on_world()).collectives
+    collectives = default_collectives()
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
         for length in (10, 300_000):
             parts = [(numbers(r, length) % 2).to(dtype) for r in range(2)]
@@ -226,11 +212,11 @@ def test_an_all_reduce_in_place(rank: int, op: str) -> None:
             expected = both.amax(0) if op == "max" else both.sum(0, dtype=dtype)
             for is_async in (False, True):
                 dense = parts[rank].clone()
-                result = run(collectives, "all_reduce", is_async, dense, op=op, out=dense)
+                result = run_twin(collectives, "all_reduce", is_async, dense, op=op, out=dense)
                 assert result is dense
                 assert torch.equal(dense.view(torch.uint8), expected.view(torch.uint8))
                 strided = torch.zeros(length, 2, dtype=dtype)[:, 0].copy_(parts[rank])
-                run(collectives, "all_reduce", is_async, strided, op=op, out=strided)
+                run_twin(collectives, "all_reduce", is_async, strided, op=op, out=strided)
                 assert_equal(strided.contiguous(), expected)
             fresh = collectives.all_reduce(parts[rank], op=op)  # type: ignore[arg-type]
             assert torch.equal(fresh.view(torch.uint8), expected.view(torch.uint8))
@@ -240,7 +226,7 @@ def test_an_all_reduce_in_place(rank: int, op: str) -> None:
 @ranks(2)
 def test_conjugated_and_negated_views_are_sent_as_what_they_mean(rank: int, length: int) -> None:
     """These views are dense, but their memory holds other numbers than they do."""
-    collectives = communicator_of(on_world()).collectives
+    collectives = default_collectives()
     lazy = [
         torch.complex(numbers(rank, length), numbers(rank + 1, length)).conj(),
         torch._neg_view(numbers(rank, length)),
@@ -249,4 +235,6 @@ def test_conjugated_and_negated_views_are_sent_as_what_they_mean(rank: int, leng
         assert x.is_contiguous()
         plain = x.resolve_conj().resolve_neg()
         for name in OPERATIONS:
-            assert_equal(run(collectives, name, True, x), run(collectives, name, True, plain))
+            assert_equal(
+                run_twin(collectives, name, True, x), run_twin(collectives, name, True, plain)
+            )

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.collectives.autograd import differentiable
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.layout import Layout, Run
 from pcomm.core.tensor_parallel import embedding, linear
 from pcomm.core.tensor_parallel import mappings as regions
@@ -22,6 +20,7 @@ from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.tensor_parallel.param_layout import ParamLayout, join_shards
 from pcomm.core.testing.close import assert_as_accurate, assert_close, assert_equal
+from pcomm.core.testing.default_group import default_collectives
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.split_layers import LayerCase, compare_layer
 from pcomm.core.testing.virtual import run_virtual
@@ -71,31 +70,25 @@ def check_accuracy(case: LayerCase, collectives: Collectives) -> None:
                 assert_as_accurate(found.actual, found.plain, found.exact, num_terms=terms)
 
 
-def on_world() -> Collectives:
-    group = dist.group.WORLD
-    assert group is not None
-    return communicator_of(group).collectives
-
-
 @pytest.mark.parametrize("name", cases(2))
 @ranks(2)
 def test_layers_equal_plain_layers_on_two_ranks(rank: int, name: str) -> None:
-    check(cases(2)[name], on_world())
-    check_accuracy(cases(2)[name], on_world())
+    check(cases(2)[name], default_collectives())
+    check_accuracy(cases(2)[name], default_collectives())
 
 
 @pytest.mark.parametrize("name", cases(3))
 @ranks(3)
 def test_layers_equal_plain_layers_on_three_ranks(rank: int, name: str) -> None:
-    check(cases(3)[name], on_world())
-    check_accuracy(cases(3)[name], on_world())
+    check(cases(3)[name], default_collectives())
+    check_accuracy(cases(3)[name], default_collectives())
 
 
 @pytest.mark.parametrize("name", cases(4))
 @ranks(4)
 def test_layers_equal_plain_layers_on_four_ranks(rank: int, name: str) -> None:
-    check(cases(4)[name], on_world())
-    check_accuracy(cases(4)[name], on_world())
+    check(cases(4)[name], default_collectives())
+    check_accuracy(cases(4)[name], default_collectives())
 
 
 @st.composite
@@ -134,19 +127,47 @@ def test_layers_equal_plain_layers_however_they_are_cut(case: LayerCase, seed: i
 def test_first_weights_are_parts_of_the_plain_layers(rank: int) -> None:
     layout = Layout.sections([Layout.uneven([2, 0, 3]), Layout.even(6, 3)])
     for build, plain, dim in (
-        (lambda: ColumnParallelLinear(4, layout, on_world(), bias=True), (4, 11), 0),
-        (lambda: RowParallelLinear(layout, 4, on_world(), bias=True), (11, 4), 1),
+        (lambda: ColumnParallelLinear(4, layout, default_collectives(), bias=True), (4, 11), 0),
+        (lambda: RowParallelLinear(layout, 4, default_collectives(), bias=True), (11, 4), 1),
     ):
         torch.manual_seed(7)
         layer = build()
         torch.manual_seed(7)
         whole = nn.Linear(*plain)
-        shares = on_world().all_gather(layer.weight, dim=dim, sizes=layout.sizes)
+        shares = default_collectives().all_gather(layer.weight, dim=dim, sizes=layout.sizes)
         assert_equal(
             join_shards(shares.split(layout.sizes, dim), layout, dim=dim), whole.weight.data
         )
         if dim == 1:
             assert_equal(layer.bias.data, whole.bias.data)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_replicated_tensors_are_split_and_gathered_along_any_dimension(dim: int) -> None:
+    """Against autograd of the whole tensor: each gradient is counted once, on every rank."""
+    layout = Layout.uneven(UNEVEN[3])
+    shape = [2, 2, 2]
+    shape[dim] = layout.length
+    generator = torch.Generator().manual_seed(0)
+    # Small integers, whose products and sums are exact.
+    whole, factors, weights = torch.randint(-9, 10, (3, *shape), generator=generator).double()
+    plain = whole.clone().requires_grad_()
+    (plain * factors * weights).sum().backward()
+
+    def check(collectives: Collectives) -> None:
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.split(UNEVEN[3], dim)[collectives.rank]
+
+        x = whole.clone().requires_grad_()
+        shard = regions.split_replicated(x, layout, collectives, dim=dim)
+        assert_equal(shard, own(whole))
+        y = regions.gather_replicated(shard * own(factors), layout, collectives, dim=dim)
+        assert_equal(y, whole * factors)
+        (y * weights).sum().backward()
+        assert x.grad is not None
+        assert_equal(x.grad, plain.grad)
+
+    run_virtual(check, 3)
 
 
 def wrong_tokens(x: Tensor, collectives: Collectives) -> Tensor:
@@ -196,7 +217,7 @@ MUTANTS: dict[str, tuple[str, object, str, object]] = {
     "gathered columns: backward reduced": (
         "column, gathered",
         linear,
-        "gather_columns",
+        "gather_replicated",
         lambda x, layout, c: differentiable(c).all_gather(x, dim=-1, sizes=layout.sizes),
     ),
     "rows looked up one too far": (

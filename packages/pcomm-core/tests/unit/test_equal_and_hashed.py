@@ -32,7 +32,7 @@ options = st.builds(
     high_priority=st.none() | st.booleans(),
     strict=st.booleans(),
 )
-placements = st.builds(
+param_layouts = st.builds(
     ParamLayout,
     st.none() | layouts,
     st.integers(0, 1),
@@ -70,7 +70,7 @@ def exchanges(draw: st.DrawFn) -> Exchange:
 
 @pytest.mark.parametrize(
     "values",
-    [layouts, options, placements, specs, topologies(), exchanges()],
+    [layouts, options, param_layouts, specs, topologies(), exchanges()],
     ids=["Layout", "CommOptions", "ParamLayout", "GroupSpec", "Topology", "Exchange"],
 )
 def test_what_is_equal_has_one_hash(values: st.SearchStrategy[Hashable]) -> None:

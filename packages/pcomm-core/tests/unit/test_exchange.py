@@ -191,6 +191,17 @@ def test_sides_that_do_not_describe_one_tensor_are_refused(
         Exchange(source, target)
 
 
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_of_no_layout_is_refused(rank: int) -> None:
+    # By rows, and by the general way.
+    columns = Exchange({0: HALVES, 1: WHOLE}, {0: WHOLE, 1: HALVES})
+    for plan in (Exchange({0: HALVES}, {0: Layout.uneven([1, 3])}), columns):
+        with pytest.raises(LayoutError, match=f"rank {rank}"):
+            plan.sent_elements(rank, [2, 4])
+        with pytest.raises(LayoutError, match=f"rank {rank}"):
+            plan.prepare(rank, torch.device("cpu"))
+
+
 def test_a_tensor_or_group_of_another_size_is_refused_before_anything_is_sent() -> None:
     plan = Exchange({0: HALVES}, {0: Layout.uneven([1, 3])})
     with pytest.raises(LayoutError, match="a group of 1 ranks"):

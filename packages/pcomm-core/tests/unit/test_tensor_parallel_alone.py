@@ -9,6 +9,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import BuiltinFunctionType, FunctionType
 
 import pytest
@@ -107,6 +108,16 @@ def test_nothing_is_communicated_and_no_function_is_recorded(
     loss = run(model)
     assert loss.shape == (4,)
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_nor_where_no_gradient_is_asked_for(
+    without: Callable[[], AbstractContextManager[None]], no_communication: None
+) -> None:
+    model, ids = Model(bias=True), torch.tensor([3, 0, 11, 7])
+    expected = run(model)
+    with without():
+        assert_equal(model(ids, ids.roll(-1)).clone(), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)

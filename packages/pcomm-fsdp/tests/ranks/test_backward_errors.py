@@ -16,9 +16,8 @@ from pcomm.fsdp.runtime import backward_end
 from pcomm.fsdp.runtime.engine import Engine
 from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Recompute, SmallModel
-from pcomm.fsdp.testing.small_training import TOKENS, open_two, shard
+from pcomm.fsdp.testing.small_training import TOKENS, open_two, shard, step_on_tokens, throw
 
 HEARD = r"an error on rank 0: .*backward raised, within unit 'blocks.1'"
 
@@ -47,13 +46,6 @@ class WrongShape(torch.autograd.Function):
         return gradients[0].new_zeros(3, 2)
 
 
-def step(model: SmallModel, sharded: Sharded) -> float:
-    sharded.zero_grad()
-    loss = model.loss(TOKENS)
-    loss.backward()
-    return loss.item()
-
-
 def break_backward(
     model: SmallModel, fault: type[torch.autograd.Function]
 ) -> torch.utils.hooks.RemovableHandle:
@@ -72,11 +64,11 @@ def test_one_rank_raises_in_a_later_backward(rank: int, recompute: Recompute, wh
     model = SmallModel(recompute=recompute)
     with open_two() as groups:
         sharded = shard(model, groups)
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         fault, own = FAULTS[where]
         handle = break_backward(model, fault) if rank == 0 else None
         with pytest.raises(PeerError if rank else own) as caught:
-            step(model, sharded)
+            step_on_tokens(model, sharded)
         if rank:
             caught.match(HEARD)
         else:
@@ -84,7 +76,7 @@ def test_one_rank_raises_in_a_later_backward(rank: int, recompute: Recompute, wh
             assert not isinstance(caught.value, PcommError)
             handle.remove()
         with pytest.raises(PcommError, match="step after an error"):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
 
 
 @pytest.mark.parametrize("checks", [True, False])
@@ -96,7 +88,7 @@ def test_one_rank_raises_in_the_first_backward(rank: int, checks: bool) -> None:
         if rank == 0:
             break_backward(model, Raising)
         with pytest.raises(PeerError if rank else ArithmeticError) as caught:
-            step(model, sharded)
+            step_on_tokens(model, sharded)
         if rank:
             caught.match("rank 0.*backward raised, within unit 'blocks.1'")
 
@@ -108,15 +100,15 @@ def test_all_ranks_raise_in_backward_and_go_on(rank: int, is_first: bool) -> Non
     model = SmallModel()
     with open_two() as groups:
         sharded = shard(model, groups)
-        losses = [] if is_first else [step(model, sharded)]
+        losses = [] if is_first else [step_on_tokens(model, sharded)]
         for _ in range(2):
             handle = break_backward(model, Raising)
             with pytest.raises(ArithmeticError):
-                step(model, sharded)
+                step_on_tokens(model, sharded)
             # At once, and not only when the next step begins.
             assert sharded.memory()["gathered"] == 0
             handle.remove()
-            losses.append(step(model, sharded))
+            losses.append(step_on_tokens(model, sharded))
         assert len(set(losses)) == 1
 
 
@@ -139,7 +131,7 @@ def test_a_backward_that_ends_leaves_nothing_behind(rank: int) -> None:
         with open_two() as groups:
             sharded = shard(model, groups)
             for _ in range(3):
-                step(model, sharded)
+                step_on_tokens(model, sharded)
             with torch.no_grad():
                 model.loss(TOKENS)
     finally:
@@ -169,10 +161,6 @@ def test_one_rank_raises_while_the_other_is_a_micro_batch_ahead(rank: int, where
         if rank == 0 and where == "backward":
             break_backward(model, Raising)
         elif rank == 0:
-            model.blocks[1].down.register_forward_hook(_throw)
+            model.blocks[1].down.register_forward_hook(throw)
         with pytest.raises(PeerError if rank else ArithmeticError):
             accumulated()
-
-
-def _throw(*_: Any) -> None:
-    raise ArithmeticError("a bad batch")

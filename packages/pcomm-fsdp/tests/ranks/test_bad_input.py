@@ -19,14 +19,14 @@ from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import TOKENS, open_two, roles_of, shard
-
-
-def step(model: SmallModel, sharded: Sharded) -> float:
-    sharded.zero_grad()
-    loss = model.loss(TOKENS)
-    loss.backward()
-    return loss.item()
+from pcomm.fsdp.testing.small_training import (
+    TOKENS,
+    open_two,
+    roles_of,
+    shard,
+    step_on_tokens,
+    throw,
+)
 
 
 class Faulty(SmallModel):
@@ -41,10 +41,6 @@ class Faulty(SmallModel):
                 self.fault()
             x_BTD = block(x_BTD)
         return x_BTD
-
-
-def throw() -> None:
-    raise ArithmeticError("a bad batch")
 
 
 # -- before anything is sent -----------------------------------------------------------------
@@ -135,11 +131,11 @@ def test_a_unit_that_is_not_used_is_named(rank: int, checks: bool) -> None:
         sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
         assert "not used" not in str(sharded.report())
         model.order = (0, 1, 3)
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         assert "units not used so far: blocks.2" in str(sharded.report())
         assert not any("blocks.2" in name for name in sharded.full_gradients())
         model.order = (0, 1, 2, 3)
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         assert "not used" not in str(sharded.report())
         assert len(sharded.full_gradients()) == len(list(model.parameters()))
 
@@ -151,7 +147,7 @@ def test_another_order_in_the_first_step(rank: int) -> None:
     with open_two() as groups:
         sharded = shard(model, groups)
         with pytest.raises(DivergenceError, match=r"use blocks.2 forward.*use blocks.1 forward"):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
 
 
 @pytest.mark.parametrize("checks", [True, False])
@@ -164,7 +160,7 @@ def test_a_rank_throws_in_the_first_forward(rank: int, checks: bool) -> None:
         sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
         expected = ArithmeticError if rank == 1 else PeerError
         with pytest.raises(expected, match="a bad batch"):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
 
 
 # -- later -----------------------------------------------------------------------------------
@@ -175,15 +171,15 @@ def test_a_rank_throws_in_a_later_forward(rank: int) -> None:
     model = Faulty()
     with open_two() as groups:
         sharded = shard(model, groups)
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         if rank == 1:
             model.fault = throw
         with pytest.raises(ArithmeticError if rank == 1 else PeerError, match="a bad batch"):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
         model.fault = None
         # Collectives are left over that only one rank joined: an error on both, and no hang.
         with pytest.raises(PcommError, match="step after an error"):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
 
 
 @ranks(2)
@@ -192,14 +188,14 @@ def test_all_ranks_throw_and_go_on(rank: int) -> None:
     model = Faulty()
     with open_two() as groups:
         sharded = shard(model, groups)
-        losses = [step(model, sharded)]
+        losses = [step_on_tokens(model, sharded)]
         for _ in range(2):
             model.fault = throw
             with pytest.raises(ArithmeticError):
-                step(model, sharded)
+                step_on_tokens(model, sharded)
             assert all(p.numel() == q.numel() for p, q in zip_parameters(model, sharded))
             model.fault = None
-            losses.append(step(model, sharded))
+            losses.append(step_on_tokens(model, sharded))
         assert len(set(losses)) == 1
 
 
@@ -210,9 +206,9 @@ def test_all_ranks_throw_in_the_first_forward_and_go_on(rank: int) -> None:
         sharded = shard(model, groups)
         model.fault = throw
         with pytest.raises(ArithmeticError):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
         model.fault = None
-        assert step(model, sharded) == step(model, sharded)
+        assert step_on_tokens(model, sharded) == step_on_tokens(model, sharded)
 
 
 @ranks(2)
@@ -224,14 +220,14 @@ def test_all_ranks_throw_in_backward_and_go_on(rank: int) -> None:
 
     with open_two() as groups:
         sharded = shard(model, groups)
-        first = step(model, sharded)
+        first = step_on_tokens(model, sharded)
         handle = model.blocks[1].register_forward_hook(
             lambda *a: a[2].register_hook(refuse) and None
         )
         with pytest.raises(ArithmeticError):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
         handle.remove()
-        assert step(model, sharded) == first
+        assert step_on_tokens(model, sharded) == first
 
 
 @ranks(2)
@@ -239,12 +235,12 @@ def test_a_rank_uses_units_in_another_order(rank: int) -> None:
     model = Faulty()
     with open_two() as groups:
         sharded = shard(model, groups)
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         if rank == 1:
             model.order = (0, 2, 1, 3)
         found = "rank 1 has use blocks.2 forward, where use blocks.1 forward was foreseen"
         with pytest.raises(DivergenceError, match=found):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
 
 
 @ranks(2)
@@ -252,14 +248,14 @@ def test_a_rank_goes_only_half_of_the_way_back(rank: int) -> None:
     model = Faulty()
     with open_two() as groups:
         sharded = shard(model, groups)
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         if rank == 1:
             model.blocks[1].register_forward_hook(lambda _module, _inputs, y: y.detach())
         found = "rank 1 has done .* backward, where use blocks.1 backward was foreseen"
         with pytest.raises(DivergenceError, match=found):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
         with pytest.raises(PcommError, match="step after an error"):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
 
 
 @ranks(2)
@@ -267,14 +263,14 @@ def test_a_rank_leaves_backward_out(rank: int) -> None:
     model = SmallModel()
     with open_two() as groups:
         sharded = shard(model, groups)
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         if rank == 1:
             model.loss(TOKENS)
         found = r"rank 1 has end \(root\) forward, where use \(root\) backward was foreseen"
         with pytest.raises(DivergenceError, match=found):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
         with pytest.raises(PcommError, match="step after an error"):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
 
 
 @ranks(2)
@@ -285,10 +281,10 @@ def test_ranks_that_leave_out_other_layers(rank: int) -> None:
         with open_two() as groups:
             sharded = shard(model, groups, comm=CommPolicy(checks_first_step=checks))
             for _ in range(2):
-                step(model, sharded)
+                step_on_tokens(model, sharded)
             model.order = (0, 2) if rank else (0, 2, 3)
             with pytest.raises(DivergenceError, match=r"rank 1 has (done|use) .*root"):
-                step(model, sharded)
+                step_on_tokens(model, sharded)
 
 
 @ranks(2)
@@ -299,10 +295,10 @@ def test_a_rank_that_never_comes(rank: int) -> None:
     specs = [GroupSpec("dp", "gather", limited), GroupSpec("dp", "reduce", limited)]
     with open_groups(Topology({"dp": 2}), specs) as groups:
         sharded = shard(model, groups)
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         if rank == 0:
             with pytest.raises(PeerError, match="gather of"):
-                step(model, sharded)
+                step_on_tokens(model, sharded)
 
 
 @ranks(2)
@@ -310,12 +306,12 @@ def test_backward_that_is_not_that_of_its_forward(rank: int) -> None:
     model = SmallModel()
     with open_two() as groups:
         sharded = shard(model, groups)
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         loss = model.loss(TOKENS)
         loss.backward(retain_graph=True)
         with pytest.raises(ConfigError, match="a forward that has had its backward"):
             loss.backward()
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         early = model.loss(TOKENS)
         with torch.no_grad():
             for part in sharded.parameters():

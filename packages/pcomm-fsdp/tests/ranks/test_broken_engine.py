@@ -14,16 +14,14 @@ from pcomm.fsdp.settings.policy import CommPolicy
 from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import SmallModel
-from pcomm.fsdp.testing.small_training import TOKENS, flat_groups, open_two, shard
-
-
-def step(model: SmallModel, sharded: Sharded) -> None:
-    sharded.zero_grad()
-    model.loss(TOKENS).backward()
-
-
-def throw(*_: object) -> NoReturn:
-    raise ArithmeticError("a bad batch")
+from pcomm.fsdp.testing.small_training import (
+    TOKENS,
+    flat_groups,
+    open_two,
+    shard,
+    step_on_tokens,
+    throw,
+)
 
 
 def never_ends() -> NoReturn:
@@ -37,19 +35,19 @@ def test_a_collective_that_never_ended(rank: int) -> None:
     model = SmallModel()
     with open_two() as groups:
         sharded = shard(model, groups)
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         handle = model.blocks[2].up.register_forward_hook(throw)
         if rank == 0:
             flat_groups(sharded)[3].drain = never_ends  # type: ignore[method-assign]
         with pytest.raises(ArithmeticError):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
         # It may still write into what was gathered: only the other rank gives memory back.
         assert (sharded.memory()["gathered"] > 0) is (rank == 0)
         assert len(list(sharded.parameters())) == len(list(model.parameters()))
         handle.remove()
         for _ in range(2):
             with pytest.raises(PeerError, match="collectives that some ranks never joined"):
-                step(model, sharded)
+                step_on_tokens(model, sharded)
 
 
 @ranks(2)
@@ -58,13 +56,13 @@ def test_the_same_error_without_it_is_no_end(rank: int) -> None:
     model = SmallModel()
     with open_two() as groups:
         sharded = shard(model, groups)
-        step(model, sharded)
+        step_on_tokens(model, sharded)
         handle = model.blocks[2].up.register_forward_hook(throw)
         with pytest.raises(ArithmeticError):
-            step(model, sharded)
+            step_on_tokens(model, sharded)
         assert sharded.memory()["gathered"] == 0
         handle.remove()
-        step(model, sharded)
+        step_on_tokens(model, sharded)
 
 
 def gradient_storages(sharded: Sharded) -> list[int]:

@@ -34,15 +34,14 @@ from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
 from pcomm.fsdp.testing.small_training import (
+    MICRO_BATCHES,
     STAGES,
     STRATEGIES,
-    TOKENS,
+    accumulated_step,
     flat_groups,
     open_two,
     roles_of,
 )
-
-MICRO = 2
 
 
 class OneOrTwo(nn.Module):
@@ -81,13 +80,6 @@ class Two(nn.Module):
         return torch.cat([x @ self.left, x @ self.right], dim=-1)
 
 
-def step_of(model: SmallModel | OneOrTwo, sharded: Sharded) -> None:
-    sharded.zero_grad()
-    for micro in range(MICRO):
-        with sharded.accumulate(is_last=micro == MICRO - 1):
-            model.loss(TOKENS).backward()
-
-
 def check_bytes(sizes: tuple[int, int], strategy: str) -> None:
     topology = Topology({"rep": sizes[1], "shard": sizes[0]}, order=("shard", "rep"))
     with open_groups(topology, ["shard", ("shard", "reduce"), "rep"]) as groups:
@@ -100,7 +92,7 @@ def check_bytes(sizes: tuple[int, int], strategy: str) -> None:
             reshard=STRATEGIES[strategy],
             precision=Precision(torch.bfloat16, torch.float32),
         )
-        step_of(model, sharded)
+        accumulated_step(model, sharded)
         sharded.parameters_changed()
         spies = {}
         for role, group in zip(
@@ -110,8 +102,8 @@ def check_bytes(sizes: tuple[int, int], strategy: str) -> None:
         ):
             assert group is not None
             spies[role] = group.collectives = SpyCollectives(group.collectives)
-        step_of(model, sharded)
-        report = sharded.report(micro_batches=MICRO)
+        accumulated_step(model, sharded)
+        report = sharded.report(micro_batches=MICRO_BATCHES)
         assert report.sent == {role: spy.sent_bytes for role, spy in spies.items()}
         assert report.sent["reduce"] > 0 or sizes[0] == 1
         assert (report.sent["replicate"] > 0) == (sizes[1] > 1)
@@ -190,11 +182,11 @@ def watched(sharded: Sharded, registry: PoolRegistry | None = None) -> Iterator[
 
 def check_memory(model: SmallModel, sharded: Sharded) -> PeakMemory:
     """The report says what the storages of a step, the second one, take at most."""
-    step_of(model, sharded)
+    accumulated_step(model, sharded)
     sharded.zero_grad()
     with watched(sharded) as most:
-        step_of(model, sharded)
-    memory = sharded.report(micro_batches=MICRO).memory
+        accumulated_step(model, sharded)
+    memory = sharded.report(micro_batches=MICRO_BATCHES).memory
     assert memory is not None
     assert memory.by_kind | {"at_once": memory.at_once} == most
     return memory
@@ -232,7 +224,7 @@ def test_the_most_memory_with_replicas(rank: int, sizes: tuple[int, int]) -> Non
         memory = check_memory(model, sharded)
         # The other way round: plans that are a little off do not fit.
         off = [replace(plan, reduce_dtype=torch.float64) for plan in sharded.plans]
-        assert peak_memory(sharded.schedules(MICRO), off).by_kind != memory.by_kind
+        assert peak_memory(sharded.schedules(MICRO_BATCHES), off).by_kind != memory.by_kind
 
 
 @pytest.mark.parametrize("strategy", STAGES)
@@ -291,11 +283,11 @@ def test_the_most_memory_is_what_pools_reserve(rank: int, strategy: str) -> None
                 pools=registry,
             )
             assert {bool(plan.gather_pool) for plan in sharded.plans} == {True, False}
-            step_of(model, sharded)
+            accumulated_step(model, sharded)
             sharded.zero_grad()
             with watched(sharded, registry) as most:
-                step_of(model, sharded)
-            memory = sharded.report(micro_batches=MICRO).memory
+                accumulated_step(model, sharded)
+            memory = sharded.report(micro_batches=MICRO_BATCHES).memory
             assert memory is not None
             assert memory.by_kind | {"at_once": memory.at_once} == most
 
@@ -307,22 +299,22 @@ def test_a_recorded_step_is_reported_and_predicted(rank: int) -> None:
         roles = roles_of(groups)
         model = SmallModel()
         sharded = fully_shard(model, roles, units=[Block])
-        step_of(model, sharded)
+        accumulated_step(model, sharded)
         for group in (roles.gather, roles.reduce):
             group.collectives = traced(
                 group.collectives, recorder, group=group.name, role=group.role
             )
         with sharded.recording(recorder):
-            step_of(model, sharded)
-        report = sharded.report(micro_batches=MICRO, events=recorder.events)
+            accumulated_step(model, sharded)
+        report = sharded.report(micro_batches=MICRO_BATCHES, events=recorder.events)
         assert report.overlap is not None
         assert 0 <= report.overlap.hidden <= 1
         moved = [event for event in recorder.events if event.is_communication]
         assert report.sent is not None
         assert sum(event.bytes for event in moved) == sum(report.sent.values())
 
-        schedules = sharded.schedules(MICRO)
-        costs = Costs.from_events(recorder.events, schedules[0], MICRO)
+        schedules = sharded.schedules(MICRO_BATCHES)
+        costs = Costs.from_events(recorder.events, schedules[0], MICRO_BATCHES)
         spans = [event for event in recorder.events if event.queue == COMPUTE]
         computed = sum(sum(compute_segments(schedule, costs).values()) for schedule in schedules)
         assert computed == pytest.approx(sum(span.seconds for span in spans))

@@ -21,9 +21,8 @@ from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
 from pcomm.fsdp.settings.roles import Roles, Scope
 from pcomm.fsdp.sharded import Sharded
 from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import TOKENS
+from pcomm.fsdp.testing.small_training import MICRO_BATCHES, accumulated_step
 
-MICRO = 2
 SCOPES = ("", "expert")
 
 
@@ -41,8 +40,8 @@ def formula(elements: int, size: int, replicas: int, reshard: ReshardPolicy) -> 
     """fp32 bytes of one rank: (N-1)/N P to gather or reduce, 2 (M-1)/M P/N to sum."""
     moved = 4 * elements * (size - 1) / size
     # All gathers of a step, of which the last units of a micro-batch save some in backward.
-    gathers = 2 * MICRO if reshard.keep == "use" else 1
-    reduces = MICRO if reshard.reduce == "micro_batch" else 1
+    gathers = 2 * MICRO_BATCHES if reshard.keep == "use" else 1
+    reduces = MICRO_BATCHES if reshard.reduce == "micro_batch" else 1
     return {
         "gather": gathers * moved,
         "reduce": reduces * moved,
@@ -77,13 +76,13 @@ def test_bytes_of_each_scope_are_those_of_its_own_groups(
         sharded = fully_shard(
             model, roles[""], units=[Block], scopes={"expert": experts}, reshard=shards[""]
         )
-        step_of(model, sharded)
+        accumulated_step(model, sharded)
         sharded.parameters_changed()
         spies = {}
         for scope, own in roles.items():
             for role, group in by_role(own).items():
                 spies[scope, role] = group.collectives = SpyCollectives(group.collectives)
-        step_of(model, sharded)
+        accumulated_step(model, sharded)
         seen = {key: spy.sent_bytes for key, spy in spies.items()}
         assert seen["", "gather"] > 0 < seen["", "reduce"]
         assert (seen["expert", "gather"] > 0) == (edp > 1)
@@ -97,13 +96,6 @@ def by_role(roles: Roles) -> dict[str, Group]:
     return dict(zip(ROLES, (roles.gather, roles.reduce, roles.replicate), strict=True))
 
 
-def step_of(model: SmallModel, sharded: Sharded) -> None:
-    sharded.zero_grad()
-    for micro in range(MICRO):
-        with sharded.accumulate(is_last=micro == MICRO - 1):
-            model.loss(TOKENS).backward()
-
-
 def check_report(
     sharded: Sharded,
     roles: dict[str, Roles],
@@ -112,16 +104,16 @@ def check_report(
     replicas: int,
 ) -> None:
     """A scope's plans beside the spies of its groups and the formula; the report is their sum."""
-    report = sharded.report(micro_batches=MICRO)
+    report = sharded.report(micro_batches=MICRO_BATCHES)
     assert report.sent == {role: sum(seen[scope, role] for scope in SCOPES) for role in ROLES}
     total: Counter[str] = Counter()
-    steps = [step for schedule in sharded.schedules(MICRO) for step in schedule.steps]
+    steps = [step for schedule in sharded.schedules(MICRO_BATCHES) for step in schedule.steps]
     for scope in SCOPES:
         plans = {plan.name: plan for plan in sharded.plans if plan.scope == scope}
         whole = SmallModel().named_parameters()
         elements = sum(p.numel() for n, p in whole if is_expert(n, p) == bool(scope))
         expected = formula(elements, roles[scope].gather.size, replicas, shards[scope])
-        assert ideal_bytes(list(plans.values()), MICRO) == pytest.approx(expected)
+        assert ideal_bytes(list(plans.values()), MICRO_BATCHES) == pytest.approx(expected)
         total.update(expected)
         padding = sum(plan.layout.length for plan in plans.values()) / elements
         for role in ROLES:
@@ -136,7 +128,7 @@ def check_report(
 
 def check_program(sharded: Sharded, roles: dict[str, Roles], seen: Seen) -> None:
     """The program puts the same bytes on the queue of each of those groups."""
-    schedules = sharded.schedules(MICRO)
+    schedules = sharded.schedules(MICRO_BATCHES)
     units = {s.name for schedule in schedules for s in schedule.steps if s.kind == "use"}
     costs = Costs(dict.fromkeys(units, 1.0), dict.fromkeys(units, 1.0))
     queues = queues_of(sharded.plans)

@@ -107,7 +107,7 @@ def test_layouts_and_indices_are_made_once_and_also_serve_training_after_inferen
         ((0, 4), 0, ConfigError, "chunk=0"),
         ((), 4, LayoutError, "cu_seqlens"),
         ((1, 4), 4, LayoutError, "Start at 0"),
-        ((0, 5, 4), 4, LayoutError, r"\(0, 5, 4\)"),
+        ((0, 5, 4), 4, LayoutError, r"\[5, 4\] from place 1 of 3"),
     ],
     ids=["chunk", "none", "start", "fall"],
 )

@@ -13,7 +13,7 @@ from pcomm.gdn_cp import plan
 ROOT = Path(plan.__file__).parent
 PACKAGE = "pcomm.gdn_cp"
 # A room imports from itself and from the rooms before it.
-ROOMS = ["graph_breaks", "ops", "layout", "specs", "strategies"]
+ROOMS = ["graph_breaks", "backend_choice", "ops", "layout", "specs", "strategies"]
 
 
 def imports(path: Path) -> set[str]:

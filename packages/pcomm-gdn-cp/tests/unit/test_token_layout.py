@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
@@ -9,9 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, LayoutError
-from pcomm.gdn_cp.layout.token_layout import TokenLayout, contiguous, zigzag
+from pcomm.core.layout import Layout
+from pcomm.gdn_cp.layout.token_layout import LayoutName, TokenLayout
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
+
+
+def layout_of(cu_seqlens: Sequence[int], size: int, name: LayoutName) -> Layout:
+    return TokenLayout(tuple(cu_seqlens), size, name).layout
+
+
+zigzag, contiguous = (partial(layout_of, name=name) for name in ("zigzag", "contiguous"))
 
 
 def owners_zigzag(lengths: list[int], size: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 
 from pcomm.core.errors import ClosedError, ConfigError
 from pcomm.inference.engine import engine as engine_module
+from pcomm.inference.engine import engine_memory
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
 from pcomm.inference.engine.request_queue import QueueFullError
@@ -461,3 +462,31 @@ def test_stats_say_how_large_places_are():
     assert stats.blocks.bytes_each == 2 * 4 * 2 * 5 * 2
     assert stats.state_slots.bytes_each == 2 * (3 * 4 + 8)
     assert stats.host_us == {}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_continuations_of_one_prompt_that_arrive_together_compute_it_once(kind):
+    model, prompt = MODELS[kind], [token % 7 for token in range(19)]
+    with patch.multiple(engine_memory, STATE_CHUNK=4):
+        engine = engine_for(model, max_batch_tokens=24)
+    for name in ("a", "b", "c"):
+        engine.add(greedy(name, prompt, 3))
+    # It shares less than half of its own tokens, so it does not wait.
+    engine.add(greedy("d", [*prompt[:4], *[8] * 9], 3))
+    engine.step()
+    stats = engine.stats()
+    # All but the rest of "a" behind the last copy of its state, and of "d".
+    assert (stats.running, stats.waiting) == (2, 2)
+    outputs = run(engine)
+    for name in ("b", "c"):
+        own = [output for output in outputs if output.request_id == name]
+        assert own[0].cached_tokens == 16
+        assert tokens_of(outputs, name) == expected_tokens(model, prompt, 3)
+    # An end or a preemption of the first one lets the others begin.
+    engine.add(greedy("e", [9] * 12, 3))
+    engine.add(greedy("f", [9] * 12, 3))
+    with patch.object(engine._scheduler, "_max_batch_tokens", 4):
+        engine.step()
+    assert engine.abort("e")
+    assert tokens_of(run(engine), "f") == expected_tokens(model, [9] * 12, 3)
+    assert engine._memory.allocator._coming == {}

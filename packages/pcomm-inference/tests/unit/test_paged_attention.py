@@ -35,10 +35,17 @@ has_bf16 = pytest.mark.skipif(
 class Tokens:
     """Queries, keys and values of one request, and how far it is."""
 
-    def __init__(self, length: int, heads: tuple[int, int], dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self,
+        length: int,
+        heads: tuple[int, int],
+        dtype: torch.dtype,
+        seed: int,
+        head_dim: int = 16,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.q, self.k, self.v = (
-            torch.randn(length, count, 16, generator=generator, dtype=torch.float64).to(dtype)
+            torch.randn(length, count, head_dim, generator=generator, dtype=torch.float64).to(dtype)
             for count in (heads[0], heads[1], heads[1])
         )
         self.done, self.blocks = 0, list[int]()
@@ -62,9 +69,10 @@ class Pool:
         block_size: int,
         num_tokens: int = 4096,
         seed: int = 0,
+        head_dim: int = 16,
     ) -> None:
         count = num_tokens // block_size + 2
-        keys = torch.full((count, block_size, heads[1], 16), torch.nan, dtype=dtype)
+        keys = torch.full((count, block_size, heads[1], head_dim), torch.nan, dtype=dtype)
         self.memory, self.block_size = KVMemory(keys, keys.clone()), block_size
         self.free = list(range(1, count))
         random.Random(seed).shuffle(self.free)
@@ -170,17 +178,23 @@ def test_the_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("block_size", [1, 256])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_bits_do_not_depend_on_chunks_or_blocks(heads: tuple[int, int], block_size: int) -> None:
-    for seed, (length, num_alone) in enumerate([(210, 210), (710, 20)]):
-        tokens = Tokens(length, heads, torch.bfloat16, seed)
-        whole = in_chunks(tokens, Pool(heads, torch.bfloat16, 16), [length])
-        # Of three tokens with three heads each one row is left behind 32.
+    dtype, head_dim = torch.bfloat16, 64
+
+    def rows(length: int, cuts: Sequence[int], block_size: int) -> Tensor:
+        tokens = Tokens(length, heads, dtype, length, head_dim)
+        pool = Pool(heads, dtype, block_size, 1024, length, head_dim)
+        return in_chunks(tokens, pool, cuts)
+
+    for length, num_alone in ((210, 210), (710, 20)):
+        whole = rows(length, [length], 16)
+        chunk, rest = [length - num_alone] * (num_alone < length), divmod(length, 33)
         for cuts in (
-            [11] * 3 + random_cuts(length - 33, random.Random(seed)),
-            [length - num_alone] * (num_alone < length) + [1] * num_alone,
+            [*chunk, *[1] * num_alone],
+            random_cuts(length, random.Random(length)),
+            # One row, or three, are left behind a multiple of 32.
+            [*[33] * rest[0], rest[1]],
         ):
-            tokens = Tokens(length, heads, torch.bfloat16, seed)
-            pool = Pool(heads, torch.bfloat16, block_size, seed=seed)
-            assert_equal(in_chunks(tokens, pool, cuts), whole)
+            assert_equal(rows(length, cuts, block_size), whole)
 
 
 def test_neither_other_requests_nor_block_0_are_read_or_written() -> None:

@@ -12,13 +12,15 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.inference.engine.grammar_masks import mask_by_grammar
 from pcomm.inference.engine.sampler import Sampler
 from pcomm.inference.engine.sampling_params import SamplingParams
 from pcomm.inference.engine.sampling_row import SamplingRow
 from pcomm.inference.engine.structured import grammar_compiler
 from pcomm.inference.engine.structured.grammar_compiler import GrammarCompiler
 
-END = 0
+# Not 0, which is what the largest of equal logits gives.
+END = 1
 # More logits than tokens, as in models whose vocabulary is padded; no multiple of 32.
 VOCABULARY = 405
 SCHEMA = {
@@ -46,7 +48,7 @@ class Tokens:
         self._tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=400,
-            special_tokens=["<|end|>"],
+            special_tokens=["<|pad|>", "<|end|>"],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
@@ -117,13 +119,15 @@ def test_the_schema_that_allows_anything_is_one(compiler) -> None:
         assert compiler.compile(SamplingParams(json_schema=text)) is not None
 
 
-def test_an_end_is_allowed_exactly_where_the_text_may_end(tokens, compiler) -> None:
-    state = compiler.compile(SamplingParams(regex="ab+"))
+# Both kinds of vocabularies: with whole words of 32 bits, and with a part of one.
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 416])
+def test_an_end_is_allowed_exactly_where_the_text_may_end(tokens, vocabulary) -> None:
+    state = GrammarCompiler(tokens, vocabulary).compile(SamplingParams(regex="ab+"))
     assert state is not None
 
     def allowed() -> set[str]:
         words = state.allowed_words().tolist()
-        assert len(words) == -(-VOCABULARY // 32)
+        assert len(words) == 13
         ids = [i for i in range(32 * len(words)) if words[i // 32] >> (i % 32) & 1]
         assert max(ids) < 400
         return {"end" if i == END else tokens.decode([i]) for i in ids}
@@ -142,12 +146,34 @@ def test_an_end_is_allowed_exactly_where_the_text_may_end(tokens, compiler) -> N
     assert state.is_finished
 
 
-def test_min_tokens_gives_way_to_a_grammar_that_allows_nothing_else(tokens, compiler) -> None:
+def test_an_end_comes_behind_min_tokens_where_the_grammar_has_more(tokens, compiler) -> None:
     params = [SamplingParams(regex="ab*", min_tokens=4, seed=seed) for seed in range(20)]
     found = written(tokens, compiler, params)
     # The end token stands behind 4 letters or more.
     assert min(map(len, found)) == 4
     assert written(tokens, compiler, [SamplingParams(regex="ab?", min_tokens=4)]) == ["ab"]
+
+
+def test_min_tokens_gives_way_to_a_grammar_that_allows_nothing_but_an_end() -> None:
+    class Fixed:
+        is_finished = False
+
+        def __init__(self, *ids: int) -> None:
+            self.ids = ids
+
+        def allowed_words(self) -> torch.Tensor:
+            words = torch.zeros(2, dtype=torch.int64)
+            for token_id in self.ids:
+                words[token_id // 32] |= 1 << (token_id % 32)
+            return words.to(torch.int32)
+
+    params = SamplingParams(min_tokens=4)
+    allowed = [(31, 33), (31,), (5, 31), (31, 33, 40)]
+    rows = [SamplingRow(params, [1], [2], 2, (31, 33), Fixed(*ids)) for ids in allowed]
+    logits = torch.zeros(4, 41)
+    mask_by_grammar(logits, rows)
+    found = [row.isfinite().nonzero()[:, 0].tolist() for row in logits]
+    assert found == [[31, 33], [31], [5], [40]]
 
 
 def test_requests_with_the_same_grammar_go_their_own_ways(tokens, compiler) -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from pcomm.core.errors import ConfigError
@@ -17,6 +13,7 @@ from pcomm.core.process import environment, logs
 
 if TYPE_CHECKING:
     from pcomm.integration.config import Config
+    from pcomm.integration.train.run import Outcome
 
 __all__ = ["TrainCommand", "command"]
 
@@ -27,7 +24,10 @@ class TrainCommand:
     """Trains a model and shows what it has learnt."""
 
     name = "train"
-    help = "Train a GPT on text files, or on Python's own library; goes on where it stopped."
+    help = (
+        "Train a language model (GPT, Mamba-2, Gated DeltaNet, hybrids; with experts) on text "
+        "files, or on Python's own library; goes on where it stopped."
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """`--config`, `--set`, `--ranks`, `--out`, `--restart`, `--trace`."""
@@ -63,69 +63,89 @@ class TrainCommand:
         from pcomm.integration.config_file import load_config
         from pcomm.integration.config_rules import validate
         from pcomm.integration.huggingface.run_start import start_config
+        from pcomm.integration.train.interrupt import terminate_as_interrupt
 
         config = load_config(arguments.config, overrides=arguments.set)
         config = start_config(config, arguments.out, is_new=arguments.restart)
-        world_size = _world_size(arguments.ranks)
-        validate(config, world_size)
-        trace = _trace_file(arguments.trace)
-        if arguments.ranks == 1:
-            return train_rank(config, arguments.out, arguments.restart, trace)
-        # Imported late: until here a mistake is reported without waiting for torch.
-        from pcomm.core import run_local
-        from pcomm.core.process import RankError
-
-        threads = max(1, (os.cpu_count() or 1) // arguments.ranks)
+        validate(config, _world_size(arguments.ranks))
+        of_rank = (config, arguments.out, arguments.restart, _trace_file(arguments.trace))
         try:
-            with _terminate_as_interrupt():
-                codes = run_local(
-                    train_rank,
-                    arguments.ranks,
-                    (config, arguments.out, arguments.restart, trace),
-                    threads=threads,
-                )
-        except RankError as error:
-            print(error, file=sys.stderr)
-            return 1
-        return int(codes[0])
+            with terminate_as_interrupt():
+                if arguments.ranks == 1:
+                    return train_rank(*of_rank)
+                return _train_local(arguments.ranks, of_rank)
+        except KeyboardInterrupt:
+            print(
+                "stopped at once; the same command goes on from the newest checkpoint, or begins",
+                file=sys.stderr,
+            )
+            return _INTERRUPTED
+
+
+def _train_local(ranks: int, of_rank: tuple[Config, Path, bool, Path | None]) -> int:
+    # Imported late: until here a mistake is reported without waiting for torch.
+    from pcomm.core import run_local
+    from pcomm.core.process import RankError
+
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    try:
+        return int(run_local(train_rank, ranks, of_rank, threads=threads)[0])
+    except RankError as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 def train_rank(config: Config, run_dir: Path, must_restart: bool, trace: Path | None) -> int:
     """One rank of `pcomm train`; the first one writes. Returns the exit code."""
-    from pcomm.core import connect
+    from pcomm.integration.train.interrupt import terminate_as_interrupt
+
+    with terminate_as_interrupt():
+        # Imported late: a request to stop is heard while this takes its seconds.
+        from pcomm.core import connect
+        from pcomm.integration.train.run import run_training
+
+        with connect() as world:
+            logs.configure(environment.log_level(), world.rank)
+            outcome = run_training(config, run_dir, must_restart=must_restart, trace=trace)
+            if world.rank == 0:
+                _report(config, run_dir, outcome)
+    return _INTERRUPTED if outcome.is_interrupted else 0
+
+
+def _report(config: Config, run_dir: Path, outcome: Outcome) -> None:
+    """Print how the run ended, a sample, and where everything is."""
     from pcomm.inference import SamplingParams
     from pcomm.integration.generate.writer import Writer
-    from pcomm.integration.train.run import run_training
 
-    with connect() as world:
-        logs.configure(environment.log_level(), world.rank)
-        outcome = run_training(config, run_dir, must_restart=must_restart, trace=trace)
-        if world.rank:
-            return _INTERRUPTED if outcome.is_interrupted else 0
-        if outcome.is_interrupted:
-            print(f"stopped after step {outcome.steps}; the same command goes on from there")
-            return _INTERRUPTED
-        if outcome.bits_per_byte is None:
-            print("no held-out documents, so no bits per byte (data.held_out = 0)")
-        else:
-            print(f"held-out bits per byte: {outcome.bits_per_byte:.3f}")
-        sample = config.sample
-        if sample.prompt and sample.max_tokens:
-            params = SamplingParams(
-                max_tokens=sample.max_tokens,
-                temperature=sample.temperature,
-                seed=config.train.seed,
-            )
-            text = Writer.load(run_dir).write(sample.prompt, params)
-            print(f"\n{text.prompt}{text.text}\n")
-        for file, what in (
-            ("checkpoints", "weights and optimizer"),
-            ("metrics.jsonl", "one row a step"),
-            ("loss.png", "the loss as a picture"),
-            ("config.toml", "the configuration"),
-        ):
-            print(f"{run_dir / file}  {what}")
-        return 0
+    if outcome.is_interrupted:
+        print(
+            f"stopped after step {outcome.steps}; the same command goes on from there"
+            if outcome.steps
+            else "stopped before the first step; the same command begins again"
+        )
+        return
+    if config.train.eval_every == "none":
+        print('no bits per byte (train.eval_every = "none")')
+    elif outcome.bits_per_byte is None:
+        print("no held-out documents, so no bits per byte (data.held_out = 0)")
+    else:
+        print(f"held-out bits per byte: {outcome.bits_per_byte:.3f}")
+    sample = config.sample
+    if sample.prompt and sample.max_tokens:
+        params = SamplingParams(
+            max_tokens=sample.max_tokens,
+            temperature=sample.temperature,
+            seed=config.train.seed,
+        )
+        text = Writer.load(run_dir).write(sample.prompt, params)
+        print(f"\n{text.prompt}{text.text}\n")
+    for file, what in (
+        ("checkpoints", "weights and optimizer"),
+        ("metrics.jsonl", "one row a step"),
+        ("loss.png", "the loss as a picture"),
+        ("config.toml", "the configuration"),
+    ):
+        print(f"{run_dir / file}  {what}")
 
 
 def _trace_file(path: Path | None) -> Path | None:
@@ -152,29 +172,14 @@ def _world_size(ranks: int) -> int:
         )
     if launched is None:
         return ranks
-    try:
-        return int(launched)
-    except ValueError:
+    if not launched.isdecimal() or not int(launched):
         raise ConfigError(
             f"pcomm train: WORLD_SIZE={launched!r}",
-            found="text that is not a whole number",
+            found="text that is no whole number above 0",
             why="The launcher says with it how many processes there are.",
             fix="Start the job with torchrun, or unset WORLD_SIZE.",
-        ) from None
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Take SIGTERM for Ctrl-C, so that the ranks save before they stop."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        )
+    return int(launched)
 
 
 command = TrainCommand()

@@ -50,9 +50,6 @@ class Batch:
     cu_seqlens: tuple[int, ...]
     """`S + 1` boundaries: segment s is `cu_seqlens[s]:cu_seqlens[s + 1]`; from 0 to T."""
 
-    num_targets: int
-    """Targets that are not `IGNORE`."""
-
     num_bytes: int
     """Bytes of text that the targets stand for; a document's end counts as a target of 0 bytes."""
 
@@ -77,6 +74,5 @@ def pack(corpus: TokenCorpus, segments: Sequence[Segment]) -> Batch:
         tokens=tokens,
         targets=targets,
         cu_seqlens=tuple(cu_seqlens),
-        num_targets=len(predicted),
         num_bytes=int(corpus.bytes_per_id[predicted].sum(dtype=np.int64)),
     )

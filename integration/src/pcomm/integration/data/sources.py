@@ -53,6 +53,18 @@ def content_hash(files: Sequence[SourceFile]) -> str:
 
 
 def _expand(pattern: str) -> list[Path]:
+    try:
+        return _matches(pattern)
+    except (OSError, RuntimeError) as error:  # too long a name, an unknown home
+        raise ConfigError(
+            f"data.path: {pattern:.200}",
+            found=getattr(error, "strerror", None) or str(error),
+            why="The path cannot be looked up.",
+            fix="Check the path.",
+        ) from error
+
+
+def _matches(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_file():
         return [Path(os.path.abspath(path))]

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+from pcomm.core import PcommError
+
 __all__ = ["Row", "Sink", "SinkGroup"]
 
 Row = Mapping[str, int | float]
@@ -31,11 +33,17 @@ class SinkGroup:
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = tuple(sinks)
+        self.error: PcommError | None = None
+        """The first failure of a sink: all ranks stop together, and save, before it is raised."""
 
     def write(self, row: Row) -> None:
-        """Give the row to each sink in order."""
-        for sink in self._sinks:
-            sink.write(row)
+        """Give the row to each sink in order, until one of them has failed."""
+        if self.error is None:
+            try:
+                for sink in self._sinks:
+                    sink.write(row)
+            except PcommError as error:
+                self.error = error
 
     def close(self) -> None:
         """Close every sink, also after one of them fails; then raise that failure."""

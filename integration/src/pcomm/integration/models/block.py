@@ -49,8 +49,8 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, context: StepContext, memory: LayerMemory) -> Tensor:
         """The same for the new tokens of many requests, of which the mixer has kept `memory`."""
-        # A call of a module costs as much as a small operation, so `forward` is called directly. The
-        # engine allocates what the mixer asks for in `memory_spec`.
+        # A call of a module costs as much as a small operation, so `forward` is called directly.
+        # The engine allocates what the mixer asks for in `memory_spec`.
         x = x + self.mixer.step(self.mixer_norm.forward(x), context, memory)  # type: ignore[arg-type]
         mlp, norm = self.mlp, self.mlp_norm
         return x if mlp is None or norm is None else x + mlp.forward(norm.forward(x))

@@ -66,7 +66,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = build.parameter(build.own(heads), value=1.0)
         self.norm_weight = build.parameter(value_dim, value=1.0)
         nn.init.normal_(self.conv_weight, std=config.conv_width**-0.5)
-        self.placements = {
+        self.param_layouts = {
             "conv_weight": ParamLayout(channels),
             "a_log": ParamLayout(heads),
             "dt_bias": ParamLayout(heads),

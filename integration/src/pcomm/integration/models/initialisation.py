@@ -55,13 +55,13 @@ def initialise(
         ranks: Rank of this process by the scope of `ParamLayout`; None where one rank has all.
     """
     ranks = ranks or {}
-    placements = param_layouts_of(model)
+    param_layouts = param_layouts_of(model)
     for name, parameter in model.named_parameters():
-        placement = placements[name]
+        param_layout = param_layouts[name]
         generator = torch.Generator().manual_seed(_seed_of(seed, name))
         prefix, _, own_name = name.rpartition(".")
         owner = model.get_submodule(prefix)
-        shape = placement.logical_shape(parameter.shape)
+        shape = param_layout.logical_shape(parameter.shape)
         whole = torch.ones(shape)
         if isinstance(owner, KnowsFirstValues):
             # A mixer knows what its decays and time steps should be.
@@ -73,9 +73,9 @@ def initialise(
             whole.normal_(0.0, std, generator=generator)
         elif own_name == "bias":
             whole.zero_()
-        if placement.layout is not None:
+        if param_layout.layout is not None:
             whole = take_shard(
-                whole, placement.layout, ranks.get(placement.scope, 0), dim=placement.dim
+                whole, param_layout.layout, ranks.get(param_layout.scope, 0), dim=param_layout.dim
             )
         with torch.no_grad():
             parameter.copy_(whole)

@@ -180,7 +180,8 @@ class LanguageModel(nn.Module):
         turn = self._turns(batch.positions_T) if self._has_attention else None
         context = StepContext.of(batch, turn)
         x = self.embedding(batch.tokens_T)
-        for block, own in zip(self.blocks, memory, strict=True):
+        for block, own in zip(self._blocks, memory, strict=True):
+            assert own is not None, "every block keeps something"
             x = block.step(x, context, own)
         logits_Lv: Tensor = self.head(self.norm(x.index_select(0, batch.logits_rows)))
         if self.collectives.size == 1:
@@ -189,9 +190,9 @@ class LanguageModel(nn.Module):
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, whatever part of them this rank has; local."""
-        placements = param_layouts_of(self)
+        param_layouts = param_layouts_of(self)
         return sum(
-            placements[name].logical_shape(parameter.shape).numel()
+            param_layouts[name].logical_shape(parameter.shape).numel()
             for name, parameter in self.named_parameters()
         )
 

@@ -80,7 +80,7 @@ class Mamba2(nn.Module):
         self.d = build.parameter(num_heads, value=1.0)
         self.norm_weight = build.parameter(build.own(inner), value=1.0)
         nn.init.normal_(self.conv_weight, std=config.conv_width**-0.5)
-        self.placements = {
+        self.param_layouts = {
             "conv_weight": ParamLayout(channels),
             "conv_bias": ParamLayout(channels),
             "a_log": ParamLayout(heads),

@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
         self.eps, self.is_zero_centred = eps, is_zero_centred
         first = 0.0 if is_zero_centred else 1.0
         self.weight = nn.Parameter(torch.full((width,), first, device=device, dtype=dtype))
-        self.placements = {"weight": ParamLayout(has_partial_gradient=has_partial_gradient)}
+        self.param_layouts = {"weight": ParamLayout(has_partial_gradient=has_partial_gradient)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""

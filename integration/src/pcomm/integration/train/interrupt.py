@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["Interrupt", "listen_for_interrupt"]
+__all__ = ["Interrupt", "listen_for_interrupt", "terminate_as_interrupt"]
 
 # A launcher and the terminal may both deliver the same Ctrl-C.
 _SAME_REQUEST_S = 2.0
@@ -51,14 +51,31 @@ def listen_for_interrupt() -> Iterator[Interrupt]:
     Outside the main thread, where Python delivers no signals, nothing is changed.
     """
     interrupt = Interrupt()
+    with _handled_by(interrupt._request, signal.SIGINT, signal.SIGTERM):
+        yield interrupt
+
+
+@contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGTERM, too. Local; main thread only, as above."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _handled_by(interrupt, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def _handled_by(
+    handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals
+) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield interrupt
+        yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, interrupt._request)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
-        yield interrupt
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TextIO, TypeVar, cast
+from typing import Literal, TextIO
 
-from pcomm.core import PcommError, connect
-from pcomm.core.errors import PeerError
-from pcomm.core.process import World
+from pcomm.core import connect
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.identity import identity_of
@@ -25,7 +22,7 @@ from pcomm.integration.data.preparation import Prepared, open_prepared
 from pcomm.integration.huggingface.run_start import ModelStart, start_config
 from pcomm.integration.metrics.plot import plot_loss
 from pcomm.integration.metrics.run_sinks import open_sinks
-from pcomm.integration.metrics.sink import Row, Sink
+from pcomm.integration.metrics.sink import Sink, SinkGroup
 from pcomm.integration.parallelize import (
     ALL_RANKS,
     build_model,
@@ -33,7 +30,7 @@ from pcomm.integration.parallelize import (
     splitting_groups,
 )
 from pcomm.integration.train.evaluate import evaluate
-from pcomm.integration.train.interrupt import Interrupt, listen_for_interrupt
+from pcomm.integration.train.interrupt import listen_for_interrupt
 from pcomm.integration.train.not_finite import NotFiniteSteps
 from pcomm.integration.train.progress import Progress
 from pcomm.integration.train.run_folder import (
@@ -43,11 +40,10 @@ from pcomm.integration.train.run_folder import (
     write_config,
 )
 from pcomm.integration.train.step_trace import StepTrace
+from pcomm.integration.train.together import Stopped, Together
 from pcomm.integration.train.trainer import StepResult, Trainer
 
 __all__ = ["Outcome", "run_training"]
-
-T = TypeVar("T")
 
 _log = logging.getLogger("pcomm.train")
 
@@ -62,8 +58,8 @@ class Outcome:
     Args:
         steps: Number of optimizer steps done, over all starts.
         bits_per_byte: Bits per byte of the held-out documents after the last step; None if there
-            are none, or if the run was interrupted.
-        is_interrupted: True if the run was asked to stop before its end.
+            are none, with `train.eval_every = "none"`, or if the run was interrupted.
+        is_interrupted: True if a rank was asked to stop, by Ctrl-C or SIGTERM, before the end.
     """
 
     steps: int
@@ -96,31 +92,48 @@ def run_training(
         PcommError: On every rank, before a collective is entered: sizes that do not fit, data
             that cannot be read, a checkpoint of another model, another run in the folder.
         NotFiniteError: On every rank: see `train.on_nan`.
-        KeyboardInterrupt: On a rank that is interrupted before the first step.
+        KeyboardInterrupt: On a rank that is asked to stop a second time, which ends it at once.
     """
-    with connect() as world, listen_for_interrupt() as interrupt, ExitStack() as held:
-        config = _together(
-            world, "train: model.from", lambda: start_config(config, run_dir, is_new=must_restart)
+    with connect() as world, listen_for_interrupt() as interrupt:
+        together = Together(world, interrupt)
+        try:
+            return _train(config, run_dir, must_restart, stream or sys.stderr, trace, together)
+        except Stopped:
+            checkpoint = None if must_restart else newest(run_dir)
+            return Outcome(checkpoint.step if checkpoint else 0, None, is_interrupted=True)
+
+
+def _train(
+    config: Config,
+    run_dir: Path,
+    must_restart: bool,
+    stream: TextIO,
+    trace: Path | None,
+    together: Together,
+) -> Outcome:
+    world = together.world
+    with ExitStack() as held:
+        config = together(
+            "train: model.from", lambda: start_config(config, run_dir, is_new=must_restart)
         )
         resolved = validate(config, world.size)
         if not must_restart:
             # Before anything in the folder changes, so that a refused run leaves it as it was.
-            _together(world, "train: checkpoint", lambda: check_resumable(resolved, run_dir))
-        _together(
-            world,
+            together("train: checkpoint", lambda: check_resumable(resolved, run_dir))
+        together(
             "train: folder",
             lambda: None if world.rank else held.enter_context(hold_folder(run_dir)),
         )
 
         def prepare() -> None:
             if world.rank == 0:
-                with interrupt.ends_at_once():
+                with together.interrupt.ends_at_once():
                     prepare_folder(resolved, run_dir, must_restart=must_restart)
 
         # The others wait while the first rank tokenises, which takes as long as the text is.
-        _together(world, "train: data", prepare, timeout_s=_TOKENISING_S)
+        together("train: data", prepare, timeout_s=_TOKENISING_S)
         # A folder that is not shared fails here, on all ranks.
-        prepared = _together(world, "train: tokens", lambda: open_prepared(run_dir))
+        prepared = together("train: tokens", lambda: open_prepared(run_dir))
         with open_run_groups(resolved, world) as groups:
             steps = StepTrace(trace, world.rank, groups[ALL_RANKS, "control"])
             watched = steps.watched(groups)
@@ -128,8 +141,7 @@ def run_training(
             if resolved.model.from_ and newest(run_dir) is None:
                 start = ModelStart(Path(resolved.model.from_))
                 ranks = {key: group.rank for key, group in splitting_groups(watched).items()}
-                _together(
-                    world,
+                together(
                     "train: weights of model.from",
                     lambda: start.load(model, ranks),
                     timeout_s=_READING_S,
@@ -143,49 +155,29 @@ def run_training(
                 micro_batch_tokens=resolved.train.micro_batch_tokens,
             )
             trainer = Trainer(model, watched, resolved, batches, recorder=steps.recorder)
-            run = _Run(trainer, prepared, run_dir, world, steps)
+            run = _Run(trainer, prepared, run_dir, together, steps)
             progress = run.resume()
             # Written late: a run that is refused must not change what `pcomm generate` reads.
-            _together(
-                world,
+            together(
                 "train: configuration",
                 lambda: None if world.rank else write_config(config, run_dir),
             )
-            return run.go(progress, interrupt, stream or sys.stderr)
-
-
-def _together(
-    world: World, topic: str, attempt: Callable[[], T], *, timeout_s: float | None = None
-) -> T:
-    """What `attempt` returns here; where it fails on one rank, an error on all. Collective."""
-    result, error = None, None
-    try:
-        result = attempt()
-    except PcommError as problem:
-        error = problem
-    except KeyboardInterrupt:
-        # The ranks that wait for this one raise, too.
-        stopped = PeerError(
-            topic,
-            found="a request to stop",
-            why="The run ends before its first step, so there is nothing to save.",
-            fix="Start the same command again.",
-        )
-        with suppress(PeerError):
-            world.fail_together(topic, stopped, timeout_s=timeout_s)
-        raise
-    world.fail_together(topic, error, timeout_s=timeout_s)
-    return cast(T, result)
+            return run.go(progress, stream)
 
 
 class _Run:
     """The loop around the trainer: resuming, metrics, evaluation and checkpoints."""
 
     def __init__(
-        self, trainer: Trainer, prepared: Prepared, run_dir: Path, world: World, trace: StepTrace
+        self,
+        trainer: Trainer,
+        prepared: Prepared,
+        run_dir: Path,
+        together: Together,
+        trace: StepTrace,
     ) -> None:
-        self.trace = trace
-        self.trainer, self.prepared, self.run_dir, self.world = trainer, prepared, run_dir, world
+        self.together, self.world, self.trace = together, together.world, trace
+        self.trainer, self.prepared, self.run_dir = trainer, prepared, run_dir
         self.config = trainer.config
         self.identity = identity_of(self.config, prepared.fingerprint)
         self.checkpoint_group = trainer.groups[ALL_RANKS, "checkpoint"]
@@ -193,23 +185,18 @@ class _Run:
     def resume(self) -> Progress:
         """Read the newest checkpoint, if there is one; returns how far the run is."""
         corpus = self.prepared.fingerprint
-        _together(
-            self.world,
-            "train: checkpoint",
-            lambda: check_resumable(self.config, self.run_dir, corpus),
+        self.together(
+            "train: checkpoint", lambda: check_resumable(self.config, self.run_dir, corpus)
         )
         checkpoint = newest(self.run_dir)
         if checkpoint is None:
             return Progress()
-        progress = _together(
-            self.world,
-            "train: progress",
-            lambda: Progress.resumed(checkpoint, self.config.train),
+        progress = self.together(
+            "train: progress", lambda: Progress.resumed(checkpoint, self.config.train)
         )
         # Each rank reads a share of the files.
         rank, size = self.world.rank, self.world.size
-        _together(
-            self.world,
+        self.together(
             "train: checksums",
             lambda: check_files(checkpoint, rank=rank, size=size),
             timeout_s=_READING_S,
@@ -223,11 +210,10 @@ class _Run:
         _log.info("resuming %s after step %d", self.run_dir, checkpoint.step)
         return progress
 
-    def go(self, progress: Progress, interrupt: Interrupt, stream: TextIO) -> Outcome:
+    def go(self, progress: Progress, stream: TextIO) -> Outcome:
         """Train on from where the run is."""
         first = progress.step
-        sinks = _together(
-            self.world,
+        sinks = self.together(
             "train: metrics",
             lambda: open_sinks(
                 self.run_dir,
@@ -237,11 +223,10 @@ class _Run:
                 keep_through=first or None,
             ),
         )
-        recorded = _Recorded(sinks)
         with closing(sinks), self._saver() as saver:
-            outcome = self._loop(progress, interrupt, recorded, saver)
+            outcome = self._loop(progress, sinks, saver)
         self.trace.finish()
-        _together(self.world, "train: metrics", recorded.check)
+        self.world.fail_together("train: metrics", sinks.error)
         if self.world.rank == 0:
             try:
                 plot_loss(self.run_dir / "metrics.jsonl", self.run_dir / "loss.png")
@@ -249,15 +234,13 @@ class _Run:
                 _log.warning("no picture of the loss: %s", error)
         return outcome
 
-    def _loop(
-        self, progress: Progress, interrupt: Interrupt, sinks: _Recorded, saver: Saver
-    ) -> Outcome:
-        train = self.config.train
+    def _loop(self, progress: Progress, sinks: SinkGroup, saver: Saver) -> Outcome:
+        train, interrupt = self.config.train, self.together.interrupt
         done = first = progress.step
         self.not_finite = NotFiniteSteps(train, self.run_dir, skipped=progress.skipped)
         while done < train.steps:
             with self.trace.step():
-                is_asked_to_stop = interrupt.is_requested or sinks.has_failed
+                is_asked_to_stop = interrupt.is_requested or sinks.error is not None
                 result = self.trainer.step(done, is_asked_to_stop=is_asked_to_stop)
             done += 1
             self._check_finite(result, saver)
@@ -272,7 +255,9 @@ class _Run:
             if result.wants_to_stop:
                 return Outcome(done, None, is_interrupted=True)
         # A run that was finished before has its row already.
-        bits = self._evaluate(done, sinks if first < done else None)
+        bits = None
+        if train.eval_every != "none":
+            bits = self._evaluate(done, sinks if first < done else None)
         if first < done:
             self._save(saver, done)
         return Outcome(done, bits, is_interrupted=False)
@@ -310,31 +295,5 @@ class _Run:
         )
 
 
-def _is_due(every: int | Literal["end"], step: int) -> bool:
-    return every != "end" and step % every == 0
-
-
-class _Recorded:
-    """Sinks of which the first failure is kept: all ranks then stop together, and save."""
-
-    def __init__(self, sinks: Sink) -> None:
-        self._sinks = sinks
-        self._error: PcommError | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        return self._error is not None
-
-    def write(self, row: Row) -> None:
-        if self._error is None:
-            try:
-                self._sinks.write(row)
-            except PcommError as error:
-                self._error = error
-
-    def close(self) -> None:
-        self._sinks.close()
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
+def _is_due(every: int | Literal["end", "none"], step: int) -> bool:
+    return isinstance(every, int) and step % every == 0

@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+
+# And not `ast`, which takes a millisecond to load.
+from _ast import ImportFrom, Module, PyCF_ONLY_AST
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 __all__ = ["face"]
 
 
 def face(
-    package: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for the `__init__.py` of a package.
+    package: str, file: str
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` for the `__init__.py` of a package.
 
-    Importing the package then costs nothing, and a name loads no more than the module that it is
-    defined in. Type checkers read the same names from imports below `if TYPE_CHECKING`.
+    The names stand once, as imports in the stub `__init__.pyi` beside it, which type checkers and
+    editors read by themselves. Importing the package loads none of the modules that they come
+    from, and using a name loads no more than its module.
 
     Args:
         package: `__name__` of the package.
-        homes: Module that defines each shown name, relative to `package`, by name.
+        file: `__file__` of the package.
 
     Raises:
-        AttributeError: By the returned `__getattr__`, for a name that is not in `homes`.
+        AttributeError: By the returned `__getattr__`, for a name that the stub does not import.
     """
+    stub = Path(file).with_suffix(".pyi")
+    tree = compile(stub.read_bytes(), stub, "exec", PyCF_ONLY_AST)
+    assert isinstance(tree, Module)
+    imports = [node for node in tree.body if isinstance(node, ImportFrom)]
+    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def get(name: str) -> object:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found: object = getattr(import_module(f"{package}.{homes[name]}"), name)
+        found: object = getattr(import_module(homes[name]), name)
         # The next use finds it without this function.
         setattr(sys.modules[package], name, found)
         return found
@@ -36,4 +46,4 @@ def face(
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})
 
-    return get, names
+    return get, names, sorted(homes)

@@ -52,7 +52,8 @@ class Layout:
             to be changed.
 
     Raises:
-        LayoutError: A run outside the dimension, empty, or overlapping another run of its rank.
+        LayoutError: A run outside the dimension, empty, or overlapping another run of its rank; no
+            rank, or a length below 0.
     """
 
     length: int
@@ -70,6 +71,13 @@ class Layout:
                 found="no ranks",
                 why="A layout says what each rank of a group holds, and a group has a rank.",
                 fix="Give at least one tuple of runs.",
+            )
+        if length < 0:
+            raise LayoutError(
+                f"Layout of {length} positions",
+                found="a length below 0",
+                why="A dimension has at least 0 positions.",
+                fix="Give the length of the whole dimension.",
             )
         for rank, own in enumerate(edges):
             if not are_sound and not _is_sound(own, length):

@@ -54,7 +54,7 @@ class Experts(nn.Module):
         for weight in (self.gate_up, self.down):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         spread = ParamLayout(layout, scope="expert")
-        self.placements = {"gate_up": spread, "down": spread}
+        self.param_layouts = {"gate_up": spread, "down": spread}
 
     def forward(self, x_ND: Tensor, row_counts_e: Tensor) -> Tensor:
         """`[N, D]` to `[N, D]`; local.

@@ -62,7 +62,7 @@ class MixtureOfExperts(nn.Module):
             nn.init.normal_(self.shared_gate, std=config.width**-0.5)
         # Ranks that hold other tokens each see a part of its gradient.
         is_partial = build.sequence_parallel and build.collectives.size > 1
-        self.placements = {"shared_gate": ParamLayout(has_partial_gradient=is_partial)}
+        self.param_layouts = {"shared_gate": ParamLayout(has_partial_gradient=is_partial)}
         self._num_experts = config.experts
 
     def forward(self, x: Tensor, balance: Balance | None = None) -> Tensor:

@@ -64,7 +64,7 @@ class Router(nn.Module):
         self.normalises = experts_per_token > 1 if normalises is None else normalises
         self.weight = nn.Parameter(torch.empty(num_experts, width, device=device, dtype=dtype))
         nn.init.normal_(self.weight, std=width**-0.5)
-        self.placements = {"weight": ParamLayout(has_partial_gradient=has_partial_gradient)}
+        self.param_layouts = {"weight": ParamLayout(has_partial_gradient=has_partial_gradient)}
 
     def forward(self, x_TD: Tensor) -> Routing:
         """The choice of each token of `[T, D]`; differentiable in weights and probabilities."""

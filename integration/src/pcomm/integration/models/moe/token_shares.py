@@ -12,8 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pcomm.core import Collectives, Layout
-from pcomm.core.collectives import with_adjoint
-from pcomm.core.tensor_parallel import take_shard
+from pcomm.core.tensor_parallel import gather_replicated, split_replicated
 
 __all__ = ["join_tokens", "split_tokens", "token_layout"]
 
@@ -26,22 +25,11 @@ def token_layout(num_tokens: int, size: int) -> Layout:
 def split_tokens(x_TD: Tensor, collectives: Collectives) -> Tensor:
     """This rank's tokens of replicated ones. Backward: an all-gather."""
     layout = token_layout(x_TD.shape[0], collectives.size)
-    return with_adjoint(
-        x_TD,
-        # A copy: a view that autograd keeps would keep the whole stream.
-        lambda x: take_shard(x, layout, collectives.rank).clone(),
-        lambda gradient: _join(gradient, layout, collectives),
-    )
+    # A copy: a view that autograd keeps would keep the whole stream.
+    return split_replicated(x_TD, layout, collectives, dim=0).clone()
 
 
 def join_tokens(x_tD: Tensor, num_tokens: int, collectives: Collectives) -> Tensor:
     """All tokens, replicated, from each rank's shard: an all-gather. Backward is local."""
-    return _join(x_tD, token_layout(num_tokens, collectives.size), collectives)
-
-
-def _join(x_tD: Tensor, layout: Layout, collectives: Collectives) -> Tensor:
-    return with_adjoint(
-        x_tD,
-        lambda x: collectives.all_gather(x, sizes=layout.sizes),
-        lambda gradient: split_tokens(gradient, collectives),
-    )
+    layout = token_layout(num_tokens, collectives.size)
+    return gather_replicated(x_tD, layout, collectives, dim=0)

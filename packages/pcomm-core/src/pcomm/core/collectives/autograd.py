@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.collectives.call import Call, OperationName
-from pcomm.core.collectives.handle import Handle
+from pcomm.core.collectives.checks import check_reduction
+from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.errors import UnsupportedError
 
@@ -37,7 +38,7 @@ def differentiable(collectives: Collectives) -> Collectives:
     return collectives if collectives.size == 1 else DifferentiableCollectives(collectives)
 
 
-class DifferentiableCollectives(Handle, Collectives):
+class DifferentiableCollectives(InstrumentedCollectives):
     """`Collectives` whose results carry gradients; backward communicates through `inner` too.
 
     `out` is refused: a result written over an existing tensor has no place in a graph. An
@@ -46,11 +47,6 @@ class DifferentiableCollectives(Handle, Collectives):
     Args:
         inner: Collectives that move the tensors.
     """
-
-    def __init__(self, inner: Collectives) -> None:
-        self.inner = inner
-        self.rank = inner.rank
-        self.size = inner.size
 
     def run(self, call: Call) -> Tensor:
         """The result of an operation, with its gradient."""
@@ -92,6 +88,7 @@ def _check(call: Call, suffix: str) -> None:
             why="A result written over an existing tensor cannot carry a gradient.",
             fix="Leave out away, or use the group's plain collectives.",
         )
+    check_reduction(call.op)
     if call.op != "sum":
         raise UnsupportedError(
             f"all_reduce: op={call.op!r}",

@@ -8,6 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from pcomm.core.errors import LayoutError
+
 __all__ = ["Call", "OperationName", "Reduction"]
 
 OperationName = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
@@ -44,6 +46,23 @@ class Call:
     op: Reduction = "sum"
     source: int = 0
 
+    @property
+    def length(self) -> int:
+        """Length of the input along `dim`. Local.
+
+        Raises:
+            LayoutError: The input has no such dimension.
+        """
+        try:
+            return self.x.shape[self.dim]
+        except IndexError:
+            raise LayoutError(
+                f"{self.operation}: dim={self.dim}",
+                found=f"a tensor of shape {tuple(self.x.shape)}",
+                why="Shards lie along a dimension of the tensor.",
+                fix="Name a dimension that it has; give a single number one by x.view(1).",
+            ) from None
+
     def with_input(self, x: Tensor) -> Call:
         """The same call of another input tensor. Local."""
         sizes = self.sizes, self.receive_sizes
@@ -65,10 +84,11 @@ class Call:
             return (size - 1) * x.nbytes
         if self.operation == "broadcast":
             return x.nbytes if rank == self.source else 0
-        if sizes is None or not x.shape[self.dim]:
+        # A call whose sizes are not one for each rank is refused before it sends anything.
+        if sizes is None or len(sizes) != size or not self.length:
             others = x.nbytes * (size - 1) // size
         else:
-            others = x.nbytes * (sum(sizes) - sizes[rank]) // x.shape[self.dim]
+            others = x.nbytes * (sum(sizes) - sizes[rank]) // self.length
         return 2 * others if self.operation == "all_reduce" else others
 
     @property

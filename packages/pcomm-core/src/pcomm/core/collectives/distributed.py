@@ -13,11 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pcomm.core.collectives.call import Call, Reduction
+from pcomm.core.collectives.checks import (
+    check_reduction,
+    check_source,
+    gather_sizes,
+    scatter_sizes,
+    transfer_sizes,
+)
 from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.open_group import OpenGroup
-from pcomm.core.collectives.out import check_out, deliver, is_dense, is_direct, not_over
+from pcomm.core.collectives.out import check_out, deliver, is_dense, not_over
 from pcomm.core.collectives.protocol import Collectives, Pending
-from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
 
 __all__ = ["DistributedCollectives", "Issued", "in_front"]
 
@@ -109,29 +115,25 @@ class DistributedCollectives(Handle, Collectives):
                 return self._broadcast(call, is_async)
 
     def _all_gather(self, call: Call, is_async: bool) -> Issued:
-        uneven = gather_sizes(call, self.rank, self.size)
+        length, uneven = gather_sizes(call, self.rank, self.size)
+        gathered, front = check_out(call, length), in_front(call)
         if uneven is not None:
-            return self._gather_padded(call, uneven, is_async)
-        out = call.out
-        check_out(call, call.x.shape[call.dim] * self.size)
-        front = in_front(call)
-        if out is not None and is_direct(call):
-            gathered = out
-            # Its own place in `out` is where the input may lie.
-            if front.data_ptr() != out.data_ptr() + self.rank * front.nbytes:
-                front = not_over(front, out)
+            return self._gather_padded(front, uneven, gathered, is_async)
+        if gathered is None:
+            gathered = front.new_empty(length, *front.shape[1:])
         else:
-            gathered = front.new_empty(front.shape[0] * self.size, *front.shape[1:])
+            # Its own place in `out` is where the input may lie.
+            front = not_over(front, gathered, self.rank * front.nbytes)
         work = self._gather(gathered, front, self._group.get(), is_async)
         return work, front, gathered
 
-    def _gather_padded(self, call: Call, lengths: Sequence[int], is_async: bool) -> Issued:
+    def _gather_padded(
+        self, front: Tensor, lengths: Sequence[int], target: Tensor | None, is_async: bool
+    ) -> Issued:
         """An all-gather of shards padded to the longest: torch gathers equal ones alone."""
-        check_out(call, sum(lengths))
-        longest, front = max(lengths), in_front(call)
+        longest = max(lengths)
         front = torch.cat([front, front.new_zeros(longest - front.shape[0], *front.shape[1:])])
         gathered = front.new_empty(longest * self.size, *front.shape[1:])
-        target = call.out if is_direct(call) else None
         work = self._gather(gathered, front, self._group.get(), is_async)
 
         def join() -> Tensor:
@@ -141,30 +143,24 @@ class DistributedCollectives(Handle, Collectives):
         return work, front, join
 
     def _reduce_scatter(self, call: Call, is_async: bool) -> Issued:
-        if scatter_sizes(call, self.size) is not None:
+        length, uneven = scatter_sizes(call, self.rank, self.size)
+        if uneven is not None:
             return self._exchange_and_add(call, is_async)
-        out = call.out
-        check_out(call, call.x.shape[call.dim] // self.size)
-        front = in_front(call)
-        if out is not None and is_direct(call):
-            shard = out
-            # Its own part is where the result may lie.
-            if out.data_ptr() != front.data_ptr() + self.rank * out.nbytes:
-                front = not_over(front, out)
+        shard, front = check_out(call, length), in_front(call)
+        if shard is None:
+            shard = front.new_empty(length, *front.shape[1:])
         else:
-            shard = front.new_empty(front.shape[0] // self.size, *front.shape[1:])
+            # Its own part is where the result may lie.
+            front = not_over(front, shard, -self.rank * shard.nbytes)
         operation = self._operation("sum", front)
         work = self._scatter(shard, front, operation, self._group.get(), is_async)
         return work, front, shard
 
     def _exchange_and_add(self, call: Call, is_async: bool) -> Issued:
         """A reduce-scatter by an all-to-all and a local sum, for shards of any length."""
-        uneven = scatter_sizes(call, self.size)
-        length = call.x.shape[call.dim] // self.size if uneven is None else uneven[self.rank]
-        check_out(call, length)
-        front = in_front(call)
+        length, uneven = scatter_sizes(call, self.rank, self.size)
+        target, front = check_out(call, length), in_front(call)
         shape = [length, *front.shape[1:]]
-        target = call.out if is_direct(call) else None
         parts = front.new_empty([self.size, *shape])
         work = dist.all_to_all_single(
             parts.view(self.size * length, *shape[1:]),
@@ -185,28 +181,22 @@ class DistributedCollectives(Handle, Collectives):
     def _all_reduce(self, call: Call, is_async: bool) -> Issued:
         # Made contiguous before and returned after: torch reduces only dense memory, and a view
         # handed back unreduced is the classic mistake here (Megatron-LM #5338).
-        total = _own_copy(call)
-        work = dist.all_reduce(total, self._operation(call.op, total), self._group.get(), is_async)
+        operation, total = self._operation(call.op, call.x), _own_copy(call)
+        work = dist.all_reduce(total, operation, self._group.get(), is_async)
         return work, total, total
 
     def _all_to_all(self, call: Call, is_async: bool) -> Issued:
-        sent, received = transfer_sizes(call, self.rank, self.size)
-        out, num_received = call.out, sum(received)
-        check_out(call, num_received)
-        front = in_front(call)
-        if out is not None and is_direct(call):
-            target, front = out, not_over(front, out)
+        length, sent, received = transfer_sizes(call, self.rank, self.size)
+        target, front = check_out(call, length), in_front(call)
+        if target is None:
+            target = front.new_empty(length, *front.shape[1:])
         else:
-            target = front.new_empty(num_received, *front.shape[1:])
-        if call.sizes is None:
-            work = dist.all_to_all_single(target, front, None, None, self._group.get(), is_async)
-        else:
-            work = dist.all_to_all_single(
-                target, front, received, sent, self._group.get(), is_async
-            )
+            front = not_over(front, target)
+        work = dist.all_to_all_single(target, front, received, sent, self._group.get(), is_async)
         return work, front, target
 
     def _broadcast(self, call: Call, is_async: bool) -> Issued:
+        check_source(call, self.size)
         target = _own_copy(call)
         work = dist.broadcast(
             target, group=self._group.get(), async_op=is_async, group_src=call.source
@@ -214,6 +204,9 @@ class DistributedCollectives(Handle, Collectives):
         return work, target, target
 
     def _operation(self, op: Reduction, x: Tensor) -> Any:
+        """Torch's name of a reduction; refuses one that is unknown, or not made of this dtype."""
+        if op not in self._operations:
+            check_reduction(op)
         # Gloo adds booleans as bytes, and two times true is then no boolean any more.
         return self._operations["max" if x.dtype == torch.bool else op]
 
@@ -231,12 +224,14 @@ def _finished(issued: Issued, dim: int, out: Tensor | None) -> Tensor:
 def in_front(call: Call) -> Tensor:
     """The input dense, without gradient and with `dim` first; itself where it is all that."""
     x, dim = call.x, call.dim
+    if dim == 0 and is_dense(x):
+        return x
     if x.requires_grad:
         x = x.detach()
     x = _plain(x)
     if dim != 0:
         x = x.movedim(dim, 0)
-    return x if x.is_contiguous() else x.contiguous()
+    return x.contiguous()
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -249,9 +244,9 @@ def _own_copy(call: Call) -> Tensor:
     x, out = call.x, call.out
     if out is x and is_dense(x):
         return x
-    check_out(call)
+    target = check_out(call)
     if x.requires_grad:
         x = x.detach()
-    if out is None or not is_dense(out):
+    if target is None:
         return _plain(x).clone(memory_format=torch.contiguous_format)
-    return out.copy_(not_over(x, out))
+    return target.copy_(not_over(x, target))

@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pcomm.core.collectives.call import Call, Reduction
+from pcomm.core.collectives.checks import (
+    check_reduction,
+    check_source,
+    gather_sizes,
+    scatter_sizes,
+    transfer_sizes,
+)
 from pcomm.core.collectives.out import check_out, deliver, not_over
 from pcomm.core.collectives.protocol import Collectives, Pending
-from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
 
 __all__ = ["IdentityCollectives"]
 
@@ -20,8 +26,7 @@ class IdentityCollectives(Collectives):
     With `out` the input is copied there, without its gradient, unless they are the same tensor.
     Layers that can leave a call out altogether should do so when they are built: `size` is 1.
 
-    Raises:
-        LayoutError: Sizes that are given, or `out`, do not fit, as on several ranks.
+    What is refused on several ranks is refused here.
     """
 
     rank = 0
@@ -29,14 +34,17 @@ class IdentityCollectives(Collectives):
 
     def run(self, call: Call) -> Tensor:
         """The input, or `out` with a copy of it."""
-        if call.sizes is not None or call.receive_sizes is not None:
-            match call.operation:
-                case "all_gather":
-                    gather_sizes(call, 0, 1)
-                case "reduce_scatter":
-                    scatter_sizes(call, 1)
-                case "all_to_all":
-                    transfer_sizes(call, 0, 1)
+        match call.operation:
+            case "all_gather":
+                gather_sizes(call, 0, 1)
+            case "reduce_scatter":
+                scatter_sizes(call, 0, 1)
+            case "all_to_all":
+                transfer_sizes(call, 0, 1)
+            case "all_reduce":
+                check_reduction(call.op)
+            case "broadcast":
+                check_source(call, 1)
         x, out = call.x, call.out
         if out is None:
             return x
@@ -58,7 +66,7 @@ class IdentityCollectives(Collectives):
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        if out is None and (sizes is None or _is_whole(x, dim, sizes)):
+        if out is None and sizes is None and -dim <= x.dim() > dim:
             return x
         return self.run(Call("all_gather", x, out, dim, sizes))
 
@@ -71,13 +79,15 @@ class IdentityCollectives(Collectives):
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        if out is None and (sizes is None or _is_whole(x, dim, sizes)):
+        if out is None and sizes is None and -dim <= x.dim() > dim:
             return x
         return self.run(Call("reduce_scatter", x, out, dim, sizes))
 
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
         """`x`."""
-        return x if out is None else self.run(Call("all_reduce", x, out))
+        if out is None and op == "sum":
+            return x
+        return self.run(Call("all_reduce", x, out, op=op))
 
     def all_to_all(
         self,
@@ -89,18 +99,13 @@ class IdentityCollectives(Collectives):
         out: Tensor | None = None,
     ) -> Tensor:
         """`x`."""
-        if out is None and (
-            (send_sizes is None and receive_sizes is None)
-            or (_is_whole(x, dim, send_sizes) and _is_whole(x, dim, receive_sizes))
-        ):
+        is_even = send_sizes is None and receive_sizes is None
+        if out is None and is_even and -dim <= x.dim() > dim:
             return x
         return self.run(Call("all_to_all", x, out, dim, send_sizes, receive_sizes))
 
     def broadcast(self, x: Tensor, *, source: int = 0, out: Tensor | None = None) -> Tensor:
         """`x`."""
-        return x if out is None else self.run(Call("broadcast", x, out))
-
-
-def _is_whole(x: Tensor, dim: int, sizes: Sequence[int] | None) -> bool:
-    """Whether `sizes` are those of one rank that has all of `dim`."""
-    return sizes is not None and len(sizes) == 1 and sizes[0] == x.shape[dim]
+        if out is None and source == 0:
+            return x
+        return self.run(Call("broadcast", x, out, source=source))

@@ -1,4 +1,4 @@
-"""Collectives that pass every call on to others: the base of spies, traces and ledgers."""
+"""Collectives that pass every call on to others: the base of those that add something to them."""
 
 from __future__ import annotations
 

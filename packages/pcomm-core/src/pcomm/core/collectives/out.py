@@ -7,10 +7,10 @@ from torch import Tensor
 from pcomm.core.collectives.call import Call
 from pcomm.core.errors import LayoutError
 
-__all__ = ["check_out", "deliver", "is_dense", "is_direct", "not_over"]
+__all__ = ["check_out", "deliver", "is_dense", "not_over"]
 
 
-def check_out(call: Call, length: int | None = None) -> None:
+def check_out(call: Call, length: int | None = None) -> Tensor | None:
     """Refuse an `out` that cannot take the result as it is. Local, before anything is sent.
 
     Torch would resize it, cast to its dtype, or receive the bytes as other numbers, depending on
@@ -21,19 +21,25 @@ def check_out(call: Call, length: int | None = None) -> None:
             of its input.
         length: Length of the result along `dim`; without it the result has the input's shape.
 
+    Returns:
+        `out` where a dense result with `dim` first may be written straight into it; None where
+        that goes to a new tensor first.
+
     Raises:
         LayoutError: Shape, dtype or device differ, or elements of `out` share memory.
     """
     x, out = call.x, call.out
     if out is None:
-        return
+        return None
     shape = list(x.shape)
     if length is not None:
         shape[call.dim] = length
-    if list(out.shape) == shape and out.dtype == x.dtype and out.device == x.device:
+    if list(out.shape) == shape and out.dtype is x.dtype and out.device == x.device:
+        if is_dense(out):
+            return out if call.dim == 0 else None
         # Strides in Python only where they are unusual: this runs in every call with an `out`.
         if out.is_contiguous() or _has_own_places(out):
-            return
+            return None
         found = f"strides {out.stride()}, so that several elements are one place in memory"
     else:
         found = f"a result of shape {tuple(shape)}, {x.dtype} on {x.device}"
@@ -57,16 +63,20 @@ def is_dense(out: Tensor) -> bool:
     )
 
 
-def is_direct(call: Call) -> bool:
-    """Whether a result with `dim` first and dense is the result of `call` as it is."""
-    return call.dim == 0 and (call.out is None or is_dense(call.out))
+def not_over(x: Tensor, out: Tensor, place: int | None = None) -> Tensor:
+    """`x`, or a copy of it where writing to `out` would change what is still to be read. Local.
 
-
-def not_over(x: Tensor, out: Tensor) -> Tensor:
-    """`x`, or a copy of it where writing to `out` would change what is still to be read. Local."""
-    first, last = _span(x)
-    out_first, out_last = _span(out)
-    return x if last <= out_first or out_last <= first else x.clone()
+    Args:
+        x: Tensor that is read.
+        out: Tensor that is written to.
+        place: Distance in bytes from the start of `out` to that of `x` at which an operation works
+            in place; None if it never does.
+    """
+    distance = x.data_ptr() - out.data_ptr()
+    if distance == place:
+        return x
+    ends_before = _extent(out) <= distance if distance >= 0 else _extent(x) <= -distance
+    return x if ends_before else x.clone()
 
 
 def deliver(result: Tensor, out: Tensor | None) -> Tensor:
@@ -89,13 +99,12 @@ def _has_own_places(out: Tensor) -> bool:
     return True
 
 
-def _span(x: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of `x`, and behind its last; equal if it has no element."""
-    first = x.data_ptr()
-    # Most are, and then no stride has to be read.
+def _extent(x: Tensor) -> int:
+    """Bytes from the first of `x` to behind its last."""
+    # Most are dense, and then no stride has to be read.
     if x.is_contiguous():
-        return first, first + x.nbytes
+        return x.nbytes
     if not x.numel():
-        return first, first
+        return 0
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return first, first + (last + 1) * x.itemsize
+    return (last + 1) * x.itemsize

@@ -127,7 +127,12 @@ class Exchange:
         return back
 
     def sent_elements(self, rank: int, shape: Sequence[int]) -> int:
-        """Number of elements that `rank` sends to others when its source region has `shape`."""
+        """Number of elements that `rank` sends to others when its source region has `shape`. Local.
+
+        Raises:
+            LayoutError: No layout has such a rank.
+        """
+        self._check_rank(rank)
         cpu = torch.device("cpu")
         if self.moves_rows:
             moves = RowMoves.of(self.source[0], self.target[0], rank, cpu)
@@ -167,8 +172,12 @@ class Exchange:
     def prepare(self, rank: int, device: torch.device) -> None:
         """Make the index tensors of `rank` on `device` now, not at the first use.
 
-        Those of backward are among them, and for a bijection those of `inverse`.
+        Those of backward are among them, and for a bijection those of `inverse`. Local.
+
+        Raises:
+            LayoutError: No layout has such a rank.
         """
+        self._check_rank(rank)
         self.way(rank, device)
 
     # -- for the ways --------------------------------------------------------------------
@@ -228,6 +237,15 @@ class Exchange:
     @property
     def _senders(self) -> Sequence[int]:
         return range(self.size) if self.owners is None else self.owners
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise LayoutError(
+                f"Exchange: rank {rank}",
+                found=f"layouts over {self.size} ranks",
+                why="The plan has regions for the ranks of its layouts alone.",
+                fix=f"Name the place of a rank in its group, from 0 to {self.size - 1}.",
+            )
 
     def _check_owners(self) -> None:
         chosen = self._senders

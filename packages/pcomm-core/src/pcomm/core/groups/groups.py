@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -142,12 +141,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
     def __enter__(self) -> Groups:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, value: BaseException | None, traceback: object) -> None:
         try:
             self.close()
         except Exception as problem:

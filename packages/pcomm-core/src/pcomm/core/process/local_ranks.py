@@ -10,32 +10,32 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import multiprocessing as mp
 import os
 import pickle
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pcomm.core.errors import PcommError, PeerError
+from pcomm.core.process.end_with_parent import end_with_parent
 
 __all__ = ["LocalRanks", "RankError", "run_local"]
 
 # How long the other ranks may take to finish by themselves once one has failed.
 _GRACE_S = 2.0
+# Signals that ask a task to stop.
+_REQUESTS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 class RankError(Exception):
@@ -89,9 +89,12 @@ class LocalRanks:
         self._connections: list[Connection] = []
         self._processes: list[mp.process.BaseProcess] = []
         try:
-            # A process takes over what is blocked here: a Ctrl-C reaches a rank within a task,
-            # and neither the server that imports torch nor a rank that waits.
-            with _blocked_interrupt():
+            # A process takes over what is blocked here: a request to stop, which a terminal or a
+            # batch system sends to all processes, reaches a rank within a task, and neither the
+            # server that imports torch, which knows when ranks end, nor a rank that waits.
+            # Starting the tracker would lift the block.
+            resource_tracker.ensure_running()
+            with _blocked_requests():
                 for rank in range(size):
                     ours, theirs = context.Pipe()
                     process = context.Process(
@@ -163,12 +166,7 @@ class LocalRanks:
     def __enter__(self) -> LocalRanks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- how it is done ------------------------------------------------------------------
@@ -198,7 +196,11 @@ class LocalRanks:
                 break
         running = [r for r in range(self.size) if r not in reports and r not in dead]
         if is_failing or running:
-            raise self._failure(reports, dead, running)
+            failure = self._failure(reports, dead, running)
+            if is_interrupted and dead and all(-(code or 0) in _REQUESTS for code in dead.values()):
+                # The request came to them before their task could listen for it.
+                raise KeyboardInterrupt from failure
+            raise failure
         return reports
 
     def _interrupt(self) -> None:
@@ -312,7 +314,7 @@ def _exit(code: int | None) -> str:
 
 def _serve(tasks: Connection, rank: int, size: int, threads: int, stacks: str) -> None:
     """Run tasks until the other end closes."""
-    _end_with_parent()
+    end_with_parent()
     torch.set_num_threads(threads)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -330,7 +332,7 @@ def _serve(tasks: Connection, rank: int, size: int, threads: int, stacks: str) -
 def _attempt(payload: bytes, rank: int, size: int) -> _Report:
     failed_at = None
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)
         task, args, store = pickle.loads(payload)
         file = dist.FileStore(store, size)
         dist.init_process_group("gloo", store=file, rank=rank, world_size=size)
@@ -350,6 +352,9 @@ def _attempt(payload: bytes, rank: int, size: int) -> _Report:
                 dist.destroy_process_group()
         return _Report(None, result)
     except BaseException as error:  # everything that ends a task is reported, then raised there
+        # A second request must not end the process before its report. It gets no other task.
+        for number in _REQUESTS:
+            signal.signal(number, signal.SIG_IGN)
         failed_at = failed_at or time.monotonic()
         carried = b""
         with contextlib.suppress(Exception):
@@ -358,42 +363,14 @@ def _attempt(payload: bytes, rank: int, size: int) -> _Report:
         is_echo = isinstance(error, PeerError)
         return _Report(failed_at, b"", headline, traceback.format_exc(), carried, is_echo)
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
 
 
 @contextlib.contextmanager
-def _blocked_interrupt() -> Iterator[None]:
-    """Keep SIGINT waiting until the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _blocked_requests() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM waiting until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _end_with_parent() -> None:
-    """End when the process that started this rank is gone, even in the middle of a task.
-
-    That process may end without a message, but it holds the other end of a pipe. On Linux
-    the kernel itself kills this rank when that end closes: a thread would not get its turn while
-    something in C holds the interpreter's lock. The fork server goes with the last of its ranks.
-    """
-    parent = mp.parent_process()
-    if parent is None:
-        return
-    sentinel = parent.sentinel
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
-        flags = fcntl.fcntl(sentinel, fcntl.F_GETFL)
-        fcntl.fcntl(sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
-        if connection.wait([sentinel], 0):
-            # It had closed before the kernel knew.
-            os._exit(1)
-        return
-
-    def watch() -> None:
-        connection.wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="end with parent").start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,14 @@ from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.param_layout import ParamLayout, take_shard
 
-__all__ = ["check_ids", "check_partition", "check_rank_order", "first_position", "take_parameters"]
+__all__ = [
+    "check_ids",
+    "check_partition",
+    "check_rank_order",
+    "empty_parameters",
+    "first_position",
+    "take_parameters",
+]
 
 
 def check_partition(layer: str, layout: Layout, collectives: Collectives) -> None:
@@ -75,11 +84,36 @@ def check_ids(layer: str, ids: Tensor, layout: Layout, *, ignored: int | None = 
 
 def take_parameters(module: nn.Module, whole: nn.Module, rank: int) -> None:
     """Give `module` this rank's shards of the parameters of `whole`, by its layouts."""
-    placements: dict[str, ParamLayout] = module.placements  # type: ignore[assignment]
+    param_layouts: dict[str, ParamLayout] = module.param_layouts  # type: ignore[assignment]
     for name, parameter in whole._parameters.items():
-        layout = placements[name].layout
+        layout = param_layouts[name].layout
         if parameter is not None and layout is not None:
-            share = take_shard(parameter.detach(), layout, rank, dim=placements[name].dim)
+            share = take_shard(parameter.detach(), layout, rank, dim=param_layouts[name].dim)
             # A copy, so that the whole parameter is freed.
             parameter = nn.Parameter(share.clone(memory_format=torch.contiguous_format))
         module.register_parameter(name, parameter)
+
+
+def empty_parameters(
+    module: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int,
+    *,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> None:
+    """Give `module` parameters of the shape of this rank's shards, with the memory as it was.
+
+    Args:
+        module: Layer with `param_layouts`.
+        shapes: Shape of each whole parameter by name.
+        rank: This rank.
+        device: Device of the parameters.
+        dtype: Data type of the parameters.
+    """
+    param_layouts: dict[str, ParamLayout] = module.param_layouts  # type: ignore[assignment]
+    for name, shape in shapes.items():
+        own, param_layout = list(shape), param_layouts[name]
+        if param_layout.layout is not None:
+            own[param_layout.dim] = param_layout.layout.sizes[rank]
+        module.register_parameter(name, nn.Parameter(torch.empty(own, device=device, dtype=dtype)))

@@ -10,11 +10,17 @@ from torch.nn import functional as F
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.checks import check_partition, check_rank_order, take_parameters
+from pcomm.core.tensor_parallel.checks import (
+    check_partition,
+    check_rank_order,
+    empty_parameters,
+    take_parameters,
+)
 from pcomm.core.tensor_parallel.fast_module import FastModule
 from pcomm.core.tensor_parallel.mappings import (
+    add_up,
     enter,
-    gather_columns,
+    gather_replicated,
     gather_tokens,
     leave,
     scatter_tokens,
@@ -28,7 +34,8 @@ class ColumnParallelLinear(FastModule):
     """`y = x W^T + b` where each rank holds some of the outputs.
 
     On one rank this is `F.linear` and nothing else. Otherwise collective: an all-gather of
-    tokens under sequence parallelism, and a reduction of the input's gradient.
+    tokens under sequence parallelism, and a reduction of the input's gradient. Where no gradient
+    is recorded there is no `autograd.Function` around either.
 
     Args:
         in_features: I, the number of inputs.
@@ -38,6 +45,8 @@ class ColumnParallelLinear(FastModule):
         bias: True adds a bias, split like the outputs.
         sequence_parallel: True if the input is this rank's shard of the tokens.
         gather_output: True gives every rank all outputs.
+        initialise: False allocates this rank's parameters alone and leaves them as the memory was,
+            for weights that are loaded; otherwise the whole weight is allocated first.
         device: Device of the parameters.
         dtype: Data type of the parameters.
 
@@ -62,6 +71,7 @@ class ColumnParallelLinear(FastModule):
         bias: bool = False,
         sequence_parallel: bool = False,
         gather_output: bool = False,
+        initialise: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -70,20 +80,27 @@ class ColumnParallelLinear(FastModule):
         if gather_output:
             check_rank_order("ColumnParallelLinear: gather_output", layout)
         self.layout, self.collectives = layout, collectives
-        self.placements = {"weight": ParamLayout(layout), "bias": ParamLayout(layout)}
-        whole = nn.Linear(in_features, layout.length, bias=bias, device=device, dtype=dtype)
-        take_parameters(self, whole, collectives.rank)
+        self.param_layouts = {"weight": ParamLayout(layout), "bias": ParamLayout(layout)}
+        _set_parameters(
+            self, in_features, layout.length, bias, initialise, device=device, dtype=dtype
+        )
         if collectives.size == 1:
             self.run = _linear
             return
         self._enter = gather_tokens if sequence_parallel else enter
+        self._gathers_tokens = sequence_parallel
         self.run = type(self)._split_and_gather if gather_output else type(self)._split
 
     def _split(self, x: Tensor) -> Tensor:
-        return _linear(self, self._enter(x, self.collectives))
+        if torch.is_grad_enabled():
+            return _linear(self, self._enter(x, self.collectives))
+        return _linear(self, self.collectives.all_gather(x) if self._gathers_tokens else x)
 
     def _split_and_gather(self, x: Tensor) -> Tensor:
-        return gather_columns(self._split(x), self.layout, self.collectives)
+        y = self._split(x)
+        if torch.is_grad_enabled():
+            return gather_replicated(y, self.layout, self.collectives)
+        return self.collectives.all_gather(y, dim=-1, sizes=self.layout.sizes)
 
 
 class RowParallelLinear(FastModule):
@@ -91,6 +108,10 @@ class RowParallelLinear(FastModule):
 
     On one rank this is `F.linear` and nothing else. Otherwise collective: an all-reduce, or a
     reduce-scatter of tokens under sequence parallelism. The bias is added once, after the sum.
+    Where no gradient is recorded the all-reduce is in place, without an `autograd.Function`.
+
+    Layers that decode are built without sequence parallelism: a step has any number of tokens, and
+    the weights are the same.
 
     Args:
         layout: Layout of the I inputs, which is that of the outputs of the layer before.
@@ -98,13 +119,16 @@ class RowParallelLinear(FastModule):
         collectives: Collectives of the tensor-parallel group, without gradients.
         bias: True adds a bias, whole on every rank.
         sequence_parallel: True if the output is this rank's shard of the tokens.
+        initialise: False allocates this rank's parameters alone and leaves them as the memory was,
+            for weights that are loaded; otherwise the whole weight is allocated first.
         device: Device of the parameters.
         dtype: Data type of the parameters.
 
     Shape: `[T, i]` to `[T, O]`, or `[T / size, O]` under sequence parallelism. Weight `[O, i]`.
 
     Raises:
-        LayoutError: The layout is over another number of ranks, or no partition.
+        LayoutError: The layout is over another number of ranks, or no partition; when called, a
+            number of tokens that is no multiple of the ranks under sequence parallelism.
     """
 
     weight: nn.Parameter
@@ -118,28 +142,58 @@ class RowParallelLinear(FastModule):
         *,
         bias: bool = False,
         sequence_parallel: bool = False,
+        initialise: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_partition("RowParallelLinear", layout, collectives)
         self.layout, self.collectives = layout, collectives
-        self.placements = {
+        self.param_layouts = {
             "weight": ParamLayout(layout, dim=1),
             "bias": ParamLayout(has_partial_gradient=sequence_parallel and collectives.size > 1),
         }
-        whole = nn.Linear(layout.length, out_features, bias=bias, device=device, dtype=dtype)
-        take_parameters(self, whole, collectives.rank)
+        _set_parameters(
+            self, layout.length, out_features, bias, initialise, device=device, dtype=dtype
+        )
         if collectives.size == 1:
             self.run = _linear
             return
         self._leave = scatter_tokens if sequence_parallel else leave
+        self._scatters_tokens = sequence_parallel
         self.run = type(self)._split
 
     def _split(self, x: Tensor) -> Tensor:
-        y = self._leave(F.linear(x, self.weight), self.collectives)
+        y = F.linear(x, self.weight)
+        if torch.is_grad_enabled():
+            y = self._leave(y, self.collectives)
+        else:
+            y = add_up(y, self.collectives, scatters_tokens=self._scatters_tokens)
         # Under autocast y is narrower than the bias, and F.linear does not widen it either.
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def _set_parameters(
+    module: ColumnParallelLinear | RowParallelLinear,
+    in_features: int,
+    out_features: int,
+    bias: bool,
+    initialise: bool,
+    *,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> None:
+    rank = module.collectives.rank
+    if initialise:
+        whole = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        take_parameters(module, whole, rank)
+        return
+    shapes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
+    if bias:
+        shapes["bias"] = (out_features,)
+    else:
+        module.register_parameter("bias", None)
+    empty_parameters(module, shapes, rank, device=device, dtype=dtype)
 
 
 def _linear(module: ColumnParallelLinear | RowParallelLinear, x: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ them: they come in pairs, and so derivatives of any order are right.
 | `leave` partial -> replicated | all-reduce | `enter` |
 | `gather_tokens` split -> used by every rank | all-gather | `scatter_tokens` |
 | `scatter_tokens` partial -> split | reduce-scatter | `gather_tokens` |
-| `gather_columns` split -> replicated | all-gather | `split_columns` |
-| `split_columns` replicated -> split | own shard | `gather_columns` |
+| `gather_replicated` split -> replicated | all-gather | `split_replicated` |
+| `split_replicated` replicated -> split | own shard | `gather_replicated` |
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022.
 """
@@ -25,17 +25,19 @@ from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel.checks import check_rank_order
 from pcomm.core.tensor_parallel.param_layout import take_shard
 
 __all__ = [
+    "add_up",
     "enter",
-    "gather_columns",
+    "gather_replicated",
     "gather_tokens",
     "leave",
     "scatter_tokens",
-    "split_columns",
+    "split_replicated",
 ]
 
 
@@ -63,29 +65,71 @@ def scatter_tokens(x_TD: Tensor, collectives: Collectives) -> Tensor:
     )
 
 
-def gather_columns(x: Tensor, layout: Layout, collectives: Collectives) -> Tensor:
-    """All columns, replicated, from each rank's shard by `layout`. Collective in forward.
+def gather_replicated(
+    x: Tensor, layout: Layout, collectives: Collectives, *, dim: int = -1
+) -> Tensor:
+    """The whole tensor, replicated, from each rank's shard. Collective in forward.
+
+    Args:
+        x: This rank's shard, of any shape.
+        layout: Layout of `dim`, whose shards lie in rank order.
+        collectives: Collectives of the group that shares the tensor.
+        dim: Dimension that is split: the last one, of columns, or 0, of tokens.
 
     Raises:
         LayoutError: The layout's shards do not lie in rank order.
     """
-    check_rank_order("gather_columns", layout)
+    check_rank_order("gather_replicated", layout)
     return with_adjoint(
         x,
-        lambda x: collectives.all_gather(x, dim=-1, sizes=layout.sizes),
-        lambda gradient: split_columns(gradient, layout, collectives),
+        lambda x: collectives.all_gather(x, dim=dim, sizes=layout.sizes),
+        lambda gradient: split_replicated(gradient, layout, collectives, dim=dim),
     )
 
 
-def split_columns(x: Tensor, layout: Layout, collectives: Collectives) -> Tensor:
-    """This rank's columns, by `layout`, of replicated ones. Collective in backward.
+def split_replicated(
+    x: Tensor, layout: Layout, collectives: Collectives, *, dim: int = -1
+) -> Tensor:
+    """This rank's shard of a replicated tensor, a view where it can be. Collective in backward.
+
+    Args:
+        x: The whole tensor, the same on all ranks.
+        layout: Layout of `dim`, whose shards lie in rank order.
+        collectives: Collectives of the group that shares the tensor.
+        dim: Dimension that is split: the last one, of columns, or 0, of tokens.
 
     Raises:
         LayoutError: The layout's shards do not lie in rank order.
     """
-    check_rank_order("split_columns", layout)
+    check_rank_order("split_replicated", layout)
     return with_adjoint(
         x,
-        lambda x: take_shard(x, layout, collectives.rank, dim=-1),
-        lambda gradient: gather_columns(gradient, layout, collectives),
+        lambda x: take_shard(x, layout, collectives.rank, dim=dim),
+        lambda gradient: gather_replicated(gradient, layout, collectives, dim=dim),
     )
+
+
+def add_up(x: Tensor, collectives: Collectives, *, scatters_tokens: bool) -> Tensor:
+    """What `leave` or `scatter_tokens` returns, where no gradient is recorded. Collective.
+
+    Args:
+        x: Partial results of this rank; overwritten by an all-reduce.
+        collectives: Collectives of the tensor-parallel group.
+        scatters_tokens: True for this rank's tokens alone.
+
+    Raises:
+        LayoutError: The ranks cannot get equal numbers of the tokens; on all ranks, before any
+            communication.
+    """
+    if not scatters_tokens:
+        return collectives.all_reduce(x, out=x)
+    if x.shape[0] % collectives.size:
+        raise LayoutError(
+            f"a layer with sequence_parallel=True, without gradients: {x.shape[0]} tokens",
+            found=f"{collectives.size} ranks",
+            why="Each rank gets as many tokens as every other, and the next layer cannot see how "
+            "many the others have.",
+            fix="Build the layers that decode with sequence_parallel=False: their weights are the "
+            "same, and they take any number of tokens.",
+        )
+    return collectives.reduce_scatter(x)

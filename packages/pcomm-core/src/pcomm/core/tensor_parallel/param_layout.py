@@ -1,6 +1,6 @@
 """Where a parameter of a module lies: whole on every rank, or split along one dimension.
 
-A module that splits parameters says so in an attribute `placements`; everything that has to know
+A module that splits parameters says so in an attribute `param_layouts`; everything that has to know
 (initialisation, gradient norms, checkpoints) asks `param_layouts_of` and never guesses from names.
 """
 
@@ -55,9 +55,9 @@ def param_layouts_of(model: nn.Module) -> dict[str, ParamLayout]:
     """The layout of every parameter of `model` by its name in `named_parameters`. Local."""
     declared: dict[str, ParamLayout] = {}
     for prefix, module in model.named_modules():
-        own = getattr(module, "placements", {})
-        for name, placement in own.items():
-            declared[f"{prefix}.{name}" if prefix else name] = placement
+        own = getattr(module, "param_layouts", {})
+        for name, param_layout in own.items():
+            declared[f"{prefix}.{name}" if prefix else name] = param_layout
     return {name: declared.get(name, ParamLayout()) for name, _ in model.named_parameters()}
 
 

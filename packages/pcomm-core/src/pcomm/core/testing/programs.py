@@ -15,7 +15,6 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from pcomm.core.testing.end_marked import end_marked, marked
@@ -120,12 +119,7 @@ class Programs:
     def __enter__(self) -> Programs:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

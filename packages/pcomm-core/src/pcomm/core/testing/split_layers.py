@@ -132,9 +132,9 @@ def compare_layer(
     generator = torch.Generator().manual_seed(1000 * seed + rank + 1)
     for parameter in layer.parameters():
         parameter.detach().copy_(torch.randn(parameter.shape, generator=generator))
-    placements = param_layouts_of(layer)
+    param_layouts = param_layouts_of(layer)
     wholes = {
-        name: _joined(parameter.detach(), placements[name], collectives)
+        name: _joined(parameter.detach(), param_layouts[name], collectives)
         for name, parameter in layer.named_parameters()
     }
     if case.bias and case.kind == "row":
@@ -159,10 +159,10 @@ def compare_layer(
     if inputs:
         parts.append(("input gradient", lambda whole: case.own_input(whole, rank)))
     for name in wholes:
-        placement = placements[name]
-        if placement.has_partial_gradient:
+        param_layout = param_layouts[name]
+        if param_layout.has_partial_gradient:
             actual[len(parts)] = collectives.all_reduce(actual[len(parts)])
-        parts.append((f"{name} gradient", _part(placement, rank)))
+        parts.append((f"{name} gradient", _part(param_layout, rank)))
     return [
         Comparison(name, mine, part(theirs), part(best), float(size.max()) if size.numel() else 0.0)
         for (name, part), mine, theirs, best, size in zip(
@@ -199,17 +199,17 @@ def _plain(
     return [output.detach(), *gradients]
 
 
-def _joined(share: Tensor, placement: ParamLayout, collectives: Collectives) -> Tensor:
+def _joined(share: Tensor, param_layout: ParamLayout, collectives: Collectives) -> Tensor:
     """The whole parameter from every rank's shard; rank 0's where all hold it."""
-    layout, dim = placement.layout, placement.dim
+    layout, dim = param_layout.layout, param_layout.dim
     if layout is None:
         return collectives.broadcast(share)
     shares = collectives.all_gather(share, dim=dim, sizes=layout.sizes)
     return join_shards(shares.split(list(layout.sizes), dim), layout, dim=dim)
 
 
-def _part(placement: ParamLayout, rank: int) -> Callable[[Tensor], Tensor]:
-    layout = placement.layout
+def _part(param_layout: ParamLayout, rank: int) -> Callable[[Tensor], Tensor]:
+    layout = param_layout.layout
     if layout is None:
         return lambda whole: whole
-    return lambda whole: take_shard(whole, layout, rank, dim=placement.dim)
+    return lambda whole: take_shard(whole, layout, rank, dim=param_layout.dim)

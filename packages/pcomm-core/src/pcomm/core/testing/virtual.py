@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.checks import (
+    check_reduction,
+    check_source,
+    gather_sizes,
+    scatter_sizes,
+    transfer_sizes,
+)
 from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.out import check_out, deliver
 from pcomm.core.collectives.protocol import Collectives, Pending
-from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes, transfer_sizes
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
 __all__ = ["VirtualCollectives", "run_virtual"]
@@ -37,11 +43,13 @@ class VirtualCollectives(Handle, Collectives):
             case "reduce_scatter":
                 result = self._reduced(call)
             case "all_reduce":
+                check_reduction(call.op)
                 stacked = torch.stack(self._all(call.x))
                 result = stacked.sum(0) if call.op == "sum" else stacked.amax(0)
             case "all_to_all":
                 result = self._exchanged(call)
             case "broadcast":
+                check_source(call, self.size)
                 result = self._all(call.x)[call.source].clone()
         check_out(call, result.shape[call.dim] if result.dim() else None)
         return result if call.out is None else deliver(result, call.out)
@@ -55,18 +63,19 @@ class VirtualCollectives(Handle, Collectives):
         return torch.cat(self._all(call.x), call.dim)
 
     def _reduced(self, call: Call) -> Tensor:
-        scatter_sizes(call, self.size)
-        x, dim = call.x, call.dim
-        lengths = list(call.sizes) if call.sizes else [x.shape[dim] // self.size] * self.size
-        total = torch.stack(self._all(x)).sum(0)
-        shard: Tensor = total.split(lengths, dim)[self.rank].clone()
+        length, _ = scatter_sizes(call, self.rank, self.size)
+        lengths = list(call.sizes) if call.sizes else [length] * self.size
+        total = torch.stack(self._all(call.x)).sum(0)
+        shard: Tensor = total.split(lengths, call.dim)[self.rank].clone()
         return shard
 
     def _exchanged(self, call: Call) -> Tensor:
-        sent, received = transfer_sizes(call, self.rank, self.size)
-        parts = [peer[self.rank] for peer in self._all(call.x.split(sent, call.dim))]
+        length, sent, received = transfer_sizes(call, self.rank, self.size)
+        equal = [length // self.size] * self.size
+        parts = [peer[self.rank] for peer in self._all(call.x.split(sent or equal, call.dim))]
         found = [part.shape[call.dim] for part in parts]
-        assert found == received, f"rank {self.rank} was sent {found}, expected {received}"
+        expected = received or equal
+        assert found == expected, f"rank {self.rank} was sent {found}, expected {expected}"
         return torch.cat(parts, call.dim)
 
     def _all(self, mine: Any) -> list[Any]:

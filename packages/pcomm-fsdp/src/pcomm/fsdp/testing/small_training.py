@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ __all__ = [
     "STRATEGIES",
     "TOKENS",
     "ZERO",
+    "accumulated_step",
     "check_state",
     "flat_groups",
     "model_of",
@@ -31,6 +33,8 @@ __all__ = [
     "roles_of",
     "shard",
     "step_of",
+    "step_on_tokens",
+    "throw",
     "tokens",
     "train_one_process",
 ]
@@ -112,6 +116,31 @@ def step_of(model: SmallModel, sharded: Sharded, step: int, rank: int) -> None:
     for micro in range(MICRO_BATCHES):
         with sharded.accumulate(is_last=micro == MICRO_BATCHES - 1):
             model.loss(tokens(step, micro, rank)).backward()
+
+
+def step_on_tokens(model: SmallModel, sharded: Sharded) -> float:
+    """Forward and backward of `TOKENS` in a step of one micro-batch; the loss. Collective."""
+    sharded.zero_grad()
+    loss = model.loss(TOKENS)
+    loss.backward()
+    return loss.item()
+
+
+def accumulated_step(model: SmallModel, sharded: Sharded) -> None:
+    """Forward and backward of `TOKENS` in each micro-batch of a step. Collective."""
+    sharded.zero_grad()
+    for micro in range(MICRO_BATCHES):
+        with sharded.accumulate(is_last=micro == MICRO_BATCHES - 1):
+            model.loss(TOKENS).backward()
+
+
+def throw(*_: object) -> NoReturn:
+    """The mistake of a user's model. Local.
+
+    Raises:
+        ArithmeticError: Always.
+    """
+    raise ArithmeticError("a bad batch")
 
 
 def train_one_process(model: SmallModel, batches: Iterable[int]) -> None:

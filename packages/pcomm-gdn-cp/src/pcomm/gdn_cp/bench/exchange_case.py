@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
 
 from pcomm.gdn_cp.bench.settings import SPEC
 
-__all__ = ["WIDTHS", "Case", "Numbers", "held_rows"]
+__all__ = ["WIDTHS", "Case", "Numbers", "held_chunks", "held_rows"]
+
+Tensors = tuple[Tensor, ...]
+# From the sections of this rank's tokens and the output of its core.
+Move = Callable[[Tensor, Tensor], tuple[Tensors, Tensor]]
 
 # Sections in the order of the projection: queries, keys, values, the gate z, b, a.
 WIDTHS = (
@@ -39,21 +43,21 @@ class Case:
         expected: Results that `run` must return; None in place of one that is not compared.
     """
 
-    leaves: tuple[Tensor, ...]
-    forward: Callable[[], tuple[Tensor, ...]]
-    arriving: tuple[Tensor, ...]
+    leaves: Tensors
+    forward: Callable[[], Tensors]
+    arriving: Tensors
     expected: Callable[[], tuple[Tensor | None, ...]]
 
-    def run(self) -> tuple[Tensor, ...]:
+    def run(self) -> Tensors:
         """Forward and backward: what came out, then the gradients of the leaves."""
         outputs = self.forward()
         return (*outputs, *self.backward(outputs))
 
-    def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def backward(self, outputs: Tensors) -> Tensors:
         """The gradients of the leaves."""
         return torch.autograd.grad(outputs, self.leaves, self.arriving)
 
-    def differs(self, found: tuple[Tensor, ...]) -> str:
+    def differs(self, found: Tensors) -> str:
         """Where `found` is not what is expected; empty if nowhere.
 
         Numbers only move, or are added up with few others, so rounding is all that is allowed.
@@ -102,45 +106,70 @@ class Numbers:
         """`[T, W / ranks]` of each section: the heads of this rank."""
         return [part.chunk(self.size, -1)[self.rank] for part in whole_TW.split(WIDTHS, -1)]
 
-    def core_parts(self, whole_TW: Tensor) -> tuple[Tensor, ...]:
+    def core_parts(self, whole_TW: Tensor) -> Tensors:
         """What a core with this rank's heads wants: q, k, v side by side, then z, b and a."""
         q, k, v, *gates = self.head_columns(whole_TW)
         return torch.cat([q, k, v], -1), *(gate.contiguous() for gate in gates)
 
-    def by_heads(
-        self, forward: Callable[[Tensor, Tensor], tuple[tuple[Tensor, ...], Tensor]]
-    ) -> Case:
-        """A form that brings all sections, z too, to the ranks that have their heads.
+    def own_heads(self, whole_TV: Tensor) -> Tensor:
+        """`[T, V / ranks]`: the output of the heads of this rank."""
+        return whole_TV.chunk(self.size, -1)[self.rank]
+
+    def by_heads(self, move: Move, parts: Callable[[Tensor], Tensors] | None = None) -> Case:
+        """A form that brings sections to the ranks that have their heads, and the output back.
 
         Args:
-            forward: Call that moves `[t, W]` and the core's output `[T, V / ranks]` to the core's
+            move: Call that moves `[t, W]` and the core's output `[T, V / ranks]` to the core's
                 parts and the output `[t, V]`.
+            parts: Finds what `move` delivers in the sections of the whole pack, `core_parts` by
+                default.
         """
-        x = self.leaf(self.held(self.sections_TW))
-        y = self.leaf(self.output_TV.chunk(self.size, -1)[self.rank])
 
-        def run() -> tuple[Tensor, ...]:
-            parts, output = forward(x, y)
-            return *parts, output
+        def leaf_grads() -> Tensors:
+            return self.held(self.sections_grad_TW), self.own_heads(self.output_grad_TV)
+
+        output = self.own_heads(self.output_TV)
+        return self.case(output, move, parts or self.core_parts, leaf_grads)
+
+    def case(
+        self,
+        output: Tensor,
+        move: Move,
+        parts: Callable[[Tensor], Tensors],
+        leaf_grads: Callable[[], Tensors],
+    ) -> Case:
+        """A form that moves the sections of this rank's tokens, and brings `output` back.
+
+        Args:
+            output: Output of the core of this rank.
+            move: Call that moves `[t, W]` and the output to the core's parts and `[t, V]`.
+            parts: Finds what `move` delivers in the sections of the whole pack.
+            leaf_grads: Finds the gradients of the sections and of the output.
+        """
+        x, y = self.leaf(self.held(self.sections_TW)), self.leaf(output)
+
+        def forward() -> Tensors:
+            moved, back = move(x, y)
+            return *moved, back
 
         return Case(
             (x, y),
-            run,
-            (*self.core_parts(self.sections_grad_TW), self.held(self.output_grad_TV)),
-            lambda: (
-                *self.core_parts(self.sections_TW),
-                self.held(self.output_TV),
-                self.held(self.sections_grad_TW),
-                self.output_grad_TV.chunk(self.size, -1)[self.rank],
-            ),
+            forward,
+            (*parts(self.sections_grad_TW), self.held(self.output_grad_TV)),
+            lambda: (*parts(self.sections_TW), self.held(self.output_TV), *leaf_grads()),
         )
 
 
-def held_rows(cu_seqlens: tuple[int, ...], rank: int, size: int) -> Tensor:
-    """The tokens of `rank` in the zigzag layout, sequence by sequence; written apart from plans."""
-    found: list[int] = []
+def held_chunks(cu_seqlens: tuple[int, ...], rank: int, size: int) -> list[range]:
+    """The chunks of `rank` in the zigzag layout, sequence by sequence; written apart from plans."""
+    found = []
     for start, stop in pairwise(cu_seqlens):
         chunk = (stop - start) // (2 * size)
         for place in (rank, 2 * size - 1 - rank):
-            found += range(start + place * chunk, start + (place + 1) * chunk)
-    return torch.tensor(found)
+            found.append(range(start + place * chunk, start + (place + 1) * chunk))
+    return found
+
+
+def held_rows(cu_seqlens: tuple[int, ...], rank: int, size: int) -> Tensor:
+    """The tokens of these chunks, in their order."""
+    return torch.tensor([*chain.from_iterable(held_chunks(cu_seqlens, rank, size))])

@@ -20,11 +20,19 @@ from pcomm.gdn_cp.bench.planned_forms import (
 )
 from pcomm.gdn_cp.bench.sequence_loop import Cut, sequence_loop, slices, split
 from pcomm.gdn_cp.bench.settings import SPEC, Pack
+from pcomm.gdn_cp.layer_moves import Plan
+from pcomm.gdn_cp.strategies.strategy import StrategyName
 
 __all__ = ["FORMS", "build_form", "obstacle"]
 
-LOOPS = ("loop", "split loop")
-FORMS = (*LOOPS, "fused", "heads", "docs", "state", "gather")
+LOOPS: dict[str, Cut] = {"loop": slices, "split loop": split}
+PLANNED: dict[StrategyName, Callable[[Numbers, Plan], Case | None]] = {
+    "heads": heads_case,
+    "docs": documents_case,
+    "state": state_case,
+    "gather": gather_case,
+}
+FORMS: tuple[str, ...] = (*LOOPS, "fused", *PLANNED)
 
 # Of one rank's maps, after the gather. Some hundred segments have more bytes than the tokens
 # themselves, and all ranks of this machine share its memory.
@@ -36,16 +44,18 @@ _MOST_KIND = 64
 
 def build_form(name: str, numbers: Numbers, collectives: Collectives) -> Case | None:
     """The form of this name; None where it has nothing to exchange."""
-    build: dict[str, Callable[[], Case | None]] = {
-        "loop": lambda: _loop(numbers, slices, collectives),
-        "split loop": lambda: _loop(numbers, split, collectives),
-        "fused": lambda: _fused(numbers, collectives),
-        "heads": lambda: heads_case(numbers, plan_of(numbers.cu_seqlens, collectives, "heads")),
-        "docs": lambda: documents_case(numbers, plan_of(numbers.cu_seqlens, collectives, "docs")),
-        "state": lambda: state_case(numbers, plan_of(numbers.cu_seqlens, collectives, "state")),
-        "gather": lambda: gather_case(numbers, plan_of(numbers.cu_seqlens, collectives, "gather")),
-    }
-    return build[name]()
+    for strategy, case_of in PLANNED.items():
+        if strategy == name:
+            return case_of(numbers, plan_of(numbers.cu_seqlens, collectives, strategy))
+    if name == "fused":
+        exchange = partial(
+            fused_exchange,
+            cu_seqlens_N=torch.tensor(numbers.cu_seqlens),
+            columns_W=column_order(numbers.size),
+        )
+    else:
+        exchange = partial(sequence_loop, cu_seqlens=numbers.cu_seqlens, cut=LOOPS[name])
+    return numbers.by_heads(partial(exchange, collectives=differentiable(collectives)))
 
 
 def obstacle(name: str, pack: Pack, collectives: Collectives) -> str:
@@ -63,23 +73,3 @@ def obstacle(name: str, pack: Pack, collectives: Collectives) -> str:
     if gathered > _MOST_STATE_BYTES:
         return f"each rank would gather {gathered / 1e6:.0f} MB of maps"
     return ""
-
-
-def _loop(numbers: Numbers, cut: Cut, collectives: Collectives) -> Case:
-    exchange = partial(
-        sequence_loop,
-        cu_seqlens=numbers.cu_seqlens,
-        cut=cut,
-        collectives=differentiable(collectives),
-    )
-    return numbers.by_heads(exchange)
-
-
-def _fused(numbers: Numbers, collectives: Collectives) -> Case:
-    exchange = partial(
-        fused_exchange,
-        cu_seqlens_N=torch.tensor(numbers.cu_seqlens),
-        columns_W=column_order(numbers.size),
-        collectives=differentiable(collectives),
-    )
-    return numbers.by_heads(exchange)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.gdn_cp.bench.rounds import seconds_together
 from pcomm.gdn_cp.strategies.cost import Link
 
 __all__ = ["measure_link"]
@@ -25,11 +25,7 @@ def measure_link(collectives: Collectives) -> Link:
 
 
 def _seconds(collectives: Collectives, num_bytes: int) -> float:
-    x, found = torch.zeros(num_bytes // 4), []
-    for _ in range(_TIMES):
-        collectives.all_reduce(torch.zeros(1))
-        start = time.perf_counter()
-        collectives.all_to_all(x)
-        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-        found.append(float(collectives.all_reduce(taken, op="max")))
-    return statistics.median(found)
+    x = torch.zeros(num_bytes // 4)
+    return statistics.median(
+        seconds_together(lambda: collectives.all_to_all(x), collectives) for _ in range(_TIMES)
+    )

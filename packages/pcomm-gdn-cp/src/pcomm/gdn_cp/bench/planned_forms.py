@@ -11,13 +11,13 @@ that is continued on another rank; the maps are then applied. Computing the maps
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers
+from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers, held_chunks
 from pcomm.gdn_cp.bench.settings import HIDDEN_DIM, SPEC
 from pcomm.gdn_cp.layer_moves import Plan
 from pcomm.gdn_cp.plan import make_plan
@@ -35,46 +35,21 @@ def plan_of(cu_seqlens: tuple[int, ...], collectives: Collectives, strategy: Str
 
 def heads_case(numbers: Numbers, plan: Plan) -> Case:
     """All sections but z to the ranks that have their heads, and the output back."""
-    x = numbers.leaf(numbers.held(numbers.sections_TW))
-    y = numbers.leaf(numbers.output_TV.chunk(numbers.size, -1)[numbers.rank])
-
-    def forward() -> tuple[Tensor, ...]:
-        q, k, v, z, b, a = x.split(WIDTHS, -1)
-        fused, b, a = plan.to_heads(SPEC, [q, k, v, b, a], fused=3)
-        return fused, z, b, a, plan.from_heads(SPEC, y)
 
     def parts(whole_TW: Tensor) -> tuple[Tensor, ...]:
         fused, _, b, a = numbers.core_parts(whole_TW)
-        z = numbers.held(whole_TW).split(WIDTHS, -1)[3].contiguous()
-        return fused, z, b, a
+        return fused, _held_z(numbers, whole_TW), b, a
 
-    return Case(
-        (x, y),
-        forward,
-        (*parts(numbers.sections_grad_TW), numbers.held(numbers.output_grad_TV)),
-        lambda: (
-            *parts(numbers.sections_TW),
-            numbers.held(numbers.output_TV),
-            numbers.held(numbers.sections_grad_TW),
-            numbers.output_grad_TV.chunk(numbers.size, -1)[numbers.rank],
-        ),
-    )
+    return numbers.by_heads(partial(_move, plan), parts)
 
 
 def gather_case(numbers: Numbers, plan: Plan) -> Case:
     """All sections but z to every rank; of the output each keeps its tokens."""
-    x = numbers.leaf(numbers.held(numbers.sections_TW))
-    y = numbers.leaf(numbers.output_TV)
-
-    def forward() -> tuple[Tensor, ...]:
-        q, k, v, z, b, a = x.split(WIDTHS, -1)
-        fused, b, a = plan.to_heads(SPEC, [q, k, v, b, a], fused=3)
-        return fused, z, b, a, plan.from_heads(SPEC, y)
 
     def parts(whole_TW: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, z, b, a = whole_TW.split(WIDTHS, -1)
-        z = numbers.held(z)
-        return torch.cat([q, k, v], -1), z, b.contiguous(), a.contiguous()
+        q, k, v, _, b, a = whole_TW.split(WIDTHS, -1)
+        fused, z = torch.cat([q, k, v], -1), _held_z(numbers, whole_TW)
+        return fused, z, b.contiguous(), a.contiguous()
 
     def leaf_grads() -> tuple[Tensor, Tensor]:
         # Every rank brings the same gradient of what all of them got.
@@ -84,12 +59,19 @@ def gather_case(numbers: Numbers, plan: Plan) -> Case:
         own[numbers.rows_t] = numbers.held(numbers.output_grad_TV)
         return torch.cat([*many[:3], z, *many[3:]], -1), own
 
-    return Case(
-        (x, y),
-        forward,
-        (*parts(numbers.sections_grad_TW), numbers.held(numbers.output_grad_TV)),
-        lambda: (*parts(numbers.sections_TW), numbers.held(numbers.output_TV), *leaf_grads()),
-    )
+    return numbers.case(numbers.output_TV, partial(_move, plan), parts, leaf_grads)
+
+
+def _move(plan: Plan, x: Tensor, y: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The core's parts by `plan`, z as it is, and the output at this rank's tokens."""
+    q, k, v, z, b, a = x.split(WIDTHS, -1)
+    fused, b, a = plan.to_heads(SPEC, [q, k, v, b, a], fused=3)
+    return (fused, z, b, a), plan.from_heads(SPEC, y)
+
+
+def _held_z(numbers: Numbers, whole_TW: Tensor) -> Tensor:
+    z: Tensor = numbers.held(whole_TW).split(WIDTHS, -1)[3]
+    return z.contiguous()
 
 
 def documents_case(numbers: Numbers, plan: Plan) -> Case:
@@ -130,13 +112,12 @@ def documents_case(numbers: Numbers, plan: Plan) -> Case:
 
 def state_case(numbers: Numbers, plan: Plan) -> Case | None:
     """The halos and entry states of segments; None if no segment is continued."""
-    held = numbers.rows_t.tolist()
     segments = [
-        [start for start, _ in _runs(numbers.cu_seqlens, rank, numbers.size)]
+        [chunk.start for chunk in held_chunks(numbers.cu_seqlens, rank, numbers.size) if chunk]
         for rank in range(numbers.size)
     ]
     assert len(segments[numbers.rank]) == len(plan.cu_seqlens_of(SPEC)) - 1, "other segments"
-    return _state_passing(numbers, plan, torch.tensor(held), segments)
+    return _state_passing(numbers, plan, numbers.rows_t, segments)
 
 
 def _state_passing(
@@ -214,14 +195,3 @@ def _documents(plan: Plan) -> list[list[int]]:
         found.append(ends)
         begin = ends[-1]
     return found
-
-
-def _runs(cu_seqlens: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int]]:
-    """Start and stop of each chunk of `rank` in the zigzag layout."""
-    found = []
-    for start, stop in pairwise(cu_seqlens):
-        chunk = (stop - start) // (2 * size)
-        for place in (rank, 2 * size - 1 - rank):
-            ends = accumulate([start + place * chunk, chunk])
-            found.append(tuple(ends))
-    return [(start, stop) for start, stop in found if stop > start]

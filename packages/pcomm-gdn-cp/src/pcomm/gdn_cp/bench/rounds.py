@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -11,7 +11,7 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.testing.timing import Timing
 from pcomm.gdn_cp.bench.exchange_case import Case
 
-__all__ = ["time_together"]
+__all__ = ["seconds_together", "time_together"]
 
 _FEWEST = 3
 
@@ -46,14 +46,14 @@ def time_together(
     for index in range(rounds):
         for name, case in cases.items():
             if index < turns[name]:
-                found[name].append(_together(case, collectives) * 1e6)
+                found[name].append(seconds_together(case.run, collectives) * 1e6)
     return {name: Timing(name, tuple(times)) for name, times in found.items()}
 
 
-def _together(case: Case, collectives: Collectives) -> float:
-    """Seconds that the slowest rank takes, from when all are there."""
+def seconds_together(run: Callable[[], object], collectives: Collectives) -> float:
+    """Seconds that `run` takes on the slowest rank, from when all are there. Collective."""
     collectives.all_reduce(torch.zeros(1))
     start = time.perf_counter()
-    case.run()
+    run()
     taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
     return float(collectives.all_reduce(taken, op="max"))

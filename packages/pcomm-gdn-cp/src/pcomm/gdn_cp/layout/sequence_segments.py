@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pcomm.core.exchange.index import expand_ranges, layout_edges, run_ranks
 from pcomm.core.layout import Layout
+from pcomm.gdn_cp.ops.derived import KeepsDerived
 from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 
 __all__ = ["SegmentTable", "SequenceSegments"]
@@ -52,7 +53,7 @@ class SegmentTable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SequenceSegments:
+class SequenceSegments(KeepsDerived):
     """All segments of all ranks.
 
     Args:
@@ -127,12 +128,7 @@ class SequenceSegments:
 
     def offsets_of(self, rank: int) -> PackOffsets:
         """Offsets of the segments of `rank` in its tensor; the same object each time."""
-        known: dict[int, PackOffsets] = self.__dict__.setdefault("_offsets", {})
-        if rank not in known:
-            own = self.of_rank(rank)
-            lengths = (own.stop - own.start).tolist()
-            known[rank] = PackOffsets.of([*accumulate(lengths, initial=0)])
-        return known[rank]
+        return self.derived(_offsets_of, rank)
 
     def own_slots(self, rank: int) -> Tensor:
         """The segments of `rank` that are continued on another one, by their places there."""
@@ -223,3 +219,8 @@ class SequenceSegments:
         """
         starts = self.slots.start[self._by_start]
         return torch.searchsorted(starts, torch.stack([self.table.origin, self.table.start]))
+
+
+def _offsets_of(segments: SequenceSegments, rank: int) -> PackOffsets:
+    own = segments.of_rank(rank)
+    return PackOffsets.of([*accumulate((own.stop - own.start).tolist(), initial=0)])

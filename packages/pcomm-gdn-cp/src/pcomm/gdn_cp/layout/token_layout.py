@@ -1,13 +1,14 @@
 """Which rank holds which tokens of a packed buffer, between the layers."""
 
+# R ranks, N sequences
+
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,53 +16,25 @@ from torch import Tensor
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
 from pcomm.core.exchange.index import RowOrder, expand_ranges
 from pcomm.core.layout import Layout
-from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
+from pcomm.gdn_cp.ops.derived import KeepsDerived
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets, check_offsets
 
-__all__ = ["LayoutName", "TokenLayout", "contiguous", "zigzag"]
+__all__ = ["LayoutName", "TokenLayout"]
 
 LayoutName = Literal["zigzag", "contiguous"]
-_Made = TypeVar("_Made")
 
 LAYOUTS: tuple[LayoutName, ...] = ("zigzag", "contiguous")
 
 
-def zigzag(cu_seqlens: Sequence[int], size: int) -> Layout:
-    """Each sequence in 2 x `size` equal chunks, of which rank r holds chunk r and the r-th last.
-
-    A rank's tensor holds its two chunks of the first sequence, then those of the second, and so
-    on. Under causal attention every rank then has the same work. Sequences may be empty. One rank
-    holds all tokens as they are, whatever the lengths.
-
-    Args:
-        cu_seqlens: Offsets of the sequences, from 0 to the number of tokens of all ranks.
-        size: Number of ranks.
-
-    Raises:
-        LayoutError: The offsets do not start at 0 or fall, or a length is no multiple.
-    """
-    offsets = _checked_zigzag(cu_seqlens, size)
-    if size == 1:
-        # Both chunks of a sequence lie side by side, so its length does not matter.
-        return Layout.even(offsets[-1], 1)
-    return _of_chunks(offsets[-1], *_chunks(offsets, size))
-
-
-def contiguous(cu_seqlens: Sequence[int], size: int) -> Layout:
-    """The r-th of `size` equal ranges of the buffer on rank r, wherever sequences begin.
-
-    Args:
-        cu_seqlens: Offsets of the sequences, from 0 to the number of tokens of all ranks.
-        size: Number of ranks.
-
-    Raises:
-        LayoutError: The offsets do not start at 0 or fall, or the last one is no multiple.
-    """
-    return Layout.even(_checked_contiguous(cu_seqlens, size)[-1], size)
-
-
 @dataclass(frozen=True)
-class TokenLayout:
+class TokenLayout(KeepsDerived):
     """A pack of sequences and how its tokens lie on the ranks; integers only.
+
+    With `zigzag` each sequence is cut into 2 x `size` equal chunks, of which rank r holds chunk r
+    and the r-th last. A rank's tensor holds its two chunks of the first sequence, then those of the
+    second, and so on. Under causal attention every rank then has the same work. With `contiguous`
+    rank r holds the r-th of `size` equal ranges of the buffer, wherever sequences begin. Sequences
+    may be empty. One rank holds all tokens as they are, whatever the lengths.
 
     Args:
         cu_seqlens: Offsets of the sequences, from 0 to the number of tokens of all ranks.
@@ -86,9 +59,17 @@ class TokenLayout:
                 fix=near_misses(str(self.layout_name), LAYOUTS),
             )
         # Here, so that a pack which does not fit is refused when the plan is made.
-        {"zigzag": _checked_zigzag, "contiguous": _checked_contiguous}[self.layout_name](
-            self.cu_seqlens, self.size
-        )
+        if self.size < 1:
+            raise LayoutError(
+                self.layout_name,
+                found=f"{self.size} ranks",
+                why="Tokens lie on at least one rank.",
+                fix="Pass the size of the context-parallel group.",
+            )
+        are_integers = {*map(type, self.cu_seqlens)} <= {int}
+        check_offsets(f"{self.layout_name}: cu_seqlens", self.cu_seqlens, are_integers=are_integers)
+        check_lengths = _check_zigzag if self.layout_name == "zigzag" else _check_contiguous
+        check_lengths(self.cu_seqlens, self.size)
 
     @cached_property
     def layout(self) -> Layout:
@@ -97,7 +78,10 @@ class TokenLayout:
         if self._chunks is None:
             layout = Layout.even(self.num_tokens, self.size)
         else:
-            layout = _of_chunks(self.num_tokens, *self._chunks)
+            starts_RN2, lengths_RN2 = self._chunks
+            edges_R = torch.stack([starts_RN2, starts_RN2 + lengths_RN2], -1).flatten(1).numpy()
+            edges = (array("q", own.tobytes()) for own in edges_R)
+            layout = Layout.of_edges(self.num_tokens, edges, are_sound=True)
         layout.adopt(RowOrder.of, self.row_order)
         return layout
 
@@ -137,28 +121,24 @@ class TokenLayout:
 
     @cached_property
     def _chunks(self) -> tuple[Tensor, Tensor] | None:
-        """Those of all ranks in zigzag; None where every rank has one range."""
+        """`[R, N, 2]` each: first token and length of the two chunks of each sequence on each rank.
+
+        Empty sequences have none. None where every rank has one range.
+        """
         if self.layout_name == "contiguous" or self.size == 1:
             return None
         with torch.inference_mode(False):
-            return _chunks(self.cu_seqlens, self.size)
+            offsets_N = torch.tensor([*dict.fromkeys(self.cu_seqlens)])
+            chunk_N1 = (offsets_N.diff() // (2 * self.size))[:, None]
+            early_R = torch.arange(self.size)
+            place_R12 = torch.stack([early_R, 2 * self.size - 1 - early_R], -1)[:, None]
+            starts_RN2 = offsets_N[:-1, None] + place_R12 * chunk_N1
+            return starts_RN2, chunk_N1.expand_as(starts_RN2)
 
     def of_rank(self, rank: int) -> Tensor:
         """The tokens of `rank`, as they lie there; on the CPU."""
         first = rank * self.local_tokens
         return self.order.narrow(0, first, self.local_tokens).clone()
-
-    def derived(self, make: Callable[..., _Made], *arguments: int) -> _Made:
-        """What `make(self, *arguments)` returns, made once and shared by all mixers.
-
-        It must not hold the pack itself: without a cycle, index tensors are freed with the plan.
-        """
-        known = self.__dict__.setdefault("_derived", {})
-        if (make, arguments) not in known:
-            with torch.inference_mode(False):
-                known[make, arguments] = make(self, *arguments)
-        made: _Made = known[make, arguments]
-        return made
 
     def __reduce__(self) -> tuple[type[TokenLayout], tuple[tuple[int, ...], int, LayoutName]]:
         # Without what was derived: a pickle is integers.
@@ -172,27 +152,7 @@ class TokenLayout:
         return tuple(min(max(o - first, 0), self.local_tokens) for o in self.cu_seqlens)
 
 
-def _of_chunks(length: int, starts_RN2: Tensor, lengths_RN2: Tensor) -> Layout:
-    edges_R = torch.stack([starts_RN2, starts_RN2 + lengths_RN2], -1).flatten(1).numpy()
-    edges = (array("q", own.tobytes()) for own in edges_R)
-    return Layout.of_edges(length, edges, are_sound=True)
-
-
-def _chunks(offsets: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
-    """`[R, N, 2]` each: first token and length of the two chunks of each sequence on each rank.
-
-    Empty sequences have none.
-    """
-    offsets_N = torch.tensor([*dict.fromkeys(offsets)])
-    chunk_N1 = (offsets_N.diff() // (2 * size))[:, None]
-    early_R = torch.arange(size)
-    place_R12 = torch.stack([early_R, 2 * size - 1 - early_R], -1)[:, None]
-    starts_RN2 = offsets_N[:-1, None] + place_R12 * chunk_N1
-    return starts_RN2, chunk_N1.expand_as(starts_RN2)
-
-
-def _checked_zigzag(cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
-    offsets = _checked("zigzag", cu_seqlens, size)
+def _check_zigzag(offsets: tuple[int, ...], size: int) -> None:
     chunks = 2 * size
     wrong = [n for n, (a, b) in enumerate(pairwise(offsets)) if (b - a) % chunks]
     if wrong and size > 1:
@@ -204,11 +164,9 @@ def _checked_zigzag(cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
             why=f"Each sequence is cut into {chunks} equal chunks, two for each rank.",
             fix=f"Pad every sequence to a multiple of {chunks}, or use the contiguous layout.",
         )
-    return offsets
 
 
-def _checked_contiguous(cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
-    offsets = _checked("contiguous", cu_seqlens, size)
+def _check_contiguous(offsets: tuple[int, ...], size: int) -> None:
     if offsets[-1] % size:
         raise LayoutError(
             f"contiguous: {offsets[-1]} tokens over {size} ranks",
@@ -216,25 +174,3 @@ def _checked_contiguous(cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]
             why="Every rank holds an equal range of the buffer.",
             fix=f"Pad the buffer to a multiple of {size}, as a sequence of its own or of the last.",
         )
-    return offsets
-
-
-def _checked(asked: str, cu_seqlens: Sequence[int], size: int) -> tuple[int, ...]:
-    offsets = tuple(cu_seqlens)
-    if size < 1:
-        raise LayoutError(
-            asked,
-            found=f"{size} ranks",
-            why="Tokens lie on at least one rank.",
-            fix="Pass the size of the context-parallel group.",
-        )
-    falls = [n for n, (a, b) in enumerate(pairwise(offsets)) if b < a]
-    if not offsets or offsets[0] or falls or {*map(type, offsets)} != {int}:
-        near = falls[0] if falls else 0
-        raise LayoutError(
-            f"{asked}: cu_seqlens",
-            found=f"{list(offsets[near : near + 3])} from place {near} of {len(offsets)}",
-            why="They are the integers where each sequence starts, and where the last one ends.",
-            fix="Start at 0 and let no offset be smaller than the one before it.",
-        )
-    return offsets

@@ -18,14 +18,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
-from pcomm.gdn_cp.ops.flash_linear_attention import fla_gated_delta_rule, fla_mamba2_ssd
-from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
-from pcomm.gdn_cp.ops.mamba2_ssd.chunk import chunk_mamba2_ssd
+from pcomm.core.errors import UnsupportedError
+from pcomm.gdn_cp.backend_choice import reason_for_torch
+from pcomm.gdn_cp.graph_breaks import outside_graphs
+from pcomm.gdn_cp.ops.flash_linear_attention import run_on_pack
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import check_delta_inputs, chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.input_checks import check_shape
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import check_ssd_inputs, chunk_mamba2_ssd, time_steps
+from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 
 __all__ = ["Kernels", "choose_kernels"]
 
-_WANTED = ("auto", "torch", "fla")
+# Its kernels carry the state of the delta rule in so many blocks of 64 rows.
+_MOST_DELTA_KEY_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Kernels:
         )
         return f"gated delta rule: {delta}, state space: {space} ({self.reason})"
 
+    @outside_graphs
     def chunk_gated_delta_rule(
         self,
         q_TGK: Tensor,
@@ -62,13 +68,30 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """`chunk_gated_delta_rule` by these kernels; arguments, results and errors are the same.
 
-        With `fla`, queries and keys are rounded to the dtype of the values, and key heads of more
-        than 256 raise an UnsupportedError.
+        With `fla` it is the operation of the same name: queries and keys are rounded to the dtype
+        of the values, products are in that dtype, or in TF32 for fp32, and states are in fp32. Key
+        heads of more than 256 raise an UnsupportedError.
         """
-        run = fla_gated_delta_rule if self.name == "fla" else chunk_gated_delta_rule
         tensors = (q_TGK, k_TGK, v_THV, g_TH, beta_TH)
-        return run(*tensors, cu_seqlens=cu_seqlens, initial_state=initial_state)
+        if self.name == "torch":
+            return chunk_gated_delta_rule(
+                *tensors, cu_seqlens=cu_seqlens, initial_state=initial_state
+            )
+        offsets, key_dim = PackOffsets.of(cu_seqlens), k_TGK.shape[-1]
+        check_delta_inputs("Kernels", offsets, k_TGK, v_THV, g_TH, beta_TH)
+        check_shape("Kernels: q", q_TGK, tuple(k_TGK.shape))
+        if key_dim > _MOST_DELTA_KEY_DIM:
+            raise UnsupportedError(
+                "Kernels.chunk_gated_delta_rule by flash-linear-attention",
+                found=f"key heads of {key_dim}",
+                why=f"Its kernels hold a state of at most {_MOST_DELTA_KEY_DIM} rows.",
+                fix="Use choose_kernels(..., wanted='torch').",
+            )
+        run = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        tensors = (q_TGK.to(v_THV), k_TGK.to(v_THV), v_THV, g_TH.float(), beta_TH.float())
+        return run_on_pack(run, tensors, offsets, initial_state)
 
+    @outside_graphs
     def chunk_mamba2_ssd(
         self,
         x_THP: Tensor,
@@ -84,16 +107,35 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """`chunk_mamba2_ssd` by these kernels; arguments, results and errors are the same.
 
-        With `fla`, b, c and the product of dt and x are rounded to the dtype of the inputs.
+        With `fla` it is `chunk_simple_gla`, which has one decay a head and no correction: c are its
+        queries, b its keys, dt x its values and A dt its gates. It knows no groups, so b and c are
+        repeated for the heads of each. All three are rounded to the dtype of the inputs; products
+        are in that dtype, or in TF32 for fp32, and states are in fp32.
         """
-        run = fla_mamba2_ssd if self.name == "fla" else chunk_mamba2_ssd
-        return run(
-            *(x_THP, dt_TH, a_log_H, b_TGS, c_TGS),
-            d_H=d_H,
-            dt_bias_H=dt_bias_H,
-            cu_seqlens=cu_seqlens,
-            initial_state=initial_state,
-        )
+        if self.name == "torch":
+            return chunk_mamba2_ssd(
+                *(x_THP, dt_TH, a_log_H, b_TGS, c_TGS),
+                d_H=d_H,
+                dt_bias_H=dt_bias_H,
+                cu_seqlens=cu_seqlens,
+                initial_state=initial_state,
+            )
+        offsets, num_heads = PackOffsets.of(cu_seqlens), x_THP.shape[1]
+        check_ssd_inputs("Kernels", offsets, x_THP, dt_TH, a_log_H, b_TGS, dt_bias_H)
+        check_shape("Kernels: c", c_TGS, tuple(b_TGS.shape))
+        if d_H is not None:
+            check_shape("Kernels: d", d_H, (num_heads,))
+        time_TH = time_steps(dt_TH, dt_bias_H, torch.float32)
+        g_TH = -a_log_H.float().exp() * time_TH
+        values_THP = (x_THP.float() * time_TH.unsqueeze(-1)).to(x_THP.dtype)
+        repeats = num_heads // b_TGS.shape[1]
+        c_THS, b_THS = (x.to(x_THP).repeat_interleave(repeats, 1) for x in (c_TGS, b_TGS))
+        run = import_module("fla.ops.simple_gla").chunk_simple_gla
+        y_THP, final = run_on_pack(run, (c_THS, b_THS, values_THP, g_TH), offsets, initial_state)
+        if d_H is not None:
+            skipped = torch.addcmul(y_THP.float(), x_THP.float(), d_H.float().unsqueeze(-1))
+            y_THP = skipped.to(x_THP.dtype)
+        return y_THP, final
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, *, wanted: str = "auto") -> Kernels:
@@ -108,25 +150,16 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, *, wanted: str = "a
         ConfigError: `wanted` is none of these.
         UnsupportedError: `fla` is wanted and cannot run here.
     """
-    if wanted not in _WANTED:
-        raise ConfigError(
-            f"choose_kernels: wanted={wanted!r}",
-            found="no such kernels",
-            why="The cores run on the kernels of this package or of flash-linear-attention.",
-            fix=near_misses(wanted, _WANTED),
-        )
-    if wanted == "torch":
-        return Kernels("torch", "asked for")
-    obstacle = _obstacle(device, dtype)
-    if wanted == "fla" and obstacle:
-        raise UnsupportedError(
-            "choose_kernels: wanted='fla'",
-            found=obstacle,
-            why="Its kernels are written in Triton, for CUDA and for up to 32 bits.",
-            fix="Install fla-core[cuda] and move the layer to a GPU, or use wanted='auto'.",
-        )
-    if obstacle:
-        return Kernels("torch", obstacle)
+    reason = reason_for_torch(
+        "choose_kernels",
+        wanted,
+        "fla",
+        lambda: _obstacle(device, dtype),
+        why="Its kernels are written in Triton, for CUDA and for up to 32 bits.",
+        fix="Install fla-core[cuda] and move the layer to a GPU",
+    )
+    if reason:
+        return Kernels("torch", reason)
     return Kernels("fla", f"installed, and values are {dtype} on {device.type}")
 
 

@@ -60,13 +60,9 @@ def causal_convolution(
     check_shape(f"{asked}: x", x_TD, (len(x_TD), num_channels))
     if bias_D is not None:
         check_shape(f"{asked}: bias", bias_D, (num_channels,))
-    if initial_halo is None:
-        halo = x_TD.new_zeros(num_sequences, width - 1, num_channels)
-    else:
-        check_shape(
-            f"{asked}: initial_halo", initial_halo, (num_sequences, width - 1, num_channels)
-        )
-        halo = initial_halo.to(x_TD.dtype)
+    shape = (num_sequences, width - 1, num_channels)
+    halo = x_TD.new_zeros(shape) if initial_halo is None else initial_halo.to(x_TD.dtype)
+    check_shape(f"{asked}: initial_halo", halo, shape)
     boundaries = offsets.derived(boundary_indices, width, x_TD.device)
     dtype = compute_dtype(x_TD)
     weight, bias = weight_DW.to(dtype), None if bias_D is None else bias_D.to(dtype)

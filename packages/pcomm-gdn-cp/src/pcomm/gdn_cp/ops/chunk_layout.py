@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.adjoint import with_adjoint
 from pcomm.core.errors import ConfigError
+from pcomm.gdn_cp.ops.derived import KeepsDerived
 from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 
 __all__ = ["ChunkIndices", "ChunkLayout", "default_chunk", "from_chunks", "to_chunks"]
@@ -55,7 +57,7 @@ class ChunkIndices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChunkLayout:
+class ChunkLayout(KeepsDerived):
     """How a pack of sequences is cut into chunks: integers of the host, equal if their cause is.
 
     Args:
@@ -139,36 +141,30 @@ class ChunkLayout:
 
         `Plan.prepare` calls this beforehand, so that no layer waits for the copy.
         """
-        # Filled on first use: the layout is immutable, its indices are a memory of it per device.
-        known: dict[torch.device, ChunkIndices] = self.__dict__.setdefault("_known", {})
-        if device not in known:
-            known[device] = _indices(self, device)
-        return known[device]
+        return self.derived(_indices, device)
 
 
 def _indices(layout: ChunkLayout, device: torch.device) -> ChunkIndices:
-    # A tensor made in inference mode could not be used in training later, and these are kept.
-    with torch.inference_mode(False):
-        starts_N = torch.tensor(layout.cu_seqlens[:-1], dtype=torch.int64)
-        lengths_N = torch.tensor(layout.lengths, dtype=torch.int64)
-        order_N = torch.tensor(layout.order, dtype=torch.int64)
-        sizes_S = torch.tensor(layout.step_sizes, dtype=torch.int64)
-        num_steps, chunk = len(layout.step_sizes), layout.chunk
+    starts_N = torch.tensor(layout.cu_seqlens[:-1], dtype=torch.int64)
+    lengths_N = torch.tensor(layout.lengths, dtype=torch.int64)
+    order_N = torch.tensor(layout.order, dtype=torch.int64)
+    sizes_S = torch.tensor(layout.step_sizes, dtype=torch.int64)
+    num_steps, chunk = len(layout.step_sizes), layout.chunk
 
-        first_S = sizes_S.cumsum(0) - sizes_S
-        step_M = torch.arange(num_steps).repeat_interleave(sizes_S)
-        sequence_M = order_N[torch.arange(layout.num_chunks) - first_S[step_M]]
-        place_MC = step_M[:, None] * chunk + torch.arange(chunk)
-        length_M1 = lengths_N[sequence_M][:, None]
-        padding_MC = place_MC >= length_M1
-        tokens_MC = starts_N[sequence_M][:, None] + place_MC.minimum(length_M1 - 1)
+    first_S = sizes_S.cumsum(0) - sizes_S
+    step_M = torch.arange(num_steps).repeat_interleave(sizes_S)
+    sequence_M = order_N[torch.arange(layout.num_chunks) - first_S[step_M]]
+    place_MC = step_M[:, None] * chunk + torch.arange(chunk)
+    length_M1 = lengths_N[sequence_M][:, None]
+    padding_MC = place_MC >= length_M1
+    tokens_MC = starts_N[sequence_M][:, None] + place_MC.minimum(length_M1 - 1)
 
-        is_token_MC = ~padding_MC
-        place_of_T = torch.empty(layout.num_tokens, dtype=torch.int64)
-        place_of_T[tokens_MC[is_token_MC]] = is_token_MC.flatten().nonzero().flatten()
-        chunk_T, slot_T = place_of_T // chunk, place_of_T % chunk
-        found = (tokens_MC, padding_MC, chunk_T, slot_T, order_N, order_N.argsort())
-        return ChunkIndices(*(x.to(device) for x in found))
+    is_token_MC = ~padding_MC
+    place_of_T = torch.empty(layout.num_tokens, dtype=torch.int64)
+    place_of_T[tokens_MC[is_token_MC]] = is_token_MC.flatten().nonzero().flatten()
+    chunk_T, slot_T = place_of_T // chunk, place_of_T % chunk
+    found = (tokens_MC, padding_MC, chunk_T, slot_T, order_N, order_N.argsort())
+    return ChunkIndices(*(x.to(device) for x in found))
 
 
 def to_chunks(x_THD: Tensor, layout: ChunkLayout) -> Tensor:
@@ -185,8 +181,9 @@ def to_chunks(x_THD: Tensor, layout: ChunkLayout) -> Tensor:
     if layout.is_plain:
         cut = x_THD.reshape(layout.num_chunks, layout.chunk, *x_THD.shape[1:])
         return cut.transpose(1, 2).contiguous()
-    chunks: Tensor = _ToChunks.apply(x_THD, layout)  # type: ignore[no-untyped-call]
-    return chunks
+    return with_adjoint(
+        x_THD, lambda x: _gather_chunks(x, layout), lambda grad: from_chunks(grad, layout)
+    )
 
 
 def from_chunks(x_MHCD: Tensor, layout: ChunkLayout) -> Tensor:
@@ -201,8 +198,9 @@ def from_chunks(x_MHCD: Tensor, layout: ChunkLayout) -> Tensor:
     """
     if layout.is_plain:
         return x_MHCD.transpose(1, 2).flatten(0, 1).contiguous()
-    tokens: Tensor = _FromChunks.apply(x_MHCD, layout)  # type: ignore[no-untyped-call]
-    return tokens
+    return with_adjoint(
+        x_MHCD, lambda x: _gather_tokens(x, layout), lambda grad: to_chunks(grad, layout)
+    )
 
 
 def _gather_chunks(x_THD: Tensor, layout: ChunkLayout) -> Tensor:
@@ -220,25 +218,3 @@ def _gather_tokens(x_MHCD: Tensor, layout: ChunkLayout) -> Tensor:
     rows_TH = (indices.chunk_T[:, None] * num_heads + heads_H) * chunk + indices.slot_T[:, None]
     tokens = x_MHCD.reshape(-1, *rest).index_select(0, rows_TH.flatten())
     return tokens.view(*rows_TH.shape, *rest)
-
-
-class _ToChunks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, layout: ChunkLayout) -> Tensor:
-        ctx.layout = layout
-        return _gather_chunks(x_THD, layout)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _FromChunks.apply(grads[0], ctx.layout), None  # type: ignore[no-untyped-call]
-
-
-class _FromChunks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_MHCD: Tensor, layout: ChunkLayout) -> Tensor:
-        ctx.layout = layout
-        return _gather_tokens(x_MHCD, layout)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _ToChunks.apply(grads[0], ctx.layout), None  # type: ignore[no-untyped-call]

@@ -20,7 +20,13 @@ from torch.autograd.function import once_differentiable
 
 from pcomm.gdn_cp.ops.precision import full_precision
 
-__all__ = ["log_decay_since_start", "pairwise_decay", "read_chunks", "side_by_side"]
+__all__ = [
+    "decay_to_end",
+    "log_decay_since_start",
+    "pairwise_decay",
+    "read_chunks",
+    "side_by_side",
+]
 
 
 def log_decay_since_start(g_MHC: Tensor, num_key_heads: int) -> Tensor:
@@ -39,6 +45,12 @@ def log_decay_since_start(g_MHC: Tensor, num_key_heads: int) -> Tensor:
     num_chunks, num_heads, chunk = g_MHC.shape
     decay_MHC = g_MHC.clamp(min=least).cumsum(-1)
     return decay_MHC.view(num_chunks, num_key_heads, num_heads // num_key_heads, chunk)
+
+
+def decay_to_end(decay_MGRC: Tensor) -> tuple[Tensor, Tensor]:
+    """`[M, G, R, C]` from each token to the end of its chunk, `[M, G, 1, R, 1]` of whole chunks."""
+    to_end = (decay_MGRC[..., -1:] - decay_MGRC).exp()
+    return to_end, decay_MGRC[:, :, None, :, -1:].exp()
 
 
 def pairwise_decay(decay_MGRC: Tensor) -> Tensor:

@@ -7,20 +7,16 @@ passed as plain integers are read again in each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
-
-import torch
 
 from pcomm.core.errors import LayoutError
+from pcomm.gdn_cp.ops.derived import KeepsDerived
 
-__all__ = ["PackOffsets"]
-
-_Made = TypeVar("_Made")
+__all__ = ["PackOffsets", "check_offsets"]
 
 
-class PackOffsets(tuple[int, ...]):
+class PackOffsets(KeepsDerived, tuple[int, ...]):
     """Where each sequence of a pack starts, and where the last one ends: a tuple with a memory.
 
     Equal to the tuple of the same integers, and of the same hash. Copies and pickles are plain
@@ -37,32 +33,33 @@ class PackOffsets(tuple[int, ...]):
         if isinstance(cu_seqlens, cls):
             return cu_seqlens
         offsets = cls(cu_seqlens)
-        falls = any(stop < start for start, stop in pairwise(offsets))
-        if not offsets or offsets[0] != 0 or falls:
-            shown = tuple(offsets) if len(offsets) < 9 else (*offsets[:8], "...")
-            raise LayoutError(
-                "cu_seqlens",
-                found=f"{shown}",
-                why="They are where each sequence starts, and where the last one ends.",
-                fix="Start at 0 and let no offset be smaller than the one before it.",
-            )
+        check_offsets("cu_seqlens", offsets)
         return offsets
 
-    def derived(self, make: Callable[..., _Made], *arguments: Hashable) -> _Made:
-        """What `make(integers, *arguments)` returns, made once. Local.
-
-        Args:
-            make: Computes it from the offsets as a plain tuple, which it may keep.
-            arguments: Further arguments, such as a chunk size or a device.
-        """
-        known: dict[Any, Any] = self.__dict__.setdefault("_derived", {})
-        key = (make, arguments)
-        if key not in known:
-            # A tensor made in inference mode could not be used in training, and these are kept.
-            with torch.inference_mode(False):
-                known[key] = make(tuple(self), *arguments)
-        made: _Made = known[key]
-        return made
+    def _source(self) -> tuple[int, ...]:
+        return tuple(self)
 
     def __reduce__(self) -> tuple[type, tuple[tuple[int, ...]]]:
         return tuple, (tuple(self),)
+
+
+def check_offsets(asked: str, offsets: tuple[int, ...], *, are_integers: bool = True) -> None:
+    """Refuse offsets that cannot be those of a pack. Local.
+
+    Args:
+        asked: Name of the offsets, for the error.
+        offsets: Offsets of the sequences.
+        are_integers: False to refuse them for their types.
+
+    Raises:
+        LayoutError: They do not start at 0, or decrease.
+    """
+    falls = [n for n, (start, stop) in enumerate(pairwise(offsets)) if stop < start]
+    if not offsets or offsets[0] != 0 or falls or not are_integers:
+        near = falls[0] if falls else 0
+        raise LayoutError(
+            asked,
+            found=f"{list(offsets[near : near + 3])} from place {near} of {len(offsets)}",
+            why="They are the integers where each sequence starts, and where the last one ends.",
+            fix="Start at 0 and let no offset be smaller than the one before it.",
+        )

@@ -32,6 +32,5 @@ def prepare_recurrence(
         ConfigError: A chunk without tokens.
     """
     layout = ChunkLayout.of(offsets, default_chunk(key_dim) if chunk is None else chunk)
-    with torch.inference_mode(False):
-        layout.indices(device)
+    layout.indices(device)
     offsets.derived(filled_sequences, device)

@@ -12,12 +12,11 @@ from typing import Literal
 
 import torch
 
-from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
 from pcomm.core.exchange.packing import Packing, TorchPacking
+from pcomm.gdn_cp.backend_choice import reason_for_torch
 
 __all__ = ["PackingChoice", "choose_packing"]
 
-_WANTED = ("auto", "torch", "triton")
 # The kernels move whole elements, of sizes that a GPU loads at once.
 _DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -66,25 +65,16 @@ def choose_packing(
         ConfigError: `wanted` is none of these.
         UnsupportedError: `triton` is wanted and cannot run here.
     """
-    if wanted not in _WANTED:
-        raise ConfigError(
-            f"choose_packing: wanted={wanted!r}",
-            found="no such packing",
-            why="Messages are packed by torch or by kernels of this package in Triton.",
-            fix=near_misses(wanted, _WANTED),
-        )
-    if wanted == "torch":
-        return PackingChoice("torch", "asked for")
-    obstacle = _obstacle(device, dtype)
-    if wanted == "triton" and obstacle:
-        raise UnsupportedError(
-            "choose_packing: wanted='triton'",
-            found=obstacle,
-            why="The kernels run on CUDA and move elements of 2, 4 or 8 bytes.",
-            fix="Install pcomm-gdn-cp[triton] and use tensors on a GPU, or use wanted='auto'.",
-        )
-    if obstacle:
-        return PackingChoice("torch", obstacle)
+    reason = reason_for_torch(
+        "choose_packing",
+        wanted,
+        "triton",
+        lambda: _obstacle(device, dtype),
+        why="The kernels run on CUDA and move elements of 2, 4 or 8 bytes.",
+        fix="Install pcomm-gdn-cp[triton] and use tensors on a GPU",
+    )
+    if reason:
+        return PackingChoice("torch", reason)
     return PackingChoice("triton", "triton is installed")
 
 

@@ -6,9 +6,9 @@ there is one launch whatever the number of sections. Shapes of sections are cons
 compilation: divisions become multiplications, and alignment is known, which makes accesses wide.
 """
 
-# Of a section: OFFSET in a row of the message, WIDTH of the part or section, COPIES of each head,
-# HEADS of a rank with copies counted, HEAD_WIDTH, ROWS and COLUMNS of a tile; and UNIT, elements of
-# which the row stride is a multiple.
+# SHAPES of sections: OFFSET in a row of the message, WIDTH of the part or section, COPIES of each
+# head, HEADS of a rank with copies counted, HEAD_WIDTH, ROWS and COLUMNS of a tile; and
+# UNIT, elements of which the row stride of a part is a multiple.
 
 from __future__ import annotations
 
@@ -46,14 +46,8 @@ def pack_kernel(
                 order,
                 num_rows,
                 row_tiles,
-                SHAPES[n][0],
-                SHAPES[n][1],
-                SHAPES[n][2],
-                SHAPES[n][3],
-                SHAPES[n][4],
-                SHAPES[n][5],
-                SHAPES[n][6],
-                SHAPES[n][7],
+                SHAPES,
+                n,
                 MESSAGE_WIDTH,
                 HAS_ORDER,
             )
@@ -70,17 +64,19 @@ def _pack_tile(
     order: tl.tensor,
     num_rows: tl.tensor,
     row_tiles: tl.tensor,
-    OFFSET: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COPIES: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    UNIT: tl.constexpr,
+    SHAPES: tl.constexpr,
+    n: tl.constexpr,
     MESSAGE_WIDTH: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ) -> None:
+    OFFSET: tl.constexpr = SHAPES[n][0]
+    WIDTH: tl.constexpr = SHAPES[n][1]
+    COPIES: tl.constexpr = SHAPES[n][2]
+    HEADS: tl.constexpr = SHAPES[n][3]
+    HEAD_WIDTH: tl.constexpr = SHAPES[n][4]
+    ROWS: tl.constexpr = SHAPES[n][5]
+    COLUMNS: tl.constexpr = SHAPES[n][6]
+    UNIT: tl.constexpr = SHAPES[n][7]
     COLUMN_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     above = program // COLUMN_TILES
     rank = above // row_tiles
@@ -115,21 +111,7 @@ def unpack_kernel(
         row_tiles = (num_rows + SHAPES[n][5] - 1) // SHAPES[n][5]
         num_programs = row_tiles * ((SHAPES[n][1] + SHAPES[n][6] - 1) // SHAPES[n][6])
         if (program >= 0) & (program < num_programs):
-            _unpack_tile(
-                program,
-                message,
-                sections[n],
-                num_rows,
-                SHAPES[n][0],
-                SHAPES[n][1],
-                SHAPES[n][2],
-                SHAPES[n][3],
-                SHAPES[n][4],
-                SHAPES[n][5],
-                SHAPES[n][6],
-                MESSAGE_WIDTH,
-                WIDEN,
-            )
+            _unpack_tile(program, message, sections[n], num_rows, SHAPES, n, MESSAGE_WIDTH, WIDEN)
         program -= num_programs
 
 
@@ -139,16 +121,18 @@ def _unpack_tile(
     message: tl.tensor,
     section: tl.tensor,
     num_rows: tl.tensor,
-    OFFSET: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COPIES: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SHAPES: tl.constexpr,
+    n: tl.constexpr,
     MESSAGE_WIDTH: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
+    OFFSET: tl.constexpr = SHAPES[n][0]
+    WIDTH: tl.constexpr = SHAPES[n][1]
+    COPIES: tl.constexpr = SHAPES[n][2]
+    HEADS: tl.constexpr = SHAPES[n][3]
+    HEAD_WIDTH: tl.constexpr = SHAPES[n][4]
+    ROWS: tl.constexpr = SHAPES[n][5]
+    COLUMNS: tl.constexpr = SHAPES[n][6]
     COLUMN_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     rows = program // COLUMN_TILES * ROWS + tl.arange(0, ROWS)
     columns = program % COLUMN_TILES * COLUMNS + tl.arange(0, COLUMNS)

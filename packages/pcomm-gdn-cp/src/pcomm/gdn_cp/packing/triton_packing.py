@@ -9,7 +9,7 @@ no GPU, and looked at.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -123,48 +123,57 @@ def pack_launch(
     num_ranks: int,
 ) -> Launch:
     """Rows of the parts into the message, for each rank the columns of its heads."""
-    num_rows, size = len(parts[0]), message.element_size()
     units = [_unit(part) for part in parts]
-    tiles = [_tile(column.width, size) for column in columns]
-    shapes = [(*c, *tile, unit) for c, tile, unit in zip(columns, tiles, units, strict=True)]
+    row_units = [part.stride(0) // unit for part, unit in zip(parts, units, strict=True)]
     arguments = {
         "parts": tuple(parts),
-        "row_units": tuple(x.stride(0) // unit for x, unit in zip(parts, units, strict=True)),
+        "row_units": tuple(row_units),
         "column_strides": tuple(part.stride(1) for part in parts),
-        "message": message,
         # Never read without an order; a pointer all the same, so that there is one signature.
         "order": message if order is None else order,
-        "num_rows": num_rows,
         "num_ranks": num_ranks,
-        "SHAPES": tuple(shapes),
-        "MESSAGE_WIDTH": message.shape[1],
         "HAS_ORDER": order is not None,
     }
-    widths = (column.width for column in columns)
-    num_programs = num_ranks * _num_tiles(num_rows, widths, tiles)
-    return Launch(pack_kernel, num_programs, arguments, message.device)
+    return _launch(pack_kernel, message, len(parts[0]), num_ranks, columns, units, arguments)
 
 
 def unpack_launch(
     message: Tensor, columns: Sequence[Columns], sections: Sequence[Tensor]
 ) -> Launch:
     """Each head of the sections from where the message has it, copies added up."""
-    num_rows, size = len(sections[0]), message.element_size()
-    tiles = [_tile(section.shape[1], size) for section in sections]
-    shapes = [
-        (c.offset, section.shape[1], *c[2:], *tile)
-        for c, section, tile in zip(columns, sections, tiles, strict=True)
-    ]
+    pairs = zip(columns, sections, strict=True)
+    wide = [column._replace(width=section.shape[1]) for column, section in pairs]
     arguments = {
-        "message": message.contiguous(),
         "sections": tuple(sections),
+        "WIDEN": message.is_floating_point() and message.element_size() == 2,
+    }
+    num_rows, units = len(sections[0]), [1] * len(wide)
+    return _launch(unpack_kernel, message.contiguous(), num_rows, 1, wide, units, arguments)
+
+
+def _launch(
+    kernel: Any,
+    message: Tensor,
+    num_rows: int,
+    num_ranks: int,
+    columns: Sequence[Columns],
+    units: Sequence[int],
+    arguments: dict[str, Any],
+) -> Launch:
+    """A program for each tile of each section, for each of `num_ranks`."""
+    tiles = [_tile(column.width, message.element_size()) for column in columns]
+    shapes = [(*c, *tile, unit) for c, tile, unit in zip(columns, tiles, units, strict=True)]
+    num_tiles = sum(
+        -(-num_rows // tile[0]) * -(-column.width // tile[1])
+        for column, tile in zip(columns, tiles, strict=True)
+    )
+    shared = {
+        "message": message,
         "num_rows": num_rows,
         "SHAPES": tuple(shapes),
         "MESSAGE_WIDTH": message.shape[1],
-        "WIDEN": message.is_floating_point() and size == 2,
     }
-    widths = (section.shape[1] for section in sections)
-    return Launch(unpack_kernel, _num_tiles(num_rows, widths, tiles), arguments, message.device)
+    return Launch(kernel, num_ranks * num_tiles, arguments | shared, message.device)
 
 
 def _tile(width: int, element_bytes: int) -> tuple[int, int]:
@@ -173,11 +182,6 @@ def _tile(width: int, element_bytes: int) -> tuple[int, int]:
     if columns > _WIDE_TILES[0]:
         columns = min(_WIDE_TILES, key=lambda tile: (-(-width // tile) * tile, -tile))
     return _TILE_BYTES // element_bytes // columns, columns
-
-
-def _num_tiles(num_rows: int, widths: Iterable[int], tiles: Iterable[tuple[int, int]]) -> int:
-    pairs = zip(widths, tiles, strict=True)
-    return sum(-(-num_rows // rows) * -(-width // columns) for width, (rows, columns) in pairs)
 
 
 def _unit(part: Tensor) -> int:

@@ -87,7 +87,7 @@ class BoundaryStates(IndexTensors):
         self.check_initial(asked, initial_NHKV, self.state_shape)
         _, *dims = self.state_shape(self.share.output.num_heads)
         self.check_final(asked, final_FHKV, (self.num_segments, *dims))
-        return self._states_of_all(final_FHKV, collectives, initial_NHKV)
+        return self._of_all(final_FHKV, 1, collectives, initial_NHKV)
 
     def final_halo(
         self, halo_FPW: Tensor, collectives: Collectives, initial_NPW: Tensor | None
@@ -99,7 +99,10 @@ class BoundaryStates(IndexTensors):
         widths = [share.width for share in self.share.sections if share.section.name in names]
         _, *dims = self.halo_shape(sum(widths))
         self.check_final(asked, halo_FPW, (self.num_segments, *dims))
-        return self._halos_of_all(halo_FPW, collectives, initial_NPW)
+        gathered = self._of_all(halo_FPW, 2, collectives, initial_NPW)
+        if self.share.size == 1:
+            return gathered
+        return gathered.index_select(2, self.on(gathered.device, self._conv_columns))
 
     def prepare(self, device: torch.device, is_continued: bool) -> None:
         """Make the index tensors on `device`."""
@@ -108,20 +111,13 @@ class BoundaryStates(IndexTensors):
 
     # -- gathering -----------------------------------------------------------------------
 
-    def _states_of_all(
-        self, final_NHKV: Tensor, collectives: Collectives, initial_NHKV: Tensor | None
+    def _of_all(
+        self, final: Tensor, dim: int, collectives: Collectives, initial: Tensor | None
     ) -> Tensor:
+        """Those of all sequences and heads, rank after rank along `dim`, that of the heads."""
         if self.share.size == 1:
-            return final_NHKV
-        return differentiable(collectives).all_gather(final_NHKV, dim=1)
-
-    def _halos_of_all(
-        self, halo_NPW: Tensor, collectives: Collectives, initial_NPW: Tensor | None
-    ) -> Tensor:
-        if self.share.size == 1:
-            return halo_NPW
-        gathered = differentiable(collectives).all_gather(halo_NPW, dim=2)
-        return gathered.index_select(2, self.on(halo_NPW.device, self._conv_columns))
+            return final
+        return differentiable(collectives).all_gather(final, dim=dim)
 
     def _conv_columns(self) -> Tensor:
         return torch.tensor(self.share.gathered_columns(self.convolution.names))

@@ -57,7 +57,7 @@ class Documents:
 
     @classmethod
     def of(cls, tokens: TokenLayout, are_whole: bool) -> Documents:
-        """Those of a pack, which keeps them by `TokenLayout.derived`."""
+        """Those of a pack, which keeps them by `derived`."""
         return cls(tokens.cu_seqlens, tokens.layout, are_whole)
 
     @cached_property

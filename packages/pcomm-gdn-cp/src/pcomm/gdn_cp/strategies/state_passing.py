@@ -168,17 +168,9 @@ class StatePassing(BoundaryStates):
 
     # -- gathering -----------------------------------------------------------------------
 
-    def _states_of_all(
-        self, final_NHKV: Tensor, collectives: Collectives, initial_NHKV: Tensor | None
+    def _of_all(
+        self, final: Tensor, dim: int, collectives: Collectives, initial: Tensor | None
     ) -> Tensor:
-        return self._ends(final_NHKV, collectives, initial_NHKV)
-
-    def _halos_of_all(
-        self, halo_NPW: Tensor, collectives: Collectives, initial_NPW: Tensor | None
-    ) -> Tensor:
-        return self._ends(halo_NPW, collectives, initial_NPW)
-
-    def _ends(self, final: Tensor, collectives: Collectives, initial: Tensor | None) -> Tensor:
         """What the last segment of each sequence left, or `initial` where a sequence is empty."""
         counts, device = self.segments.end_counts, final.device
         own = final.index_select(0, self.on(device, self.segments.own_ends, self.rank))

@@ -9,11 +9,11 @@ happens between chunks, segments or documents passes whatever happens there.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class DeltaInputs:
+class DeltaInputs(NamedTuple):
     """Arguments of `chunk_gated_delta_rule`, each a leaf that wants its gradient."""
 
     q_TGK: Tensor
@@ -45,12 +44,8 @@ class DeltaInputs:
     beta_TH: Tensor
     state_NHKV: Tensor
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (getattr(self, field.name) for field in dataclasses.fields(self))
 
-
-@dataclass(frozen=True)
-class SsdInputs:
+class SsdInputs(NamedTuple):
     """Arguments of `chunk_mamba2_ssd`, each a leaf that wants its gradient."""
 
     x_THP: Tensor
@@ -61,9 +56,6 @@ class SsdInputs:
     d_H: Tensor
     dt_bias_H: Tensor
     state_NHSP: Tensor
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 def offsets(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -96,12 +88,7 @@ def delta_inputs(
     seed: int = 0,
 ) -> DeltaInputs:
     """Normalised queries and keys, values, gates and states of a pack, the same for a seed."""
-    generator, num_tokens = torch.Generator().manual_seed(seed), sum(lengths)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    log, bias = slow_parameters(heads, generator, torch.float64)
+    num_tokens, (normal, log, bias) = sum(lengths), _drawn(heads, seed)
     q, k = (normal(num_tokens, key_heads, key_dim) for _ in range(2))
     g, beta = delta_gates(normal(num_tokens, heads), normal(num_tokens, heads), log, bias)
     state = normal(len(lengths), heads, key_dim, value_dim)
@@ -120,17 +107,19 @@ def ssd_inputs(
     seed: int = 0,
 ) -> SsdInputs:
     """Inputs, time steps, parameters and states of a pack, the same for a seed."""
-    generator, num_tokens = torch.Generator().manual_seed(seed), sum(lengths)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    log, bias = slow_parameters(heads, generator, torch.float64)
+    num_tokens, (normal, log, bias) = sum(lengths), _drawn(heads, seed)
     b, c = (normal(num_tokens, groups, state_dim) for _ in range(2))
     x, dt = normal(num_tokens, heads, head_dim), normal(num_tokens, heads)
     state = normal(len(lengths), heads, state_dim, head_dim)
     tensors = (x, dt, log, b, c, normal(heads), bias, state)
     return SsdInputs(*(x.to(dtype).requires_grad_() for x in tensors))
+
+
+def _drawn(num_heads: int, seed: int) -> tuple[Callable[..., Tensor], Tensor, Tensor]:
+    """What draws normal numbers of a shape, and parameters that were drawn before."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = slow_parameters(num_heads, generator, torch.float64)
+    return partial(torch.randn, generator=generator, dtype=torch.float64), *parameters
 
 
 def gradients(

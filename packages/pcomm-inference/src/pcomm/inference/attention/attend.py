@@ -29,8 +29,10 @@ def attend_one_token(
         scale: Factor of the scores; None for torch's.
     """
     k_NGLK, v_NGLK = _keys_and_values(memory, call.places, q_NHK)
-    q_NGRK = q_NHK.unflatten(1, (k_NGLK.shape[1], -1))
-    return attend_rows(q_NGRK, k_NGLK, v_NGLK, call.mask_N11L, scale).flatten(1, 2)
+    num_requests, num_heads, head_dim = q_NHK.shape
+    q_NGRK = q_NHK.view(num_requests, k_NGLK.shape[1], -1, head_dim)
+    mixed_NGRK = attend_rows(q_NGRK, k_NGLK, v_NGLK, call.mask_N11L, scale)
+    return mixed_NGRK.reshape(num_requests, num_heads, head_dim)
 
 
 def attend_chunk(
@@ -59,7 +61,7 @@ def attend_chunk(
         num_tokens = min(most, chunk.num_new - done)
         first, start = chunk.context + done, chunk.start + done
         num_keys = rounded_keys(first + num_tokens)
-        q_tGRK = q_THK[start : start + num_tokens].unflatten(1, (num_heads, -1))
+        q_tGRK = q_THK[start : start + num_tokens].view(num_tokens, num_heads, -1, head_dim)
         q_1GMK = q_tGRK.transpose(0, 1).reshape(1, num_heads, -1, head_dim)
         num_rows = rounded_rows(q_1GMK.shape[2], q_THK.dtype)
         mixed_1GMK = attend_rows(
@@ -94,17 +96,20 @@ def attend_rows(
     if num_added:
         q_NGMK = F.pad(q_NGMK, (0, 0, 0, num_added))
     mixed = F.scaled_dot_product_attention(q_NGMK, k_NGLK, v_NGLK, mask, scale=scale)
-    return mixed[:, :, :num_rows]
+    return mixed[:, :, :num_rows] if num_added else mixed
 
 
 def _keys_and_values(memory: KVMemory, places: KeyPlaces, q: Tensor) -> tuple[Tensor, Tensor]:
     """Copies `[N, G, L, K]` from the pools, in the dtype of the queries."""
+    count, num_keys = places.num_requests, places.num_keys
 
     def copied(pool: Tensor) -> Tensor:
-        units = pool if places.is_by_block else pool.view(-1, *pool.shape[2:])
+        _, _, num_heads, head_dim = pool.shape
+        units = pool if places.is_by_block else pool.view(-1, num_heads, head_dim)
         # Tokens side by side, whatever a unit is.
-        found = units.index_select(0, places.units)
-        tokens = found.view(places.num_requests, -1, *pool.shape[2:])
-        return tokens[:, : places.num_keys].transpose(1, 2).to(q.dtype)
+        tokens = units.index_select(0, places.units).view(count, -1, num_heads, head_dim)
+        if tokens.shape[1] > num_keys:
+            tokens = tokens[:, :num_keys]
+        return tokens.transpose(1, 2).to(q.dtype)
 
     return copied(memory.keys), copied(memory.values)

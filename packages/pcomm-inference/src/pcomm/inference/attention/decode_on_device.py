@@ -45,10 +45,10 @@ def decode_on_device(
         return tokens.transpose(1, 2).to(q_NHK.dtype)
 
     mixed_NGRK = attend_rows(
-        q_NHK.unflatten(1, (num_heads, -1)),
+        q_NHK.view(num_requests, num_heads, -1, head_dim),
         copied(memory.keys),
         copied(memory.values),
         mask_NL[:, None, None],
         scale,
     )
-    return mixed_NGRK.flatten(1, 2)
+    return mixed_NGRK.reshape(q_NHK.shape)

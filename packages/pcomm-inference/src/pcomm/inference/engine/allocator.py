@@ -53,12 +53,26 @@ class Allocator:
         self._block_size = block_size
         self._snapshot_multiple = snapshot_multiple
         self._snapshot_interval = snapshot_interval
+        # Blocks of prompts that are being computed, by hashes that others may find soon.
+        self._coming: dict[bytes, int] = {}
         self.num_looked_up = 0
         self.num_hit = 0
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold the keys and values of `num_tokens` tokens."""
         return -(-num_tokens // self._block_size) if self._pools.has_blocks else 0
+
+    def is_coming(self, live: LiveRequest) -> bool:
+        """Whether a running request computes most of the tokens of one that waits.
+
+        It then better waits until that is done, and begins from there: continuations of one prompt
+        arrive together.
+        """
+        if not self._coming or live.unknown_prompt_rows(0, live.num_prompt):
+            return False
+        most = (len(live.tokens) - 1) // self._block_size
+        self._extend_hashes(live, most)
+        return 2 * sum(self._coming.get(digest, 0) for digest in live.block_hashes[:most]) > most
 
     def admit(self, live: LiveRequest, *, headroom: int) -> bool:
         """Give a request that begins all blocks of its tokens, its state and a table row.
@@ -96,6 +110,7 @@ class Allocator:
             live.claim = self._claim(self.blocks_for(live.limit - 1) - len(hit.blocks))
             self._allocate(live, missing)
         self._plan_to_keep(live, hit)
+        self._note_coming(live)
         return True
 
     def extend(self, live: LiveRequest, num_tokens: int) -> bool:
@@ -117,6 +132,7 @@ class Allocator:
         self._release_blocks(live.blocks)
         if live.state_slot:
             self.slots.give_back(live.state_slot)
+        self._no_longer_coming(live)
         live.blocks.clear()
         live.claim = (0, 0)
         live.capacity = live.table_row = live.state_slot = live.num_computed = 0
@@ -128,6 +144,8 @@ class Allocator:
         if cache is None or computed < live.keep_at:
             return
         full = computed // self._block_size
+        if computed >= live.coming_until:
+            self._no_longer_coming(live)
         if self._pools.has_blocks and not live.is_orphan:
             self._extend_hashes(live, full)
             while live.num_published < full and not live.is_orphan:
@@ -207,6 +225,29 @@ class Allocator:
                 interval = self._snapshot_interval
                 live.snapshot_at = [(hit.num_tokens // interval + 1) * interval]
         self._set_keep_at(live)
+
+    def _note_coming(self, live: LiveRequest) -> None:
+        """Note what others can begin from soon: blocks, or for states what is behind a snapshot."""
+        first = live.num_computed // self._block_size
+        stop = (len(live.tokens) - 1) // self._block_size
+        if self._cache is None or len(live.block_hashes) < stop:
+            return
+        ends = list(range(first + 1, stop + 1))
+        if self._pools.has_states:
+            at = [number // self._block_size for number in live.snapshot_at]
+            ends = [end for end in at if end <= stop]
+        live.coming_until = ends[-1] * self._block_size if ends else 0
+        for end in ends:
+            digest = live.block_hashes[end - 1]
+            if digest not in self._coming:
+                self._coming[digest] = end - first
+                live.coming.append(digest)
+            first = end
+
+    def _no_longer_coming(self, live: LiveRequest) -> None:
+        for digest in live.coming:
+            del self._coming[digest]
+        live.coming.clear()
 
     def _set_keep_at(self, live: LiveRequest) -> None:
         live.keep_at = live.snapshot_at[0] if live.snapshot_at else NEVER

@@ -141,7 +141,12 @@ class Engine:
         )
         if self._tokenizer is not None:
             params = request.params
-            live.text = TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens)
+            live.text = TextStream(
+                self._tokenizer,
+                params.stop,
+                min_tokens=params.min_tokens,
+                prompt=request.prompt,
+            )
             live.is_plain = False
             live.grammar = grammar
         self._num_added += 1

@@ -32,7 +32,7 @@ class EngineMemory:
     """Allocates the pools that a model declares.
 
     Args:
-        specs: What each layer of the model keeps.
+        specs: Declarations of the model, one for each layer.
         settings: Sizes of the pools.
         prefix_cache: True to keep what ended requests have computed.
         device: Device of the model.

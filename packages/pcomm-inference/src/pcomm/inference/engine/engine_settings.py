@@ -29,7 +29,7 @@ class EngineSettings:
         """Refuse numbers that no engine can run with.
 
         Args:
-            specs: What each layer of the model keeps.
+            specs: Declarations of the model, one for each layer.
 
         Raises:
             ConfigError: A value is no integer, or is too small.

@@ -68,3 +68,22 @@ class EngineStats:
     graph_sizes: tuple[int, ...]
     graph_refusal: str
     host_us: Mapping[str, float]
+
+    def __str__(self) -> str:
+        lines = [f"requests: {self.running} run, {self.waiting} wait"]
+        for name, pool in (("KV blocks", self.blocks), ("state slots", self.state_slots)):
+            if pool.size:
+                use = f"{pool.free} free, {pool.used} used, {pool.cached} cached"
+                lines.append(f"{name}: {use} of {pool.size}, {pool.bytes_each} bytes each")
+        lines.append(
+            f"steps: {self.steps}, tokens computed {self.computed_tokens}, "
+            f"written {self.written_tokens}, requests preempted {self.preemptions}"
+        )
+        if self.cached_tokens:
+            lines.append(f"prefix cache: {self.cached_tokens} of {self.looked_up_tokens} tokens")
+        if self.drafted_tokens:
+            lines.append(f"drafts: {self.accepted_tokens} right of {self.drafted_tokens}")
+        if self.graph_sizes or self.graph_refusal:
+            lines.append(f"graphs: {self.graph_refusal or self.graph_sizes}")
+        times = ", ".join(f"{phase} {time:.0f}" for phase, time in self.host_us.items())
+        return "\n".join([*lines, f"host time of a step, us: {times or 'no step yet'}"])

@@ -21,8 +21,8 @@ class EvictionQueue(Generic[Entry]):
     worth; with equal worth it is the order of last use.
 
     Args:
-        is_current: Whether an entry may be given up and has the given number, that of the newest
-            `put` of it.
+        is_current: Function of an entry and a number; true if the entry may be given up and the
+            number is that of its newest `put`.
     """
 
     def __init__(self, is_current: Callable[[Entry, int], bool]) -> None:
@@ -41,7 +41,7 @@ class EvictionQueue(Generic[Entry]):
         """Enter something, and return the number of this entry; older ones of it lapse.
 
         Args:
-            entry: What may be given up.
+            entry: Thing that may be given up.
             worth: Saved work per byte.
             last_use: Result of `use` when it was used last.
         """

@@ -18,16 +18,16 @@ class LiveRequest:
     """What scheduler, allocator and engine know of one request; queued or running.
 
     Args:
-        request: What the user asked for.
+        request: Prompt and settings of the user.
         arrival: Number of requests that came before it.
         limit: Most tokens that prompt and text may have together.
         stop_ids: Token ids that end the text.
 
     Attributes:
         order: Scheduling order: priority, then arrival.
-        tokens: The prompt and what was written.
+        tokens: The prompt and the tokens that were written.
         prompt: The prompt alone.
-        output: What was written, alone.
+        output: Tokens that were written, alone.
         num_prompt: Length of the prompt.
         num_computed: Number of tokens whose keys, values and states are in memory.
         blocks: KV blocks in the order of the tokens.
@@ -38,6 +38,8 @@ class LiveRequest:
         state_slot: State slot; 0 while it has none.
         keep_at: Number of computed tokens from which on the allocator has something to offer to the
             prefix cache.
+        coming: Hashes that stand for what it computes of its prompt, until that is done.
+        coming_until: Number of computed tokens from which on it is done.
         block_hashes: Chained hashes of its full blocks, as far as they were needed.
         num_published: Number of its blocks that the prefix cache was offered.
         is_orphan: True once the prefix cache has given up a block before one that is used, so that
@@ -62,6 +64,8 @@ class LiveRequest:
         "cached_tokens",
         "capacity",
         "claim",
+        "coming",
+        "coming_until",
         "error",
         "first_block",
         "grammar",
@@ -110,6 +114,8 @@ class LiveRequest:
         self.table_row = 0
         self.state_slot = 0
         self.keep_at = NEVER
+        self.coming: list[bytes] = []
+        self.coming_until = 0
         self.block_hashes: list[bytes] = []
         self.num_published = 0
         self.is_orphan = False

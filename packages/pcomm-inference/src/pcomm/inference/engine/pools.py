@@ -22,7 +22,7 @@ class Pools:
     attention layers, a slot the states of all recurrent layers.
 
     Args:
-        specs: What each layer keeps.
+        specs: Declarations of the model, one for each layer.
         num_blocks: Number of KV blocks, and one more that belongs to no request.
         block_size: Tokens of a block.
         num_slots: Number of state slots, and one more that belongs to no request.

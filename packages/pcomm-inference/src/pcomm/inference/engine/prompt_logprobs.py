@@ -37,7 +37,7 @@ def note_prompt_logprobs(logits_LV: Tensor, rows: PromptRows) -> None:
 
     Args:
         logits_LV: All logits of the step.
-        rows: Which of them are of prompts.
+        rows: Places of those that are of prompts.
     """
     chosen, asked = [], []
     counts: dict[str, int] = {}

@@ -26,7 +26,7 @@ def check_request(
         known: Names of the requests under way.
         vocabulary: Number of token ids.
         max_model_len: Most tokens of prompt and text together.
-        has_tokenizer: Whether the engine turns tokens into text.
+        has_tokenizer: True if the engine turns tokens into text.
 
     Raises:
         ConfigError: The name is in use, the prompt is empty, has other token ids or leaves no room

@@ -28,10 +28,9 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def first(self) -> LiveRequest:
-        """The request whose turn it is; there has to be one."""
-        return self._waiting[0]
+    def in_order(self) -> list[LiveRequest]:
+        """All requests; the list may be kept while the queue changes."""
+        return self._waiting.copy()
 
     def check_room(self, request_id: str) -> None:
         """Refuse a new request while the queue is full.

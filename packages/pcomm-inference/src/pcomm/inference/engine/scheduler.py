@@ -98,8 +98,11 @@ class Scheduler:
         return True
 
     def _begin_waiting(self, plan: StepPlan, budget: int) -> None:
-        while budget > 0 and len(self._queue) and len(self.running) < self._max_requests:
-            live = self._queue.first
+        for live in self._queue.in_order():
+            if budget <= 0 or len(self.running) == self._max_requests:
+                return
+            if self._allocator.is_coming(live):
+                continue
             # A block for each of the others, or the next step would preempt this one again.
             if not self._begin(live, headroom=len(self.running)):
                 return

@@ -27,7 +27,7 @@ class StepBuilder:
     Args:
         tables: Block tables of the running requests.
         block_size: Tokens of a block.
-        has_blocks: Whether the model keeps keys and values.
+        has_blocks: True if the model keeps keys and values.
         device: Device of the model.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pcomm.inference.text.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDecoder"]
@@ -23,20 +25,21 @@ class IncrementalDecoder:
     behind those that made the text before it, and what ends in an unfinished character is held
     back. The work for a token does not depend on the length of the text.
 
-    The parts equal `tokenizer.decode` of all tokens. One difference is possible where bytes are no
-    UTF-8: libraries with tokens for single bytes write U+FFFD for all bytes in a row, if one of
-    them is wrong, and here characters that were whole stay as they are.
+    The parts equal `tokenizer.decode` of all tokens, without that of the prompt. One difference is
+    possible where bytes are no UTF-8: libraries with tokens for single bytes write U+FFFD for all
+    bytes in a row, if one of them is wrong, and here characters that were whole stay as they are.
 
     Args:
         tokenizer: Tokenizer whose `decode` gives the text.
+        prompt: Tokens before the first one. Their text is not given, but a space behind it is.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         # Tokens whose text was given, whole characters; behind them the others, with the number of
         # characters of theirs that were given.
-        self._context: list[int] = []
-        self._context_text = ""
+        self._context = list(prompt[-_KEPT_PENDING:])
+        self._context_text = tokenizer.decode(self._context)
         self._pending: list[int] = []
         self._given = 0
 

@@ -37,10 +37,20 @@ class TextStream:
         tokenizer: Tokenizer whose `decode` gives the text.
         stop: Strings that end the text.
         min_tokens: Number of tokens within whose text no stop string ends the text.
+        prompt: Tokens that the text continues, of which the last ones are looked at. Prompt and
+            text together then are the decoded whole: tokenizers that mark spaces drop that of the
+            first word, which is not the first one behind a prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], *, min_tokens: int = 0) -> None:
-        self._decoder = IncrementalDecoder(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, prompt)
         self._matcher = StopMatcher(stop)
         self._left = min_tokens
 

@@ -12,24 +12,31 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.call import Call, Reduction
+from pcomm.core.collectives.checks import gather_sizes, scatter_sizes
 from pcomm.core.collectives.distributed import DistributedCollectives, Issued, in_front
 from pcomm.core.collectives.gloo.pairwise import Pairs, PairwiseAllGather, PairwiseReduceScatter
 from pcomm.core.collectives.gloo.work_queue import WorkItem, WorkQueue
-from pcomm.core.collectives.out import check_out, is_direct, not_over
-from pcomm.core.collectives.shapes import gather_sizes, scatter_sizes
+from pcomm.core.collectives.out import check_out, not_over
+from pcomm.core.errors import UnsupportedError
 
 __all__ = ["GlooCollectives"]
 
 # Measured on 2 and 4 ranks of two cores: from here on pairs are as fast or faster; far below it
 # torch's are, since every receive that is announced wakes the other rank once more.
 _LARGE_BYTES = 256 * 1024
-_NOT_ADDED = (torch.uint16, torch.uint32, torch.uint64)
+# The dtypes of gloo's own operations, beside complex ones, which are pairs of these. Between pairs
+# of ranks bytes are sent, of any dtype.
+_KNOWN = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
 
 
 class GlooCollectives(DistributedCollectives):
@@ -56,18 +63,24 @@ class GlooCollectives(DistributedCollectives):
         super().close()
         self._queue.rest()
 
+    def _issue(self, call: Call, is_async: bool) -> Issued:
+        if call.operation in ("all_to_all", "broadcast"):
+            _check_dtype(call.operation, call.x)
+        return super()._issue(call, is_async)
+
+    def _operation(self, op: Reduction, x: Tensor) -> Any:
+        _check_dtype("all_reduce", x)
+        return super()._operation(op, x)
+
     def _all_gather(self, call: Call, is_async: bool) -> Issued:
-        lengths = gather_sizes(call, self.rank, self.size)
-        if lengths is None:
-            lengths = [call.x.shape[call.dim]] * self.size
+        length, uneven = gather_sizes(call, self.rank, self.size)
+        lengths = [call.length] * self.size if uneven is None else uneven
         if not _is_large(call, lengths):
+            _check_dtype(call.operation, call.x)
             return super()._all_gather(call, is_async)
-        check_out(call, sum(lengths))
-        front, out = in_front(call), call.out
-        if out is not None and is_direct(call):
-            gathered = out
-        else:
-            gathered = front.new_empty(sum(lengths), *front.shape[1:])
+        gathered, front = check_out(call, length), in_front(call)
+        if gathered is None:
+            gathered = front.new_empty(length, *front.shape[1:])
         parts = gathered.split(lengths)
         own = parts[self.rank]
         if own.data_ptr() != front.data_ptr():
@@ -75,20 +88,18 @@ class GlooCollectives(DistributedCollectives):
         return self._enqueue(PairwiseAllGather(self._pairs, own, parts), gathered, is_async)
 
     def _reduce_scatter(self, call: Call, is_async: bool) -> Issued:
-        x, out = call.x, call.out
-        lengths = scatter_sizes(call, self.size)
-        if lengths is None:
-            lengths = [x.shape[call.dim] // self.size] * self.size
-        # These torch cannot add. It says so at once there; here it would be found out in the queue,
-        # after which nothing else of the communicator works.
-        is_added = not x.is_floating_point() or x.itemsize > 1
-        is_added = is_added and x.dtype not in _NOT_ADDED
+        length, uneven = scatter_sizes(call, self.rank, self.size)
+        lengths = [length] * self.size if uneven is None else uneven
+        # What torch cannot add would be found out in the queue, after which nothing else of the
+        # communicator works.
+        is_added = _is_known(call.x.dtype) or call.x.dtype == torch.int16
         if not is_added or not _is_large(call, lengths):
+            _check_dtype(call.operation, call.x)
             return self._exchange_and_add(call, is_async)
-        check_out(call, lengths[self.rank])
-        front = in_front(call)
+        total, front = check_out(call, length), in_front(call)
         own = front.split(lengths)[self.rank]
-        total = out if out is not None and is_direct(call) else torch.empty_like(own)
+        if total is None:
+            total = torch.empty_like(own)
         # `out` may be this rank's own part of `x`, as NCCL allows: then nothing is copied.
         if total.data_ptr() != own.data_ptr():
             front = not_over(front, total)
@@ -101,6 +112,27 @@ class GlooCollectives(DistributedCollectives):
         transfer = self._queue.start(item, is_async=is_async)
         # The queue keeps alive what the operation reads.
         return transfer, None, result
+
+
+def _is_known(dtype: torch.dtype) -> bool:
+    return dtype in _KNOWN or dtype.is_complex
+
+
+def _check_dtype(operation: str, x: Tensor) -> None:
+    """Refuse what gloo's own operations cannot take. Torch would say so at the wait, or not at all.
+
+    Args:
+        operation: Name of the operation, for the message.
+        x: Tensor to be sent, of any shape.
+    """
+    if not _is_known(x.dtype):
+        raise UnsupportedError(
+            f"{operation}: a tensor of shape {tuple(x.shape)}, {x.dtype}",
+            found="a gloo group, which knows numbers of 16 to 64 bits, int8, uint8 and bool",
+            why="Gloo neither adds nor moves other dtypes, unless in a large all-gather.",
+            fix="Convert the tensor, to torch.int32 or torch.float32 for example. To move it as it "
+            "is, pass x.view(torch.uint8) and view the result as its dtype.",
+        )
 
 
 def _is_large(call: Call, lengths: Sequence[int]) -> bool:

@@ -15,7 +15,7 @@ __all__ = ["GROUP", "BenchCommand", "command"]
 
 GROUP = "pcomm.benchmarks"
 
-_HOMES = {"fsdp": "pcomm-fsdp", "gdn-cp": "pcomm-gdn-cp"}
+_HOMES = {"fsdp": "pcomm-fsdp", "gdn-cp": "pcomm-gdn-cp", "inference": "pcomm-inference"}
 
 
 class BenchCommand:

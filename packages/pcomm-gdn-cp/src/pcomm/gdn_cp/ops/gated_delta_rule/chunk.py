@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from pcomm.gdn_cp.graph_breaks import outside_graphs
 from pcomm.gdn_cp.ops.chunk_layout import ChunkLayout, default_chunk, from_chunks, to_chunks
 from pcomm.gdn_cp.ops.decayed_read import log_decay_since_start, pairwise_decay, read_chunks
-from pcomm.gdn_cp.ops.gated_delta_rule.scan import chunk_inverse, delta_scan
+from pcomm.gdn_cp.ops.gated_delta_rule.scan import DeltaScan, chunk_inverse, delta_scan
 from pcomm.gdn_cp.ops.input_checks import check_group, check_shape, check_tokens
 from pcomm.gdn_cp.ops.precision import compute_dtype
 from pcomm.gdn_cp.ops.state_layout import state_for_scan, state_for_user
@@ -153,16 +153,7 @@ class DeltaChunks:
         initial = state_for_scan(
             "DeltaChunks.outputs", initial_state, self.layout, self.v_MGRCV, num_groups, key_dim
         )
-        scan = delta_scan(
-            self.k_MGCK,
-            self.v_MGRCV,
-            self.beta_MGRC,
-            self.decay_MGRC,
-            initial,
-            self.pairwise_MGRCC,
-            self.inverse_MGRCC,
-            self.layout.step_sizes,
-        )
+        scan = self._scan(self.v_MGRCV, initial)
         read_MGRCV = read_chunks(
             to_chunks(q_TGK, self.layout).to(self.v_MGRCV.dtype),
             self.k_MGCK,
@@ -187,18 +178,22 @@ class DeltaChunks:
         # The columns of a state are independent. So the map is found by running it: the identity
         # enters in K more columns, in which nothing is written.
         start = F.pad(one, (0, self.v_MGRCV.shape[-1]))[:, None]
-        scan = delta_scan(
+        start = start.expand(num_sequences, num_groups, key_dim, num_repeats, -1).contiguous()
+        scan = self._scan(F.pad(self.v_MGRCV, (key_dim, 0)), start)
+        both = state_for_user(scan.final_NGKRV, self.layout)
+        return both[..., :key_dim], both[..., key_dim:]
+
+    def _scan(self, v_MGRCV: Tensor, initial_NGKRV: Tensor) -> DeltaScan:
+        return delta_scan(
             self.k_MGCK,
-            F.pad(self.v_MGRCV, (key_dim, 0)),
+            v_MGRCV,
             self.beta_MGRC,
             self.decay_MGRC,
-            start.expand(num_sequences, num_groups, key_dim, num_repeats, -1).contiguous(),
+            initial_NGKRV,
             self.pairwise_MGRCC,
             self.inverse_MGRCC,
             self.layout.step_sizes,
         )
-        both = state_for_user(scan.final_NGKRV, self.layout)
-        return both[..., :key_dim], both[..., key_dim:]
 
 
 def check_delta_inputs(

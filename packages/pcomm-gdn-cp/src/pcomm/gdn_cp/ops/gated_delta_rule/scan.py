@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pcomm.gdn_cp.ops.decayed_read import side_by_side
+from pcomm.gdn_cp.ops.decayed_read import decay_to_end, side_by_side
 from pcomm.gdn_cp.ops.precision import full_precision
 
 __all__ = ["DeltaScan", "chunk_inverse", "delta_scan"]
@@ -102,7 +102,7 @@ class _DeltaScan(torch.autograd.Function):
         num_chunks, num_groups, num_repeats, _, width = v.shape
         values, unknown = torch.empty_like(v), torch.empty_like(v)
         states = v.new_empty(num_chunks, num_groups, k.shape[-1], num_repeats, width)
-        from_start, to_end, whole = _decays(decay)
+        from_start, (to_end, whole) = decay.exp(), decay_to_end(decay)
         state, finals, start = initial, [], 0
         with full_precision(v):
             for size in step_sizes:
@@ -155,13 +155,6 @@ class _Back(NamedTuple):
     initial: Tensor
 
 
-def _decays(decay_MGRC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From the start to each token, from each token to the end, and over the whole chunk."""
-    to_end = (decay_MGRC[..., -1:] - decay_MGRC).exp()
-    whole_MG1R1 = decay_MGRC[:, :, None, :, -1:].exp()
-    return decay_MGRC.exp(), to_end, whole_MG1R1
-
-
 def _scan_back(
     kept: _Kept,
     grad_values: Tensor,
@@ -171,8 +164,8 @@ def _scan_back(
 ) -> _Back:
     """The transposed chain, from the last step to the first: all that has to wait."""
     k, num_repeats, width = kept.k, kept.v.shape[2], kept.v.shape[-1]
-    from_start, to_end, whole = _decays(kept.decay)
-    known_factor = -from_start * kept.beta
+    to_end, whole = decay_to_end(kept.decay)
+    known_factor = -kept.decay.exp() * kept.beta
     written, right = torch.empty_like(kept.v), torch.empty_like(kept.v)
     known = kept.v.new_empty(*k.shape[:-1], num_repeats * width)
     left = torch.empty_like(kept.states)
@@ -195,7 +188,7 @@ def _scan_back(
 def _collect(kept: _Kept, back: _Back, grad_values: Tensor) -> tuple[Tensor, ...]:
     """Gradients of keys, values, beta and decay, for all chunks at once."""
     k, beta, values = kept.k, kept.beta, kept.values
-    _, to_end, whole = _decays(kept.decay)
+    to_end, whole = decay_to_end(kept.decay)
     grad_v = back.right * beta.unsqueeze(-1)
     # The gradient of A is minus right values^T, below the diagonal. Times A, its sum over a row
     # is what beta and the decay of that token get, and that over a column what the decay loses;

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pcomm.gdn_cp.ops.decayed_read import side_by_side
+from pcomm.gdn_cp.ops.decayed_read import decay_to_end, side_by_side
 from pcomm.gdn_cp.ops.precision import full_precision
 
 __all__ = ["decay_scan"]
@@ -57,7 +57,7 @@ class _DecayScan(torch.autograd.Function):
         step_sizes: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         num_repeats, width = values.shape[2], values.shape[-1]
-        to_end, whole = _decays(decay)
+        to_end, whole = decay_to_end(decay)
         with full_precision(k):
             added = k.mT @ side_by_side(values, to_end)
         added = added.unflatten(-1, (num_repeats, width))
@@ -78,7 +78,7 @@ class _DecayScan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         k, values, decay, states = ctx.saved_tensors
         grad_states, grad_final = grads
-        to_end, whole = _decays(decay)
+        to_end, whole = decay_to_end(decay)
         grad_left = torch.empty_like(states)
         state, stop = grad_final[:0], len(states)
         for size in reversed(ctx.step_sizes):
@@ -96,9 +96,3 @@ class _DecayScan(torch.autograd.Function):
         through = (grad_left * states).sum((2, 4)) * whole[:, :, 0, :, 0]
         grad_decay[..., -1] += left.sum(-1) + through
         return grad_k, grad_values, grad_decay, grad_initial, None
-
-
-def _decays(decay_MGRC: Tensor) -> tuple[Tensor, Tensor]:
-    """From each token to the end of its chunk, and over the whole chunk."""
-    to_end = (decay_MGRC[..., -1:] - decay_MGRC).exp()
-    return to_end, decay_MGRC[:, :, None, :, -1:].exp()

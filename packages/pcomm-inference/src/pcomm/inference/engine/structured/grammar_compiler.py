@@ -18,9 +18,6 @@ __all__ = ["GrammarCompiler"]
 # Grammars that are kept, for requests that ask for the same one again, such as several
 # continuations of a prompt.
 _KEPT = 16
-# Blanks between the parts of JSON can go on for ever; without them, a text whose strings and arrays
-# are bounded ends.
-_COMPACT = {"whitespace_flexible": False}
 
 
 class GrammarCompiler:
@@ -70,11 +67,13 @@ class GrammarCompiler:
         if name == "json_schema":
             schema = _parsed(text)
             # Options are for objects; `true` is the empty one, and the others are no schemas, which
-            # is found below.
+            # is found below. Blanks between the parts of JSON could go on for ever; without them, a
+            # text whose strings and arrays are bounded ends.
             if schema is True:
                 schema = {}
             grammar = LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), overrides=_COMPACT if isinstance(schema, dict) else None
+                json.dumps(schema),
+                overrides={"whitespace_flexible": False} if isinstance(schema, dict) else None,
             )
         else:
             grammar = LLMatcher.grammar_from_regex(text)

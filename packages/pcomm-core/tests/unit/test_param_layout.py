@@ -44,8 +44,8 @@ def test_shards_hold_the_positions_of_the_layout_and_join_to_the_whole(
     for rank, shard in enumerate(shards):
         positions = torch.tensor(layout.positions(rank), dtype=torch.int64)
         assert_equal(shard.contiguous(), whole.index_select(dim, positions))
-        placement = ParamLayout(layout, dim)
-        assert placement.logical_shape(shard.shape) == whole.shape
+        param_layout = ParamLayout(layout, dim)
+        assert param_layout.logical_shape(shard.shape) == whole.shape
     assert_equal(join_shards(shards, layout, dim=dim), whole)
 
 
@@ -65,7 +65,7 @@ def test_replicated_shards_join_to_one_of_them() -> None:
 def test_parameters_are_found_in_nested_modules_and_the_rest_is_whole() -> None:
     split = ParamLayout(Layout.even(4, 2), dim=1)
     inner = nn.Linear(2, 2)
-    inner.placements = {"weight": split}  # type: ignore[assignment]
+    inner.param_layouts = {"weight": split}  # type: ignore[assignment]
     model = nn.ModuleDict({"a": nn.Sequential(inner), "b": nn.LayerNorm(2)})
     found = param_layouts_of(model)
     assert list(found) == [name for name, _ in model.named_parameters()]

@@ -1,0 +1,123 @@
+"""Checks of what a call names (sizes, reduction, source), made before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from pcomm.core.collectives.call import Call, Reduction
+from pcomm.core.errors import ConfigError, LayoutError, TopologyError, near_misses
+
+__all__ = ["check_reduction", "check_source", "gather_sizes", "scatter_sizes", "transfer_sizes"]
+
+_REDUCTIONS = get_args(Reduction)
+
+
+def check_reduction(op: str) -> None:
+    """Refuse an unknown reduction. Local."""
+    if op not in _REDUCTIONS:
+        raise ConfigError(
+            f"all_reduce: op={op!r}",
+            found=f"a reduction other than {' and '.join(_REDUCTIONS)}",
+            why="Only these are the same on all backends.",
+            fix=near_misses(str(op), _REDUCTIONS),
+        )
+
+
+def check_source(call: Call, size: int) -> None:
+    """Refuse a broadcast from a place outside the group. Local."""
+    if not 0 <= call.source < size:
+        raise TopologyError(
+            f"broadcast: source={call.source}",
+            found=f"a group of {size} ranks",
+            why="The source is a place in the group, and not a rank of the whole job.",
+            fix=f"Name a place from 0 to {size - 1}.",
+        )
+
+
+def gather_sizes(call: Call, rank: int, size: int) -> tuple[int, Sequence[int] | None]:
+    """Checked lengths in an all-gather: of the result, and of each shard. Local.
+
+    The second is None where all shards are equal.
+    """
+    length, sizes = call.length, call.sizes
+    if sizes is None:
+        return length * size, None
+    if len(sizes) != size or sizes[rank] != length or min(sizes) < 0:
+        raise LayoutError(
+            f"all_gather: sizes {list(sizes)} along dim {call.dim}",
+            found=f"rank {rank} of {size} has shape {tuple(call.x.shape)}",
+            why="sizes names the length of each rank's shard, and this rank's must be its own; "
+            "none is negative.",
+            fix="Pass Layout.sizes of the layout by which the tensor is split.",
+        )
+    return sum(sizes), None if len(set(sizes)) == 1 else sizes
+
+
+def scatter_sizes(call: Call, rank: int, size: int) -> tuple[int, Sequence[int] | None]:
+    """Checked lengths in a reduce-scatter: of this rank's shard, and of each one. Local.
+
+    The second is None where all shards are equal.
+    """
+    length, sizes = call.length, call.sizes
+    if sizes is None:
+        if length % size:
+            raise LayoutError(
+                f"reduce_scatter: shape {tuple(call.x.shape)} along dim {call.dim}",
+                found=f"{length} positions over {size} ranks",
+                why="Without sizes every rank gets an equal shard.",
+                fix="Pad the dimension to a multiple of the ranks, or pass sizes.",
+            )
+        return length // size, None
+    if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
+        raise LayoutError(
+            f"reduce_scatter: sizes {list(sizes)} along dim {call.dim}",
+            found=f"shape {tuple(call.x.shape)}, {size} ranks",
+            why="sizes names the shard of each rank, and together they are the dimension; none is "
+            "negative.",
+            fix="Pass Layout.sizes of the layout by which the result is split.",
+        )
+    return sizes[rank], None if len(set(sizes)) == 1 else sizes
+
+
+def transfer_sizes(
+    call: Call, rank: int, size: int
+) -> tuple[int, list[int] | None, list[int] | None]:
+    """Checked lengths in an all-to-all: of the result, of each part sent and received. Local.
+
+    The last two are None where all parts are equal.
+    """
+    length, send_sizes, receive_sizes = call.length, call.sizes, call.receive_sizes
+    if (send_sizes is None) != (receive_sizes is None):
+        raise LayoutError(
+            "all_to_all",
+            found=f"send_sizes={send_sizes}, receive_sizes={receive_sizes}",
+            why="Uneven parts have to be known on both sides.",
+            fix="Pass both, or neither for equal parts.",
+        )
+    if send_sizes is None or receive_sizes is None:
+        if length % size:
+            raise LayoutError(
+                f"all_to_all: shape {tuple(call.x.shape)} along dim {call.dim}",
+                found=f"{length} positions for {size} ranks",
+                why="Without sizes every rank gets an equal part.",
+                fix="Pass send_sizes and receive_sizes.",
+            )
+        return length, None, None
+    is_one_each = len(send_sizes) == len(receive_sizes) == size
+    if not is_one_each or sum(send_sizes) != length or min(*send_sizes, *receive_sizes) < 0:
+        raise LayoutError(
+            f"all_to_all: send_sizes {list(send_sizes)}, receive_sizes {list(receive_sizes)}",
+            found=f"shape {tuple(call.x.shape)} along dim {call.dim}, {size} ranks",
+            why="There is one part per rank, none is negative, and the parts sent are the whole "
+            "dimension.",
+            fix="Give one size per rank; the sent ones add up to the length of the dimension.",
+        )
+    if send_sizes[rank] != receive_sizes[rank]:
+        raise LayoutError(
+            f"all_to_all: send_sizes {list(send_sizes)}, receive_sizes {list(receive_sizes)}",
+            found=f"rank {rank} sends itself {send_sizes[rank]} and gets {receive_sizes[rank]}",
+            why="What a rank sends to itself is what it gets from itself.",
+            fix="Check that receive_sizes are those that the others send to this rank.",
+        )
+    return sum(receive_sizes), list(send_sizes), list(receive_sizes)

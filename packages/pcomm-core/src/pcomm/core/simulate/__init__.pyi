@@ -1,0 +1,10 @@
+from pcomm.core.simulate.cluster import Algorithm as Algorithm
+from pcomm.core.simulate.cluster import Cluster as Cluster
+from pcomm.core.simulate.cluster import Rail as Rail
+from pcomm.core.simulate.cluster import SimulatedCommunicator as SimulatedCommunicator
+from pcomm.core.simulate.deadlock import DeadlockError as DeadlockError
+from pcomm.core.simulate.engine import simulate as simulate
+from pcomm.core.simulate.issue_order import check_issue_order as check_issue_order
+from pcomm.core.simulate.task import Task as Task
+from pcomm.core.simulate.task_times import TaskTimes as TaskTimes
+from pcomm.core.simulate.timeline import Timeline as Timeline

@@ -1,0 +1,122 @@
+"""Calls that cannot be carried out: refused where they are made, before anything is sent."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcomm.core.collectives.autograd import DifferentiableCollectives
+from pcomm.core.collectives.distributed import DistributedCollectives
+from pcomm.core.collectives.gloo.collectives import GlooCollectives
+from pcomm.core.collectives.identity import IdentityCollectives
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.errors import ConfigError, LayoutError, PcommError, TopologyError, UnsupportedError
+from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.default_group import default_collectives, default_group
+from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.testing.virtual import VirtualCollectives
+
+NUMBER, ROW = torch.tensor(1.0), torch.arange(4.0)
+# Operation, input, options, and the error. Two ranks; alone, sizes have one rank.
+WRONG: list[tuple[str, Tensor, dict[str, Any], type[PcommError], str]] = [
+    ("all_reduce", ROW, {"op": "min"}, ConfigError, "op='min'"),
+    # Booleans are added as a maximum, so that this one had a result.
+    ("all_reduce", ROW > 1, {"op": "summ"}, ConfigError, "Did you mean 'sum'"),
+    ("broadcast", ROW, {"source": 2}, TopologyError, "source=2"),
+    ("broadcast", ROW, {"source": -1}, TopologyError, "source=-1"),
+    ("all_gather", NUMBER, {}, LayoutError, "all_gather: dim=0"),
+    *(
+        (name, ROW, {"dim": dim}, LayoutError, f"{name}: dim={dim}")
+        for name in ("all_gather", "reduce_scatter", "all_to_all")
+        for dim in (1, -2)
+    ),
+]
+ALL_DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+]
+
+
+def check_refusals(collectives: Collectives) -> None:
+    for name, x, options, error, words in WRONG:
+        before = x.clone()
+        for twin in ("", "_async"):
+            with pytest.raises(error, match=words):
+                getattr(collectives, name + twin)(x, **options)
+            if name in ("all_reduce", "broadcast"):
+                for out in (x, torch.zeros_like(x)):
+                    untouched = out.clone()
+                    with pytest.raises(error, match=words):
+                        getattr(collectives, name + twin)(x, out=out, **options)
+                    assert_equal(out, untouched)
+        assert_equal(x, before)
+
+
+@ranks(2)
+def test_unknown_choices_are_refused_before_anything_is_sent(rank: int) -> None:
+    """On one rank after the other: if the other one is sent anything, the sum is wrong."""
+    ours = default_collectives()
+    for collectives in (ours, DistributedCollectives(default_group()), SpyCollectives(ours)):
+        for turn in range(2):
+            if rank == turn:
+                check_refusals(collectives)
+            total = collectives.all_reduce(torch.tensor([float(rank + 1)]))
+            assert_equal(total, torch.tensor([3.0]))
+    with pytest.raises(ConfigError, match="op='min'"):
+        DifferentiableCollectives(ours).all_reduce(ROW, op="min")  # type: ignore[arg-type]
+    # A spy looks up the size of its rank before the call is refused.
+    for sizes in ([4], [4, 4, 4]):
+        with pytest.raises(LayoutError, match="reduce_scatter: sizes"):
+            SpyCollectives(ours).reduce_scatter(ROW, sizes=sizes)
+
+
+def test_alone_and_on_virtual_ranks_the_same_is_refused() -> None:
+    check_refusals(IdentityCollectives())
+    virtual = VirtualCollectives(0, 2, [], threading.Barrier(2))
+    for name, x, options, error, words in WRONG:
+        with pytest.raises(error, match=words):
+            getattr(virtual, name)(x, **options)
+
+
+def is_refused(collectives: Collectives, name: str, x: Tensor, error: type[Exception]) -> bool:
+    try:
+        getattr(collectives, name)(x)
+    except error:
+        return True
+    return False
+
+
+@ranks(2)
+def test_on_gloo_a_dtype_is_refused_where_gloo_has_no_operation_for_it(rank: int) -> None:
+    """What torch itself refuses, when it is asked to move or add a few numbers, is the measure."""
+    ours, plain = default_collectives(), DistributedCollectives(default_group())
+    assert isinstance(ours, GlooCollectives)
+    for dtype in ALL_DTYPES:
+        x = torch.ones(4).to(dtype)
+        for name in ("all_gather", "all_reduce", "all_to_all", "broadcast"):
+            expected = is_refused(plain, name, x, RuntimeError)
+            assert is_refused(ours, name, x, UnsupportedError) == expected, (dtype, name)
+            if expected:
+                # And not at the wait.
+                with pytest.raises(UnsupportedError, match=f"{name}: (.|\n)*{dtype}"):
+                    getattr(ours, f"{name}_async")(x)
+
+
+@ranks(2)
+def test_bytes_of_any_dtype_are_gathered_between_pairs(rank: int) -> None:
+    collectives = default_collectives()
+    for dtype in (torch.float8_e4m3fn, torch.int16, torch.uint32):
+        parts = [torch.full((300_000,), float(r + 1)).to(dtype) for r in range(2)]
+        gathered = collectives.all_gather(parts[rank])
+        assert torch.equal(gathered.view(torch.uint8), torch.cat(parts).view(torch.uint8))
+    both = torch.full((300_000,), 3, dtype=torch.int16)
+    total = collectives.reduce_scatter(torch.full((600_000,), rank + 1, dtype=torch.int16))
+    assert_equal(total, both)

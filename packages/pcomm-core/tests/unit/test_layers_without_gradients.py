@@ -1,0 +1,182 @@
+"""Split layers where no gradient is asked for: the same numbers, and collectives alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.errors import LayoutError
+from pcomm.core.layout import Layout
+from pcomm.core.tensor_parallel import embedding
+from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
+from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.split_layers import LayerCase
+from pcomm.core.testing.virtual import run_virtual
+
+EVEN, UNEVEN = Layout.even(8, 2), Layout.uneven((5, 3))
+CASES: dict[str, tuple[LayerCase, dict[str, int]]] = {
+    "column": (LayerCase("column", UNEVEN, bias=True), {}),
+    "column, gathered": (LayerCase("column", UNEVEN, gather_output=True), {"all_gather": 1}),
+    "column, sequence": (LayerCase("column", EVEN, sequence_parallel=True), {"all_gather": 1}),
+    "row": (LayerCase("row", UNEVEN, bias=True), {"all_reduce": 1}),
+    "row, sequence": (LayerCase("row", EVEN, sequence_parallel=True), {"reduce_scatter": 1}),
+    "embedding": (LayerCase("embedding", UNEVEN), {"all_reduce": 1}),
+    "embedding, sequence": (
+        LayerCase("embedding", EVEN, sequence_parallel=True),
+        {"reduce_scatter": 1},
+    ),
+}
+
+
+def input_of(case: LayerCase, rank: int) -> Tensor:
+    if case.kind == "embedding":
+        return torch.arange(case.tokens) % case.layout.length
+    wide = case.width if case.kind == "column" else case.layout.length
+    x = torch.randn(case.tokens, wide, generator=torch.Generator().manual_seed(0))
+    return case.own_input(x, rank).contiguous()
+
+
+def refuse(*arguments: object, **options: object) -> None:
+    raise AssertionError("an autograd.Function without gradients")
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_training_without_its_functions(
+    name: str,
+    without: Callable[[], AbstractContextManager[None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, counts = CASES[name]
+
+    def on_rank(collectives: Collectives) -> None:
+        spy = SpyCollectives(collectives)
+        torch.manual_seed(collectives.rank)
+        layer, x = case.build(spy, torch.float32), input_of(case, collectives.rank)
+        before, expected = x.clone(), layer(x).detach()
+        spy.clear()
+        # The ranks are threads of one process: no one is in `layer` when a function is refused.
+        collectives.all_reduce(torch.zeros(1))
+        monkeypatch.setattr(torch.autograd.Function, "apply", refuse)
+        collectives.all_reduce(torch.zeros(1))
+        with without():
+            found = layer(x)
+        assert spy.counts == counts
+        assert_equal(found.clone(), expected)
+        assert_equal(x, before)
+
+    run_virtual(on_rank, 2)
+
+
+@pytest.mark.parametrize("kind", ["row", "embedding"])
+def test_a_sum_is_added_up_in_place(kind: str) -> None:
+    case = LayerCase(kind, UNEVEN)  # type: ignore[arg-type]
+
+    def on_rank(collectives: Collectives) -> bool:
+        class Seen(SpyCollectives):
+            is_in_place = False
+
+            def all_reduce(
+                self, x: Tensor, *, op: Any = "sum", out: Tensor | None = None
+            ) -> Tensor:
+                self.is_in_place = out is x
+                return super().all_reduce(x, op=op, out=out)
+
+        spy = Seen(collectives)
+        with torch.inference_mode():
+            case.build(spy, torch.float32)(input_of(case, collectives.rank))
+        return spy.is_in_place
+
+    assert run_virtual(on_rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_any_number_of_tokens_is_decoded(tokens: int) -> None:
+    """In the form without sequence parallelism, which has the same weights."""
+
+    def on_rank(collectives: Collectives) -> None:
+        for name in ("column", "row", "embedding"):
+            case = replace(CASES[name][0], tokens=tokens)
+            with torch.inference_mode():
+                found = case.build(collectives, torch.float32)(input_of(case, collectives.rank))
+            assert found.shape[0] == tokens
+        if tokens == 1:
+            return
+        for name in ("row, sequence", "embedding, sequence"):
+            case = replace(CASES[name][0], tokens=tokens)
+            layer = case.build(collectives, torch.float32)
+            with (
+                torch.inference_mode(),
+                pytest.raises(LayoutError, match="that decode"),
+            ):
+                layer(input_of(case, collectives.rank))
+
+    run_virtual(on_rank, 2)
+
+
+def test_ids_are_looked_at_unless_the_caller_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_rank(collectives: Collectives) -> None:
+        ids = torch.tensor([7, 8])
+        for checks in (True, False):
+            layer = VocabularyParallelEmbedding(EVEN, 3, collectives, check_ids=checks)
+            if checks:
+                with pytest.raises(LayoutError, match="ids 7 to 8"):
+                    layer(ids)
+            else:
+                with torch.inference_mode():
+                    assert (layer(ids)[1] == 0).all()
+                    assert (layer(ids)[0] != 0).all()
+
+    run_virtual(on_rank, 2)
+    monkeypatch.setattr(embedding, "check_ids", refuse)
+    run_virtual(
+        lambda c: VocabularyParallelEmbedding(EVEN, 3, c, check_ids=False)(torch.arange(8)), 2
+    )
+
+
+class Allocated(TorchDispatchMode):
+    """The largest tensor with memory that was made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.device.type != "meta":
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+LAYERS: dict[str, Callable[..., torch.nn.Module]] = {
+    "column": lambda c, **options: ColumnParallelLinear(4, EVEN, c, bias=True, **options),
+    "row": lambda c, **options: RowParallelLinear(EVEN, 4, c, bias=True, **options),
+    "embedding": lambda c, **options: VocabularyParallelEmbedding(EVEN, 4, c, **options),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_only_the_shard_of_a_rank_is_allocated(kind: str) -> None:
+    def on_rank(collectives: Collectives) -> tuple[int, int]:
+        found = list[int]()
+        options: dict[str, Any]
+        for options in ({}, {"initialise": False}):
+            with Allocated() as allocated:
+                layer = LAYERS[kind](collectives, dtype=torch.bfloat16, **options)
+            found.append(allocated.largest)
+            assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
+                name: tuple(p.shape) for name, p in LAYERS[kind](collectives).named_parameters()
+            }
+            assert all(p.dtype == torch.bfloat16 and p.is_contiguous() for p in layer.parameters())
+        whole, shard = found
+        return whole, shard
+
+    assert run_virtual(on_rank, 2) == [(32, 16)] * 2

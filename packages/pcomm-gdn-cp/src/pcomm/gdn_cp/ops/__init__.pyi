@@ -1,0 +1,14 @@
+from pcomm.gdn_cp.ops.backend import Kernels as Kernels
+from pcomm.gdn_cp.ops.backend import choose_kernels as choose_kernels
+from pcomm.gdn_cp.ops.causal_conv1d import causal_convolution as causal_convolution
+from pcomm.gdn_cp.ops.causal_conv1d import convolution_step as convolution_step
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import DeltaChunks as DeltaChunks
+from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.gated_delta_rule.gate import delta_gates as delta_gates
+from pcomm.gdn_cp.ops.gated_delta_rule.recurrent import gated_delta_step as gated_delta_step
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import SsdChunks as SsdChunks
+from pcomm.gdn_cp.ops.mamba2_ssd.chunk import chunk_mamba2_ssd as chunk_mamba2_ssd
+from pcomm.gdn_cp.ops.mamba2_ssd.recurrent import mamba2_ssd_step as mamba2_ssd_step
+from pcomm.gdn_cp.ops.norms import gate_then_rms_norm as gate_then_rms_norm
+from pcomm.gdn_cp.ops.norms import normalise_queries_keys as normalise_queries_keys
+from pcomm.gdn_cp.ops.norms import rms_norm_then_gate as rms_norm_then_gate

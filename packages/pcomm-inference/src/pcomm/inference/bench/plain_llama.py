@@ -1,0 +1,94 @@
+"""A model of Llama's kind in plain PyTorch, with the calls that no implementation can leave out."""
+
+# Shape suffixes: T tokens of the step, D width, H query heads, G key heads, K head dim, V
+# vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pcomm.inference.attention.paged_attention import paged_attention
+from pcomm.inference.bench.settings import Shape
+from pcomm.inference.memory import KVMemory, LayerMemory
+from pcomm.inference.model import KVSpec
+from pcomm.inference.step_batch import StepBatch
+
+__all__ = ["PlainLlama"]
+
+
+class PlainLlama:
+    """Random weights; a `pcomm.inference.model.Model`.
+
+    Args:
+        shape: Widths of the model.
+        longest: Number of positions that are prepared.
+        dtype: Dtype of weights, activations, keys and values.
+    """
+
+    def __init__(self, shape: Shape, longest: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shape, self.dtype = shape, dtype
+        generator = torch.Generator().manual_seed(0)
+
+        def matrix(outputs: int, inputs: int) -> Tensor:
+            weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
+            return weight.to(dtype)
+
+        heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        self.table_VD = matrix(shape.vocabulary, shape.width)
+        self.layers = [
+            (
+                matrix(heads, shape.width),
+                matrix(shape.width, shape.heads * shape.head_dim),
+                matrix(2 * shape.mlp_width, shape.width),
+                matrix(shape.width, shape.mlp_width),
+            )
+            for _ in range(shape.layers)
+        ]
+        self.norm_D = torch.ones(shape.width, dtype=dtype)
+        frequencies = 10000.0 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+        angles = torch.outer(torch.arange(longest), frequencies).repeat(1, 2)
+        self.rotations = torch.stack([angles.cos(), angles.sin()], 1).to(dtype)
+
+    def memory_specs(self) -> Sequence[KVSpec]:
+        """Keys and values of every layer."""
+        shape = self.shape
+        return [KVSpec(shape.kv_heads, shape.head_dim, self.dtype)] * shape.layers
+
+    def step(self, batch: StepBatch, memory: Sequence[LayerMemory | None]) -> Tensor:
+        """See `pcomm.inference.model.Model`."""
+        shape = self.shape
+        x_TD = F.embedding(batch.tokens_T, self.table_VD)
+        cos, sin = self.rotations.index_select(0, batch.positions_T).unsqueeze(2).unbind(1)
+        counts = (shape.heads, shape.kv_heads, shape.kv_heads)
+        for (qkv, out, gate_up, down), kv in zip(self.layers, memory, strict=True):
+            assert isinstance(kv, KVMemory)
+            heads = F.linear(self._norm(x_TD), qkv).unflatten(1, (-1, shape.head_dim))
+            q_and_k, v_TGK = heads.split([sum(counts[:2]), counts[2]], 1)
+            left, right = q_and_k.chunk(2, -1)
+            turned = q_and_k * cos + torch.cat([-right, left], -1) * sin
+            q_THK, k_TGK = turned.split(counts[:2], 1)
+            mixed_THK = paged_attention(q_THK, k_TGK, v_TGK, kv, batch)
+            x_TD = x_TD + F.linear(mixed_THK.flatten(1), out)
+            gate, up = F.linear(self._norm(x_TD), gate_up).chunk(2, -1)
+            x_TD = x_TD + F.linear(F.silu(gate) * up, down)
+        return F.linear(self._norm(x_TD.index_select(0, batch.logits_rows)), self.table_VD)
+
+    def linears(self, num_tokens: int) -> Tensor:
+        """The matrix products of a step in which each request has one token, and nothing else."""
+        shape = self.shape
+        x_TD = torch.ones(num_tokens, shape.width, dtype=self.dtype)
+        mixed = torch.ones(num_tokens, shape.heads * shape.head_dim, dtype=self.dtype)
+        inner = torch.ones(num_tokens, shape.mlp_width, dtype=self.dtype)
+        for qkv, out, gate_up, down in self.layers:
+            F.linear(x_TD, qkv)
+            F.linear(mixed, out)
+            F.linear(x_TD, gate_up)
+            F.linear(inner, down)
+        return F.linear(x_TD, self.table_VD)
+
+    def _norm(self, x_TD: Tensor) -> Tensor:
+        return F.rms_norm(x_TD, self.norm_D.shape, self.norm_D, 1e-5)

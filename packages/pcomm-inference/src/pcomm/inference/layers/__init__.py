@@ -1,1 +1,0 @@
-"""Tensor-parallel layers for inference, without gradients."""
