@@ -63,6 +63,8 @@ def _unicode(text: str) -> str:
 def attribute_of(key: str) -> str:
     """The dataclass field of a key: its name, with a `_` behind it where that is Python's word."""
     return f"{key}_" if keyword.iskeyword(key) else key
+
+
 def _int64(number: int) -> int:
     if number >= 2**63:
         raise ValueError("it does not fit into 64 bits")
