@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pcomm.inference.engine import FinishReason, RequestOutput, TokenLogprobs
+from pcomm.inference import RequestOutput
+from pcomm.inference.engine import FinishReason, TokenLogprobs
 
 __all__ = ["Delta", "Generation", "joined"]
 

@@ -48,6 +48,7 @@ class LLM:
         speculative_tokens: Most tokens that a step guesses from the text so far.
 
     Attributes:
+        path: Folder of the model.
         loaded: The model and its tokenizer.
         engine: The engine, for a program that makes the steps itself.
         max_model_len: Most tokens of a prompt and its text together.
@@ -80,7 +81,8 @@ class LLM:
         }
         _check_numbers(numbers)
         place = torch.device(device)
-        self.loaded: LoadedModel = load_model(Path(path), dtype=dtype_of(dtype), device=place)
+        self.path = Path(path)
+        self.loaded: LoadedModel = load_model(self.path, dtype=dtype_of(dtype), device=place)
         self.max_model_len = max_model_len or self.loaded.max_tokens
         size = memory_size(
             self.loaded.model.memory_specs(),

@@ -77,12 +77,13 @@ def memory_size(
         )
     slots = 1
     if slot:
-        for_slots = budget_bytes // 2 if block else budget_bytes
+        left = budget_bytes - blocks_each * block
+        for_slots = min(left, budget_bytes // 2) if block else left
         slots = min(2 * max_requests, max(for_slots // slot, 1))
     blocks = 1
     if block:
         blocks = (budget_bytes - slots * slot) // block
-        blocks = max(min(blocks, max_requests * blocks_each), blocks_each)
+        blocks = min(blocks, max_requests * blocks_each)
     return MemorySize(blocks, slots, blocks * block + slots * slot)
 
 

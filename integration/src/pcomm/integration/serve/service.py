@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -46,13 +47,20 @@ class Service:
     Args:
         llm: The model; nothing else may use it until the service is stopped.
         settings: Limits.
+        clock: Seconds that only grow, for `health`.
     """
 
-    def __init__(self, llm: LLM, settings: ServeSettings) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        settings: ServeSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.settings, self._llm = settings, llm
         self.metrics = Metrics(settings.model_name)
         self.streams = OutputStreams(settings.max_unread_tokens)
-        self.loop = StepLoop(llm.engine, self.streams.deliver, observer=self.metrics)
+        self.loop = StepLoop(llm.engine, self.streams.deliver, observer=self.metrics, clock=clock)
         self._texts = TokenTexts(llm.loaded.tokenizer.to_json())
 
     async def start(self) -> None:
