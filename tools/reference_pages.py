@@ -74,7 +74,7 @@ def _configuration_lines() -> Iterator[str]:
             section = key.section
             yield from ["", f"## {section}", ""]
             yield from ["| key | takes | default | meaning |", "|---|---|---|---|"]
-        kind = takes(schemas[key.section]["properties"][key.name])
+        kind = takes(schemas[key.section]["properties"][key.attribute])
         yield f"| `{key.name}` | {kind} | `{toml_value(key.default)}` | {key.help} |"
 
 

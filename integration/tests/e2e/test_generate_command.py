@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,10 +15,13 @@ from torch import Tensor
 
 from pcomm.core.command.main import main
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
+from pcomm.inference import SamplingParams
 from pcomm.integration.generate.writer import Writer
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
+from pcomm.integration.testing.huggingface_models import write_directory
+from pcomm.integration.testing.step_pools import StepPools
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +46,11 @@ def test_the_installed_command_prints_one_json_object(
     printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
     assert (process.returncode, logged) == (0, "")
     text = json.loads(printed)
-    assert text.keys() == {"prompt", "text", "num_tokens", "finish_reason"}
+    assert text.keys() == {"prompt", "text", "num_tokens", "finish_reason", "token_ids"}
     assert text["prompt"] == "word1"
-    written = Writer.load(run).write("word1", max_tokens=5, temperature=0.5, seed=3)
-    assert text["text"] == written.text
+    params = SamplingParams(max_tokens=5, temperature=0.5, seed=3)
+    written = Writer.load(run).write("word1", params)
+    assert (text["text"], text["token_ids"]) == (written.text, list(written.token_ids))
 
 
 def generate(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -73,9 +78,9 @@ def test_temperature_0_leaves_nothing_to_chance(
 def test_the_text_ends_at_the_end_of_the_document_or_at_the_limit(run: Path) -> None:
     writer = Writer.load(run)
     texts = [
-        writer.write("word1 word2", max_tokens=40, temperature=1.0, seed=seed) for seed in range(12)
+        writer.write("word1 word2", SamplingParams(max_tokens=40, seed=seed)) for seed in range(12)
     ]
-    assert {text.finish_reason for text in texts} == {"end", "length"}
+    assert {text.finish_reason for text in texts} == {"stop", "length"}
     for text in texts:
         assert "<|end|>" not in text.text
         if text.finish_reason == "length":
@@ -103,6 +108,73 @@ def test_without_a_prompt_it_writes_all_the_same(
     assert "word" in text["text"]
 
 
+def test_token_ids_are_a_prompt_like_the_text_they_stand_for(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--max-tokens", 12, "--temperature", 0, "--json"]
+    from_text = json.loads(generate(capsys, run, "--prompt", "word1 word2", *settings))
+    tokenizer = Writer.load(run).tokenizer
+    ids = ",".join(map(str, tokenizer.encode("word1 word2")))
+    assert json.loads(generate(capsys, run, "--prompt-ids", ids, *settings)) == from_text
+    assert tokenizer.decode(from_text["token_ids"]) == from_text["text"]
+
+
+def test_one_likeliest_token_leaves_nothing_to_chance(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [run, "--prompt", "word", "--max-tokens", 20]
+    expected = generate(capsys, *words, "--temperature", 0)
+    for option in (["--top-k", 1], ["--top-p", 1e-9]):
+        assert generate(capsys, *words, "--temperature", 5, "--seed", 4, *option) == expected
+
+
+def test_a_stop_string_ends_what_is_shown_before_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [run, "--prompt", "word1", "--max-tokens", 40, "--temperature", 0]
+    whole = generate(capsys, *words).removeprefix("word1").removesuffix("\n")
+    stop = whole[7:10]
+    shown = generate(capsys, *words, "--stop", "\0", "--stop", stop)
+    assert shown == "word1" + whole[: whole.index(stop)] + "\n"
+
+
+def test_text_is_shown_while_it_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a reader has seen after each token is all of the text that is certain by then."""
+    shown: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda text="", **_: shown.append(text))
+    words = ["--prompt", "word1", "--max-tokens", "9", "--temperature", "0"]
+    assert main(["generate", str(run), *words]) == 0
+    prompt, *parts, newline = shown
+    assert (prompt, newline) == ("word1", "")
+    assert len(parts) == 9
+    assert all(parts)
+
+
+def test_two_ranks_write_what_one_does(
+    run: Path, start: Callable[..., subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [run, "--prompt", "word1", "--max-tokens", 20, "--temperature", 0.5]
+    process = start("pcomm", "generate", *words, "--ranks", 2)
+    printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
+    assert (process.returncode, logged) == (0, "")
+    assert printed == generate(capsys, *words)
+
+
+def test_a_directory_of_transformers_is_a_model_too(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="transformers writes the directory")
+    theirs = write_directory(tmp_path, "llama", vocab_size=320, eos_token_id=None)
+    shutil.copy(run / "tokenizer.json", tmp_path)
+    tokens = [7, 300, 12]
+    words = ["--prompt-ids", "7,300,12", "--max-tokens", 8, "--temperature", 0, "--json"]
+    text = json.loads(generate(capsys, tmp_path, *words))
+    for _ in range(8):
+        with torch.inference_mode():
+            tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert text["token_ids"] == tokens[3:]
+
+
 # -- the cache -------------------------------------------------------------------------------
 
 
@@ -116,12 +188,12 @@ def logits_with_cache(
     model: LanguageModel, tokens: Sequence[int], prompt: int, *, shift: int = 0
 ) -> Tensor:
     """The prompt at once, then token by token; `shift` breaks the positions of the latter."""
-    cache = model.new_cache(len(tokens))
-    parts = []
-    with torch.inference_mode():
-        for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, len(tokens)))]:
-            cache.num_tokens += shift if start == prompt else 0
-            parts.append(model.extend(torch.tensor(tokens[start:stop]), cache))
+    pools, parts = StepPools(model, 1, len(tokens)), []
+    for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, len(tokens)))]:
+        batch = pools.batch([0], {0: tokens[start:stop]})
+        places = batch.positions_T + (shift if start >= prompt else 0)
+        parts.append(model.step(dataclasses.replace(batch, positions_T=places), pools.memory))
+        pools.lengths[0] = stop
     return torch.cat(parts)
 
 
@@ -158,9 +230,9 @@ def test_the_cache_does_not_change_the_text(sharp: Writer, prompt: str) -> None:
     start = len(tokens)
     for _ in range(24):
         tokens.append(int(logits_at_once(sharp.model, tokens)[-1].argmax()))
-        if tokens[-1] == sharp.tokenizer.end_id:
+        if tokens[-1] == sharp.tokenizer.eos_ids[0]:
             break
-    written = sharp.write(prompt, max_tokens=24, temperature=0, seed=0)
+    written = sharp.write(prompt, SamplingParams(max_tokens=24, temperature=0))
     assert written.text == sharp.tokenizer.decode(tokens[start:])
     assert written.num_tokens == len(tokens) - start
 
@@ -178,14 +250,26 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"generate: {tmp_path}: no checkpoint" in refused(capsys, tmp_path)
+    assert f"model {tmp_path}: neither a checkpoint" in refused(capsys, tmp_path)
     absent = tmp_path / "absent"
-    assert f"generate: {absent}: no such folder" in refused(capsys, absent)
+    assert f"model {absent}: no such folder" in refused(capsys, absent)
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--max-tokens", "0"), ("--temperature", "-1"), ("--temperature", "nan"), ("--seed", "-1")],
+    [
+        ("--max-tokens", "0"),
+        ("--temperature", "-1"),
+        ("--temperature", "nan"),
+        ("--seed", "-1"),
+        ("--top-k", "-1"),
+        ("--ranks", "0"),
+        ("--top-p", "0.0"),
+        ("--top-p", "1.5"),
+        ("--prompt-ids", "1,x"),
+        ("--prompt-ids", "1,-2"),
+        ("--prompt-ids", ""),
+    ],
 )
 def test_numbers_out_of_range(
     run: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
@@ -197,9 +281,16 @@ def test_a_seed_that_no_generator_takes(run: Path, capsys: pytest.CaptureFixture
     assert "--seed 18446744073709551616" in refused(capsys, run, f"--seed={2**64}")
 
 
-def test_a_prompt_that_is_no_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--prompt", "--stop"])
+def test_what_is_no_text(run: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
     """Bytes of the command line that are no UTF-8 arrive as lone surrogates."""
-    assert "--prompt" in refused(capsys, run, "--prompt=\udcff")
+    assert f"generate {option}" in refused(capsys, run, f"{option}=\udcff")
+
+
+def test_a_token_that_the_model_does_not_know(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "320" in refused(capsys, run, "--prompt-ids=1,320")
 
 
 def test_a_configuration_of_another_model(

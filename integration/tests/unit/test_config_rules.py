@@ -58,6 +58,12 @@ def test_a_width_that_no_block_has_need_not_divide():
     assert validate(asked, 2).model.mlp_width == 65
 
 
+def test_blocks_without_an_mlp_split_nothing_of_it():
+    config = validate(_tiny("model.mlp_width=none", "parallel.tp=2"), 2)
+    assert config.model.mlp_width == "none"
+    assert validate(config, 2) == config
+
+
 def test_ranks_of_every_axis_can_share_experts():
     asked = _tiny("model.experts=8", "parallel.tp=2", "parallel.cp=2", "parallel.ep=8")
     assert validate(asked, 8).parallel.ep == 8
@@ -153,8 +159,28 @@ def test_the_pattern_repeats():
             ConfigError,
             ["parallel.sequence", "99", "parallel.tp is 2"],
         ),
+        (["model.rotary_fraction=0.3"], 1, ConfigError, ["0.3 of a head of 8", "in pairs"]),
+        (["model.rotary_fraction=0.125"], 1, ConfigError, ["which is 1", "in pairs"]),
+        (
+            ["model.rope_scaling=llama3", "model.rope_low_frequency=4"],
+            1,
+            ConfigError,
+            ["model.rope_low_frequency", "model.rope_high_frequency is 4.0"],
+        ),
+        (
+            ["model.mamba_min_time_step=0.1", "model.mamba_max_time_step=0.05"],
+            1,
+            ConfigError,
+            ["model.mamba_min_time_step", "0.05"],
+        ),
+        (
+            ["model.mlp_width=none", "model.experts=4"],
+            1,
+            ConfigError,
+            ["model.expert_width", "model.mlp_width is 'none'"],
+        ),
         (["train.betas=[0.9, 1.0]"], 1, ConfigError, ["train.betas", "item 1", "less than 1"]),
-        (["data.vocabulary=256"], 1, ConfigError, ["data.vocabulary", "256", "or equal to 257"]),
+        (["data.vocabulary=256"], 1, ConfigError, ["data.vocabulary", "256", "at least 257"]),
         (["data.vocabulary=1048577"], 1, ConfigError, ["data.vocabulary", "or equal to 1048576"]),
         (["data.held_out=1"], 1, ConfigError, ["data.held_out", "the value 1\n", "less than 1"]),
         (["train.seed=-1"], 1, ConfigError, ["train.seed", "-1"]),
@@ -172,9 +198,10 @@ def test_every_number_has_a_lower_bound():
     numbers = [
         f"{key.section}.{key.name}"
         for key in keys()
-        if key.name != "cp_strategy" and (type(key.default) in (int, float) or key.default in words)
+        if key.name not in ("cp_strategy", "expert_weights")
+        and (type(key.default) in (int, float) or key.default in words)
     ]
-    assert len(numbers) == 50
+    assert len(numbers) == 56
     for name in numbers:
         with pytest.raises(ConfigError, match=f"{name}: the value -1\n.*greater than"):
             _tiny(f"{name}=-1")

@@ -40,7 +40,9 @@ def gpt(**changes: object) -> LanguageModel:
 def rescale(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if name.endswith("bias"):
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+        elif parameter.dim() == 1:
             parameter.data = 1 + 0.1 * torch.randn(parameter.shape, generator=generator)
         else:
             std = 0.3 if "embedding" in name else parameter.shape[1] ** -0.5
@@ -59,12 +61,14 @@ def oracle(model: LanguageModel) -> nn.Module:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": rope_parameters(config),
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": 64,
         "attn_implementation": "eager",
     }
-    if config.qk_norm:
+    if config.qkv_bias:
+        theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shared))
+    elif config.qk_norm:
         theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shared))
     else:
         theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shared))
@@ -75,9 +79,8 @@ def oracle(model: LanguageModel) -> nn.Module:
     }
     for index, ours in enumerate(model.blocks):
         prefix = f"model.layers.{index}"
-        q, k, v = ours.mixer.qkv.weight.split(
-            [n * config.head_dim for n in (config.heads, config.kv_heads, config.kv_heads)]
-        )
+        heads = [n * config.head_dim for n in (config.heads, config.kv_heads, config.kv_heads)]
+        q, k, v = ours.mixer.qkv.weight.split(heads)
         gate, up = ours.mlp.gate_up.weight.chunk(2)
         state |= {
             f"{prefix}.self_attn.q_proj.weight": q,
@@ -93,8 +96,29 @@ def oracle(model: LanguageModel) -> nn.Module:
         if config.qk_norm:
             state[f"{prefix}.self_attn.q_norm.weight"] = ours.mixer.q_norm.weight
             state[f"{prefix}.self_attn.k_norm.weight"] = ours.mixer.k_norm.weight
+        if config.qkv_bias:
+            for name, bias in zip("qkv", ours.mixer.qkv.bias.split(heads), strict=True):
+                state[f"{prefix}.self_attn.{name}_proj.bias"] = bias
     theirs.load_state_dict(state)
     return theirs.eval()
+
+
+def rope_parameters(config: ModelConfig) -> dict[str, object]:
+    """The rotary positions as transformers is told of them."""
+    kind = "default" if config.rope_scaling == "none" else config.rope_scaling
+    found: dict[str, object] = {"rope_type": kind, "rope_theta": config.rope_theta}
+    if kind != "default":
+        found["factor"] = config.rope_factor
+    if kind == "llama3":
+        found["low_freq_factor"] = config.rope_low_frequency
+        found["high_freq_factor"] = config.rope_high_frequency
+        found["original_max_position_embeddings"] = config.rope_original_context
+    return found
+
+
+# With a context of 100 tokens, pairs of 24 numbers are slowed wholly, in part and not at all.
+LINEAR = {"rope_scaling": "linear", "rope_factor": 3.0}
+LLAMA3 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_context": 100}
 
 
 def packed() -> tuple[Tensor, tuple[int, ...]]:
@@ -111,8 +135,17 @@ def their_logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"qk_norm": True}, {"tie_embeddings": True}, {"kv_heads": 4}, {"rope_theta": 100.0}],
-    ids=["llama", "qwen3", "tied", "kv_heads=heads", "theta=100"],
+    [
+        {},
+        {"qk_norm": True},
+        {"qkv_bias": True, "head_dim": 16},
+        {"tie_embeddings": True},
+        {"kv_heads": 4},
+        {"rope_theta": 100.0},
+        LINEAR,
+        LLAMA3,
+    ],
+    ids=["llama", "qwen3", "qwen2", "tied", "kv_heads=heads", "theta=100", "linear", "llama3"],
 )
 def test_logits_loss_and_gradients_equal_transformers(changes: dict[str, object]) -> None:
     ours = gpt(**changes)

@@ -19,6 +19,7 @@ from pcomm.integration.models.moe import mixture
 from pcomm.integration.models.moe.balance import Balance
 from pcomm.integration.models.moe.mixture import MixtureOfExperts
 from pcomm.integration.parallelize import plan_sequences
+from pcomm.integration.testing.step_pools import StepPools
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
 
@@ -216,8 +217,8 @@ def test_a_model_equals_qwen3_moe(moe_every: int) -> None:
     torch.testing.assert_close(
         ours(tokens, plan_sequences(ours, (0, TOKENS))), expected, rtol=0, atol=1e-5
     )
-    cache = ours.new_cache(TOKENS)
-    steps = [ours.extend(part, cache) for part in tokens.split([TOKENS - 3, 1, 1, 1])]
+    pools = StepPools(ours, 1, TOKENS)
+    steps = [pools.step({0: part.tolist()})[0] for part in tokens.split([TOKENS - 3, 1, 1, 1])]
     torch.testing.assert_close(torch.cat(steps), expected, rtol=0, atol=1e-5)
 
 

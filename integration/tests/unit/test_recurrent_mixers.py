@@ -175,19 +175,6 @@ def test_a_state_that_leaks_between_documents_is_seen(
     assert compare(pattern)[0] > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("pattern", ["G", "M", "GMA"])
-def test_token_by_token_equals_all_at_once(pattern: str) -> None:
-    model = model_of(pattern).eval()
-    tokens = torch.arange(40) * 7 % 61
-    with torch.inference_mode():
-        whole = model(tokens, plan_sequences(model, (0, 40)))
-        for prompt in (1, 2, 17):
-            cache = model.new_cache(40)
-            steps = [(0, prompt), *((i, i + 1) for i in range(prompt, 40))]
-            parts = [model.extend(tokens[start:stop], cache) for start, stop in steps]
-            assert float((torch.cat(parts) - whole).abs().max()) < TOLERANCE
-
-
 def test_the_same_seed_gives_the_same_mixers_whatever_else_is_there() -> None:
     from pcomm.integration.models.initialisation import initialise
 

@@ -24,7 +24,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from pcomm.integration.config_errors import INT64, UNICODE, listed, section
+from pcomm.integration.config_errors import INT64, UNICODE, attribute_of, listed, section
 
 __all__ = [
     "SECTIONS",
@@ -52,7 +52,12 @@ Text = Annotated[str, UNICODE]
 
 @section("model")
 class ModelConfig:
-    """The shape of the model."""
+    """The shape of the model, and what its weights start from."""
+
+    from_: Text = ""
+    """Hugging Face directory whose model, weights and tokenizer the run starts with. The keys below
+    are then those of its config.json; one that says something else is an error. Empty: a new
+    model."""
 
     pattern: Annotated[str, Field(pattern="^[AMG]+$")] = "A"
     """Mixer of each block, repeated to fill `layers`: A attention, M Mamba-2, G Gated DeltaNet."""
@@ -72,8 +77,9 @@ class ModelConfig:
     head_dim: AutoSize = "auto"
     """Width of one head. auto: `width` / `heads`."""
 
-    mlp_width: AutoSize = "auto"
-    """Hidden width of the MLP. auto: 8/3 of `width`, up to a multiple of 64."""
+    mlp_width: Size | Literal["auto", "none"] = "auto"
+    """Hidden width of the MLP. auto: 8/3 of `width`, up to a multiple of 64. none: blocks without
+    experts have a mixer and its norm, as in Mamba-2, and nothing else."""
 
     experts: Count = 0
     """Experts in each block that has them instead of an MLP."""
@@ -84,8 +90,15 @@ class ModelConfig:
     expert_width: AutoSize = "auto"
     """Hidden width of an expert. auto: that of `mlp_width`."""
 
+    expert_weights: Literal["auto", "normalised", "probability"] = "auto"
+    """Factor of an expert's result: the router's probability, or that over the sum of the token's
+    experts. auto: normalised, and the probability where a token has one expert."""
+
     shared_expert_width: Count = 0
     """Hidden width of the expert that all tokens pass; 0 is no such expert."""
+
+    shared_expert_gate: bool = False
+    """Multiply its result by a number between 0 and 1 for each token, as in Qwen3-Next."""
 
     moe_every: Size = 1
     """Every n-th block has experts, the last of each n blocks."""
@@ -117,11 +130,27 @@ class ModelConfig:
     mamba_state_dim: Size = 64
     """Rows of a Mamba-2 state."""
 
+    mamba_conv_bias: bool = True
+    """Add a bias in the convolution of a Mamba-2 block."""
+
+    mamba_min_time_step: NonNegativeFloat = 0.0
+    """Shortest time step of a Mamba-2 head."""
+
+    mamba_max_time_step: PositiveFloat | Literal["none"] = "none"
+    """Longest time step of a Mamba-2 head. none: no limit."""
+
     conv_width: Size = 4
     """Tokens that the convolution of a GDN or Mamba-2 block sees."""
 
     qk_norm: bool = False
     """Normalise queries and keys before the rotation."""
+
+    qkv_bias: bool = False
+    """Add a bias to queries, keys and values, as in Qwen2."""
+
+    attention_gate: bool = False
+    """Multiply the result of attention by numbers between 0 and 1 that the block's input decides,
+    as in Qwen3-Next."""
 
     tie_embeddings: bool = False
     """Use the embedding's weights as the output head."""
@@ -129,8 +158,30 @@ class ModelConfig:
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary positions."""
 
+    rotary_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a head that rotary positions turn: its first numbers."""
+
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """How the rotary positions are stretched for contexts longer than those first trained with:
+    linear turns all pairs slower, llama3 only those that turn slowly, as in Llama 3.1."""
+
+    rope_factor: PositiveFloat = 1.0
+    """Factor by which they turn slower."""
+
+    rope_low_frequency: PositiveFloat = 1.0
+    """With llama3: pairs with fewer turns in the original context are slowed by all of it."""
+
+    rope_high_frequency: PositiveFloat = 4.0
+    """With llama3: pairs with more turns in the original context are not slowed."""
+
+    rope_original_context: Size = 8192
+    """With llama3: tokens of the context first trained with."""
+
     norm_eps: NonNegativeFloat = 1e-5
     """Added to the mean square in each RMSNorm."""
+
+    norm_zero_centred: bool = False
+    """Keep the weights of the norms as what is added to 1, as in Qwen3-Next."""
 
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
@@ -243,11 +294,12 @@ class DataConfig:
     text_key: Text = "text"
     """Key of the text in a .jsonl line, column in a .parquet file."""
 
-    # 256 bytes and the end of a document. The trainer of the tokenizer reserves memory for every
+    # The trainer of the tokenizer reserves memory for every
     # id at once, and the process dies where there is none; the largest vocabularies in use have
     # 2**20.
-    vocabulary: Annotated[int, Field(ge=257, le=2**20)] = 2048
-    """Token ids: 256 bytes, the end of a document, and merges."""
+    vocabulary: Annotated[int, Field(ge=1, le=2**20)] = 2048
+    """Token ids: 256 bytes, the end of a document, and merges. With `model.from` that of its
+    model."""
 
     held_out: Share = 0.05
     """Share of the documents kept for evaluation."""
@@ -312,7 +364,7 @@ class ResolvedModel(ModelConfig):
 
     kv_heads: Size = Field(...)
     head_dim: Size = Field(...)
-    mlp_width: Size = Field(...)
+    mlp_width: Size | Literal["none"] = Field(...)
     expert_width: Size = Field(...)
     gdn_key_heads: Size = Field(...)
     gdn_value_heads: Size = Field(...)
@@ -354,10 +406,15 @@ class Key(NamedTuple):
     default: object
     help: str
 
+    @property
+    def attribute(self) -> str:
+        """Name of the dataclass field, which differs where the key is a word of Python."""
+        return attribute_of(self.name)
+
 
 def keys() -> Iterator[Key]:
     """Every key there is, in the order of the sections."""
     for name, cls in SECTIONS.items():
         for item in fields(cls):
             info = cls.__pydantic_fields__[item.name]
-            yield Key(name, item.name, info.default, " ".join(info.description.split()))
+            yield Key(name, item.name.rstrip("_"), info.default, " ".join(info.description.split()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from datetime import date
@@ -15,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from pcomm.core.errors import ConfigError, near_misses
 
-__all__ = ["INT64", "UNICODE", "listed", "section", "shown", "toml_value"]
+__all__ = ["INT64", "UNICODE", "attribute_of", "listed", "section", "shown", "toml_value"]
 
 T = TypeVar("T")
 
@@ -57,6 +58,11 @@ def _unicode(text: str) -> str:
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise ValueError("it holds bytes that are no UTF-8")
     return text
+
+
+def attribute_of(key: str) -> str:
+    """The dataclass field of a key: its name, with a `_` behind it where that is Python's word."""
+    return f"{key}_" if keyword.iskeyword(key) else key
 
 
 def _int64(number: int) -> int:
@@ -117,12 +123,15 @@ def _refused(
     whys = []
     for key, found in problems.items():
         help = known[key].description or "" if key in known else ""
+        key = key.rstrip("_")
         whys.append(f"{name}{dot}{key}: {' or '.join(found)}. {' '.join(help.split())}".rstrip())
     return ConfigError(
-        ", ".join(f"{name}{dot}{key}" for key in problems),
+        ", ".join(f"{name}{dot}{key.rstrip('_')}" for key in problems),
         found="the value " + ", ".join(shown(values.get(key)) for key in problems),
         why="\n".join(whys),
-        fix="\n".join(_fix(f"{name}{dot}{key}", key, values.get(key), known) for key in problems),
+        fix="\n".join(
+            _fix(f"{name}{dot}{key.rstrip('_')}", key, values.get(key), known) for key in problems
+        ),
     )
 
 

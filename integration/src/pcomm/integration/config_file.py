@@ -10,9 +10,9 @@ from typing import Any
 
 from pcomm.core.errors import ConfigError, near_misses
 from pcomm.integration.config import SECTIONS, Config, keys
-from pcomm.integration.config_errors import shown, toml_value
+from pcomm.integration.config_errors import attribute_of, shown, toml_value
 
-__all__ = ["apply_overrides", "from_dict", "load_config", "to_dict", "to_toml"]
+__all__ = ["apply_overrides", "from_dict", "given_keys", "load_config", "to_dict", "to_toml"]
 
 # Keys of files that an earlier version has written, and what each is called now.
 _RENAMED = {"parallel.cp_mode": "parallel.cp_strategy"}
@@ -38,6 +38,26 @@ def load_config(
     return apply_overrides(config, overrides)
 
 
+def given_keys(path: Path | None = None, overrides: Sequence[str] = ()) -> frozenset[str]:
+    """The keys, as `section.key`, that a file and overrides give a value, be it the default.
+
+    Args:
+        path: A TOML file that `load_config` has read.
+        overrides: Words that it was given.
+
+    Raises:
+        ConfigError: The file cannot be read or parsed.
+    """
+    content = {} if path is None else _read_toml(path)
+    in_file = (
+        f"{section}.{name}"
+        for section, values in content.items()
+        if isinstance(values, Mapping)
+        for name in values
+    )
+    return frozenset(in_file) | {override.partition("=")[0].strip() for override in overrides}
+
+
 def from_dict(
     values: Mapping[str, object], *, base: Config | None = None, source: str = "configuration"
 ) -> Config:
@@ -60,7 +80,8 @@ def from_dict(
             )
         _check_names(section, content, source)
         try:
-            part = replace(getattr(config, section), **content)
+            fields = {attribute_of(name): value for name, value in content.items()}
+            part = replace(getattr(config, section), **fields)
             config = replace(config, **{section: part})
         except ConfigError as error:
             errors.append(error)
@@ -103,7 +124,7 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Sections and keys as plain dicts, lists and scalars, ready for JSON; see `from_dict`."""
     plain: dict[str, dict[str, Any]] = {}
     for key in keys():
-        value = getattr(getattr(config, key.section), key.name)
+        value = getattr(getattr(config, key.section), key.attribute)
         listed = list(value) if isinstance(value, tuple) else value
         plain.setdefault(key.section, {})[key.name] = listed
     return plain
@@ -117,7 +138,7 @@ def to_toml(config: Config) -> str:
         if key.section != section:
             section = key.section
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        value = getattr(getattr(config, key.section), key.name)
+        value = getattr(getattr(config, key.section), key.attribute)
         lines += [f"# {key.help}", f"{key.name} = {toml_value(value)}"]
     return "\n".join(lines) + "\n"
 

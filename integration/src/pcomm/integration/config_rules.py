@@ -21,7 +21,11 @@ from pcomm.integration.config import (
     TrainConfig,
 )
 
-__all__ = ["expert_blocks", "mixers", "validate"]
+__all__ = ["check_shards", "expert_blocks", "mixers", "resolve_model", "validate"]
+
+
+# 256 bytes and the end of a document, for a tokenizer that is trained with the model.
+_LEAST_VOCABULARY = 257
 
 
 def validate(config: Config, world_size: int) -> Resolved:
@@ -35,10 +39,17 @@ def validate(config: Config, world_size: int) -> Resolved:
         TopologyError: The axes do not multiply to `world_size`.
         UnsupportedError: Two features cannot be used together.
     """
-    model = _resolve_model(config.model)
+    if config.data.vocabulary < _LEAST_VOCABULARY and not config.model.from_:
+        raise ConfigError(
+            "data.vocabulary",
+            found=f"the value {config.data.vocabulary}",
+            why="A tokenizer has an id for each of 256 bytes and for the end of a document.",
+            fix=f"Set data.vocabulary to at least {_LEAST_VOCABULARY}.",
+        )
+    model = resolve_model(config.model)
     parallel = _resolve_parallel(config.parallel, world_size)
     _check_experts(model, parallel)
-    _check_shards(model, config.data.vocabulary, parallel)
+    check_shards(model, config.data.vocabulary, parallel)
     train = _resolve_batch(config.train, parallel)
     return Resolved(**{**_values(config), "model": model, "parallel": parallel, "train": train})
 
@@ -73,7 +84,12 @@ def _given(value: int | Literal["auto"], derived: int) -> int:
     return derived if value == "auto" else value
 
 
-def _resolve_model(model: ModelConfig) -> ResolvedModel:
+def resolve_model(model: ModelConfig) -> ResolvedModel:
+    """`model` with a number in place of every `auto`, on any number of ranks.
+
+    Raises:
+        ConfigError: Two sizes do not divide, or two keys do not fit together.
+    """
     mixers(model)
     kv_heads = _given(model.kv_heads, model.heads)
     _must_divide(
@@ -96,14 +112,17 @@ def _resolve_model(model: ModelConfig) -> ResolvedModel:
         ("a pair", 2),
         "Rotary positions turn the numbers of a head in pairs.",
     )
+    _check_rotation(model, head_dim)
+    _check_time_steps(model)
     # 8/3 keeps the gated MLP's three matrices as large as the plain MLP's two of 4 widths.
-    mlp_width = _given(model.mlp_width, -(-8 * model.width // (3 * 64)) * 64)
+    wide = -(-8 * model.width // (3 * 64)) * 64
+    mlp_width = model.mlp_width if model.mlp_width == "none" else _given(model.mlp_width, wide)
     mamba_head_dim = _given(model.mamba_head_dim, head_dim)
     derived = {
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "mlp_width": mlp_width,
-        "expert_width": _given(model.expert_width, mlp_width),
+        "expert_width": _expert_width(model, mlp_width),
         "gdn_key_heads": _given(model.gdn_key_heads, kv_heads),
         "gdn_value_heads": _given(model.gdn_value_heads, model.heads),
         "gdn_key_dim": _given(model.gdn_key_dim, head_dim),
@@ -127,6 +146,52 @@ def _resolve_model(model: ModelConfig) -> ResolvedModel:
             "Each group of a Mamba-2 block serves the same number of heads.",
         )
     return resolved
+
+
+def _check_rotation(model: ModelConfig, head_dim: int) -> None:
+    """The part of a head that is turned consists of pairs, and frequencies are in order."""
+    turned = head_dim * model.rotary_fraction
+    if turned != int(turned) or int(turned) % 2 or not turned:
+        raise ConfigError(
+            "model.rotary_fraction",
+            found=f"{model.rotary_fraction} of a head of {head_dim} numbers, which is {turned:g}",
+            why="Rotary positions turn the numbers of a head in pairs.",
+            fix="Choose a fraction that gives an even number of them, such as 0.5 or 1.0.",
+        )
+    if model.rope_scaling == "llama3" and model.rope_low_frequency >= model.rope_high_frequency:
+        raise ConfigError(
+            "model.rope_low_frequency",
+            found=f"the value {model.rope_low_frequency}, and model.rope_high_frequency is "
+            f"{model.rope_high_frequency}",
+            why="Pairs between the two frequencies are slowed by a part of the factor.",
+            fix="Set model.rope_low_frequency below model.rope_high_frequency.",
+        )
+
+
+def _check_time_steps(model: ModelConfig) -> None:
+    limit = model.mamba_max_time_step
+    if limit != "none" and model.mamba_min_time_step > limit:
+        raise ConfigError(
+            "model.mamba_min_time_step",
+            found=f"{model.mamba_min_time_step}, and model.mamba_max_time_step is {limit}",
+            why="Every time step lies between the two.",
+            fix="Set model.mamba_min_time_step to model.mamba_max_time_step or less.",
+        )
+
+
+def _expert_width(model: ModelConfig, mlp_width: int | Literal["none"]) -> int:
+    if model.expert_width != "auto":
+        return model.expert_width
+    if mlp_width != "none":
+        return mlp_width
+    if model.experts:
+        raise ConfigError(
+            "model.expert_width",
+            found="'auto', and model.mlp_width is 'none'",
+            why="With 'auto' an expert is as wide as the MLP, and there is none.",
+            fix="Set model.expert_width to a number.",
+        )
+    return model.width
 
 
 def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedParallel:
@@ -229,8 +294,12 @@ def _check_experts(model: ResolvedModel, parallel: ResolvedParallel) -> None:
     )
 
 
-def _check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParallel) -> None:
-    """Every dimension that the ranks split, for the mixers that the pattern has."""
+def check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParallel) -> None:
+    """Refuse ranks that cannot split each dimension of the mixers that the pattern has evenly.
+
+    Raises:
+        ConfigError: A dimension is no multiple of the ranks.
+    """
     tp = parallel.tp
     by_mixer = {
         "A": (
@@ -250,7 +319,7 @@ def _check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParal
     if any(expert_blocks(model)):
         shared = model.shared_expert_width
         everywhere.append(("model.shared_expert_width", shared, "columns of the shared expert"))
-    if not all(expert_blocks(model)):
+    if not all(expert_blocks(model)) and model.mlp_width != "none":
         everywhere.append(("model.mlp_width", model.mlp_width, "columns of the MLP"))
     for key, size, part in (
         *(row for letter, rows in by_mixer.items() if letter in model.pattern for row in rows),

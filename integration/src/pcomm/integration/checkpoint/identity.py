@@ -6,7 +6,7 @@ from typing import Any
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.folders import Checkpoint
-from pcomm.integration.config import Config
+from pcomm.integration.config import Config, keys
 from pcomm.integration.config_file import to_dict
 
 __all__ = ["check_same_run", "identity_of"]
@@ -25,6 +25,8 @@ def identity_of(config: Config, corpus: str | None = None) -> dict[str, Any]:
     """
     sections = to_dict(config)
     data = {"vocabulary": config.data.vocabulary}
+    # Where the first weights came from does not matter to those that are saved.
+    sections["model"].pop("from")
     return {
         "model": sections["model"],
         "data": data if corpus is None else {**data, "fingerprint": corpus},
@@ -38,11 +40,12 @@ def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     Raises:
         ConfigError: Names every key that differs, with both values.
     """
-    saved = _keys(checkpoint.state().get("identity"))
+    saved = _with_newer_keys(_keys(checkpoint.state().get("identity")))
     differences = [
         f"{key} was {saved.get(key)!r} and is {value!r}"
         for key, value in _keys(identity).items()
-        if saved.get(key) != value
+        # What was converted has seen no batch yet, so it says nothing of them.
+        if saved.get(key) != value and (checkpoint.step or key in saved)
     ]
     if differences:
         raise ConfigError(
@@ -52,6 +55,14 @@ def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
             fix="Go back to the run's configuration, choose another --out, or start over "
             "with --restart.",
         )
+
+
+def _with_newer_keys(saved: dict[str, object]) -> dict[str, object]:
+    """`saved`, and the defaults of what the model of an earlier version was not told."""
+    if "model.pattern" not in saved:
+        return saved
+    newer = {f"model.{key.name}": key.default for key in keys() if key.section == "model"}
+    return {**newer, **saved}
 
 
 def _keys(identity: object) -> dict[str, object]:

@@ -1,54 +1,172 @@
-"""`pcomm generate`: text from a trained run."""
+"""`pcomm generate`: text from a trained run, or from a Hugging Face directory."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import os
+import sys
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pcomm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pcomm.inference import SamplingParams
+    from pcomm.integration.generate.writer import Writer
 
 __all__ = ["GenerateCommand", "command"]
 
 
 class GenerateCommand:
-    """Continues a prompt with the newest weights of a run."""
+    """Continues a prompt with the newest weights of a run, or those of a directory."""
 
     name = "generate"
-    help = "Write text with the newest weights of a run."
+    help = "Write text with the newest weights of a run, or a Hugging Face model."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """`DIR`, `--prompt`, `--max-tokens`, `--temperature`, `--seed`, `--json`."""
-        parser.add_argument("run", type=Path, metavar="DIR", help="the folder of a `pcomm train`")
-        parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue")
+        """`DIR`, the prompt, how tokens are drawn, when the text ends, and `--json`."""
+        parser.add_argument(
+            "run", type=Path, metavar="DIR", help="a run of `pcomm train`, or a Hugging Face folder"
+        )
+        prompt = parser.add_mutually_exclusive_group()
+        prompt.add_argument("--prompt", default="", metavar="TEXT", help="what to continue")
+        prompt.add_argument(
+            "--prompt-ids", metavar="1,2,3", help="what to continue, as ids of tokens"
+        )
         parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
         parser.add_argument(
             "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token"
         )
+        parser.add_argument(
+            "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0: all"
+        )
+        parser.add_argument(
+            "--top-p",
+            type=float,
+            default=1.0,
+            metavar="P",
+            help="draw from the likeliest tokens that together have this probability",
+        )
+        parser.add_argument(
+            "--stop",
+            action="append",
+            default=[],
+            metavar="TEXT",
+            help="end before this text; may be given several times",
+        )
         parser.add_argument("--seed", type=int, default=0, metavar="S")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
+        parser.add_argument(
+            "--dtype",
+            default="auto",
+            metavar="NAME",
+            help="float32, bfloat16, float16; auto: that of the folder, fp32 for a run",
+        )
+        parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cpu or cuda:0")
+        parser.add_argument(
+            "--ranks",
+            type=int,
+            default=1,
+            metavar="N",
+            help="share each layer among N processes of this machine",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the prompt and what follows it."""
+        """Print the prompt and what follows it, while it is written."""
         _check("--max-tokens", arguments.max_tokens, minimum=1)
         _check("--temperature", arguments.temperature, minimum=0)
+        _check("--top-k", arguments.top_k, minimum=0)
+        _check("--ranks", arguments.ranks, minimum=1)
         _check("--seed", arguments.seed, minimum=0, below=2**63)
-        _check_text(arguments.prompt)
+        if not 0 < arguments.top_p <= 1:
+            raise ConfigError(
+                f"pcomm generate --top-p {arguments.top_p}",
+                found=f"{arguments.top_p}",
+                why="It is a probability, and without any there is no token to draw.",
+                fix="Give a number above 0 and up to 1.",
+            )
+        _check_text("--prompt", arguments.prompt)
+        for text in arguments.stop:
+            _check_text("--stop", text)
+        prompt: str | list[int] = arguments.prompt
+        if arguments.prompt_ids is not None:
+            prompt = _ids(arguments.prompt_ids)
+        words = (arguments, prompt)
+        if arguments.ranks == 1:
+            write_on_rank(*words)
+            return 0
         # Imported late, so that a mistake above does not wait for torch.
-        from pcomm.integration.generate.writer import Writer
+        from pcomm.core import run_local
+        from pcomm.core.process import RankError
 
-        text = Writer.load(arguments.run).write(
-            arguments.prompt,
-            max_tokens=arguments.max_tokens,
-            temperature=arguments.temperature,
-            seed=arguments.seed,
-        )
-        if arguments.json:
-            print(json.dumps(dataclasses.asdict(text)))
-        else:
-            print(text.prompt + text.text)
+        try:
+            run_local(
+                write_on_rank,
+                arguments.ranks,
+                words,
+                threads=max(1, (os.cpu_count() or 1) // arguments.ranks),
+            )
+        except RankError as error:
+            print(error, file=sys.stderr)
+            return 1
         return 0
+
+
+def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> None:
+    """One rank of `pcomm generate`; the first one prints. Collective over all ranks."""
+    from pcomm.core import connect, open_groups
+    from pcomm.core.topology import Topology
+    from pcomm.inference import SamplingParams
+    from pcomm.integration.generate.writer import Writer
+    from pcomm.integration.llm.dtypes import dtype_of
+
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        max_tokens=arguments.max_tokens,
+        stop=tuple(arguments.stop),
+    )
+    with connect() as world, open_groups(Topology({"tp": world.size}), ["tp"]) as groups:
+        group = groups["tp"] if world.size > 1 else None
+        writer = Writer.load(
+            arguments.run, dtype=dtype_of(arguments.dtype), device=arguments.device, group=group
+        )
+        if world.rank:
+            writer.write(prompt, params)
+        elif arguments.json:
+            print(json.dumps(dataclasses.asdict(writer.write(prompt, params))))
+        else:
+            _show(writer, prompt, params)
+
+
+def _show(writer: Writer, prompt: str | list[int], params: SamplingParams) -> None:
+    parts = writer.stream(prompt, params)
+    # What is wrong with the prompt is said before a part of it is shown.
+    first = next(parts)
+    print(writer.text_of(prompt), end="")
+    for part in chain((first,), parts):
+        print(part.text, end="", flush=True)
+    print()
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0:
+        raise ConfigError(
+            f"pcomm generate --prompt-ids {text}",
+            found=f"{text!r}",
+            why="It is a list of whole numbers from 0, with commas between them.",
+            fix="Write for example `--prompt-ids 1,2,3`.",
+        )
+    return found
 
 
 def _check(option: str, value: float, *, minimum: int, below: float = float("inf")) -> None:
@@ -63,14 +181,14 @@ def _check(option: str, value: float, *, minimum: int, below: float = float("inf
         )
 
 
-def _check_text(prompt: str) -> None:
+def _check_text(option: str, text: str) -> None:
     # Bytes of the command line that are no UTF-8 arrive as lone surrogates.
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
+    if any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(
-            "pcomm generate --prompt",
-            found=f"{prompt!r}, which is not valid Unicode",
+            f"pcomm generate {option}",
+            found=f"{text!r}, which is not valid Unicode",
             why="The tokenizer reads text, and this is bytes that are no UTF-8.",
-            fix="Give the prompt as UTF-8.",
+            fix="Give it as UTF-8.",
         )
 
 

@@ -60,11 +60,14 @@ class TrainCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         """Train, then print bits per byte, a sample, and where everything is."""
         # Imported late: other commands do not wait for pydantic.
-        from pcomm.integration.config_file import load_config
+        from pcomm.integration.config_file import given_keys, load_config
         from pcomm.integration.config_rules import validate
+        from pcomm.integration.huggingface.run_start import start_config
         from pcomm.integration.train.interrupt import terminate_as_interrupt
 
         config = load_config(arguments.config, overrides=arguments.set)
+        given = given_keys(arguments.config, arguments.set)
+        config = start_config(config, arguments.out, is_new=arguments.restart, given=given)
         validate(config, _world_size(arguments.ranks))
         of_rank = (config, arguments.out, arguments.restart, _trace_file(arguments.trace))
         try:
@@ -112,6 +115,7 @@ def train_rank(config: Config, run_dir: Path, must_restart: bool, trace: Path | 
 
 def _report(config: Config, run_dir: Path, outcome: Outcome) -> None:
     """Print how the run ended, a sample, and where everything is."""
+    from pcomm.inference import SamplingParams
     from pcomm.integration.generate.writer import Writer
 
     if outcome.is_interrupted:
@@ -129,12 +133,12 @@ def _report(config: Config, run_dir: Path, outcome: Outcome) -> None:
         print(f"held-out bits per byte: {outcome.bits_per_byte:.3f}")
     sample = config.sample
     if sample.prompt and sample.max_tokens:
-        text = Writer.load(run_dir).write(
-            sample.prompt,
+        params = SamplingParams(
             max_tokens=sample.max_tokens,
             temperature=sample.temperature,
             seed=config.train.seed,
         )
+        text = Writer.load(run_dir).write(sample.prompt, params)
         print(f"\n{text.prompt}{text.text}\n")
     for file, what in (
         ("checkpoints", "weights and optimizer"),

@@ -18,6 +18,7 @@ from pcomm.integration.data.manifest import hash_of, read_manifest, unusable
 from pcomm.integration.data.sources import content_hash, find_files
 from pcomm.integration.data.token_cache import TokenCorpus, open_tokens
 from pcomm.integration.data.tokenizer import BytePairTokenizer, load_tokenizer
+from pcomm.integration.huggingface.run_files import has_directory
 
 __all__ = ["Prepared", "build_beside", "open_prepared", "prepare"]
 
@@ -87,8 +88,10 @@ def build_beside(
         _check_fits(kept, data.vocabulary, run_dir)
         if check is not None:
             check(_fingerprint(sources, hash_of((run_dir / "tokenizer.json").read_bytes())))
+    # Tokens of a tokenizer that came with a model are of no use to a run that begins without one.
+    is_own = keep_tokenizer or not has_directory(run_dir)
     try:
-        if read_manifest(run_dir).sources == sources:
+        if is_own and read_manifest(run_dir).sources == sources:
             open_prepared(run_dir)
             return None
     except ConfigError:

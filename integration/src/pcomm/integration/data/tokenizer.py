@@ -6,6 +6,7 @@ Every byte is a token, so any text can be encoded and comes back as it was; merg
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from pcomm.core.errors import ConfigError
 from pcomm.integration.atomic_file import atomic_write
 from pcomm.integration.data.waiting import Beside, every
+from pcomm.integration.huggingface.run_files import end_ids_of_run
 
 __all__ = ["END", "BytePairTokenizer", "load_tokenizer", "train_tokenizer"]
 
@@ -30,20 +32,23 @@ _SAY_S = 5.0
 # Merges are found within words, and the time for a word grows with the square of its length. What
 # is longer than this many letters, digits, signs or blanks in a row is cut, which words are not.
 _LONGEST_WORD = 256
+_BLANK, _BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")
 
 
 class BytePairTokenizer:
     """Text to token ids and back.
 
     Args:
-        tokenizer: A tokenizer that `tokenizers` trained or read; it knows the token `END`.
+        tokenizer: A tokenizer that `tokenizers` trained or read.
+        end_id: Id of the token that ends a document; None for that of `END`, which the tokenizer
+            then has.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, end_id: int | None = None) -> None:
         # Otherwise a text that contains the letters `<|end|>` would end its document.
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        end_id = tokenizer.token_to_id(END)
+        end_id = tokenizer.token_to_id(END) if end_id is None else end_id
         assert end_id is not None, "trained with END, or checked by load_tokenizer"
         self.end_id = end_id
         """Id of the token that ends every document."""
@@ -52,6 +57,15 @@ class BytePairTokenizer:
     def num_ids(self) -> int:
         """How many ids are in use: at most the vocabulary asked for, less for a small corpus."""
         return int(self._tokenizer.get_vocab_size())
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids by which a model ends a text: that of the end of a document."""
+        return (self.end_id,)
+
+    def to_json(self) -> str:
+        """The tokenizer as the library `tokenizers` writes and reads it."""
+        return str(self._tokenizer.to_str(pretty=True))
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without an end."""
@@ -78,18 +92,24 @@ class BytePairTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def bytes_per_id(self, vocabulary: int) -> NDArray[np.int32]:
-        """`[vocabulary]`, the bytes of text that each id stands for; 0 for the end."""
+        """`[vocabulary]`, the bytes of text that each id stands for; 0 for special tokens."""
         lengths = np.zeros(vocabulary, dtype=np.int32)
-        for token, token_id in self._tokenizer.get_vocab().items():
-            # The byte-level alphabet writes each byte as one character.
-            lengths[token_id] = len(token)
+        # The byte-level alphabet writes each byte as one character; others write text, with a sign
+        # for a blank and `<0x0A>` for a byte that is part of no token.
+        has_alphabet = '"ByteLevel"' in self._tokenizer.to_str()
+        for token, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            is_byte = not has_alphabet and _BYTE.fullmatch(token) is not None
+            text = token if has_alphabet else token.replace(_BLANK, " ")
+            lengths[token_id] = 1 if is_byte else len(text if has_alphabet else text.encode())
+        for token_id, added in self._tokenizer.get_added_tokens_decoder().items():
+            lengths[token_id] = 0 if added.special else len(added.content.encode())
         lengths[self.end_id] = 0
         return lengths
 
     def save(self, path: Path) -> None:
         """Write the tokenizer, whole or not at all, as JSON that `tokenizers` reads."""
         with atomic_write(path) as file:
-            file.write(self._tokenizer.to_str(pretty=True).encode())
+            file.write(self.to_json().encode())
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> BytePairTokenizer:
@@ -129,6 +149,8 @@ def _trained(texts: Iterator[str], vocabulary: int) -> tokenizers.Tokenizer:
 def load_tokenizer(path: Path) -> BytePairTokenizer:
     """The tokenizer that a run was trained with.
 
+    It has the token `END`, or the run started from a directory, which names the end of a text.
+
     Raises:
         ConfigError: The file is missing, unreadable, or no tokenizer of this kind.
     """
@@ -137,9 +159,14 @@ def load_tokenizer(path: Path) -> BytePairTokenizer:
     except Exception as error:  # tokenizers raises bare Exception for a text that it cannot parse
         found = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise _unusable(path, found) from error
-    if tokenizer.token_to_id(END) is None:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if tokenizer.token_to_id(END) is not None:
+        return BytePairTokenizer(tokenizer)
+    ends = end_ids_of_run(path.parent, tokenizer)
+    if not ends:
         raise _unusable(path, f"a tokenizer without the token {END}")
-    return BytePairTokenizer(tokenizer)
+    return BytePairTokenizer(tokenizer, ends[0])
 
 
 def _unusable(path: Path, found: str) -> ConfigError:

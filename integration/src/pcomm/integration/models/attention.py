@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from pcomm.core import Layout
 from pcomm.gdn_cp import AttentionSpec
-from pcomm.integration.models.context import Context, KeyValueCache
+from pcomm.inference import KVMemory, KVSpec, paged_attention
+from pcomm.integration.models.context import Context
 from pcomm.integration.models.layer_builder import LayerBuilder
-from pcomm.integration.models.rotary import Rotation, rotate
+from pcomm.integration.models.rotary import rotate
+from pcomm.integration.models.step_context import StepContext
 
 __all__ = ["Attention", "packed_attention"]
 
@@ -24,8 +26,8 @@ __all__ = ["Attention", "packed_attention"]
 class Attention(nn.Module):
     """The attention mixer of a block; heads are split over the tensor-parallel ranks.
 
-    Queries, keys and values come from one weight, whose layout says which rank holds which heads
-    of each of the three.
+    Queries, keys and values, and a gate where the model has one, come from one weight, whose layout
+    says which rank holds which heads of each.
 
     Args:
         build: Sizes, and the tensor-parallel group.
@@ -35,9 +37,11 @@ class Attention(nn.Module):
         super().__init__()
         config, unit = build.config, build.config.head_dim
         heads, kv_heads = build.split(config.heads, unit), build.split(config.kv_heads, unit)
-        self.sizes = [build.own(layout) for layout in (heads, kv_heads, kv_heads)]
-        self.spec = AttentionSpec(self.sizes[0] // unit, self.sizes[1] // unit, unit)
-        self.qkv = build.from_stream(Layout.sections([heads, kv_heads, kv_heads]))
+        sections = [heads, kv_heads, kv_heads, *([heads] if config.attention_gate else [])]
+        self.sizes = [build.own(layout) for layout in sections]
+        self.heads = [size // unit for size in self.sizes]
+        self.spec = AttentionSpec(self.heads[0], self.heads[1], unit)
+        self.qkv = build.from_stream(Layout.sections(sections), bias=config.qkv_bias)
         self.output = build.to_stream(heads)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -47,31 +51,52 @@ class Attention(nn.Module):
         """`[T, D]` to `[T, D]`; collective over tensor- and context-parallel group."""
         plan, spec, turn = context.plan, self.spec, context.rotation
         assert turn is not None, "a model with attention has rotations"
-        sections = self._projected(context.enter(spec, x))
-        q, k, v = (self._heads(part) for part in plan.to_heads(spec, sections))
+        q, k, v, *gate = self._projected(context.enter(spec, x))
+        q, k, v = (self._heads(part) for part in plan.to_heads(spec, [q, k, v]))
         cu_seqlens = plan.cu_seqlens_of(spec)
         mixed_THK = packed_attention(rotate(q, turn), rotate(k, turn), v, cu_seqlens)
-        output: Tensor = self.output(plan.from_heads(spec, mixed_THK.flatten(-2)))
+        # The gate has stayed with the tokens that the result comes back to.
+        output = self._gated(plan.from_heads(spec, mixed_THK.flatten(-2)), gate)
         return context.leave(spec, output)
 
-    def extend(self, x: Tensor, rotation: Rotation, cache: KeyValueCache) -> Tensor:
-        """The same for the next tokens of the sequence that `cache` holds, on one context rank."""
-        q, k, v = (self._heads(part) for part in self._projected(x))
-        mixed_THK = _cached_attention(rotate(q, rotation), rotate(k, rotation), v, cache)
-        output: Tensor = self.output(mixed_THK.flatten(-2))
-        return output
+    def step(self, x: Tensor, context: StepContext, memory: KVMemory) -> Tensor:
+        """The same for the new tokens of many requests, whose keys and values are in `memory`.
 
-    def new_cache(self, max_tokens: int) -> KeyValueCache:
-        """What this layer keeps of a sequence while text is written."""
-        return KeyValueCache(max_tokens)
+        Collective over the tensor-parallel group.
+        """
+        turn, heads = context.rotation, self.heads
+        assert turn is not None, "a model with attention has rotations"
+        all_THK = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None:
+            # Neighbours in one tensor, so that both are turned at once.
+            qk_THK, v_TGK, *gate = all_THK.split([heads[0] + heads[1], *heads[2:]], 1)
+            q_THK, k_TGK = rotate(qk_THK, turn).split(heads[:2], 1)
+        else:
+            q_THK, k_TGK, v_TGK, *gate = all_THK.split(heads, 1)
+            q_THK, k_TGK = rotate(q_norm.forward(q_THK), turn), rotate(k_norm.forward(k_TGK), turn)
+        mixed_THK = paged_attention(q_THK, k_TGK, v_TGK, memory, context.batch)
+        return self._gated(mixed_THK.view(x.shape[0], -1), [part.flatten(1) for part in gate])
+
+    @property
+    def memory_spec(self) -> KVSpec:
+        """What this layer keeps of a request on this rank."""
+        return KVSpec(self.spec.num_kv_heads, self.spec.head_dim, self.output.weight.dtype)
 
     def _projected(self, x: Tensor) -> list[Tensor]:
-        """Queries, keys and values, heads side by side."""
-        q, k, v = self.qkv(x).split(self.sizes, -1)
+        """Queries, keys and values, and the gate if there is one, heads side by side."""
+        q, k, v, *gate = self.qkv(x).split(self.sizes, -1)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(self._heads(q)).flatten(-2)
             k = self.k_norm(self._heads(k)).flatten(-2)
-        return [q, k, v]
+        return [q, k, v, *gate]
+
+    def _gated(self, mixed_TC: Tensor, gate: Sequence[Tensor]) -> Tensor:
+        """Into the residual stream, through the gate if there is one."""
+        for gate_TC in gate:
+            mixed_TC = mixed_TC * gate_TC.sigmoid()
+        output: Tensor = self.output(mixed_TC)
+        return output
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.spec.head_dim))
@@ -127,17 +152,3 @@ def _equal_sequences(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:
         q_NHLK, k_NGLK, v_NGLK, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
     return mixed_NHLK.transpose(1, 2).flatten(0, 1)
-
-
-def _cached_attention(q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache) -> Tensor:
-    """Attention of the last tokens of one sequence with all of it so far."""
-    is_start = cache.length == 0
-    # One new token sees everything; several are a prompt, which comes first.
-    assert is_start or q.shape[0] == 1, "a prompt is read at once, then token by token"
-    all_k, all_v = cache.append(k, v)
-    # In four dimensions: for three torch has no kernel that does without the matrix of all scores.
-    q_1HLK, k_1GLK, v_1GLK = (x.transpose(0, 1).unsqueeze(0) for x in (q, all_k, all_v))
-    mixed_1HLK = F.scaled_dot_product_attention(
-        q_1HLK, k_1GLK, v_1GLK, is_causal=is_start, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return mixed_1HLK.squeeze(0).transpose(0, 1)

@@ -16,15 +16,15 @@ from pcomm.gdn_cp import GdnSpec, HeadShare, Plan
 from pcomm.gdn_cp.ops import (
     DeltaChunks,
     causal_convolution,
-    convolution_step,
     delta_gates,
     gated_delta_step,
     normalise_queries_keys,
     rms_norm_then_gate,
 )
-from pcomm.integration.models.context import Context, RecurrentCache
+from pcomm.inference import StateMemory, StateSpec
+from pcomm.integration.models.context import Context
 from pcomm.integration.models.layer_builder import LayerBuilder
-from pcomm.integration.models.rotary import Rotation
+from pcomm.integration.models.step_context import StepContext, advance, convolve, state_spec
 
 __all__ = ["GatedDeltaNet"]
 
@@ -58,6 +58,7 @@ class GatedDeltaNet(nn.Module):
         )
         self.all_heads = HeadShare(self.spec, 1, 0)
         self.eps, self.kernels = config.norm_eps, build.kernels()
+        self.state_dtype = build.state_dtype
         self.input = build.from_stream(Layout.sections([keys, keys, values, values, heads, heads]))
         self.output = build.to_stream(values)
         self.conv_weight = build.parameter(build.own(channels), config.conv_width)
@@ -91,26 +92,31 @@ class GatedDeltaNet(nn.Module):
         # The gate has stayed with the tokens that the output comes back to.
         return context.leave(spec, self._gated(plan.from_heads(spec, o_THV.flatten(-2)), z))
 
-    def extend(self, x: Tensor, rotation: Rotation, cache: RecurrentCache) -> Tensor:
-        """The same for the next tokens of the sequence that `cache` holds, on one context rank."""
-        q, k, v, z, b, a = self.input(x).split(self.sizes, -1)
-        gates = delta_gates(a, b, self.a_log, self.dt_bias)
-        mixed_TC = torch.cat([q, k, v], -1)
-        if cache.halo is None or cache.state is None:
-            one = (0, len(x))
-            convolved, cache.halo = causal_convolution(mixed_TC, self.conv_weight, cu_seqlens=one)
-            q, k, v = _prepared(convolved, self.all_heads)
-            o, cache.state = self.kernels.chunk_gated_delta_rule(q, k, v, *gates, cu_seqlens=one)
-        else:
-            assert len(x) == 1, "a prompt is read at once, then token by token"
-            convolved, cache.halo = convolution_step(mixed_TC, cache.halo, self.conv_weight)
-            q, k, v = _prepared(convolved, self.all_heads)
-            o, cache.state = gated_delta_step(cache.state, q, k, v, *gates)
-        return self._gated(o.flatten(-2), z)
+    def step(self, x: Tensor, context: StepContext, memory: StateMemory) -> Tensor:
+        """The same for the new tokens of many requests, whose states are in `memory`.
 
-    def new_cache(self, max_tokens: int) -> RecurrentCache:
-        """What this layer keeps of a sequence while text is written; its size is fixed."""
-        return RecurrentCache()
+        Collective over the tensor-parallel group.
+        """
+        sizes = [sum(self.sizes[:3]), *self.sizes[3:]]
+        mixed_TC, z, b, a = self.input(x).split(sizes, -1)
+        convolved_TC = convolve(context, memory, mixed_TC, self.conv_weight)
+        gates = delta_gates(a, b, self.a_log, self.dt_bias)
+        o_THV = advance(
+            "state",
+            context,
+            memory,
+            (*_prepared(convolved_TC, self.all_heads), *gates),
+            one_token=lambda state, *inputs: gated_delta_step(state.to(gates[0].dtype), *inputs),
+            chunks=lambda state, *inputs: self.kernels.chunk_gated_delta_rule(
+                *inputs, cu_seqlens=context.cu_seqlens, initial_state=state
+            ),
+        )
+        return self._gated(o_THV.flatten(-2), z)
+
+    @property
+    def memory_spec(self) -> StateSpec:
+        """What this layer keeps of a request on this rank."""
+        return state_spec(self.spec, self.conv_weight.dtype, self.state_dtype)
 
     def first_values(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Values of the whole parameter `name` before training; see `initialisation`.

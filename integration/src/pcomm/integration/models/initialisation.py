@@ -45,8 +45,8 @@ def initialise(
     A logical weight is drawn whole, by a generator of its own, and then cut; so the same seed
     gives the same model on 1, 2 or 4 ranks, and adding a layer changes no other. Matrices are
     normal with `config.init_std`, those that write into the residual stream less by the square
-    root of twice the number of layers (Radford et al., 2019), norms are 1. What a module says in
-    `first_values` goes first.
+    root of twice the number of layers (Radford et al., 2019), norms are 1, biases 0. What a module
+    says in `first_values` goes first.
 
     Args:
         model: The model whose parameters are filled.
@@ -71,6 +71,8 @@ def initialise(
             if name.endswith(_RESIDUAL):
                 std /= math.sqrt(2 * config.layers)
             whole.normal_(0.0, std, generator=generator)
+        elif own_name == "bias":
+            whole.zero_()
         if param_layout.layout is not None:
             whole = take_shard(
                 whole, param_layout.layout, ranks.get(param_layout.scope, 0), dim=param_layout.dim

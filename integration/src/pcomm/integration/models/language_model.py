@@ -5,32 +5,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from pcomm.core import Collectives, IdentityCollectives
+from pcomm.core.errors import UnsupportedError
 from pcomm.core.tensor_parallel import (
     VocabularyParallelEmbedding,
     param_layouts_of,
     vocabulary_parallel_cross_entropy,
 )
 from pcomm.gdn_cp import AttentionSpec, Plan, Spec
+from pcomm.inference import LayerMemory, LayerSpec, StepBatch
 from pcomm.integration.config import ResolvedModel
 from pcomm.integration.config_rules import expert_blocks, mixers
 from pcomm.integration.models.attention import Attention
 from pcomm.integration.models.block import Block
-from pcomm.integration.models.context import Cache, Context
+from pcomm.integration.models.context import Context
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.moe.balance import Balance
-from pcomm.integration.models.rotary import Rotation, rotation
+from pcomm.integration.models.rotary import Rotation, frequencies, rotation
+from pcomm.integration.models.step_context import StepContext
 
 __all__ = ["LanguageModel"]
 
 
 class LanguageModel(nn.Module):
     """A decoder: GPT, Mamba, GDN and hybrids, with experts or without, as `config` says.
+
+    `forward` and `token_losses` are for training on packed sequences. `memory_specs` and `step` are
+    the `pcomm.inference.Model` that an `Engine` runs, through the same layers.
 
     Args:
         config: The shape of the model, from `config_rules.validate`.
@@ -42,6 +49,8 @@ class LanguageModel(nn.Module):
         dtype: Dtype of the parameters; the computation follows, or an autocast around the call.
         experts: Collectives of the expert-parallel group, which all its ranks enter in each layer
             with experts; None where this rank has all of them.
+        state_dtype: Dtype of the states that recurrent layers keep of a request in inference; None
+            for fp32, and for fp64 in a model of that.
 
     Parameters hold torch's default values until `initialisation.initialise` is called.
     """
@@ -56,6 +65,7 @@ class LanguageModel(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         experts: Collectives | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -67,6 +77,7 @@ class LanguageModel(nn.Module):
             device,
             dtype,
             experts or IdentityCollectives(),
+            state_dtype,
         )
         self.vocabulary = build.split(vocabulary)
         self.has_stream_shares = sequence_parallel and self.collectives.size > 1
@@ -86,6 +97,8 @@ class LanguageModel(nn.Module):
         self.head = build.from_stream(self.vocabulary)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
+        self._has_attention = "A" in mixers(config)
+        self._frequencies: tuple[object, Tensor] | None = None
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -138,31 +151,42 @@ class LanguageModel(nn.Module):
             self(tokens_T, plan, balance), targets_T, self.vocabulary, self.collectives
         )
 
-    def extend(self, tokens_T: Tensor, cache: Cache, *, num_logits: int | None = None) -> Tensor:
-        """Logits `[T, v]` of the next tokens of one sequence, which `cache` then holds as well.
+    def memory_specs(self) -> list[LayerSpec]:
+        """What each block keeps of a request on this rank; see `pcomm.inference.Model`. Local.
 
-        On one context-parallel rank; collective over the tensor-parallel group.
+        Raises:
+            UnsupportedError: The residual stream is split over the tensor-parallel ranks.
+        """
+        if self.has_stream_shares:
+            raise UnsupportedError(
+                "LanguageModel.memory_specs: a model with sequence_parallel=True",
+                found=f"a residual stream that {self.collectives.size} ranks share by tokens",
+                why="A step of inference has any number of tokens, mostly fewer than ranks.",
+                fix="Build the model with sequence_parallel=False; its weights are the same.",
+            )
+        return [block.mixer.memory_spec for block in self._blocks]
+
+    @torch.inference_mode()
+    def step(self, batch: StepBatch, memory: Sequence[LayerMemory | None]) -> Tensor:
+        """Logits `[L, V]` of the tokens `batch.logits_rows`, and all memories extended.
+
+        See `pcomm.inference.Model`. On one context-parallel rank; collective over the tensor- and
+        the expert-parallel group, whose ranks have the same batch and get the same logits.
 
         Args:
-            tokens_T: int64; a prompt first, then one token at a time.
-            cache: The cache of the sequence, from `new_cache`.
-            num_logits: Number of last tokens whose logits are computed; None for all. Those of a
-                long prompt are many times as large as all else, and to go on takes the last only.
+            batch: New tokens of many requests.
+            memory: Pools of each block, as `memory_specs` asks for them.
         """
-        first, config = cache.num_tokens, self.config
-        positions_T = torch.arange(first, first + len(tokens_T), device=tokens_T.device)
-        turn = rotation(positions_T, config.head_dim, config.rope_theta, self.norm.weight.dtype)
-        x = self.embedding(tokens_T)
-        for block, layer in zip(self._blocks, cache.layers, strict=True):
-            x = block.extend(x, turn, layer)
-        cache.num_tokens += len(tokens_T)
-        wanted = x if num_logits is None else x[len(x) - num_logits :]
-        logits_Tv: Tensor = self.head(self.norm(wanted))
-        return logits_Tv
-
-    def new_cache(self, max_tokens: int) -> Cache:
-        """What `extend` needs to write text token by token, for one sequence; local."""
-        return Cache(tuple(block.mixer.new_cache(max_tokens) for block in self._blocks))
+        turn = self._turns(batch.positions_T) if self._has_attention else None
+        context = StepContext.of(batch, turn)
+        x = self.embedding(batch.tokens_T)
+        for block, own in zip(self._blocks, memory, strict=True):
+            assert own is not None, "every block keeps something"
+            x = block.step(x, context, own)
+        logits_Lv: Tensor = self.head(self.norm(x.index_select(0, batch.logits_rows)))
+        if self.collectives.size == 1:
+            return logits_Lv
+        return self.collectives.all_gather(logits_Lv, dim=-1, sizes=self.vocabulary.sizes)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, whatever part of them this rank has; local."""
@@ -196,9 +220,15 @@ class LanguageModel(nn.Module):
 
     def _rotation(self, plan: Plan) -> Rotation | None:
         """Of the tokens that attention sees, where there is attention."""
-        config, weight = self.config, self.norm.weight
         for spec in self.specs:
             if isinstance(spec, AttentionSpec):
-                positions_T = plan.positions_of(spec, weight.device)
-                return rotation(positions_T, config.head_dim, config.rope_theta, weight.dtype)
+                return self._turns(plan.positions_of(spec, self.device))
         return None
+
+    def _turns(self, positions_T: Tensor) -> Rotation:
+        weight = self.norm.weight
+        known = self._frequencies
+        if known is None or known[0] != (weight.dtype, weight.device):
+            turns_R = frequencies(self.config, weight.dtype, weight.device)
+            known = self._frequencies = ((weight.dtype, weight.device), turns_R)
+        return rotation(positions_T, known[1], weight.dtype)

@@ -27,6 +27,8 @@ class LayerBuilder:
         device: Device of the parameters.
         dtype: Dtype of the parameters.
         experts: Collectives of the expert-parallel group.
+        state_dtype: Dtype of the states that recurrent layers keep of a request in inference; None
+            for fp32, and for fp64 in a model of that.
     """
 
     config: ResolvedModel
@@ -35,6 +37,7 @@ class LayerBuilder:
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     experts: Collectives = field(default_factory=IdentityCollectives)
+    state_dtype: torch.dtype | None = None
 
     def split(self, num_heads: int, width: int = 1) -> Layout:
         """Whole heads of `width` columns over the ranks, as many on each."""
@@ -44,12 +47,13 @@ class LayerBuilder:
         """How much of `layout` this rank has."""
         return layout.sizes[self.collectives.rank]
 
-    def from_stream(self, layout: Layout) -> ColumnParallelLinear:
+    def from_stream(self, layout: Layout, *, bias: bool = False) -> ColumnParallelLinear:
         """A projection from the residual stream."""
         return ColumnParallelLinear(
             self.config.width,
             layout,
             self.collectives,
+            bias=bias,
             sequence_parallel=self.sequence_parallel,
             device=self.device,
             dtype=self.dtype,
@@ -87,6 +91,7 @@ class LayerBuilder:
         return RMSNorm(
             width,
             self.config.norm_eps,
+            is_zero_centred=self.config.norm_zero_centred,
             has_partial_gradient=has_partial_gradient and self.collectives.size > 1,
             device=self.device,
             dtype=self.dtype,

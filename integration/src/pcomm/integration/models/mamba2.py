@@ -17,13 +17,14 @@ from pcomm.gdn_cp import HeadShare, Mamba2Spec, Plan
 from pcomm.gdn_cp.ops import (
     SsdChunks,
     causal_convolution,
-    convolution_step,
     gate_then_rms_norm,
     mamba2_ssd_step,
 )
-from pcomm.integration.models.context import Context, RecurrentCache
+from pcomm.inference import StateMemory, StateSpec
+from pcomm.integration.config import ResolvedModel
+from pcomm.integration.models.context import Context
 from pcomm.integration.models.layer_builder import LayerBuilder
-from pcomm.integration.models.rotary import Rotation
+from pcomm.integration.models.step_context import StepContext, advance, convolve, state_spec
 
 __all__ = ["Mamba2"]
 
@@ -68,10 +69,12 @@ class Mamba2(nn.Module):
         self.spec = Mamba2Spec(num_heads, head_dim, num_groups, state_dim, config.conv_width)
         self.all_heads = HeadShare(self.spec, 1, 0)
         self.eps, self.kernels = config.norm_eps, build.kernels()
+        self.state_dtype = build.state_dtype
+        self.limits = _limits_before_softplus(config)
         self.input = build.from_stream(Layout.sections(sections))
         self.output = build.to_stream(inner)
         self.conv_weight = build.parameter(num_channels, config.conv_width)
-        self.conv_bias = build.parameter(num_channels)
+        self.conv_bias = build.parameter(num_channels) if config.mamba_conv_bias else None
         self.a_log = build.parameter(num_heads)
         self.dt_bias = build.parameter(num_heads)
         self.d = build.parameter(num_heads, value=1.0)
@@ -96,38 +99,39 @@ class Mamba2(nn.Module):
             mixed_TC,
             share.take(self.conv_weight, _CONVOLVED),
             cu_seqlens=plan.cu_seqlens_of(spec),
-            bias_D=share.take(self.conv_bias, _CONVOLVED),
+            bias_D=None if self.conv_bias is None else share.take(self.conv_bias, _CONVOLVED),
             initial_halo=plan.conv_halo(spec, mixed_TC),
         )
         heads = _Heads(*(share.take(p, "dt") for p in (self.a_log, self.dt_bias, self.d)))
         x, b, c = share.split(convolved_TC, _CONVOLVED)
-        y_THP = self._recur(x, b, c, dt_TH, heads, plan)
+        y_THP = self._recur(x, b, c, self._limited(dt_TH, heads.dt_bias), heads, plan)
         # The gate has stayed with the tokens that the output comes back to.
         return context.leave(spec, self._gated(plan.from_heads(spec, y_THP.flatten(-2)), z))
 
-    def extend(self, x: Tensor, rotation: Rotation, cache: RecurrentCache) -> Tensor:
-        """The same for the next tokens of the sequence that `cache` holds, on one context rank."""
-        z, x, b, c, dt_TH = self.input(x).split(self.sizes, -1)
-        mixed_TC = torch.cat([x, b, c], -1)
-        weight, bias = self.conv_weight, self.conv_bias
-        heads = _Heads(self.a_log, self.dt_bias, self.d)
-        if cache.halo is None or cache.state is None:
-            one = (0, len(x))
-            y, cache.halo = causal_convolution(mixed_TC, weight, cu_seqlens=one, bias_D=bias)
-            x, b, c = self.all_heads.split(y, _CONVOLVED)
-            y, cache.state = self._scan(x, b, c, dt_TH, heads, one)
-        else:
-            assert len(x) == 1, "a prompt is read at once, then token by token"
-            y, cache.halo = convolution_step(mixed_TC, cache.halo, weight, bias_D=bias)
-            x, b, c = self.all_heads.split(y, _CONVOLVED)
-            y, cache.state = mamba2_ssd_step(
-                cache.state, x, dt_TH, self.a_log, b, c, d_H=self.d, dt_bias_H=self.dt_bias
-            )
-        return self._gated(y.flatten(-2), z)
+    def step(self, x: Tensor, context: StepContext, memory: StateMemory) -> Tensor:
+        """The same for the new tokens of many requests, whose states are in `memory`.
 
-    def new_cache(self, max_tokens: int) -> RecurrentCache:
-        """What this layer keeps of a sequence while text is written; its size is fixed."""
-        return RecurrentCache()
+        Collective over the tensor-parallel group.
+        """
+        inner, heads = self.sizes[0], _Heads(self.a_log, self.dt_bias, self.d)
+        z, mixed_TC, dt_TH = self.input(x).split([inner, sum(self.sizes[1:4]), self.sizes[4]], -1)
+        convolved_TC = convolve(context, memory, mixed_TC, self.conv_weight, self.conv_bias)
+        y_THP = advance(
+            "state",
+            context,
+            memory,
+            (*self.all_heads.split(convolved_TC, _CONVOLVED), self._limited(dt_TH, self.dt_bias)),
+            one_token=lambda state, x, b, c, dt: self._one_token(state, x, b, c, dt, heads),
+            chunks=lambda state, x, b, c, dt: self._scan(
+                x, b, c, dt, heads, context.cu_seqlens, state
+            ),
+        )
+        return self._gated(y_THP.flatten(-2), z)
+
+    @property
+    def memory_spec(self) -> StateSpec:
+        """What this layer keeps of a request on this rank."""
+        return state_spec(self.spec, self.conv_weight.dtype, self.state_dtype)
 
     def first_values(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Values of the whole parameter `name` before training; see `initialisation`."""
@@ -158,6 +162,15 @@ class Mamba2(nn.Module):
         start = plan.entry_states(self.spec, chunks.summary())
         return chunks.outputs(c, d_H=heads.d, initial_state=start)[0]
 
+    def _one_token(
+        self, state: Tensor, x: Tensor, b: Tensor, c: Tensor, dt_NH: Tensor, heads: _Heads
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs and states of one token of each of N sequences."""
+        state = state.to(torch.promote_types(x.dtype, torch.float32))
+        return mamba2_ssd_step(
+            state, x, dt_NH, heads.a_log, b, c, d_H=heads.d, dt_bias_H=heads.dt_bias
+        )
+
     def _scan(
         self,
         x: Tensor,
@@ -166,8 +179,9 @@ class Mamba2(nn.Module):
         dt_TH: Tensor,
         heads: _Heads,
         cu_seqlens: tuple[int, ...],
+        state_NHSP: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Outputs and final states of whole sequences."""
+        """Outputs and final states of sequences that go on from `state_NHSP`, or begin."""
         return self.kernels.chunk_mamba2_ssd(
             x,
             dt_TH,
@@ -177,7 +191,16 @@ class Mamba2(nn.Module):
             d_H=heads.d,
             dt_bias_H=heads.dt_bias,
             cu_seqlens=cu_seqlens,
+            initial_state=state_NHSP,
         )
+
+    def _limited(self, dt_TH: Tensor, dt_bias_H: Tensor) -> Tensor:
+        """Time steps as projected, such that those after bias and softplus keep their limits."""
+        if self.limits is None:
+            return dt_TH
+        wide = torch.promote_types(dt_TH.dtype, torch.float32)
+        bias_H = dt_bias_H.to(wide)
+        return (dt_TH.to(wide) + bias_H).clamp(*self.limits) - bias_H
 
     def _gated(self, y: Tensor, z: Tensor) -> Tensor:
         """Into the residual stream."""
@@ -185,3 +208,15 @@ class Mamba2(nn.Module):
         gated = gate_then_rms_norm(y, z, self.norm_weight, num_groups=groups, eps=self.eps)
         output: Tensor = self.output(gated)
         return output
+
+
+def _limits_before_softplus(config: ResolvedModel) -> tuple[float, float] | None:
+    """What has to lie between these for a time step to keep its limits; None without limits."""
+    low, high = config.mamba_min_time_step, config.mamba_max_time_step
+    if not low and high == "none":
+        return None
+    # Softplus is monotone, so limits of its result are limits of its argument.
+    inverse = [
+        x + math.log(-math.expm1(-x)) if x else -math.inf for x in (low, high) if x != "none"
+    ]
+    return inverse[0], inverse[1] if len(inverse) > 1 else math.inf

@@ -30,7 +30,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, build: LayerBuilder, hidden_width: int | None = None) -> None:
         super().__init__()
-        hidden = build.split(hidden_width or build.config.mlp_width)
+        width = hidden_width or build.config.mlp_width
+        assert width != "none", "a block without an MLP has no SwiGLU"
+        hidden = build.split(width)
         self.gate_up = build.from_stream(Layout.sections([hidden, hidden]))
         self.down = build.to_stream(hidden)
 
@@ -70,5 +72,8 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     Returns:
         `[T, F]`, same dtype.
     """
+    if not (torch.is_grad_enabled() and gate_up_T2F.requires_grad):
+        gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
+        return F.silu(gate_TF).mul_(up_TF)
     result: Tensor = _SwiGLU.apply(gate_up_T2F)  # type: ignore[no-untyped-call]
     return result

@@ -17,6 +17,7 @@ class RMSNorm(nn.Module):
     Args:
         width: Length of the last dimension.
         eps: Added to the mean square.
+        is_zero_centred: True to keep the weight as what is added to 1, which is done in fp32.
         has_partial_gradient: True if this rank normalises only some of the tokens or heads that
             share the weight, so that its gradient has to be summed over the ranks.
         device: Device of the weight.
@@ -30,15 +31,25 @@ class RMSNorm(nn.Module):
         width: int,
         eps: float,
         *,
+        is_zero_centred: bool = False,
         has_partial_gradient: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+        self.eps, self.is_zero_centred = eps, is_zero_centred
+        first = 0.0 if is_zero_centred else 1.0
+        self.weight = nn.Parameter(torch.full((width,), first, device=device, dtype=dtype))
         self.param_layouts = {"weight": ParamLayout(has_partial_gradient=has_partial_gradient)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
+        if self.is_zero_centred:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            weight = 1.0 + self.weight.to(wide)
+            return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def first_values(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        """Values of the weight before training: a scale of 1; see `initialisation`."""
+        return torch.zeros(shape) if self.is_zero_centred else torch.ones(shape)

@@ -19,10 +19,16 @@ from pcomm.integration.config import Config
 from pcomm.integration.config_rules import validate
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.preparation import Prepared, open_prepared
+from pcomm.integration.huggingface.run_start import ModelStart, start_config
 from pcomm.integration.metrics.plot import plot_loss
 from pcomm.integration.metrics.run_sinks import open_sinks
 from pcomm.integration.metrics.sink import Sink, SinkGroup
-from pcomm.integration.parallelize import ALL_RANKS, build_model, open_run_groups
+from pcomm.integration.parallelize import (
+    ALL_RANKS,
+    build_model,
+    open_run_groups,
+    splitting_groups,
+)
 from pcomm.integration.train.evaluate import evaluate
 from pcomm.integration.train.interrupt import listen_for_interrupt
 from pcomm.integration.train.not_finite import NotFiniteSteps
@@ -107,6 +113,9 @@ def _train(
 ) -> Outcome:
     world = together.world
     with ExitStack() as held:
+        config = together(
+            "train: model.from", lambda: start_config(config, run_dir, is_new=must_restart)
+        )
         resolved = validate(config, world.size)
         if not must_restart:
             # Before anything in the folder changes, so that a refused run leaves it as it was.
@@ -129,6 +138,14 @@ def _train(
             steps = StepTrace(trace, world.rank, groups[ALL_RANKS, "control"])
             watched = steps.watched(groups)
             model = build_model(resolved, watched, world.device)
+            if resolved.model.from_ and newest(run_dir) is None:
+                start = ModelStart(Path(resolved.model.from_))
+                ranks = {key: group.rank for key, group in splitting_groups(watched).items()}
+                together(
+                    "train: weights of model.from",
+                    lambda: start.load(model, ranks),
+                    timeout_s=_READING_S,
+                )
             _log.info("%s", model.describe())
             batches = TrainBatches(
                 prepared.train,
@@ -184,7 +201,11 @@ class _Run:
             lambda: check_files(checkpoint, rank=rank, size=size),
             timeout_s=_READING_S,
         )
-        read(checkpoint, self.trainer.shard_views(), self.checkpoint_group)
+        views = self.trainer.shard_views()
+        if checkpoint.step == 0:
+            # Converted from a directory of weights: the optimizer begins anew.
+            views = {name: view for name, view in views.items() if name.startswith("model.")}
+        read(checkpoint, views, self.checkpoint_group)
         self.trainer.resume_at(progress.step, skipped=progress.skipped, rewarm=progress.rewarm)
         _log.info("resuming %s after step %d", self.run_dir, checkpoint.step)
         return progress

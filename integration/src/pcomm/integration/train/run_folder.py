@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from pcomm.core.errors import ConfigError
@@ -16,6 +16,7 @@ from pcomm.integration.checkpoint.reader import check_index
 from pcomm.integration.config import Config
 from pcomm.integration.config_file import to_toml
 from pcomm.integration.data.preparation import build_beside
+from pcomm.integration.huggingface.run_files import forget_directory, placed_files
 from pcomm.integration.train.run_lock import lock_run
 
 __all__ = ["check_resumable", "hold_folder", "prepare_folder", "write_config"]
@@ -86,13 +87,23 @@ def prepare_folder(config: Config, run_dir: Path, *, must_restart: bool) -> None
         assert kept is not None, "only a kept tokenizer tells the fingerprint before"
         check_same_run(kept, identity_of(config, fingerprint))
 
+    is_placed = kept is None and bool(config.model.from_)
+    placed = placed_files(Path(config.model.from_), run_dir) if is_placed else nullcontext()
     try:
-        built = build_beside(config.data, run_dir, keep_tokenizer=kept is not None, check=check)
+        with placed:
+            built = build_beside(
+                config.data,
+                run_dir,
+                keep_tokenizer=is_placed or kept is not None,
+                check=None if kept is None else check,
+            )
         run_dir.mkdir(parents=True, exist_ok=True)
         for folder in remove_partial(run_dir):
             _log.warning("removed %s, which a run that died left half done", folder)
         if must_restart:
             _remove_results(run_dir)
+        if not config.model.from_:
+            forget_directory(run_dir)
         if built is not None:
             built.take_place()
     except OSError as error:

@@ -52,8 +52,23 @@ def kernel_linear(x_NI: Tensor, weight_EOI: Tensor, row_counts_E: Tensor) -> Ten
 
 def loop_linear(x_NI: Tensor, weight_EOI: Tensor, row_counts_E: Tensor) -> Tensor:
     """One product after the other, each on neighbouring rows; any device and dtype."""
-    result: Tensor = _Loop.apply(x_NI, weight_EOI, row_counts_E.tolist())  # type: ignore[no-untyped-call]
+    counts = row_counts_E.tolist()
+    if not (torch.is_grad_enabled() and (x_NI.requires_grad or weight_EOI.requires_grad)):
+        return _products(x_NI, weight_EOI, counts)
+    result: Tensor = _Loop.apply(x_NI, weight_EOI, counts)  # type: ignore[no-untyped-call]
     return result
+
+
+def _products(x_NI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+    result_NO = x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1])
+    start = 0
+    # One sequence has rows for a few of many experts.
+    for expert, count in enumerate(counts):
+        if count:
+            rows = slice(start, start + count)
+            torch.mm(x_NI[rows], weight_EOI[expert].T, out=result_NO[rows])
+            start += count
+    return result_NO
 
 
 class _Loop(torch.autograd.Function):
@@ -63,12 +78,7 @@ class _Loop(torch.autograd.Function):
     def forward(ctx: Any, x_NI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
         ctx.save_for_backward(x_NI, weight_EOI)
         ctx.counts = counts
-        result_NO = x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1])
-        for x, weight, result in zip(
-            x_NI.split(counts), weight_EOI, result_NO.split(counts), strict=True
-        ):
-            torch.mm(x, weight.T, out=result)
-        return result_NO
+        return _products(x_NI, weight_EOI, counts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.mlp import SwiGLU
 from pcomm.integration.models.moe.balance import Balance
-from pcomm.integration.models.moe.dispatch import Dispatch
+from pcomm.integration.models.moe.dispatch import Dispatch, count
 from pcomm.integration.models.moe.experts import Experts
-from pcomm.integration.models.moe.router import Router
+from pcomm.integration.models.moe.router import Router, Routing
 from pcomm.integration.models.moe.token_shares import join_tokens, split_tokens
 
 __all__ = ["MixtureOfExperts"]
+
+_NORMALISES = {"auto": None, "normalised": True, "probability": False}
 
 
 class MixtureOfExperts(nn.Module):
@@ -37,6 +41,7 @@ class MixtureOfExperts(nn.Module):
             config.width,
             config.experts,
             config.experts_per_token,
+            normalises=_NORMALISES[config.expert_weights],
             has_partial_gradient=build.collectives.size > 1,
             device=build.device,
             dtype=build.dtype,
@@ -51,6 +56,13 @@ class MixtureOfExperts(nn.Module):
         )
         width = config.shared_expert_width
         self.shared = SwiGLU(build, width) if width else None
+        self.shared_gate: nn.Parameter | None = None
+        if width and config.shared_expert_gate:
+            self.shared_gate = build.parameter(1, config.width)
+            nn.init.normal_(self.shared_gate, std=config.width**-0.5)
+        # Ranks that hold other tokens each see a part of its gradient.
+        is_partial = build.sequence_parallel and build.collectives.size > 1
+        self.param_layouts = {"shared_gate": ParamLayout(has_partial_gradient=is_partial)}
         self._num_experts = config.experts
 
     def forward(self, x: Tensor, balance: Balance | None = None) -> Tensor:
@@ -69,16 +81,34 @@ class MixtureOfExperts(nn.Module):
             y = join_tokens(mine_tD, x.shape[0], self._tensor_parallel)
         else:
             y = self._route(x, balance)
-        return y if self.shared is None else y + self.shared(x)
+        return y if self.shared is None else y + self._shared_result(x, self.shared)
+
+    def _shared_result(self, x: Tensor, shared: SwiGLU) -> Tensor:
+        y: Tensor = shared(x)
+        if self.shared_gate is None:
+            return y
+        return y * F.linear(x, self.shared_gate).sigmoid()
 
     def _route(self, x_tD: Tensor, balance: Balance | None) -> Tensor:
         routing = self.router(x_tD)
+        if self._expert_parallel.size == 1 and not torch.is_grad_enabled():
+            return self._local_result(x_tD, routing)
         weights_tK = routing.weights_TK if balance is None else balance.observe(routing)
         dispatch = Dispatch.plan(routing.experts_TK, self._num_experts, self._expert_parallel)
         # Rounded before they travel: experts compute in that dtype, and fewer bytes are sent.
         rows_ND = dispatch.send(x_tD.to(_compute_dtype(x_tD)))
         y_tKD = dispatch.bring_back(self.experts(rows_ND, dispatch.row_counts_e))
         return (y_tKD * weights_tK.to(y_tKD.dtype).unsqueeze(-1)).sum(1)
+
+    def _local_result(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """The same where all experts are here and nothing is recorded, without an exchange."""
+        experts_TK, weights_TK = routing.experts_TK, routing.weights_TK
+        chosen_C, order_C = experts_TK.flatten().sort(stable=True)
+        rows_CD = x_TD.index_select(0, order_C // experts_TK.shape[1]).to(_compute_dtype(x_TD))
+        y_CD = self.experts(rows_CD, count(chosen_C, self._num_experts))
+        y_CD = torch.empty_like(y_CD).index_copy_(0, order_C, y_CD)
+        y_TKD = y_CD.view(*experts_TK.shape, y_CD.shape[1])
+        return (y_TKD * weights_TK.to(y_TKD.dtype).unsqueeze(-1)).sum(1)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -31,13 +31,14 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Softmax over all experts, then the K likeliest of each token. Local.
 
-    The K probabilities are divided by their sum. With K = 1 the quotient would be 1 whatever the
-    router does, and it would learn nothing; so there the probability itself is the weight.
+    The weights are the K probabilities, or these divided by their sum. With K = 1 the quotient
+    would be 1 whatever the router does, and it would learn nothing.
 
     Args:
         width: D.
         num_experts: E.
         experts_per_token: K.
+        normalises: True to divide the probabilities by their sum; None to do so where K > 1.
         has_partial_gradient: True if this rank routes only some of the tokens of its
             tensor-parallel group, so that the weight's gradient has to be summed over it.
         device: Device of the weight.
@@ -53,12 +54,14 @@ class Router(nn.Module):
         num_experts: int,
         experts_per_token: int,
         *,
+        normalises: bool | None = None,
         has_partial_gradient: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.experts_per_token = experts_per_token
+        self.normalises = experts_per_token > 1 if normalises is None else normalises
         self.weight = nn.Parameter(torch.empty(num_experts, width, device=device, dtype=dtype))
         nn.init.normal_(self.weight, std=width**-0.5)
         self.param_layouts = {"weight": ParamLayout(has_partial_gradient=has_partial_gradient)}
@@ -69,6 +72,6 @@ class Router(nn.Module):
             logits_TE = F.linear(x_TD.to(self.weight.dtype), self.weight)
             probabilities_TE = logits_TE.softmax(-1)
         weights_TK, experts_TK = probabilities_TE.topk(self.experts_per_token, -1)
-        if self.experts_per_token > 1:
+        if self.normalises:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return Routing(experts_TK, weights_TK, probabilities_TE)

@@ -1,0 +1,66 @@
+"""`pcomm convert`: a run as a Hugging Face directory, and a directory as a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pcomm.core.errors import ConfigError
+
+__all__ = ["ConvertCommand", "command"]
+
+_DTYPES = ("fp32", "bf16", "fp16")
+
+
+class ConvertCommand:
+    """Converts weights, configuration and tokenizer in one direction or the other."""
+
+    name = "convert"
+    help = "Write a run as a Hugging Face directory, or such a directory as a run."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """`RUN_OR_DIR`, `--out`, `--dtype`."""
+        parser.add_argument(
+            "source",
+            type=Path,
+            metavar="RUN_OR_DIR",
+            help="the folder of a `pcomm train`, or a directory with config.json and safetensors",
+        )
+        parser.add_argument(
+            "--out", type=Path, required=True, metavar="DIR", help="the folder to write"
+        )
+        parser.add_argument(
+            "--dtype",
+            choices=_DTYPES,
+            help="dtype of the weights in a directory; without it that of the directory which the "
+            "run started from, or fp32",
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Convert, then print what was written."""
+        source, out = arguments.source, arguments.out
+        is_directory = (source / "config.json").exists() and not (source / "config.toml").exists()
+        if is_directory and arguments.dtype is not None:
+            raise ConfigError(
+                f"pcomm convert --dtype {arguments.dtype}",
+                found=f"{source}, a Hugging Face directory, which becomes a run",
+                why="A run keeps its weights in fp32, whatever it computes in.",
+                fix="Leave --dtype away; `--set train.dtype=bf16` is what a run computes in.",
+            )
+        # Imported late, so that a mistake above does not wait for torch.
+        from pcomm.integration.huggingface.convert import directory_to_run, run_to_directory
+        from pcomm.integration.huggingface.dtypes import SHORT_NAMES
+
+        if is_directory:
+            kind = directory_to_run(source, out)
+            print(f"{out}  a run with the weights of a {kind} model")
+            print(f"pcomm generate {out} --prompt TEXT  writes text with it")
+            print(f"pcomm train --config {out / 'config.toml'} --out {out}  trains it")
+            return 0
+        dtype = None if arguments.dtype is None else SHORT_NAMES[arguments.dtype]
+        kind = run_to_directory(source, out, dtype=dtype)
+        print(f"{out}  a {kind} model, which transformers loads")
+        return 0
+
+
+command = ConvertCommand()
