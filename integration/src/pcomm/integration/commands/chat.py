@@ -1,0 +1,91 @@
+"""`pcomm chat`: a conversation with a model, at a terminal or through a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from pcomm.core.errors import PcommError
+from pcomm.integration.commands.llm_options import add_llm_options, llm_options
+
+if TYPE_CHECKING:
+    from pcomm.inference import SamplingParams
+    from pcomm.integration.llm import LLM
+
+__all__ = ["ChatCommand", "command"]
+
+
+class ChatCommand:
+    """Answers each line of the standard input, with what was said before in mind."""
+
+    name = "chat"
+    help = "Talk with a model: a line is a message, its answer is written as it comes."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """`DIR`, how tokens are drawn, and how the model is loaded."""
+        add_llm_options(parser)
+        parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+        parser.add_argument("--max-tokens", type=int, default=512, metavar="N")
+        parser.add_argument("--temperature", type=float, default=0.8, metavar="T")
+        parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+        parser.add_argument("--seed", type=int, default=0, metavar="S")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Read, answer, and so on until the end of the input."""
+        # Imported late, so that --help does not wait for torch.
+        from pcomm.inference import SamplingParams
+        from pcomm.integration.llm import LLM
+
+        params = SamplingParams(
+            max_tokens=arguments.max_tokens,
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            seed=arguments.seed,
+        )
+        messages: list[dict[str, object]] = []
+        if arguments.system:
+            messages.append({"role": "system", "content": arguments.system})
+        with LLM(**llm_options(arguments), max_requests=1) as llm:
+            while (line := _line()) is not None:
+                if line.strip():
+                    messages.append({"role": "user", "content": line})
+                    _answer(llm, messages, params)
+        return 0
+
+
+def _line() -> str | None:
+    """The next line without its end; None at the end of the input."""
+    if sys.stdin.isatty():
+        try:
+            return input("> ")
+        except EOFError:
+            print()
+            return None
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+def _answer(llm: LLM, messages: list[dict[str, object]], params: SamplingParams) -> None:
+    """Write the answer and add it to the conversation; a Ctrl-C at a terminal cuts it."""
+    written = ""
+    try:
+        prompt, settings = llm.chat_prompt(messages, params)
+        for delta in llm.stream(prompt, settings):
+            written += delta.text
+            print(delta.text, end="", flush=True)
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+    except PcommError as error:
+        if not sys.stdin.isatty():
+            raise
+        # At a terminal the next message may be a shorter one.
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        messages.pop()
+        return
+    print()
+    messages.append({"role": "assistant", "content": written})
+
+
+command = ChatCommand()

@@ -1,0 +1,120 @@
+"""`pcomm serve`: a model behind an API that clients of OpenAI's speak."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.integration.commands.llm_options import add_llm_options, llm_options
+
+__all__ = ["ServeCommand", "command"]
+
+
+class ServeCommand:
+    """Serves a model over HTTP until SIGTERM or Ctrl-C."""
+
+    name = "serve"
+    help = "Serve a model over HTTP, with OpenAI's API and a page to chat."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """`DIR`, the address, limits, and how the model is loaded."""
+        add_llm_options(parser)
+        parser.add_argument(
+            "--host", default="127.0.0.1", metavar="ADDRESS", help="default: this machine alone"
+        )
+        parser.add_argument(
+            "--port", type=int, default=8000, metavar="P", help="0: any that is free"
+        )
+        parser.add_argument(
+            "--model-name", metavar="NAME", help="what clients call it; default: that of DIR"
+        )
+        parser.add_argument(
+            "--api-key-file",
+            type=Path,
+            metavar="FILE",
+            help="its first line is the key that clients show",
+        )
+        parser.add_argument("--max-requests", type=int, default=64, metavar="N")
+        parser.add_argument(
+            "--max-queued", type=int, default=256, metavar="N", help="more are told to come later"
+        )
+        parser.add_argument("--max-body-mib", type=int, default=4, metavar="N")
+        parser.add_argument(
+            "--shutdown-s",
+            type=float,
+            default=30.0,
+            metavar="S",
+            help="seconds that running requests have to end after SIGTERM",
+        )
+        parser.add_argument(
+            "--step-limit-s",
+            type=float,
+            default=60.0,
+            metavar="S",
+            help="/health fails when a step takes longer",
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Load, print the address, and serve; 0 after an orderly end."""
+        key = _key(arguments.api_key_file)
+        try:
+            from pcomm.integration.serve.app import create_app
+            from pcomm.integration.serve.server import listen, serve, url_of
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] == "pcomm":
+                raise
+            raise UnsupportedError(
+                "pcomm serve",
+                found=f"no package {error.name}",
+                why="The server stands on FastAPI, uvicorn and prometheus-client.",
+                fix="python3 -m pip install 'pcomm-integration[serve]'",
+            ) from error
+        from pcomm.integration.llm import LLM
+        from pcomm.integration.serve.settings import ServeSettings
+
+        settings = ServeSettings(
+            model_name=arguments.model_name or arguments.model.resolve().name,
+            api_key=key,
+            max_body_bytes=arguments.max_body_mib * 2**20,
+            step_limit_s=arguments.step_limit_s,
+            shutdown_s=arguments.shutdown_s,
+        )
+        # Before the model, so that an address in use is found at once.
+        bound = listen(arguments.host, arguments.port)
+        options = llm_options(arguments)
+        with (
+            bound,
+            LLM(
+                **options, max_requests=arguments.max_requests, max_queued=arguments.max_queued
+            ) as llm,
+        ):
+            print(f"{settings.model_name} at {url_of(bound)}", flush=True)
+            serve(create_app(llm, settings), bound)
+        return 0
+
+
+def _key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"pcomm serve --api-key-file {file}",
+            found=f"{error}",
+            why="The key is read from a file, since all users of a machine see command lines.",
+            fix="Write the key into a file that only you can read.",
+        ) from error
+    key = lines[0].strip() if lines else ""
+    if not key:
+        raise ConfigError(
+            f"pcomm serve --api-key-file {file}",
+            found="an empty first line",
+            why="Any client could show such a key.",
+            fix="Write the key into the first line.",
+        )
+    return key
+
+
+command = ServeCommand()

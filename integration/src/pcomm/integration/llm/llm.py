@@ -1,0 +1,326 @@
+"""`LLM`: a model that is loaded once and continues prompts for its caller."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.inference import Engine, Request, RequestOutput, SamplingParams
+from pcomm.inference.engine import EngineStats, QueueFullError
+from pcomm.integration.llm.dtypes import dtype_of
+from pcomm.integration.llm.generation import Delta, Generation, joined
+from pcomm.integration.llm.loading import LoadedModel, load_model
+from pcomm.integration.llm.memory_size import free_bytes, memory_size
+from pcomm.integration.llm.settings import settings_of, with_stop
+
+__all__ = ["LLM"]
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+
+class LLM:
+    """A model, its tokenizer and an engine; a context manager.
+
+    Everything happens in the caller's thread: the engine makes a step while the caller waits for a
+    text or for the next part of one. Several `stream`s of one `LLM` may be read in turn; each step
+    continues all of them. For many threads or clients there is `pcomm serve`.
+
+    Args:
+        path: A run of `pcomm train`, or a Hugging Face directory.
+        dtype: Dtype of the weights: `float32`, `bfloat16`, `float16`, or `auto` for that of the
+            directory and fp32 for a run.
+        device: Device of the model, such as `cpu` or `cuda:0`.
+        max_model_len: Most tokens of a prompt and its text together; None for what the model was
+            made for.
+        memory_bytes: Bytes for keys, values and states of all requests; None for a share of what
+            is free.
+        block_size: Tokens of a KV block.
+        max_batch_tokens: Most tokens of a step.
+        max_requests: Most requests that run at once.
+        max_queued: Most requests that wait; `generate` takes any number of prompts all the same.
+        prefix_cache: True to keep what was computed of prompts for those that begin alike.
+        speculative_tokens: Most tokens that a step guesses from the text so far.
+
+    Attributes:
+        path: Folder of the model.
+        loaded: The model and its tokenizer.
+        engine: The engine, for a program that makes the steps itself.
+        max_model_len: Most tokens of a prompt and its text together.
+
+    Raises:
+        ConfigError: The folder holds no model, or a value cannot be used.
+        UnsupportedError: The model of the directory is not supported.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+        max_model_len: int | None = None,
+        memory_bytes: int | None = None,
+        block_size: int = 16,
+        max_batch_tokens: int = 2048,
+        max_requests: int = 64,
+        max_queued: int = 256,
+        prefix_cache: bool = True,
+        speculative_tokens: int = 0,
+    ) -> None:
+        numbers = {
+            "max_model_len": max_model_len,
+            "memory_bytes": memory_bytes,
+            "block_size": block_size,
+            "max_requests": max_requests,
+        }
+        _check_numbers(numbers)
+        place = torch.device(device)
+        self.path = Path(path)
+        self.loaded: LoadedModel = load_model(self.path, dtype=dtype_of(dtype), device=place)
+        self.max_model_len = max_model_len or self.loaded.max_tokens
+        size = memory_size(
+            self.loaded.model.memory_specs(),
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+            max_requests=max_requests,
+            budget_bytes=memory_bytes or free_bytes(place),
+        )
+        self.engine = Engine(
+            self.loaded.model,
+            vocabulary=self.loaded.vocabulary,
+            tokenizer=self.loaded.tokenizer,
+            max_model_len=self.max_model_len,
+            block_size=block_size,
+            num_blocks=size.num_blocks,
+            num_state_slots=size.num_state_slots,
+            max_batch_tokens=max_batch_tokens,
+            max_requests=max_requests,
+            max_queued=max_queued,
+            prefix_cache=prefix_cache,
+            speculative_tokens=speculative_tokens,
+            device=place,
+        )
+        self._outputs: dict[str, deque[RequestOutput]] = {}
+        self._num_requests = 0
+        self._is_closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Generation]:
+        """Continue prompts together. Local.
+
+        Args:
+            prompts: One prompt or many, each a text or token ids.
+            params: Settings for all, or one for each; the defaults of `SamplingParams` if absent.
+
+        Returns:
+            A text for each prompt, in their order. One whose computation failed has
+            `finish_reason` `error` and the exception as `error`; the others are complete.
+
+        Raises:
+            ConfigError: A prompt or a setting cannot be used; then none is continued.
+        """
+        self._check_open("generate")
+        many = _as_many(prompts)
+        each = settings_of(params, len(many))
+        ids = [self._ids(prompt) for prompt in many]
+        outputs: list[list[RequestOutput]] = [[] for _ in many]
+        waiting = deque(
+            (place, self._request(prompt, settings))
+            for place, (prompt, settings) in enumerate(zip(ids, each, strict=True))
+        )
+        places: dict[str, int] = {}
+        try:
+            while waiting or places:
+                while waiting:
+                    place, request = waiting[0]
+                    try:
+                        self._add(request)
+                    except QueueFullError:
+                        break
+                    waiting.popleft()
+                    places[request.request_id] = place
+                self._step(list(places))
+                for name in list(places):
+                    found = self._outputs.get(name)
+                    outputs[places[name]].extend(found or ())
+                    if found is None or any(output.finish_reason for output in found):
+                        self._forget(name)
+                        del places[name]
+                    else:
+                        found.clear()
+        finally:
+            for name in places:
+                self._forget(name)
+        return [joined(prompt, parts) for prompt, parts in zip(ids, outputs, strict=True)]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> Iterator[Delta]:
+        """Continue one prompt part by part, while it is written. Local.
+
+        The request begins with the first part that is read, and ends with the iterator, whether
+        that is read to its end, closed or dropped.
+
+        Args:
+            prompt: Text or token ids.
+            params: Settings; the defaults of `SamplingParams` if absent.
+            request_id: Name for `abort`, unique among the texts under way; None for none.
+
+        Raises:
+            ConfigError: The prompt or a setting cannot be used.
+            Exception: That which the model, the grammar or the tokenizer raised for this text.
+        """
+        self._check_open("stream")
+        request = self._request(self._ids(prompt), params or SamplingParams(), request_id)
+        return self._deltas(request)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        params: SamplingParams | None = None,
+    ) -> Generation:
+        """The answer to a conversation. Local.
+
+        Args:
+            messages: Mappings with `role` and `content`, the oldest first.
+            params: Settings; the defaults of `SamplingParams` if absent.
+
+        Raises:
+            ConfigError: The template of the model refuses the messages, or they are too long.
+            Exception: That which the model, the grammar or the tokenizer raised for this text.
+        """
+        prompt, settings = self.chat_prompt(messages, params)
+        (answer,) = self.generate([prompt], settings)
+        if answer.error is not None:
+            raise answer.error
+        return answer
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        params: SamplingParams | None = None,
+    ) -> tuple[list[int], SamplingParams]:
+        """Token ids of a conversation, and settings that end the answer where it ends. Local.
+
+        Args:
+            messages: Messages as for `chat`.
+            params: Settings as for `chat`.
+
+        Raises:
+            ConfigError: The template of the model refuses the messages.
+        """
+        ids = self.loaded.chat_ids([dict(message) for message in messages])
+        return ids, with_stop(params or SamplingParams(), self.loaded.chat_stop)
+
+    def abort(self, request_id: str) -> bool:
+        """End a text that `stream` writes; its memory is free after the call. Local.
+
+        Returns:
+            False if there is none of this name.
+        """
+        if self._outputs.pop(request_id, None) is None:
+            return False
+        return self.engine.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """Counters of the engine, and the use of its memory. Local."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """End all texts and free the memory of requests; a second call does nothing."""
+        self._is_closed = True
+        self._outputs.clear()
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _deltas(self, request: Request) -> Iterator[Delta]:
+        self._add(request)
+        name = request.request_id
+        try:
+            while (mine := self._outputs.get(name)) is not None:
+                self._check_open("stream")
+                if not mine:
+                    self._step([name])
+                    continue
+                output = mine.popleft()
+                if output.error is not None:
+                    raise output.error
+                yield Delta(output.text, output.token_ids, output.logprobs, output.finish_reason)
+                if output.finish_reason:
+                    return
+        finally:
+            self._forget(name)
+
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.loaded.prompt_ids(prompt) if isinstance(prompt, str) else prompt)
+
+    def _request(
+        self, prompt: tuple[int, ...], params: SamplingParams, name: str | None = None
+    ) -> Request:
+        self._num_requests += 1
+        return Request(name or f"text {self._num_requests}", prompt, params)
+
+    def _add(self, request: Request) -> None:
+        self.engine.add(request)
+        self._outputs[request.request_id] = deque()
+
+    def _step(self, names: Sequence[str]) -> None:
+        """One step, unless a text of `names` has something to be read already."""
+        if any(self._outputs.get(name) for name in names):
+            return
+        for output in self.engine.step():
+            if (mine := self._outputs.get(output.request_id)) is not None:
+                mine.append(output)
+
+    def _forget(self, name: str) -> None:
+        if self._outputs.pop(name, None) is not None:
+            self.engine.abort(name)
+
+    def _check_open(self, method: str) -> None:
+        if self._is_closed:
+            raise ClosedError(
+                f"LLM.{method}",
+                found="a closed LLM",
+                why="close() has freed its memory.",
+                fix="Make a new LLM.",
+            )
+
+
+def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and all(isinstance(one, int) for one in prompts)):
+        return [prompts]  # type: ignore[list-item]  # told apart by their first elements
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _check_numbers(numbers: Mapping[str, object]) -> None:
+    for name, value in numbers.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(
+                f"LLM: {name}",
+                found=f"{value!r}",
+                why=f"{name} is an integer of at least 1.",
+                fix=f"Give {name} as such a number, or leave it out.",
+            )

@@ -1,0 +1,253 @@
+"""A model that is ready to write: from a run of `pcomm train`, or from a Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+import torch
+
+from pcomm.core import Group
+from pcomm.core.errors import ConfigError
+from pcomm.integration.checkpoint.checksums import check_files
+from pcomm.integration.checkpoint.folders import newest
+from pcomm.integration.checkpoint.reader import check_index, read
+from pcomm.integration.checkpoint.state import model_shard_views
+from pcomm.integration.config import ParallelConfig, ResolvedModel, ResolvedParallel
+from pcomm.integration.config_file import load_config
+from pcomm.integration.config_rules import check_shards, resolve_model, validate
+from pcomm.integration.data.tokenizer import load_tokenizer
+from pcomm.integration.huggingface import (
+    ChatTemplate,
+    DirectoryTokenizer,
+    load_weights,
+    open_directory,
+    read_chat_template,
+    read_model,
+    read_tokenizer,
+)
+from pcomm.integration.huggingface.dtypes import dtypes_of, saved_dtypes
+from pcomm.integration.huggingface.run_files import kept_directory
+from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids
+from pcomm.integration.llm.plain_chat import plain_chat
+from pcomm.integration.llm.run_tokenizer import RunTokenizer
+from pcomm.integration.models.language_model import LanguageModel
+
+__all__ = ["LoadedModel", "PromptTokenizer", "load_model"]
+
+_CONFIG = "config.json"
+# A model says how long its context is; one that does not is a run, or has no limit.
+_LEAST_CONTEXT = 2048
+
+
+class PromptTokenizer(Protocol):
+    """A tokenizer that the engine can use, and that shows its vocabulary."""
+
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Token ids by which the model ends a text."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without marks around it."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids."""
+        ...
+
+    def to_json(self) -> str:
+        """The content of `tokenizer.json`."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A whole model on one process, with what turns text into its tokens and back.
+
+    Attributes:
+        name: Name of the folder.
+        model: The model, in evaluation mode.
+        tokenizer: Its tokenizer.
+        chat_template: Template of conversations: its own, or `plain_chat`.
+        chat_stop: Strings that end an answer beside the end tokens; for a model without a template.
+        max_tokens: Longest sequence it was made for; for a run, the length it was trained with, and
+            at least 2,048.
+        vocabulary: Number of token ids, the width of its logits.
+    """
+
+    name: str
+    model: LanguageModel
+    tokenizer: PromptTokenizer
+    chat_template: ChatTemplate
+    chat_stop: tuple[str, ...]
+    max_tokens: int
+    vocabulary: int
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the marks that the model wants around it. Local.
+
+        Raises:
+            ConfigError: The text is no Unicode; or it has no tokens, and the model no mark that a
+                text begins with.
+        """
+        check_unicode(text)
+        tokenizer = self.tokenizer
+        if isinstance(tokenizer, DirectoryTokenizer):
+            ids = tokenizer.encode_prompt(text)
+        else:
+            ids = tokenizer.encode(text)
+        # A text without a begin starts like one behind the end of another.
+        ids = ids or list(tokenizer.eos_ids[:1])
+        if not ids:
+            raise ConfigError(
+                "prompt",
+                found="no text, and a model without end tokens",
+                why="The first token to write needs the logits of a token before it.",
+                fix="Give a prompt of at least one token.",
+            )
+        return ids
+
+    def chat_ids(self, messages: Sequence[dict[str, object]]) -> list[int]:
+        """Token ids of a conversation that ends where the answer begins. Local.
+
+        Args:
+            messages: Mappings with `role` and `content`.
+
+        Raises:
+            ConfigError: The template refuses the messages, or a text is no Unicode.
+        """
+        text = self.chat_template.render(messages)
+        check_unicode(text)
+        return self.tokenizer.encode(text)
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    group: Group | None = None,
+) -> LoadedModel:
+    """The model in a folder, whole or this rank's part of it, on this process. Local.
+
+    Args:
+        path: The `--out` folder of a `pcomm train`, of which the newest checkpoint is read; or a
+            Hugging Face directory.
+        dtype: Dtype of the weights; None for that of the directory, and fp32 for a run.
+        device: Device of the model.
+        group: Tensor-parallel group; None for the whole model.
+
+    Raises:
+        ConfigError: The folder holds no model, the group cannot share its layers, or its files are
+            damaged; names the file.
+        UnsupportedError: The model of the directory is not supported.
+    """
+    if (path / _CONFIG).is_file():
+        return _from_directory(path, dtype, device, group)
+    return _from_run(path, dtype, device, group)
+
+
+def check_unicode(text: str) -> None:
+    """Refuse a text that no tokenizer reads. Local.
+
+    Raises:
+        ConfigError: It has halves of surrogate pairs, as JSON can write them.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(
+            "prompt",
+            found="half of a surrogate pair",
+            why="It stands for no character, and a tokenizer reads characters.",
+            fix="Send the text as UTF-8, or both halves of the pair.",
+        )
+
+
+def _from_directory(
+    path: Path, dtype: torch.dtype | None, device: torch.device | str, group: Group | None
+) -> LoadedModel:
+    directory = open_directory(path)
+    found = read_model(directory)
+    tokenizer = read_tokenizer(directory)
+    template = read_chat_template(directory)
+    if dtype is None:
+        dtype, _ = saved_dtypes(dtypes_of(directory))
+    config = resolve_model(found.config)
+    model = _empty(config, found.vocabulary, dtype, device, group)
+    load_weights(model, found.family, directory, ranks=_ranks(group))
+    return _loaded(path, model, tokenizer, template, found.max_tokens or _LEAST_CONTEXT)
+
+
+def _from_run(
+    path: Path, dtype: torch.dtype | None, device: torch.device | str, group: Group | None
+) -> LoadedModel:
+    checkpoint = newest(path) if path.is_dir() else None
+    if checkpoint is None:
+        raise ConfigError(
+            f"model {path}",
+            found="neither a checkpoint of a run nor a config.json"
+            if path.is_dir()
+            else "no such folder",
+            why="A model is a run of `pcomm train` that has been saved, or a Hugging Face "
+            "directory.",
+            fix="Give the --out folder of a `pcomm train` that has reached a checkpoint, or a "
+            "directory with config.json, tokenizer.json and safetensors.",
+        )
+    config = validate(replace(load_config(path / "config.toml"), parallel=ParallelConfig()), 1)
+    model = _empty(config.model, config.data.vocabulary, dtype or torch.float32, device, group)
+    check_index(checkpoint)
+    check_files(checkpoint)
+    read(checkpoint, model_shard_views(model, _ranks(group)))
+    longest = max(config.train.sequence_length, _LEAST_CONTEXT)
+    kept = kept_directory(path)
+    if kept is None:
+        tokenizer = RunTokenizer(load_tokenizer(path / TOKENIZER))
+        return _loaded(path, model, tokenizer, None, longest)
+    # As the directory's own, which knows special tokens in the text of a template.
+    own = tokenizers.Tokenizer.from_file(str(path / TOKENIZER))
+    own.no_truncation()
+    own.no_padding()
+    theirs = DirectoryTokenizer(own, end_ids(kept, own))
+    return _loaded(path, model, theirs, read_chat_template(kept), longest)
+
+
+def _empty(
+    config: ResolvedModel,
+    vocabulary: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    group: Group | None,
+) -> LanguageModel:
+    """The model before its weights are read. Each rank of a group has all experts."""
+    if group is not None:
+        parallel = ResolvedParallel(tp=group.size, dp=1, shard_ranks=1)
+        check_shards(config, vocabulary, parallel)
+    collectives = None if group is None else group.collectives
+    return LanguageModel(config, vocabulary, collectives, device=device, dtype=dtype)
+
+
+def _ranks(group: Group | None) -> dict[str, int] | None:
+    """Rank of this process by the scope of `ParamLayout`."""
+    return None if group is None else {"dense": group.rank, "expert": 0}
+
+
+def _loaded(
+    path: Path,
+    model: LanguageModel,
+    tokenizer: PromptTokenizer,
+    template: ChatTemplate | None,
+    max_tokens: int,
+) -> LoadedModel:
+    plain, stop = plain_chat()
+    return LoadedModel(
+        path.resolve().name,
+        model.eval(),
+        tokenizer,
+        template or plain,
+        () if template else stop,
+        max_tokens,
+        model.vocabulary.length,
+    )

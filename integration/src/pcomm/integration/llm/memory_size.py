@@ -1,0 +1,99 @@
+"""How much memory an engine gets for requests: KV blocks and state slots that fit a budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from pcomm.core.errors import ConfigError
+from pcomm.inference import KVSpec, LayerSpec, StateSpec
+
+__all__ = ["MemorySize", "free_bytes", "memory_size"]
+
+_HOST_SHARE, _DEVICE_SHARE = 0.25, 0.8
+
+
+@dataclass(frozen=True)
+class MemorySize:
+    """Sizes of the two pools of an engine.
+
+    Attributes:
+        num_blocks: Number of KV blocks; at least 1.
+        num_state_slots: Number of state slots; at least 1.
+        bytes: Bytes that both take in all layers.
+    """
+
+    num_blocks: int
+    num_state_slots: int
+    bytes: int
+
+
+def memory_size(
+    specs: Sequence[LayerSpec],
+    *,
+    block_size: int,
+    max_model_len: int,
+    max_requests: int,
+    budget_bytes: int,
+) -> MemorySize:
+    """The largest pools within a budget that requests could use. Local.
+
+    Slots come first, two for each request: its state, and a snapshot for the prefix cache. They
+    take at most half of the budget where there are keys and values, too.
+
+    Args:
+        specs: What each layer keeps of a request.
+        block_size: Tokens of a KV block.
+        max_model_len: Most tokens of a request.
+        max_requests: Most requests that run at once.
+        budget_bytes: Bytes for both pools.
+
+    Raises:
+        ConfigError: The budget has no room for one request of `max_model_len` tokens.
+    """
+    block = sum(
+        2 * block_size * spec.heads * spec.head_dim * spec.dtype.itemsize
+        for spec in specs
+        if isinstance(spec, KVSpec)
+    )
+    slot = sum(
+        prod(shape) * spec.dtypes[name].itemsize
+        for spec in specs
+        if isinstance(spec, StateSpec)
+        for name, shape in spec.shapes.items()
+    )
+    blocks_each = -(-max_model_len // block_size) if block else 0
+    least = blocks_each * block + slot
+    if least > budget_bytes:
+        raise ConfigError(
+            f"LLM: memory for requests of {max_model_len} tokens",
+            found=f"{budget_bytes:,} bytes, and one such request takes {least:,}",
+            why="Keys, values and states of a request are in memory together.",
+            fix="Give a smaller max_model_len, or a larger memory_bytes.",
+        )
+    slots = 1
+    if slot:
+        left = budget_bytes - blocks_each * block
+        for_slots = min(left, budget_bytes // 2) if block else left
+        slots = min(2 * max_requests, max(for_slots // slot, 1))
+    blocks = 1
+    if block:
+        blocks = (budget_bytes - slots * slot) // block
+        blocks = min(blocks, max_requests * blocks_each)
+    return MemorySize(blocks, slots, blocks * block + slots * slot)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that an engine takes where nothing is said: a share of what is free now. Local.
+
+    A quarter of the free memory of a host, which other programs need, too, and four fifths of that
+    of a GPU.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _DEVICE_SHARE)
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _HOST_SHARE)

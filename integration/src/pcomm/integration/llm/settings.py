@@ -1,0 +1,41 @@
+"""Settings of several texts, and those that a conversation adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pcomm.core.errors import ConfigError
+from pcomm.inference import SamplingParams
+
+__all__ = ["settings_of", "with_stop"]
+
+
+def settings_of(
+    params: SamplingParams | Sequence[SamplingParams] | None, number: int
+) -> list[SamplingParams]:
+    """Settings for each of `number` prompts. Local.
+
+    Args:
+        params: Settings for all, one for each, or None for the defaults.
+        number: Number of prompts.
+
+    Raises:
+        ConfigError: There are settings for another number of prompts.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * number
+    if len(params) != number:
+        raise ConfigError(
+            "LLM.generate: params",
+            found=f"{len(params)} settings for {number} prompts",
+            why="Each prompt is continued with one of them.",
+            fix="Give one SamplingParams for all prompts, or one for each.",
+        )
+    return list(params)
+
+
+def with_stop(params: SamplingParams, stop: tuple[str, ...]) -> SamplingParams:
+    """`params` with more strings that end the text. Local."""
+    more = tuple(text for text in stop if text not in params.stop)
+    return replace(params, stop=params.stop + more) if more else params

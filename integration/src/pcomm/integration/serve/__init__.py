@@ -1,0 +1,1 @@
+"""The HTTP face of an engine: OpenAI's requests and answers, metrics, health and a page."""

@@ -1,0 +1,102 @@
+"""Errors as the OpenAI API has them: `{"error": {message, type, param, code}}` and a status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from pcomm.core.errors import ClosedError, ConfigError, PcommError, UnsupportedError
+from pcomm.inference.engine import QueueFullError
+
+__all__ = ["ApiError", "ErrorBody", "api_error_of", "error_response"]
+
+_RETRY_AFTER_S = "1"
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: HTTP status.
+        message: Text for a person, with what to do.
+        kind: Field `type`: `invalid_request_error`, `authentication_error`, `rate_limit_error`,
+            `server_error`.
+        param: Field of the request that is wrong; None for none.
+        code: Word for a program; None for none.
+        headers: More headers of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.content: dict[str, Any] = {
+            "error": {"message": message, "type": kind, "param": param, "code": code}
+        }
+
+
+def error_response(error: ApiError) -> Response:
+    """The answer of an error. Local."""
+    # In ASCII: a message may repeat what a client sent, halves of surrogate pairs included.
+    content = json.dumps(error.content)
+    return Response(content, error.status, error.headers, media_type="application/json")
+
+
+def api_error_of(error: BaseException) -> ApiError:
+    """The answer for an exception of the engine or of what is around it. Local."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(
+            429,
+            f"{error.found}. Try again later.",
+            kind="rate_limit_error",
+            code="queue_full",
+            headers={"Retry-After": _RETRY_AFTER_S},
+        )
+    if isinstance(error, ClosedError):
+        return ApiError(503, str(error), kind="server_error", code="unavailable")
+    if isinstance(error, ConfigError | UnsupportedError):
+        return ApiError(400, str(error), param=_param(error), code="invalid_value")
+    if isinstance(error, PcommError):
+        return ApiError(500, str(error), kind="server_error", code="internal_error")
+    # What a program of ours raised may name files and values of other requests.
+    return ApiError(
+        500,
+        f"The computation of this request failed: {type(error).__name__}.",
+        kind="server_error",
+        code="internal_error",
+    )
+
+
+def _param(error: PcommError) -> str | None:
+    """The field that an error of the settings names."""
+    head, _, rest = error.asked.partition(": ")
+    return rest.split(" ")[0] if head == "SamplingParams" and rest else None

@@ -1,0 +1,166 @@
+"""The routes of a server, all of them thin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from pcomm.core.errors import PcommError
+from pcomm.integration import __version__
+from pcomm.integration.llm import LLM
+from pcomm.integration.serve.answers import ClientGoneError
+from pcomm.integration.serve.api_error import ApiError, ErrorBody, api_error_of, error_response
+from pcomm.integration.serve.chat_request import ChatRequest
+from pcomm.integration.serve.completion_request import CompletionRequest
+from pcomm.integration.serve.gate import Gate
+from pcomm.integration.serve.service import Service
+from pcomm.integration.serve.settings import ServeSettings
+from pcomm.integration.serve.validation import validation_error
+
+__all__ = ["Served", "create_app"]
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody} for status in (400, 401, 404, 413, 415, 429, 500, 503)
+}
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+)
+
+
+class Served:
+    """An ASGI application and the service behind it.
+
+    Attributes:
+        app: For an ASGI server; its lifespan starts and stops the step loop.
+        service: The model behind it.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+
+
+def create_app(llm: LLM, settings: ServeSettings) -> Served:
+    """The routes of `llm`. Local.
+
+    Args:
+        llm: The model, which nothing else uses while the application runs.
+        settings: Limits, and the name of the model.
+    """
+    service = Service(llm, settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(
+        title="pcomm serve",
+        version=__version__,
+        lifespan=lifespan,
+        # Their pages load scripts from elsewhere; /openapi.json stays.
+        docs_url=None,
+        redoc_url=None,
+    )
+    _add_model_routes(app, service, llm)
+    _add_state_routes(app, service)
+    _add_errors(app)
+    gate = Gate(app, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
+    return Served(gate, service)
+
+
+def _add_model_routes(app: FastAPI, service: Service, llm: LLM) -> None:
+    name, created = service.settings.model_name, int(time.time())
+    card = {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "pcomm",
+        "max_model_len": llm.max_model_len,
+    }
+
+    @app.post("/v1/completions", responses=_ERRORS)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await service.complete(body, request)
+
+    @app.post("/v1/chat/completions", responses=_ERRORS)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await service.chat(body, request)
+
+    @app.get("/v1/models", responses=_ERRORS)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    # A name may have slashes, as those of Hugging Face do.
+    @app.get("/v1/models/{model:path}", responses=_ERRORS)
+    async def model_card(model: str) -> dict[str, Any]:
+        if model != name:
+            raise ApiError(
+                404,
+                f"The model {model!r:.200} does not exist; this server has {name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+        return card
+
+
+def _add_state_routes(app: FastAPI, service: Service) -> None:
+    page = files("pcomm.integration.serve").joinpath("page.html").read_text(encoding="utf-8")
+
+    @app.get("/health", responses={503: {"model": dict[str, str]}})
+    async def health() -> JSONResponse:
+        is_well, reason = service.health()
+        return JSONResponse({"status": reason}, status_code=200 if is_well else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(await service.metrics_text(), headers={"Content-Type": kind})
+
+    @app.get("/", response_class=HTMLResponse)
+    async def chat_page() -> HTMLResponse:
+        return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY})
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(PcommError)
+    async def refused(_: Request, error: PcommError) -> Response:
+        return error_response(api_error_of(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return error_response(validation_error(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def plain(request: Request, error: HTTPException) -> Response:
+        codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+        code = codes.get(error.status_code, "invalid_request")
+        message = f"{error.detail}: {request.method} {request.url.path!r:.200}"
+        headers = dict(error.headers or {})
+        if error.status_code == 413:
+            headers["Connection"] = "close"
+        return error_response(ApiError(error.status_code, message, code=code, headers=headers))
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(_: Request, error: ClientGoneError) -> Response:
+        # Nobody reads it; this is the status that logs have for it.
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:
+        return error_response(api_error_of(error))

@@ -1,0 +1,153 @@
+"""From the fields of a request to the engine's settings."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from pcomm.inference import SamplingParams
+from pcomm.integration.serve.api_error import ApiError
+from pcomm.integration.serve.chat_request import ChatRequest
+from pcomm.integration.serve.completion_request import CompletionRequest
+from pcomm.integration.serve.request_fields import JsonSchemaFormat, RequestFields
+
+__all__ = ["chat_params", "check_model", "completion_params", "room_for"]
+
+# As in the OpenAI API, where completions are short unless more is asked for.
+_COMPLETION_TOKENS = 16
+_SEEDS = 2**63
+
+
+def check_model(fields: RequestFields, name: str) -> None:
+    """Refuse a request for another model, or one whose fields do not fit together. Local.
+
+    Raises:
+        ApiError: 404 for another model, otherwise 400.
+    """
+    if fields.model != name:
+        raise ApiError(
+            404,
+            f"The model {fields.model!r:.200} does not exist; this server has {name!r}.",
+            param="model",
+            code="model_not_found",
+        )
+    if fields.stream_options is not None and not fields.stream:
+        raise ApiError(
+            400,
+            "stream_options is for requests with stream=true.",
+            param="stream_options",
+            code="invalid_value",
+        )
+
+
+def room_for(prompt: Sequence[int], max_model_len: int, param: str) -> int:
+    """Number of tokens that may follow a prompt, at least 1. Local.
+
+    Args:
+        prompt: Tokens of the prompt.
+        max_model_len: Most tokens of prompt and text.
+        param: Field that has the prompt.
+
+    Raises:
+        ApiError: There is no room.
+    """
+    room = max_model_len - len(prompt)
+    if room < 1:
+        raise ApiError(
+            400,
+            f"The context of this model has {max_model_len} tokens, and the prompt has "
+            f"{len(prompt)}. Shorten it to at most {max_model_len - 1}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return room
+
+
+def completion_params(request: CompletionRequest, room: int) -> list[SamplingParams]:
+    """Settings of each of the `n` texts of one prompt. Local.
+
+    Args:
+        request: The fields.
+        room: Most tokens that may follow the prompt.
+
+    Raises:
+        PcommError: A value cannot be used.
+    """
+    limit = request.max_tokens or _COMPLETION_TOKENS
+    return _params(request, min(limit, room), logprobs=request.logprobs)
+
+
+def chat_params(request: ChatRequest, room: int, stop: tuple[str, ...]) -> list[SamplingParams]:
+    """Settings of each of the `n` answers. Local.
+
+    Args:
+        request: The fields.
+        room: Most tokens that may follow the conversation.
+        stop: Strings that end an answer of this model beside those that are asked for.
+
+    Raises:
+        ApiError: `top_logprobs` without `logprobs`.
+        PcommError: A value cannot be used.
+    """
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(
+            400,
+            "top_logprobs is for requests with logprobs=true.",
+            param="top_logprobs",
+            code="invalid_value",
+        )
+    limit = request.max_completion_tokens or request.max_tokens or room
+    return _params(
+        request,
+        min(limit, room),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        json_schema=_schema(request),
+        more_stop=stop,
+    )
+
+
+def _schema(request: ChatRequest) -> str | None:
+    form = request.response_format
+    if form is None or form.type == "text":
+        return None
+    if isinstance(form, JsonSchemaFormat):
+        return json.dumps(form.json_schema.schema_)
+    return '{"type": "object"}'
+
+
+def _params(
+    fields: RequestFields,
+    max_tokens: int,
+    *,
+    logprobs: int | None,
+    json_schema: str | None = None,
+    more_stop: tuple[str, ...] = (),
+) -> list[SamplingParams]:
+    given: dict[str, Any] = {
+        "temperature": fields.temperature,
+        "top_p": fields.top_p,
+        "top_k": fields.top_k,
+        "min_p": fields.min_p,
+        "presence_penalty": fields.presence_penalty,
+        "frequency_penalty": fields.frequency_penalty,
+        "repetition_penalty": fields.repetition_penalty,
+        "ignore_eos": fields.ignore_eos,
+        "stop_token_ids": fields.stop_token_ids,
+        "logprobs": logprobs,
+        "json_schema": json_schema,
+    }
+    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    settings = {name: value for name, value in given.items() if value is not None}
+    settings |= {
+        "max_tokens": max_tokens,
+        "min_tokens": min(fields.min_tokens or 0, max_tokens),
+        "stop": stop + tuple(text for text in more_stop if text not in stop),
+        "logit_bias": {int(token): bias for token, bias in (fields.logit_bias or {}).items()},
+    }
+    # Without a seed each request is drawn anew, and each of its texts is another one.
+    seed = secrets.randbelow(_SEEDS) if fields.seed is None else fields.seed
+    return [
+        SamplingParams(**settings, seed=(seed + place) % _SEEDS) for place in range(fields.n or 1)
+    ]

@@ -1,0 +1,112 @@
+"""The HTTP server: a socket, uvicorn, and an end that is orderly."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from pcomm.core.errors import ConfigError
+from pcomm.integration.serve.app import Served
+
+__all__ = ["listen", "serve"]
+
+# What clients get who are told that the server stops, before their connections are cut.
+_GOODBYE_S = 2.0
+_BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound, and that listens once `serve` or its `listen` is called. Local.
+
+    Args:
+        host: Address or name.
+        port: Port; 0 for any that is free.
+
+    Raises:
+        ConfigError: The address is not of this machine, or in use.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"pcomm serve: {host} port {port}",
+            found=f"{error}",
+            why="The server needs an address of this machine that nothing else uses.",
+            fix="Give another --port, 0 for any that is free, or another --host.",
+        ) from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where clients find a socket. Local."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(served: Served, bound: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT, then end what runs. Local; in the main thread.
+
+    Running requests have `shutdown_s` to end; new ones are refused. After that clients are told,
+    and the memory of their requests is free. A second SIGINT does not wait.
+
+    Args:
+        served: The application.
+        bound: A socket from `listen`; closed at the end.
+    """
+    limit_s = served.service.settings.shutdown_s
+    config = uvicorn.Config(
+        served.app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=int(limit_s + _GOODBYE_S) + 1,
+    )
+    bound.listen(_BACKLOG)
+    with bound, _ignored_afterwards():
+        _Server(config, served, limit_s).run(sockets=[bound])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, served: Served, limit_s: float) -> None:
+        super().__init__(config)
+        self._served, self._limit_s = served, limit_s
+
+    async def shutdown(self, sockets: Sequence[socket.socket] | None = None) -> None:
+        """Let requests end until the limit, then tell their clients."""
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(self._limit_s, self._served.service.end_requests)
+        try:
+            await super().shutdown(sockets=list(sockets or ()))
+        finally:
+            late.cancel()
+
+
+@contextmanager
+def _ignored_afterwards() -> Iterator[None]:
+    """Take the signal that uvicorn raises again after it has ended in order."""
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        pass
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, ended) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

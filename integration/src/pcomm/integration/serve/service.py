@@ -1,0 +1,200 @@
+"""One model behind HTTP: requests become engine requests, and their outputs answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.inference import Request, SamplingParams
+from pcomm.inference.engine import EngineStats
+from pcomm.integration.llm import LLM
+from pcomm.integration.serve.answers import EventStream, unless_gone, whole_answer
+from pcomm.integration.serve.api_error import ApiError
+from pcomm.integration.serve.chat_request import ChatRequest
+from pcomm.integration.serve.completion_request import CompletionRequest
+from pcomm.integration.serve.metrics import Metrics
+from pcomm.integration.serve.output_streams import OutputStreams
+from pcomm.integration.serve.replies import ChatReply, CompletionReply, Reply
+from pcomm.integration.serve.request_fields import MOST_CHOICES, RequestFields
+from pcomm.integration.serve.sampling import (
+    chat_params,
+    check_model,
+    completion_params,
+    room_for,
+)
+from pcomm.integration.serve.settings import ServeSettings
+from pcomm.integration.serve.step_loop import StepLoop
+from pcomm.integration.serve.token_texts import TokenTexts
+from pcomm.integration.serve.usage import Usage
+
+__all__ = ["Service"]
+
+# How long a scrape of the metrics waits for a step, before it shows the numbers of the last one.
+_STATS_S = 2.0
+
+
+class Service:
+    """The model, its step loop and the streams of its clients; used in one event loop.
+
+    Args:
+        llm: The model; nothing else may use it until the service is stopped.
+        settings: Limits.
+        clock: Seconds that only grow, for `health`.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        settings: ServeSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings, self._llm = settings, llm
+        self.metrics = Metrics(settings.model_name)
+        self.streams = OutputStreams(settings.max_unread_tokens)
+        self.loop = StepLoop(llm.engine, self.streams.deliver, observer=self.metrics, clock=clock)
+        self._texts = TokenTexts(llm.loaded.tokenizer.to_json())
+
+    async def start(self) -> None:
+        """Start the step loop; called in the event loop that serves."""
+        self.streams.bind(self.loop)
+        self.loop.start()
+
+    async def stop(self) -> None:
+        """End all requests and the step loop."""
+        self.end_requests()
+        await asyncio.to_thread(self.loop.close, self.settings.shutdown_s)
+
+    def end_requests(self) -> None:
+        """Tell every client that the server stops, and free the memory of its requests."""
+        self.streams.fail_all(
+            ClosedError(
+                "the request",
+                found="a server that is being stopped",
+                why="It did not end within the limit for that.",
+                fix="Send it again once the server is back.",
+            )
+        )
+
+    async def complete(self, body: CompletionRequest, http: HttpRequest) -> Response:
+        """Answer `/v1/completions`."""
+        check_model(body, self.settings.model_name)
+        prompts = body.prompts()
+        if len(prompts) * (body.n or 1) > MOST_CHOICES:
+            raise ApiError(
+                400,
+                f"At most {MOST_CHOICES} texts are written for one request: prompts times n.",
+                param="n",
+                code="invalid_value",
+            )
+        work = asyncio.to_thread(self._encode, prompts)
+        ids = await unless_gone(http.receive, work)
+        params = [completion_params(body, self._room(one, "prompt")) for one in ids]
+        answer_id = f"cmpl-{uuid.uuid4().hex}"
+        reply = CompletionReply(
+            answer_id, **self._envelope(body, sum(map(len, params)), body.logprobs is not None)
+        )
+        return await self._answer(answer_id, ids, params, body, reply, http)
+
+    async def chat(self, body: ChatRequest, http: HttpRequest) -> Response:
+        """Answer `/v1/chat/completions`."""
+        check_model(body, self.settings.model_name)
+        loaded = self._llm.loaded
+        messages = [message.plain() for message in body.messages]
+        try:
+            ids = await unless_gone(http.receive, asyncio.to_thread(loaded.chat_ids, messages))
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+        params = chat_params(body, self._room(ids, "messages"), loaded.chat_stop)
+        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+        reply = ChatReply(answer_id, **self._envelope(body, len(params), bool(body.logprobs)))
+        return await self._answer(answer_id, [ids], [params], body, reply, http)
+
+    async def metrics_text(self) -> bytes:
+        """The metrics; those of the last scrape of the engine while a step does not return."""
+        try:
+            asked = asyncio.wrap_future(self.loop.call(self.engine_stats))
+            return self.metrics.text(await asyncio.wait_for(asked, _STATS_S))
+        except (TimeoutError, ClosedError):
+            return self.metrics.text(None)
+
+    def engine_stats(self) -> EngineStats:
+        """State of the engine; called by the thread of the step loop alone."""
+        return self._llm.stats()
+
+    def health(self) -> tuple[bool, str]:
+        """Whether requests are answered, and why not."""
+        if self.loop.error is not None:
+            return False, f"the step loop has failed: {type(self.loop.error).__name__}"
+        if not self.loop.is_alive:
+            return False, "the step loop does not run"
+        if (busy_s := self.loop.busy_s) > self.settings.step_limit_s:
+            return False, f"a step has not returned for {busy_s:.0f} s"
+        return True, "ok"
+
+    async def _answer(
+        self,
+        answer_id: str,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[Sequence[SamplingParams]],
+        body: RequestFields,
+        reply: Reply,
+        http: HttpRequest,
+    ) -> Response:
+        pairs = [
+            (tuple(ids), one) for ids, each in zip(prompts, params, strict=True) for one in each
+        ]
+        requests = [
+            Request(f"{answer_id}-{place}", ids, one) for place, (ids, one) in enumerate(pairs)
+        ]
+        usage = Usage([len(ids) for ids in prompts])
+        stream = self.streams.open(requests)
+        try:
+            await unless_gone(http.receive, stream.submit())
+            if not body.stream:
+                work = whole_answer(stream, reply, usage, len(requests))
+                answer = JSONResponse(await unless_gone(http.receive, work))
+                stream.close()
+                return answer
+        except BaseException:
+            stream.close()
+            raise
+        # From here on it belongs to the answer.
+        return EventStream(
+            stream,
+            reply,
+            usage,
+            has_usage=_wants_usage(body),
+            write_timeout_s=self.settings.write_timeout_s,
+        )
+
+    def _encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        loaded = self._llm.loaded
+        try:
+            return [loaded.prompt_ids(one) if isinstance(one, str) else one for one in prompts]
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="prompt", code="invalid_value") from error
+
+    def _room(self, prompt: Sequence[int], param: str) -> int:
+        return room_for(prompt, self._llm.max_model_len, param)
+
+    def _envelope(self, body: RequestFields, num_texts: int, has_logprobs: bool) -> dict[str, Any]:
+        return {
+            "model": self.settings.model_name,
+            "texts": self._texts,
+            "num_texts": num_texts,
+            "has_usage": _wants_usage(body),
+            "has_logprobs": has_logprobs,
+        }
+
+
+def _wants_usage(body: RequestFields) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)

@@ -1,0 +1,56 @@
+"""What a server is told, beside the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pcomm.core.errors import ConfigError
+
+__all__ = ["ServeSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Limits of a server.
+
+    Attributes:
+        model_name: Name that clients give as `model`.
+        api_key: Key that clients show for `/v1`; None for none.
+        max_body_bytes: Most bytes of the body of a request.
+        max_unread_tokens: Most tokens of a request that wait for a client which does not read.
+        write_timeout_s: Seconds that such a client may leave one part unread.
+        step_limit_s: Seconds after which a step that has not returned makes `/health` fail.
+        shutdown_s: Seconds that running requests have to end after SIGTERM.
+    """
+
+    model_name: str
+    api_key: str | None = None
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_unread_tokens: int = 4096
+    write_timeout_s: float = 60.0
+    step_limit_s: float = 60.0
+    shutdown_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_body_bytes",
+            "max_unread_tokens",
+            "write_timeout_s",
+            "step_limit_s",
+            "shutdown_s",
+        ):
+            # Written so that NaN, which compares as false, is refused.
+            if not getattr(self, name) > 0:
+                raise ConfigError(
+                    f"ServeSettings: {name}",
+                    found=f"{getattr(self, name)!r}",
+                    why="It is a limit, and nothing would pass it.",
+                    fix="Give a number above 0.",
+                )
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError(
+                "ServeSettings: api_key",
+                found="an empty key",
+                why="Any client could show it.",
+                fix="Give a key, or None for a server that asks for none.",
+            )

@@ -1,0 +1,205 @@
+"""`LLM`: texts from Python, each the same however they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.inference import KVSpec, SamplingParams, StateSpec
+from pcomm.integration import Writer
+from pcomm.integration.llm import LLM, load_model
+from pcomm.integration.llm.memory_size import memory_size
+from pcomm.integration.testing.tiny_runs import PATTERNS, tiny_run
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+MEMORY = 2**21
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`run(name)`: the folder of a tiny run, made once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny_run(tmp_path_factory.mktemp(name), PATTERNS[name])
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def llm(run: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(run("hybrid"), memory_bytes=MEMORY, max_model_len=128, max_queued=4) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_it_writes_what_pcomm_generate_writes(name: str, run: Callable[[str], Path]) -> None:
+    expected = Writer.load(run(name)).write("word1 word2", GREEDY)
+    with LLM(run(name), memory_bytes=MEMORY, max_model_len=128) as llm:
+        (found,) = llm.generate("word1 word2", GREEDY)
+        assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+        assert found.finish_reason == "length"
+        assert found.prompt_ids == tuple(llm.loaded.tokenizer.encode("word1 word2"))
+
+
+def test_prompts_together_streamed_and_alone_give_the_same_texts(llm: LLM) -> None:
+    # More prompts than wait at once, of several lengths, as text and as token ids.
+    prompts = ["word1 " * count for count in range(1, 12)]
+    params = [SamplingParams(seed=seed, max_tokens=5 + seed) for seed in range(len(prompts))]
+    together = llm.generate(prompts, params)
+    assert len({one.text for one in together}) > 5
+    for prompt, settings, expected in zip(prompts, params, together, strict=True):
+        ids = llm.loaded.prompt_ids(prompt)
+        deltas = list(llm.stream(ids, settings))
+        assert tuple(token for delta in deltas for token in delta.token_ids) == expected.token_ids
+        assert "".join(delta.text for delta in deltas) == expected.text
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert deltas[-1].finish_reason == expected.finish_reason
+    assert llm.stats().blocks.used == llm.stats().state_slots.used == 0
+
+
+def test_streams_that_are_read_in_turn_do_not_disturb_each_other(llm: LLM) -> None:
+    (first,), (second,) = llm.generate("word1", GREEDY), llm.generate("word2 word3", GREEDY)
+    streams = [llm.stream("word1", GREEDY), llm.stream("word2 word3", GREEDY)]
+    found: list[list[int]] = [[], []]
+    for _ in range(6):
+        for place, stream in enumerate(streams):
+            found[place] += next(stream).token_ids
+    # A third one begins and ends in between.
+    assert llm.generate("word1", GREEDY)[0].token_ids == first.token_ids
+    for place, stream in enumerate(streams):
+        found[place] += [token for delta in stream for token in delta.token_ids]
+    assert [tuple(tokens) for tokens in found] == [first.token_ids, second.token_ids]
+
+
+def test_what_is_aborted_closed_or_dropped_frees_its_memory(llm: LLM) -> None:
+    long = SamplingParams(max_tokens=100, ignore_eos=True)
+    aborted = llm.stream("word1", long, request_id="mine")
+    closed, dropped = llm.stream("word2", long), llm.stream("word3", long)
+    for stream in (aborted, closed, dropped):
+        next(stream)
+    assert llm.stats().running == 3
+    assert llm.abort("mine")
+    assert not llm.abort("mine")
+    assert list(aborted) == []
+    closed.close()
+    del dropped, stream
+    stats = llm.stats()
+    assert (stats.running, stats.blocks.used, stats.state_slots.used) == (0, 0, 0)
+
+
+def test_a_chat_is_the_template_and_stops_before_the_next_question(llm: LLM) -> None:
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "word1"}]
+    ids, settings = llm.chat_prompt(messages, GREEDY)
+    text = "system: short\nuser: word1\nassistant:"
+    assert ids == llm.loaded.tokenizer.encode(text)
+    assert settings.stop == ("\nuser:", "\nsystem:")
+    answer = llm.chat(messages, GREEDY)
+    assert answer.token_ids == llm.generate([ids], settings)[0].token_ids
+
+
+def test_a_prompt_without_text_begins_a_document(llm: LLM) -> None:
+    (end,) = llm.loaded.tokenizer.eos_ids
+    assert llm.generate("", GREEDY)[0].prompt_ids == (end,)
+
+
+def test_a_grammar_binds_a_run_trained_here(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    params = SamplingParams(regex="[ab]{8}", max_tokens=40)
+    texts = [one.text for one in llm.generate(["word1"] * 3, params)]
+    assert all(len(text) == 8 and set(text) <= set("ab") for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([10**6], "vocabulary"),
+        ([], "empty prompt"),
+        ("word " * 500, "max_model_len is 128"),
+        ("\ud800", "surrogate"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_leaves_nothing_behind(
+    llm: LLM, prompt: str | list[int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        llm.generate(["word1", prompt, "word2"], GREEDY)
+    assert (llm.stats().running, llm.stats().waiting) == (0, 0)
+
+
+def test_bad_arguments_name_the_argument(run: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a checkpoint of a run nor a config.json"):
+        LLM(tmp_path)
+    with pytest.raises(ConfigError, match="no such folder"):
+        LLM(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"'bfloat15'[\s\S]*Did you mean 'bfloat16'"):
+        LLM(run("hybrid"), dtype="bfloat15")
+    with pytest.raises(ConfigError, match="memory_bytes"):
+        LLM(run("hybrid"), memory_bytes=100)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(run("hybrid"), max_model_len=0)
+
+
+def test_settings_are_one_for_all_or_one_for_each(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="2 settings for 3 prompts"):
+        llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+
+
+def test_a_closed_one_says_so(run: Callable[[str], Path]) -> None:
+    with LLM(run("hybrid"), memory_bytes=MEMORY, max_model_len=64) as llm:
+        stream = llm.stream("word1", GREEDY)
+        next(stream)
+    assert list(stream) == []
+    with pytest.raises(ClosedError, match="closed LLM"):
+        llm.generate("word1")
+
+
+def test_the_dtype_is_that_of_all_weights(run: Callable[[str], Path]) -> None:
+    kinds = {
+        dtype: load_model(run("gpt"), dtype=dtype).model.embedding.weight.dtype
+        for dtype in (None, torch.bfloat16, torch.float64)
+    }
+    assert kinds == {
+        None: torch.float32,
+        torch.bfloat16: torch.bfloat16,
+        torch.float64: torch.float64,
+    }
+
+
+KV = KVSpec(heads=2, head_dim=8, dtype=torch.float32)  # 2,048 bytes a block of 16 tokens
+STATE = StateSpec({"state": (4, 64)}, {"state": torch.float32})  # 1,024 bytes
+
+
+@pytest.mark.parametrize(
+    ("specs", "budget", "expected"),
+    [
+        ([KV], 4 * 2048, (4, 1, 4 * 2048)),
+        ([KV], 4 * 2048 + 2047, (4, 1, 4 * 2048)),
+        # No more than all requests together can fill.
+        ([KV, None], 10**9, (12, 1, 12 * 2048)),
+        ([STATE], 1024, (1, 1, 1024)),
+        ([STATE], 10**9, (1, 6, 6 * 1024)),
+        # One request of the longest kind, which leaves no room for a snapshot.
+        ([KV, STATE], 4 * 2048 + 1024, (4, 1, 4 * 2048 + 1024)),
+        ([KV, STATE], 10**9, (12, 6, 12 * 2048 + 6 * 1024)),
+    ],
+)
+def test_pools_fit_the_budget(
+    specs: list[KVSpec | StateSpec | None], budget: int, expected: tuple[int, int, int]
+) -> None:
+    options = {"block_size": 16, "max_model_len": 64, "max_requests": 3}
+    size = memory_size(specs, **options, budget_bytes=budget)
+    assert (size.num_blocks, size.num_state_slots, size.bytes) == expected
+    assert size.bytes <= budget
+
+
+def test_a_budget_below_one_request_is_refused() -> None:
+    options = {"block_size": 16, "max_model_len": 64, "max_requests": 3}
+    with pytest.raises(ConfigError, match="one such request takes 9,216"):
+        memory_size([KV, STATE], **options, budget_bytes=4 * 2048 + 1023)
