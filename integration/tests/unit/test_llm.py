@@ -134,7 +134,7 @@ def test_a_prompt_that_cannot_be_continued_leaves_nothing_behind(
 
 
 def test_bad_arguments_name_the_argument(run: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="neither a checkpoint of a run nor a config.json"):
+    with pytest.raises(ConfigError, match="neither a checkpoint of a run"):
         LLM(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         LLM(tmp_path / "nowhere")
