@@ -1,5 +1,7 @@
 """Whatever runs beside it, a request gets the tokens that it gets alone, and pools never leak."""
 
+from collections import Counter
+from random import Random
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +22,12 @@ MODELS = {
     "hybrid": ToyModel(3),
 }
 LONGEST = 24
+# Logits are integers up to 10,007. Drawn ones need their place, penalized ones the text before.
+SETTINGS = [
+    {"temperature": 0},
+    {"temperature": 4000.0},
+    {"temperature": 0, "frequency_penalty": 1500.0},
+]
 
 engines = st.fixed_dictionaries(
     {
@@ -36,9 +44,7 @@ prompts = st.one_of(
     # What begins alike, with tails of every length.
     st.integers(1, 14).map(lambda length: ([0, 1, 2, 2, 0, 1, 1] * 2)[:length]),
 )
-adds = st.tuples(
-    st.just("add"), prompts, st.integers(1, 9), st.integers(0, 1), st.sampled_from([0.0, 1.0])
-)
+adds = st.tuples(st.just("add"), prompts, st.integers(1, 9), st.integers(0, 1), st.integers(0, 2))
 actions = st.lists(
     st.one_of(
         adds,
@@ -46,12 +52,13 @@ actions = st.lists(
         st.tuples(st.just("step"), st.integers(1, 4)),
         st.tuples(st.just("abort"), st.integers(0, 7)),
     ),
-    max_size=14,
+    min_size=2,
+    max_size=20,
 )
 
 
 def alone(model, request):
-    if request.params.temperature == 0:
+    if request.params.temperature == request.params.frequency_penalty == 0:
         return expected_tokens(model, request.prompt, request.params.max_tokens)
     engine = Engine(
         model,
@@ -108,8 +115,8 @@ def run(kind, settings, extra_blocks, state_chunk, steps):
                 aborted.add(request_id)
             check_pools(engine)
         else:
-            prompt, most, priority, temperature = given_values
-            params = SamplingParams(temperature=temperature, max_tokens=most, seed=len(requests))
+            prompt, most, priority, number = given_values
+            params = SamplingParams(**SETTINGS[number], max_tokens=most, seed=len(requests))
             request = Request(str(len(requests)), tuple(prompt), params, priority)
             try:
                 engine.add(request)
@@ -127,12 +134,13 @@ def run(kind, settings, extra_blocks, state_chunk, steps):
             assert found[request_id] == wanted[: len(found[request_id])]
         else:
             assert found[request_id] == wanted
+    stats = engine.stats()
     engine.close()
-    return engine
+    return stats
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@settings(max_examples=60)
+@settings(max_examples=200)
 @given(
     settings=engines,
     extra_blocks=st.integers(0, 12),
@@ -143,3 +151,37 @@ def test_each_request_gets_the_tokens_that_it_gets_alone(
     kind, settings, extra_blocks, state_chunk, steps
 ):
     run(kind, settings, extra_blocks, state_chunk, steps)
+
+
+def test_long_runs_meet_all_that_may_happen():
+    """Random runs that are longer than those above; what they met is counted."""
+    draw, met = Random(7), Counter()
+    for _ in range(120):
+        settings = {
+            "block_size": draw.choice([1, 2, 3, 4, 8]),
+            "max_batch_tokens": draw.randint(1, 12),
+            "max_requests": draw.randint(2, 4),
+            "num_state_slots": draw.randint(1, 9),
+            "prefix_cache": draw.random() < 0.8,
+            "speculative_tokens": draw.choice([0, 1, 3]),
+        }
+        steps = []
+        for _ in range(draw.randint(10, 25)):
+            kind = draw.choices(["add", "step", "abort"], [11, 6, 3])[0]
+            prompt = [draw.randint(0, 2) for _ in range(draw.randint(1, 10))]
+            if draw.random() < 0.5:
+                prompt = ([0, 1, 2, 2, 0, 1, 1] * 2)[: draw.randint(1, 14)]
+            values = {
+                "add": (prompt, draw.randint(1, 9), draw.randint(0, 1), draw.randint(0, 2)),
+                "step": (draw.randint(1, 4),),
+                "abort": (draw.randint(0, 9),),
+            }
+            steps.append((kind, *values[kind]))
+        model = draw.choice(list(MODELS))
+        stats = run(model, settings, draw.choice([0, 0, 3, 12]), draw.randint(1, 4), steps)
+        for name in ("preemptions", "cached_tokens", "accepted_tokens"):
+            met[name, model] += getattr(stats, name)
+        met["rejected", model] += stats.drafted_tokens - stats.accepted_tokens
+    # Slots are given once and for all, so a recurrent model preempts nothing.
+    never = {name for name, count in met.items() if not count}
+    assert never == {("preemptions", "recurrent")}

@@ -1,0 +1,171 @@
+"""Text, stop strings and grammars of requests that run through the engine together."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jsonschema
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from pcomm.core.errors import ConfigError
+from pcomm.inference.engine.engine import Engine
+from pcomm.inference.engine.request import Request
+from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.model import KVSpec, LayerSpec
+
+TEXT = "the cat sat on the mat, and the dog did not sit there 🙂 at all"
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2, "é🙂"]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+class Tokens:
+    """A trained tokenizer behind the protocol; the first id is a mark, the second one an end."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids: Sequence[int] = (1,)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def to_json(self) -> str:
+        return self.tokenizer.to_str()
+
+
+def byte_level() -> Tokens:
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([TEXT, json.dumps(SCHEMA)] * 3, trainer)
+    return Tokens(made)
+
+
+def unigram() -> Tokens:
+    made = tokenizers.Tokenizer(models.Unigram())
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=["<s>", "</s>", "<unk>"], unk_token="<unk>"
+    )
+    made.train_from_iterator([TEXT] * 3, trainer)
+    return Tokens(made)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A model that goes on with one text, behind any part of it; or with noise, without a text."""
+
+    vocabulary: int
+    ids: Sequence[int] = ()
+
+    def memory_specs(self) -> Sequence[LayerSpec]:
+        return [KVSpec(1, 1, torch.float32)]
+
+    def step(self, batch, memory) -> torch.Tensor:
+        positions = batch.positions_T[batch.logits_rows].tolist()
+        logits = torch.empty(len(positions), self.vocabulary)
+        for row, position in zip(logits, positions, strict=True):
+            if self.ids:
+                # Behind the end stands a draft that is wrong.
+                row.fill_(0.0)[(*self.ids, 0)[min(position + 1, len(self.ids))]] = 1.0
+            else:
+                row.normal_(generator=torch.Generator().manual_seed(position))
+        return logits
+
+
+def engine_for(tokens: Tokens, ids: Sequence[int] = (), **settings) -> Engine:
+    vocabulary = tokens.tokenizer.get_vocab_size()
+    return Engine(
+        Script(vocabulary, ids),
+        vocabulary=vocabulary,
+        tokenizer=tokens,
+        max_model_len=200,
+        num_blocks=200,
+        num_state_slots=16,
+        **settings,
+    )
+
+
+def run(engine: Engine) -> tuple[dict[str, str], dict[str, str]]:
+    """The text of each request, and the reason for which it ended."""
+    texts: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    while engine.has_work:
+        for output in engine.step():
+            texts[output.request_id] = texts.get(output.request_id, "") + output.text
+            assert "�" not in output.text
+            if output.finish_reason:
+                reasons[output.request_id] = output.finish_reason
+    return texts, reasons
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("made", [byte_level, unigram])
+def test_a_text_goes_on_behind_its_prompt_up_to_its_stop_string(made, drafts) -> None:
+    tokens = made()
+    ids = [*tokens.encode(TEXT), 1]
+    engine = engine_for(tokens, ids, speculative_tokens=drafts)
+    stops = {"whole": (), "stop": (" did",), "early": ("at", "zz"), "late": ("there 🙂 at all!",)}
+    cut = len(tokens.encode("the cat sat"))
+    for name, stop in stops.items():
+        params = SamplingParams(temperature=0, stop=stop)
+        engine.add(Request(name, tuple(ids[:cut]), params))
+    params = SamplingParams(temperature=0, stop=("at",), min_tokens=len(ids) - cut - 1)
+    engine.add(Request("min_tokens", tuple(ids[:cut]), params))
+    texts, reasons = run(engine)
+    rest = TEXT.removeprefix("the cat sat")
+    assert texts == {
+        "whole": rest,
+        "stop": " on the mat, and the dog",
+        "early": " on the m",
+        "late": rest,
+        "min_tokens": rest,
+    }
+    assert set(reasons.values()) == {"stop"}
+
+
+def test_grammars_run_beside_requests_without_one() -> None:
+    tokens = byte_level()
+    engine = engine_for(tokens, speculative_tokens=2)
+    schema, expression = json.dumps(SCHEMA), "(no|yes), (é|🙂){2,4}"
+    wanted = {"schema": {"json_schema": schema}, "regex": {"regex": expression}, "free": {}}
+    for seed in range(4):
+        for name, settings in wanted.items():
+            params = SamplingParams(seed=seed, max_tokens=90, ignore_eos=name == "free", **settings)
+            engine.add(Request(f"{name} {seed}", (5, 6), params))
+    with pytest.raises(ConfigError, match="Invalid type"):
+        engine.add(Request("wrong", (5,), SamplingParams(json_schema='{"type": "text"}')))
+    outputs: dict[str, list[int]] = {}
+    reasons = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason:
+                reasons[output.request_id] = output.finish_reason
+    for seed in range(4):
+        jsonschema.validate(json.loads(tokens.decode(outputs[f"schema {seed}"])), SCHEMA)
+        assert re.fullmatch(expression, tokens.decode(outputs[f"regex {seed}"]))
+        assert len(outputs[f"free {seed}"]) == 90
+    assert {name.split()[0]: reason for name, reason in reasons.items()} == {
+        "schema": "stop",
+        "regex": "stop",
+        "free": "length",
+    }
+    assert engine.stats().blocks.used == 0
