@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.inference.engine.sampler import Sampler
-from pcomm.inference.engine.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling_row import SamplingRow
-from pcomm.inference.engine.token_noise import TokenNoise
+from pcomm.inference.engine.sampling.sampler import Sampler
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_row import SamplingRow
+from pcomm.inference.engine.sampling.token_noise import TokenNoise
 
 pytestmark = [
     pytest.mark.gpu,

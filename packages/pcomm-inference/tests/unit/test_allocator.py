@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pcomm.inference.engine.engine_memory import SNAPSHOT_INTERVAL, STATE_CHUNK, EngineMemory
 from pcomm.inference.engine.engine_settings import EngineSettings
 from pcomm.inference.engine.live_request import LiveRequest
+from pcomm.inference.engine.memory.engine_memory import SNAPSHOT_INTERVAL, STATE_CHUNK, EngineMemory
 from pcomm.inference.engine.request import Request
 from pcomm.inference.testing.toy_model import ToyModel
 

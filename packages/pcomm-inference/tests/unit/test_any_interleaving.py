@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcomm.inference.engine import engine_memory as memory_module
 from pcomm.inference.engine.engine import Engine
+from pcomm.inference.engine.memory import engine_memory as memory_module
 from pcomm.inference.engine.request import Request
 from pcomm.inference.engine.request_queue import QueueFullError
-from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
 
 # Few tokens, so that requests begin alike and guesses are right now and then.

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.inference.engine.block_manager import BlockManager
+from pcomm.inference.engine.memory.block_manager import BlockManager
 
 
 def test_requests_get_ascending_neighbours_and_keep_them_while_they_grow():

@@ -6,10 +6,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pcomm.inference.engine import model_runner
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.engine.runner import model_runner
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.memory import KVMemory
 from pcomm.inference.model import KVSpec, StateSpec
 

@@ -10,11 +10,11 @@ import torch
 
 from pcomm.core.errors import ClosedError, ConfigError
 from pcomm.inference.engine import engine as engine_module
-from pcomm.inference.engine import engine_memory
 from pcomm.inference.engine.engine import Engine
+from pcomm.inference.engine.memory import engine_memory
 from pcomm.inference.engine.request import Request
 from pcomm.inference.engine.request_queue import QueueFullError
-from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.model import KVSpec, StateSpec
 from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
 

@@ -6,12 +6,12 @@ from unittest.mock import patch
 
 import pytest
 
-from pcomm.inference.engine import allocator, block_hashes, engine_memory
 from pcomm.inference.engine.engine import Engine
-from pcomm.inference.engine.pools import Pools
-from pcomm.inference.engine.prefix_cache import PrefixCache
+from pcomm.inference.engine.memory import allocator, block_hashes, engine_memory
+from pcomm.inference.engine.memory.pools import Pools
+from pcomm.inference.engine.memory.prefix_cache import PrefixCache
 from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
 
 ATTENTION = ToyModel(attention_layers=2, state_layers=0)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-import pcomm.inference.engine.logprobs as module
-from pcomm.inference.engine.logprobs import token_logprobs
-from pcomm.inference.engine.sampler import Sampler
-from pcomm.inference.engine.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling_row import SamplingRow
+import pcomm.inference.engine.sampling.logprobs as module
+from pcomm.inference.engine.sampling.logprobs import token_logprobs
+from pcomm.inference.engine.sampling.sampler import Sampler
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_row import SamplingRow
 
 
 @pytest.mark.parametrize("vocabulary", [17, 151_936])

@@ -2,11 +2,11 @@
 
 from array import array
 
-from pcomm.inference.engine.block_hashes import extend_hashes
-from pcomm.inference.engine.block_manager import BlockManager
-from pcomm.inference.engine.eviction_queue import EvictionQueue
-from pcomm.inference.engine.prefix_cache import PrefixCache, PrefixHit
-from pcomm.inference.engine.state_slots import StateSlots
+from pcomm.inference.engine.memory.block_hashes import extend_hashes
+from pcomm.inference.engine.memory.block_manager import BlockManager
+from pcomm.inference.engine.memory.eviction_queue import EvictionQueue
+from pcomm.inference.engine.memory.prefix_cache import PrefixCache, PrefixHit
+from pcomm.inference.engine.memory.state_slots import StateSlots
 
 
 class Cache:

@@ -5,9 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcomm.core.errors import ConfigError
-from pcomm.inference.engine.sampler import Sampler
-from pcomm.inference.engine.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling_row import SamplingRow
+from pcomm.inference.engine.sampling.sampler import Sampler
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_row import SamplingRow
 
 KINDS = [
     {"temperature": 0},

@@ -3,8 +3,8 @@
 import pytest
 
 from pcomm.core.errors import ConfigError
-from pcomm.inference.engine.sampling_checks import check_token_ids
-from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_checks import check_token_ids
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pcomm.inference.engine.sampling_params import SamplingParams
-from pcomm.inference.engine.stopping import finish_reason, stop_ids
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.stopping import finish_reason, stop_ids
 
 
 def test_the_models_own_end_tokens_can_be_ignored_and_those_asked_for_cannot() -> None:

@@ -12,12 +12,12 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.inference.engine.grammar_masks import mask_by_grammar
-from pcomm.inference.engine.sampler import Sampler
-from pcomm.inference.engine.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling_row import SamplingRow
-from pcomm.inference.engine.structured import grammar_compiler
-from pcomm.inference.engine.structured.grammar_compiler import GrammarCompiler
+from pcomm.inference.engine.sampling.grammar_masks import mask_by_grammar
+from pcomm.inference.engine.sampling.sampler import Sampler
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_row import SamplingRow
+from pcomm.inference.engine.sampling.structured import grammar_compiler
+from pcomm.inference.engine.sampling.structured.grammar_compiler import GrammarCompiler
 
 # Not 0, which is what the largest of equal logits gives.
 END = 1

@@ -10,9 +10,13 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from pcomm.inference.engine.likeliest_tokens import candidates, least_of_top, likeliest_first
-from pcomm.inference.engine.sampling_params import SamplingParams
-from pcomm.inference.engine.token_filters import filter_tokens, filters
+from pcomm.inference.engine.sampling.likeliest_tokens import (
+    candidates,
+    least_of_top,
+    likeliest_first,
+)
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.token_filters import filter_tokens, filters
 
 SETTINGS = [
     {"top_k": 1},

@@ -2,7 +2,7 @@ from pcomm.inference.attention.paged_attention import paged_attention as paged_a
 from pcomm.inference.engine.engine import Engine as Engine
 from pcomm.inference.engine.request import Request as Request
 from pcomm.inference.engine.request import RequestOutput as RequestOutput
-from pcomm.inference.engine.sampling_params import SamplingParams as SamplingParams
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams as SamplingParams
 from pcomm.inference.memory import KVMemory as KVMemory
 from pcomm.inference.memory import LayerMemory as LayerMemory
 from pcomm.inference.memory import StateMemory as StateMemory

@@ -12,7 +12,7 @@ from pcomm.core.testing.timing import Timing
 from pcomm.inference.bench.plain_llama import PlainLlama
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.memory import LayerMemory
 from pcomm.inference.model import KVSpec, Model
 from pcomm.inference.step_batch import StepBatch

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 import torch
 
 from pcomm.core.errors import ClosedError, ConfigError
-from pcomm.inference.engine.engine_memory import EngineMemory
 from pcomm.inference.engine.engine_settings import EngineSettings
 from pcomm.inference.engine.engine_stats import EngineStats
 from pcomm.inference.engine.live_request import LiveRequest
-from pcomm.inference.engine.model_runner import ModelRunner
-from pcomm.inference.engine.prompt_logprobs import note_prompt_logprobs
+from pcomm.inference.engine.memory.engine_memory import EngineMemory
 from pcomm.inference.engine.request import Request, RequestOutput
 from pcomm.inference.engine.request_checks import check_request
 from pcomm.inference.engine.request_queue import RequestQueue
-from pcomm.inference.engine.sampler import Sampled, Sampler
-from pcomm.inference.engine.sampling_rows import sampling_rows
+from pcomm.inference.engine.runner.model_runner import ModelRunner
+from pcomm.inference.engine.sampling.prompt_logprobs import note_prompt_logprobs
+from pcomm.inference.engine.sampling.sampler import Sampled, Sampler
+from pcomm.inference.engine.sampling.sampling_rows import sampling_rows
+from pcomm.inference.engine.sampling.stopping import stop_ids
+from pcomm.inference.engine.sampling.structured.grammar_compiler import GrammarCompiler
 from pcomm.inference.engine.scheduler import Scheduler
 from pcomm.inference.engine.step_outputs import StepOutputs
 from pcomm.inference.engine.step_plan import StepPlan
-from pcomm.inference.engine.stopping import stop_ids
-from pcomm.inference.engine.structured.grammar_compiler import GrammarCompiler
 from pcomm.inference.model import Model
 from pcomm.inference.roofline.host_times import HostTimes
 from pcomm.inference.text.text_stream import TextStream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from pcomm.inference.engine.request import Request, TokenLogprobs
-from pcomm.inference.engine.sampling_row import GrammarState
+from pcomm.inference.engine.sampling.sampling_row import GrammarState
 from pcomm.inference.text.text_stream import TextStream
 
 __all__ = ["NEVER", "LiveRequest"]

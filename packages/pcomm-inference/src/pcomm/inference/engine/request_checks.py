@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from pcomm.core.errors import ConfigError
 from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.sampling_checks import check_token_ids
+from pcomm.inference.engine.sampling.sampling_checks import check_token_ids
 
 __all__ = ["check_request"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import insort
 
-from pcomm.inference.engine.engine_memory import EngineMemory
 from pcomm.inference.engine.engine_settings import EngineSettings
 from pcomm.inference.engine.live_request import LiveRequest
+from pcomm.inference.engine.memory.engine_memory import EngineMemory
 from pcomm.inference.engine.request_queue import RequestQueue
 from pcomm.inference.engine.speculation.n_gram import draft_tokens
 from pcomm.inference.engine.step_plan import Chunk, StepPlan

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pcomm.inference.engine.allocator import Allocator
 from pcomm.inference.engine.live_request import LiveRequest
+from pcomm.inference.engine.memory.allocator import Allocator
 from pcomm.inference.engine.request import RequestOutput, TokenLogprobs
-from pcomm.inference.engine.sampler import Sampled
+from pcomm.inference.engine.sampling.sampler import Sampled
 from pcomm.inference.engine.scheduler import Scheduler
 from pcomm.inference.engine.speculation.verification import count_accepted
 from pcomm.inference.engine.step_plan import Chunk, StepPlan

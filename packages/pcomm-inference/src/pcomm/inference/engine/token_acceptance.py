@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pcomm.inference.engine.live_request import LiveRequest
 from pcomm.inference.engine.request import FinishReason, RequestOutput, TokenLogprobs
-from pcomm.inference.engine.stopping import finish_reason
+from pcomm.inference.engine.sampling.stopping import finish_reason
 from pcomm.inference.text.text_stream import TextStream
 
 __all__ = ["accept_tokens"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pcomm.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pcomm.inference.engine.sampling_params import SamplingParams
+    from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 
 __all__ = ["check_params", "check_token_ids"]
 

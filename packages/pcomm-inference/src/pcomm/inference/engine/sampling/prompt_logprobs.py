@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pcomm.inference.engine.live_request import LiveRequest
-from pcomm.inference.engine.logprobs import token_logprobs
+from pcomm.inference.engine.sampling.logprobs import token_logprobs
 
 __all__ = ["PromptRows", "note_prompt_logprobs"]
 

@@ -10,8 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pcomm.inference.engine.likeliest_tokens import candidates, least_of_top, likeliest_first
-from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.likeliest_tokens import (
+    candidates,
+    least_of_top,
+    likeliest_first,
+)
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 
 __all__ = ["filter_tokens", "filters"]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pcomm.inference.engine.block_hashes import extend_hashes
-from pcomm.inference.engine.block_manager import BlockManager
-from pcomm.inference.engine.block_tables import BlockTables
 from pcomm.inference.engine.live_request import NEVER, LiveRequest
-from pcomm.inference.engine.pools import Pools
-from pcomm.inference.engine.prefix_cache import PrefixCache, PrefixHit
-from pcomm.inference.engine.state_slots import StateSlots
+from pcomm.inference.engine.memory.block_hashes import extend_hashes
+from pcomm.inference.engine.memory.block_manager import BlockManager
+from pcomm.inference.engine.memory.pools import Pools
+from pcomm.inference.engine.memory.prefix_cache import PrefixCache, PrefixHit
+from pcomm.inference.engine.memory.state_slots import StateSlots
+from pcomm.inference.engine.runner.block_tables import BlockTables
 
 __all__ = ["Allocator"]
 

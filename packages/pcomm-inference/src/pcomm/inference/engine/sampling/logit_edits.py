@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from pcomm.inference.engine.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling_row import SamplingRow
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_row import SamplingRow
 
 __all__ = ["edit_logits", "edits"]
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 
 __all__ = ["GrammarState", "SamplingRow"]
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError
-from pcomm.inference.engine.decode_graphs import DecodeGraphs, recorder_for
-from pcomm.inference.engine.engine_memory import EngineMemory
 from pcomm.inference.engine.engine_settings import EngineSettings
-from pcomm.inference.engine.step_builder import StepBuilder
+from pcomm.inference.engine.memory.engine_memory import EngineMemory
+from pcomm.inference.engine.runner.decode_graphs import DecodeGraphs, recorder_for
+from pcomm.inference.engine.runner.step_builder import StepBuilder
 from pcomm.inference.engine.step_plan import StepPlan
 from pcomm.inference.model import Model
 from pcomm.inference.roofline.host_times import HostTimes

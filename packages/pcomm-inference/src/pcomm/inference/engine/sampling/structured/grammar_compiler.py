@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.inference.engine.sampling_params import SamplingParams
-from pcomm.inference.engine.structured.grammar_matcher import GrammarMatcher
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.structured.grammar_matcher import GrammarMatcher
 from pcomm.inference.text.tokenizer import JsonTokenizer, Tokenizer
 
 if TYPE_CHECKING:

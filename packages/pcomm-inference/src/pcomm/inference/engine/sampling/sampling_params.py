@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pcomm.inference.engine.sampling_checks import check_params
+from pcomm.inference.engine.sampling.sampling_checks import check_params
 
 __all__ = ["SamplingParams"]
 

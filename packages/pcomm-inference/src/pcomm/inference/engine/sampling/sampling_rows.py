@@ -7,8 +7,8 @@ from array import array
 from torch import Tensor
 
 from pcomm.inference.engine.live_request import LiveRequest
-from pcomm.inference.engine.prompt_logprobs import PromptRows
-from pcomm.inference.engine.sampling_row import GrammarState, SamplingRow
+from pcomm.inference.engine.sampling.prompt_logprobs import PromptRows
+from pcomm.inference.engine.sampling.sampling_row import GrammarState, SamplingRow
 from pcomm.inference.engine.step_plan import Chunk, StepPlan
 
 __all__ = ["sampling_rows"]

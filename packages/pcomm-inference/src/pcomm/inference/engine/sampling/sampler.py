@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError
-from pcomm.inference.engine.grammar_masks import mask_by_grammar
-from pcomm.inference.engine.logit_edits import edit_logits, edits
-from pcomm.inference.engine.logprobs import token_logprobs
 from pcomm.inference.engine.request import TokenLogprobs
-from pcomm.inference.engine.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling_row import SamplingRow
-from pcomm.inference.engine.token_filters import filter_tokens, filters
-from pcomm.inference.engine.token_noise import TokenNoise
+from pcomm.inference.engine.sampling.grammar_masks import mask_by_grammar
+from pcomm.inference.engine.sampling.logit_edits import edit_logits, edits
+from pcomm.inference.engine.sampling.logprobs import token_logprobs
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_row import SamplingRow
+from pcomm.inference.engine.sampling.token_filters import filter_tokens, filters
+from pcomm.inference.engine.sampling.token_noise import TokenNoise
 
 __all__ = ["Sampled", "Sampler"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pcomm.inference.engine.sampling_row import SamplingRow
+from pcomm.inference.engine.sampling.sampling_row import SamplingRow
 
 __all__ = ["mask_by_grammar"]
 

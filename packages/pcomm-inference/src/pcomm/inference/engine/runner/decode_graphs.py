@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pcomm.inference.engine.live_request import LiveRequest
-from pcomm.inference.engine.step_builder import StepBuilder
+from pcomm.inference.engine.runner.step_builder import StepBuilder
 from pcomm.inference.step_batch import StepBatch
 
 __all__ = ["CudaRecorder", "DecodeGraphs", "Recorder", "recorder_for"]

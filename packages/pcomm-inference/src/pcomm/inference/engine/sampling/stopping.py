@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pcomm.inference.engine.request import FinishReason
-from pcomm.inference.engine.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 
 __all__ = ["finish_reason", "stop_ids"]
 

@@ -10,8 +10,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pcomm.inference.engine.block_tables import BlockTables
 from pcomm.inference.engine.live_request import LiveRequest
+from pcomm.inference.engine.runner.block_tables import BlockTables
 from pcomm.inference.engine.step_plan import StepPlan
 from pcomm.inference.step_batch import StepBatch
 

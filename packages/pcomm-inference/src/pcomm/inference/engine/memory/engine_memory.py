@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from pcomm.inference.engine.allocator import Allocator
-from pcomm.inference.engine.block_manager import BlockManager
-from pcomm.inference.engine.block_tables import BlockTables
 from pcomm.inference.engine.engine_settings import EngineSettings
 from pcomm.inference.engine.engine_stats import PoolUse
-from pcomm.inference.engine.pools import Pools
-from pcomm.inference.engine.prefix_cache import PrefixCache
-from pcomm.inference.engine.state_slots import StateSlots
+from pcomm.inference.engine.memory.allocator import Allocator
+from pcomm.inference.engine.memory.block_manager import BlockManager
+from pcomm.inference.engine.memory.pools import Pools
+from pcomm.inference.engine.memory.prefix_cache import PrefixCache
+from pcomm.inference.engine.memory.state_slots import StateSlots
+from pcomm.inference.engine.runner.block_tables import BlockTables
 from pcomm.inference.model import LayerSpec
 
 __all__ = ["SNAPSHOT_INTERVAL", "STATE_CHUNK", "EngineMemory"]

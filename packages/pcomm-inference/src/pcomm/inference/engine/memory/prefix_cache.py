@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pcomm.inference.engine.block_manager import BlockManager
-from pcomm.inference.engine.eviction_queue import EvictionQueue
-from pcomm.inference.engine.state_slots import StateSlots
+from pcomm.inference.engine.memory.block_manager import BlockManager
+from pcomm.inference.engine.memory.eviction_queue import EvictionQueue
+from pcomm.inference.engine.memory.state_slots import StateSlots
 
 __all__ = ["PrefixCache", "PrefixHit"]
 

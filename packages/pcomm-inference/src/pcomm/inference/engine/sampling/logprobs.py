@@ -9,8 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pcomm.inference.engine.likeliest_tokens import candidates, least_of_top, likeliest_first
 from pcomm.inference.engine.request import TokenLogprobs
+from pcomm.inference.engine.sampling.likeliest_tokens import (
+    candidates,
+    least_of_top,
+    likeliest_first,
+)
 
 __all__ = ["token_logprobs"]
 

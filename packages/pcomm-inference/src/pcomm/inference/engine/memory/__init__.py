@@ -1,0 +1,1 @@
+"""Blocks of keys and values, slots of states, and the cache of prompts in them."""

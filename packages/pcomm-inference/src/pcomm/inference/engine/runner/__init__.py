@@ -1,0 +1,1 @@
+"""One step of the model: its tensors, and graphs that replay it."""
