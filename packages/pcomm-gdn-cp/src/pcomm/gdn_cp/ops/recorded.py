@@ -26,5 +26,5 @@ def apply(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """
     tensors = (x for x in inputs if isinstance(x, Tensor))
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return function.apply(*inputs)  # type: ignore[no-untyped-call]
+        return function.apply(*inputs)
     return function.forward(_NotRecorded(), *inputs)
