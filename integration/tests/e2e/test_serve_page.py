@@ -18,7 +18,7 @@ from pcomm.integration.testing.tiny_runs import tiny_run
 
 pytest.importorskip("uvicorn")
 
-from pcomm.integration.testing.live_server import LiveServer  # noqa: E402
+from pcomm.integration.testing.live_server import LiveServer
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
