@@ -46,7 +46,7 @@ def test_transformers_loads_what_a_run_becomes(
     text = "word1 word2 wörd"
     ids = tokenizer(text)["input_ids"]
     assert ids == writer.tokenizer.encode(text)
-    assert theirs.generation_config.eos_token_id == writer.tokenizer.end_id
+    assert theirs.generation_config.eos_token_id == writer.tokenizer.eos_ids[0]
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0]
         logits = writer.model(torch.tensor(ids), plan_sequences(writer.model, (0, len(ids))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from pcomm.integration.generate.writer import Writer
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
+from pcomm.integration.testing.huggingface_models import write_directory
 from pcomm.integration.testing.step_pools import StepPools
 
 
@@ -148,6 +150,31 @@ def test_text_is_shown_while_it_is_written(run: Path, monkeypatch: pytest.Monkey
     assert all(parts)
 
 
+def test_two_ranks_write_what_one_does(
+    run: Path, start: Callable[..., subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [run, "--prompt", "word1", "--max-tokens", 20, "--temperature", 0.5]
+    process = start("pcomm", "generate", *words, "--ranks", 2)
+    printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
+    assert (process.returncode, logged) == (0, "")
+    assert printed == generate(capsys, *words)
+
+
+def test_a_directory_of_transformers_is_a_model_too(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="transformers writes the directory")
+    theirs = write_directory(tmp_path, "llama", vocab_size=320, eos_token_id=None)
+    shutil.copy(run / "tokenizer.json", tmp_path)
+    tokens = [7, 300, 12]
+    words = ["--prompt-ids", "7,300,12", "--max-tokens", 8, "--temperature", 0, "--json"]
+    text = json.loads(generate(capsys, tmp_path, *words))
+    for _ in range(8):
+        with torch.inference_mode():
+            tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert text["token_ids"] == tokens[3:]
+
+
 # -- the cache -------------------------------------------------------------------------------
 
 
@@ -203,7 +230,7 @@ def test_the_cache_does_not_change_the_text(sharp: Writer, prompt: str) -> None:
     start = len(tokens)
     for _ in range(24):
         tokens.append(int(logits_at_once(sharp.model, tokens)[-1].argmax()))
-        if tokens[-1] == sharp.tokenizer.end_id:
+        if tokens[-1] == sharp.tokenizer.eos_ids[0]:
             break
     written = sharp.write(prompt, SamplingParams(max_tokens=24, temperature=0))
     assert written.text == sharp.tokenizer.decode(tokens[start:])
@@ -223,9 +250,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"generate: {tmp_path}: no checkpoint" in refused(capsys, tmp_path)
+    assert f"model {tmp_path}: neither a checkpoint" in refused(capsys, tmp_path)
     absent = tmp_path / "absent"
-    assert f"generate: {absent}: no such folder" in refused(capsys, absent)
+    assert f"model {absent}: no such folder" in refused(capsys, absent)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +263,7 @@ def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("--temperature", "nan"),
         ("--seed", "-1"),
         ("--top-k", "-1"),
+        ("--ranks", "0"),
         ("--top-p", "0.0"),
         ("--top-p", "1.5"),
         ("--prompt-ids", "1,x"),

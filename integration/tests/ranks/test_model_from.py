@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pcomm.core.command.main import main
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.testing import RankPool, ranks
 from pcomm.integration.config_file import apply_overrides, load_config
@@ -197,6 +198,19 @@ def test_a_key_that_contradicts_is_an_error(
     with pytest.raises(ConfigError, match=r"model\.from") as raised:
         train(tmp_path / "run", text, f"model.from={directory}", override)
     assert part in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["model.layers=4", "model.qk_norm=false", "data.vocabulary=2048"])
+def test_a_default_that_was_written_counts_for_the_command(
+    key: str, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`pcomm train` knows what was written; a `Config` in Python knows values alone."""
+    file = tmp_path / "run.toml"
+    file.write_text(f"[model]\nfrom = '{directory}'\nkv_heads = 'auto'\n")
+    words = ["train", "--config", str(file), "--out", str(tmp_path / "run"), "--set", key]
+    assert main(words) == 2
+    assert f"{key.partition('=')[0]} is " in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -285,3 +285,18 @@ def test_the_written_file_explains_each_key():
     assert "# Optimizer steps.\nsteps = 200\n" in text
     assert text.startswith("[model]\n")
     assert "\n\n[parallel]\n" in text
+
+
+def test_a_key_that_is_a_word_of_python_has_its_own_name(tmp_path):
+    config = load_config(_written(tmp_path, '[model]\nfrom = "a/b"\n'))
+    assert config.model.from_ == "a/b"
+    assert apply_overrides(config, ["model.from=c d"]).model.from_ == "c d"
+    assert to_dict(config)["model"]["from"] == "a/b"
+    assert '\nfrom = "a/b"\n' in to_toml(config)
+    assert load_config(_written(tmp_path, to_toml(config))) == config
+    with pytest.raises(ConfigError, match=r"model\.from_.*\n.*\nDid you mean 'from'"):
+        from_dict({"model": {"from_": "a"}})
+    with pytest.raises(
+        ConfigError, match=r"^model\.from: the value 3\n|: model\.from: the value 3"
+    ):
+        from_dict({"model": {"from": 3}})

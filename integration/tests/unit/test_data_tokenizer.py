@@ -11,11 +11,16 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.data.standard_library import standard_library_files
-from pcomm.integration.data.tokenizer import END, load_tokenizer, train_tokenizer
+from pcomm.integration.data.tokenizer import (
+    END,
+    BytePairTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 from pcomm.integration.data.waiting import Beside, every
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}  # é\n" for i in range(200)]
@@ -30,6 +35,39 @@ def test_any_text_comes_back_and_its_bytes_are_counted(text):
     assert TOKENIZER.decode(ids) == text
     assert TOKENIZER.end_id not in ids
     assert BYTES_PER_ID[ids].sum() == len(text.encode())
+
+
+def _with_blanks_as_signs() -> BytePairTokenizer:
+    """A tokenizer in the manner of Llama 2: a sign for a blank, and tokens for single bytes."""
+    single = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = {word: number for number, word in enumerate(["<s>", "</s>", *single])}
+    for word in ("\u2581", "a", "b", "\u00e9", "ab", "\u2581a"):
+        vocabulary[word] = len(vocabulary)
+    merges = [("a", "b"), ("\u2581", "a")]
+    inner = tokenizers.Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.add_tokens([AddedToken("<tab>")])
+    return BytePairTokenizer(inner, end_id=1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.sampled_from("ab \u00e9\u732b\U0001f642x")))
+def test_bytes_are_counted_for_tokens_that_are_text_or_single_bytes(text):
+    tokenizer = _with_blanks_as_signs()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.bytes_per_id(300)[ids].sum() == len(text.encode())
+
+
+def test_special_tokens_stand_for_no_text_and_other_added_ones_for_theirs():
+    tokenizer = _with_blanks_as_signs()
+    counts = tokenizer.bytes_per_id(300)
+    assert (counts[0], counts[tokenizer.end_id]) == (0, 0)
+    assert counts[tokenizer.num_ids - 1] == len("<tab>")
 
 
 def test_merges_make_text_shorter():

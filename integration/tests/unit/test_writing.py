@@ -14,6 +14,9 @@ from pcomm.integration.config_rules import validate
 from pcomm.integration.data.tokenizer import train_tokenizer
 from pcomm.integration.generate import stream
 from pcomm.integration.generate.writer import Writer
+from pcomm.integration.llm.loading import LoadedModel
+from pcomm.integration.llm.plain_chat import plain_chat
+from pcomm.integration.llm.run_tokenizer import RunTokenizer
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.testing.step_pools import StepPools
@@ -53,7 +56,9 @@ def writer(pattern: str = "A") -> tuple[Writer, list[int]]:
     tokenizer = train_tokenizer(["some words to learn " * 5], 320)
     model, rows = model_of(pattern), []
     model.head.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
-    return Writer(model, tokenizer, 0), rows
+    plain, stop = plain_chat()
+    own = RunTokenizer(tokenizer)
+    return Writer(LoadedModel("words", model, own, plain, stop, 2048, 320)), rows
 
 
 def test_a_long_prompt_costs_one_row_of_logits() -> None:

@@ -12,7 +12,7 @@ from pcomm.core.errors import ConfigError, near_misses
 from pcomm.integration.config import SECTIONS, Config, keys
 from pcomm.integration.config_errors import attribute_of, shown, toml_value
 
-__all__ = ["apply_overrides", "from_dict", "load_config", "to_dict", "to_toml"]
+__all__ = ["apply_overrides", "from_dict", "given_keys", "load_config", "to_dict", "to_toml"]
 
 # Keys of files that an earlier version has written, and what each is called now.
 _RENAMED = {"parallel.cp_mode": "parallel.cp_strategy"}
@@ -36,6 +36,26 @@ def load_config(
     if path is not None:
         config = from_dict(_read_toml(path), base=config, source=str(path))
     return apply_overrides(config, overrides)
+
+
+def given_keys(path: Path | None = None, overrides: Sequence[str] = ()) -> frozenset[str]:
+    """The keys, as `section.key`, that a file and overrides give a value, be it the default.
+
+    Args:
+        path: A TOML file that `load_config` has read.
+        overrides: Words that it was given.
+
+    Raises:
+        ConfigError: The file cannot be read or parsed.
+    """
+    content = {} if path is None else _read_toml(path)
+    in_file = (
+        f"{section}.{name}"
+        for section, values in content.items()
+        if isinstance(values, Mapping)
+        for name in values
+    )
+    return frozenset(in_file) | {override.partition("=")[0].strip() for override in overrides}
 
 
 def from_dict(

@@ -21,7 +21,7 @@ from pcomm.integration.config import (
     TrainConfig,
 )
 
-__all__ = ["expert_blocks", "mixers", "resolve_model", "validate"]
+__all__ = ["check_shards", "expert_blocks", "mixers", "resolve_model", "validate"]
 
 
 # 256 bytes and the end of a document, for a tokenizer that is trained with the model.
@@ -49,7 +49,7 @@ def validate(config: Config, world_size: int) -> Resolved:
     model = resolve_model(config.model)
     parallel = _resolve_parallel(config.parallel, world_size)
     _check_experts(model, parallel)
-    _check_shards(model, config.data.vocabulary, parallel)
+    check_shards(model, config.data.vocabulary, parallel)
     train = _resolve_batch(config.train, parallel)
     return Resolved(**{**_values(config), "model": model, "parallel": parallel, "train": train})
 
@@ -294,8 +294,12 @@ def _check_experts(model: ResolvedModel, parallel: ResolvedParallel) -> None:
     )
 
 
-def _check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParallel) -> None:
-    """Every dimension that the ranks split, for the mixers that the pattern has."""
+def check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParallel) -> None:
+    """Refuse ranks that cannot split each dimension of the mixers that the pattern has evenly.
+
+    Raises:
+        ConfigError: A dimension is no multiple of the ranks.
+    """
     tp = parallel.tp
     by_mixer = {
         "A": (

@@ -73,7 +73,8 @@ def build_model(
 ) -> LanguageModel:
     """Step 3: this rank's part of the model, with its first weights, on `device`. Local.
 
-    Each layer is given its collectives. Parameters are of `dtype`; training keeps them in fp32.
+    Each layer is given its collectives. Parameters are of `dtype`; training keeps them in fp32. The
+    weights of `model.from` are read afterwards.
     """
     splitting = splitting_groups(groups)
     model = LanguageModel(
@@ -85,8 +86,9 @@ def build_model(
         dtype=dtype,
         experts=splitting["expert"].collectives if "expert" in splitting else None,
     )
-    ranks = {scope: group.rank for scope, group in splitting.items()}
-    initialise(model, config.model, seed=config.train.seed, ranks=ranks)
+    if not config.model.from_:
+        ranks = {scope: group.rank for scope, group in splitting.items()}
+        initialise(model, config.model, seed=config.train.seed, ranks=ranks)
     return model
 
 

@@ -1,5 +1,7 @@
 """Whatever runs beside it, a request gets the tokens that it gets alone, and pools never leak."""
 
+from collections import Counter
+from random import Random
 from unittest.mock import patch
 
 import pytest
@@ -46,7 +48,8 @@ actions = st.lists(
         st.tuples(st.just("step"), st.integers(1, 4)),
         st.tuples(st.just("abort"), st.integers(0, 7)),
     ),
-    max_size=14,
+    min_size=2,
+    max_size=20,
 )
 
 
@@ -127,12 +130,13 @@ def run(kind, settings, extra_blocks, state_chunk, steps):
             assert found[request_id] == wanted[: len(found[request_id])]
         else:
             assert found[request_id] == wanted
+    stats = engine.stats()
     engine.close()
-    return engine
+    return stats
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@settings(max_examples=60)
+@settings(max_examples=200)
 @given(
     settings=engines,
     extra_blocks=st.integers(0, 12),
@@ -143,3 +147,37 @@ def test_each_request_gets_the_tokens_that_it_gets_alone(
     kind, settings, extra_blocks, state_chunk, steps
 ):
     run(kind, settings, extra_blocks, state_chunk, steps)
+
+
+def test_long_runs_meet_all_that_may_happen():
+    """Random runs that are longer than those above; what they met is counted."""
+    draw, met = Random(7), Counter()
+    for _ in range(120):
+        settings = {
+            "block_size": draw.choice([1, 2, 3, 4, 8]),
+            "max_batch_tokens": draw.randint(1, 12),
+            "max_requests": draw.randint(2, 4),
+            "num_state_slots": draw.randint(1, 9),
+            "prefix_cache": draw.random() < 0.8,
+            "speculative_tokens": draw.choice([0, 1, 3]),
+        }
+        steps = []
+        for _ in range(draw.randint(10, 25)):
+            kind = draw.choices(["add", "step", "abort"], [11, 6, 3])[0]
+            prompt = [draw.randint(0, 2) for _ in range(draw.randint(1, 10))]
+            if draw.random() < 0.5:
+                prompt = ([0, 1, 2, 2, 0, 1, 1] * 2)[: draw.randint(1, 14)]
+            values = {
+                "add": (prompt, draw.randint(1, 9), draw.randint(0, 1), draw.choice([0.0, 1.0])),
+                "step": (draw.randint(1, 4),),
+                "abort": (draw.randint(0, 9),),
+            }
+            steps.append((kind, *values[kind]))
+        model = draw.choice(list(MODELS))
+        stats = run(model, settings, draw.choice([0, 0, 3, 12]), draw.randint(1, 4), steps)
+        for name in ("preemptions", "cached_tokens", "accepted_tokens"):
+            met[name, model] += getattr(stats, name)
+        met["rejected", model] += stats.drafted_tokens - stats.accepted_tokens
+    # Slots are given once and for all, so a recurrent model preempts nothing.
+    never = {name for name, count in met.items() if not count}
+    assert never == {("preemptions", "recurrent")}

@@ -18,12 +18,20 @@ __all__ = ["model_shard_views", "set_optimizer_step", "training_shard_views"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def model_shard_views(model: nn.Module) -> dict[str, ShardView]:
-    """The parameters of a model that one rank holds whole. Local."""
-    layouts = param_layouts_of(model)
+def model_shard_views(
+    model: nn.Module, ranks: Mapping[str, int] | None = None
+) -> dict[str, ShardView]:
+    """The parameters of a model that is not sharded over replicas. Local.
+
+    Args:
+        model: The model, or this rank's part of it under tensor parallelism.
+        ranks: Rank of this process by the scope of `ParamLayout`; None where one rank has all.
+    """
+    layouts, ranks = param_layouts_of(model), ranks or {}
     return {
-        f"model.{name}": ShardView(parameter.detach(), layouts[name], 0)
+        f"model.{name}": ShardView(parameter.detach(), own, ranks.get(own.scope, 0))
         for name, parameter in model.named_parameters()
+        for own in (layouts[name],)
     }
 
 

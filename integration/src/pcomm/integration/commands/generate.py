@@ -1,27 +1,36 @@
-"""`pcomm generate`: text from a trained run."""
+"""`pcomm generate`: text from a trained run, or from a Hugging Face directory."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import os
+import sys
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pcomm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pcomm.inference import SamplingParams
+    from pcomm.integration.generate.writer import Writer
 
 __all__ = ["GenerateCommand", "command"]
 
 
 class GenerateCommand:
-    """Continues a prompt with the newest weights of a run."""
+    """Continues a prompt with the newest weights of a run, or those of a directory."""
 
     name = "generate"
-    help = "Write text with the newest weights of a run."
+    help = "Write text with the newest weights of a run, or a Hugging Face model."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """`DIR`, the prompt, how tokens are drawn, when the text ends, and `--json`."""
-        parser.add_argument("run", type=Path, metavar="DIR", help="the folder of a `pcomm train`")
+        parser.add_argument(
+            "run", type=Path, metavar="DIR", help="a run of `pcomm train`, or a Hugging Face folder"
+        )
         prompt = parser.add_mutually_exclusive_group()
         prompt.add_argument("--prompt", default="", metavar="TEXT", help="what to continue")
         prompt.add_argument(
@@ -50,12 +59,27 @@ class GenerateCommand:
         )
         parser.add_argument("--seed", type=int, default=0, metavar="S")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
+        parser.add_argument(
+            "--dtype",
+            default="auto",
+            metavar="NAME",
+            help="float32, bfloat16, float16; auto: that of the folder, fp32 for a run",
+        )
+        parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cpu or cuda:0")
+        parser.add_argument(
+            "--ranks",
+            type=int,
+            default=1,
+            metavar="N",
+            help="share each layer among N processes of this machine",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the prompt and what follows it, while it is written."""
         _check("--max-tokens", arguments.max_tokens, minimum=1)
         _check("--temperature", arguments.temperature, minimum=0)
         _check("--top-k", arguments.top_k, minimum=0)
+        _check("--ranks", arguments.ranks, minimum=1)
         _check("--seed", arguments.seed, minimum=0, below=2**63)
         if not 0 < arguments.top_p <= 1:
             raise ConfigError(
@@ -70,30 +94,64 @@ class GenerateCommand:
         prompt: str | list[int] = arguments.prompt
         if arguments.prompt_ids is not None:
             prompt = _ids(arguments.prompt_ids)
-        # Imported late, so that a mistake above does not wait for torch.
-        from pcomm.inference import SamplingParams
-        from pcomm.integration.generate.writer import Writer
-
-        params = SamplingParams(
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
-            seed=arguments.seed,
-            max_tokens=arguments.max_tokens,
-            stop=tuple(arguments.stop),
-        )
-        writer = Writer.load(arguments.run)
-        if arguments.json:
-            print(json.dumps(dataclasses.asdict(writer.write(prompt, params))))
+        words = (arguments, prompt)
+        if arguments.ranks == 1:
+            write_on_rank(*words)
             return 0
-        parts = writer.stream(prompt, params)
-        # What is wrong with the prompt is said before a part of it is shown.
-        first = next(parts)
-        print(writer.text_of(prompt), end="")
-        for part in chain((first,), parts):
-            print(part.text, end="", flush=True)
-        print()
+        # Imported late, so that a mistake above does not wait for torch.
+        from pcomm.core import run_local
+        from pcomm.core.process import RankError
+
+        try:
+            run_local(
+                write_on_rank,
+                arguments.ranks,
+                words,
+                threads=max(1, (os.cpu_count() or 1) // arguments.ranks),
+            )
+        except RankError as error:
+            print(error, file=sys.stderr)
+            return 1
         return 0
+
+
+def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> None:
+    """One rank of `pcomm generate`; the first one prints. Collective over all ranks."""
+    from pcomm.core import connect, open_groups
+    from pcomm.core.topology import Topology
+    from pcomm.inference import SamplingParams
+    from pcomm.integration.generate.writer import Writer
+    from pcomm.integration.llm.dtypes import dtype_of
+
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        max_tokens=arguments.max_tokens,
+        stop=tuple(arguments.stop),
+    )
+    with connect() as world, open_groups(Topology({"tp": world.size}), ["tp"]) as groups:
+        group = groups["tp"] if world.size > 1 else None
+        writer = Writer.load(
+            arguments.run, dtype=dtype_of(arguments.dtype), device=arguments.device, group=group
+        )
+        if world.rank:
+            writer.write(prompt, params)
+        elif arguments.json:
+            print(json.dumps(dataclasses.asdict(writer.write(prompt, params))))
+        else:
+            _show(writer, prompt, params)
+
+
+def _show(writer: Writer, prompt: str | list[int], params: SamplingParams) -> None:
+    parts = writer.stream(prompt, params)
+    # What is wrong with the prompt is said before a part of it is shown.
+    first = next(parts)
+    print(writer.text_of(prompt), end="")
+    for part in chain((first,), parts):
+        print(part.text, end="", flush=True)
+    print()
 
 
 def _ids(text: str) -> list[int]:

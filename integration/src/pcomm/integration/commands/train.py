@@ -60,13 +60,14 @@ class TrainCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         """Train, then print bits per byte, a sample, and where everything is."""
         # Imported late: other commands do not wait for pydantic.
-        from pcomm.integration.config_file import load_config
+        from pcomm.integration.config_file import given_keys, load_config
         from pcomm.integration.config_rules import validate
         from pcomm.integration.huggingface.run_start import start_config
         from pcomm.integration.train.interrupt import terminate_as_interrupt
 
         config = load_config(arguments.config, overrides=arguments.set)
-        config = start_config(config, arguments.out, is_new=arguments.restart)
+        given = given_keys(arguments.config, arguments.set)
+        config = start_config(config, arguments.out, is_new=arguments.restart, given=given)
         validate(config, _world_size(arguments.ranks))
         of_rank = (config, arguments.out, arguments.restart, _trace_file(arguments.trace))
         try:

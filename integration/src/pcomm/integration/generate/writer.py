@@ -1,24 +1,17 @@
-"""A trained run, loaded on one process to write text."""
+"""A model on one process, or on the ranks of a tensor-parallel group, to write text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from pcomm.core.errors import ConfigError
+from pcomm.core import Group
 from pcomm.inference import Request, SamplingParams
-from pcomm.integration.checkpoint.checksums import check_files
-from pcomm.integration.checkpoint.folders import newest
-from pcomm.integration.checkpoint.reader import check_index, read
-from pcomm.integration.checkpoint.state import model_shard_views
-from pcomm.integration.config import Config, ParallelConfig, Resolved
-from pcomm.integration.config_file import load_config
-from pcomm.integration.config_rules import validate
-from pcomm.integration.data.tokenizer import BytePairTokenizer, load_tokenizer
 from pcomm.integration.generate.stream import TextPart, stream
+from pcomm.integration.llm.loading import LoadedModel, PromptTokenizer, load_model
 from pcomm.integration.models.language_model import LanguageModel
 
 __all__ = ["Text", "Writer"]
@@ -44,39 +37,48 @@ class Text:
 
 
 class Writer:
-    """The newest weights of a run and its tokenizer, on one process.
+    """A run or a Hugging Face directory, loaded to write one text at a time.
 
     Args:
-        model: The whole model.
-        tokenizer: The run's.
-        step: Optimizer steps the weights have seen.
+        loaded: The model, or this rank's part of it, and its tokenizer.
     """
 
-    def __init__(self, model: LanguageModel, tokenizer: BytePairTokenizer, step: int) -> None:
-        self.model, self.tokenizer, self.step = model, tokenizer, step
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model, or this rank's part of it."""
+        return self.loaded.model
+
+    @property
+    def tokenizer(self) -> PromptTokenizer:
+        """Its tokenizer."""
+        return self.loaded.tokenizer
 
     @classmethod
-    def load(cls, run_dir: Path, *, device: torch.device | str = "cpu") -> Writer:
-        """The run in `run_dir`, whatever number of ranks trained it. Local.
+    def load(
+        cls,
+        path: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        group: Group | None = None,
+    ) -> Writer:
+        """The newest weights of a run, whatever number of ranks trained it, or a directory. Local.
+
+        Args:
+            path: Folder of a `pcomm train`, or a Hugging Face directory.
+            dtype: Dtype of the weights; None for that of the directory, and fp32 for a run.
+            device: Device of the model.
+            group: Ranks that share each layer, and then make the same calls; None for one process.
 
         Raises:
-            ConfigError: The folder holds no run, the run has no checkpoint yet, or its files do not
-                belong together.
+            ConfigError: The folder holds no model, the run has no checkpoint yet, or its files do
+                not belong together.
+            UnsupportedError: The model of the directory is not supported.
         """
-        checkpoint = newest(run_dir) if run_dir.is_dir() else None
-        if checkpoint is None:
-            raise ConfigError(
-                f"generate: {run_dir}",
-                found="no checkpoint" if run_dir.is_dir() else "no such folder",
-                why="Text is written with the weights of a run that has been saved.",
-                fix="Give the --out folder of a `pcomm train` that has reached a checkpoint.",
-            )
-        config = _on_one_rank(load_config(run_dir / "config.toml"))
-        model = LanguageModel(config.model, config.data.vocabulary, device=device)
-        check_index(checkpoint)
-        check_files(checkpoint)
-        read(checkpoint, model_shard_views(model))
-        return cls(model.eval(), load_tokenizer(run_dir / "tokenizer.json"), checkpoint.step)
+        return cls(load_model(path, dtype=dtype, device=device, group=group))
 
     def write(self, prompt: str | Sequence[int], params: SamplingParams) -> Text:
         """Continue `prompt`. Local; equal arguments give equal text.
@@ -108,12 +110,5 @@ class Writer:
         Raises:
             ConfigError: A token id of the prompt is none of the model's.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        # Documents follow one another in training, each behind the end of the one before; but
-        # every segment is read alone, so the end mark is the only start that was never context.
-        begin = tuple(ids) or (self.tokenizer.end_id,)
-        return stream(self.model, self.tokenizer, Request("text", begin, params))
-
-
-def _on_one_rank(config: Config) -> Resolved:
-    return validate(replace(config, parallel=ParallelConfig()), 1)
+        ids = self.loaded.prompt_ids(prompt) if isinstance(prompt, str) else prompt
+        return stream(self.model, self.tokenizer, Request("text", tuple(ids), params))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.folders import newest
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["ModelStart", "directory_config", "start_config"]
 
 
-def start_config(config: Config, run_dir: Path, *, is_new: bool = False) -> Config:
+def start_config(
+    config: Config,
+    run_dir: Path,
+    *,
+    is_new: bool = False,
+    given: frozenset[str] = frozenset(),
+) -> Config:
     """`config` with the keys of the model that `model.from` names; without it, as it is. Local.
 
     A run with a checkpoint goes on with what it kept of the directory, which may be gone.
@@ -30,6 +36,8 @@ def start_config(config: Config, run_dir: Path, *, is_new: bool = False) -> Conf
         config: The configuration as the user wrote it.
         run_dir: Folder of the run, which need not exist.
         is_new: True if the checkpoints in it do not count.
+        given: Keys, as `section.key`, that were given a value; those that differ from their
+            default count as given anyway.
 
     Raises:
         ConfigError: The directory cannot be read, or a key says something else than it.
@@ -38,7 +46,7 @@ def start_config(config: Config, run_dir: Path, *, is_new: bool = False) -> Conf
     if not config.model.from_:
         return config
     kept = None if is_new or newest(run_dir) is None else kept_directory(run_dir)
-    return _filled(config, kept or open_directory(Path(config.model.from_)))
+    return _filled(config, kept or open_directory(Path(config.model.from_)), given)
 
 
 def directory_config(folder: Path) -> Config:
@@ -71,24 +79,25 @@ class ModelStart:
         load_weights(model, read_model(directory).family, directory, ranks=ranks)
 
 
-def _filled(config: Config, directory: ModelDirectory) -> Config:
+def _filled(config: Config, directory: ModelDirectory, given: frozenset[str]) -> Config:
     read = read_model(directory)
-    resolved, taken = resolve_model(read.config), {}
+    resolved = resolve_model(read.config)
+    taken: dict[str, Any] = {}
     contradictions: list[str] = []
     for key in keys():
-        name = key.attribute
-        if key.section != "model" or name in TRAINING:
+        name, full = key.attribute, f"{key.section}.{key.name}"
+        if key.section == "model" and name not in TRAINING:
+            value = getattr(config.model, name)
+            taken[name] = theirs = getattr(read.config, name)
+            agreeing = [theirs, getattr(resolved, name), "auto"]
+        elif full == "data.vocabulary":
+            value = config.data.vocabulary
+            theirs = read.vocabulary
+            agreeing = [theirs]
+        else:
             continue
-        given, theirs = getattr(config.model, name), getattr(read.config, name)
-        # A key that was not written has its default, and cannot be told from one that was.
-        if given not in (key.default, theirs, getattr(resolved, name)):
-            contradictions.append(f"model.{key.name} is {given!r}, and theirs is {theirs!r}")
-        taken[name] = theirs
-    default = Config().data.vocabulary
-    if config.data.vocabulary not in (default, read.vocabulary):
-        contradictions.append(
-            f"data.vocabulary is {config.data.vocabulary}, and theirs is {read.vocabulary}"
-        )
+        if value not in agreeing and (full in given or value != key.default):
+            contradictions.append(f"{full} is {value!r}, and theirs is {theirs!r}")
     if contradictions:
         raise ConfigError(
             f"model.from = {config.model.from_!r}",

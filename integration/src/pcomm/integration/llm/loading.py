@@ -10,14 +10,15 @@ from typing import Protocol
 import tokenizers
 import torch
 
+from pcomm.core import Group
 from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import check_index, read
 from pcomm.integration.checkpoint.state import model_shard_views
-from pcomm.integration.config import ParallelConfig
+from pcomm.integration.config import ParallelConfig, ResolvedModel, ResolvedParallel
 from pcomm.integration.config_file import load_config
-from pcomm.integration.config_rules import resolve_model, validate
+from pcomm.integration.config_rules import check_shards, resolve_model, validate
 from pcomm.integration.data.tokenizer import load_tokenizer
 from pcomm.integration.huggingface import (
     ChatTemplate,
@@ -125,23 +126,29 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    group: Group | None = None,
 ) -> LoadedModel:
-    """The model in a folder, whole, on this process. Local.
+    """The model in a folder, whole or this rank's part of it, on this process. Local.
 
     Args:
         path: The `--out` folder of a `pcomm train`, of which the newest checkpoint is read; or a
             Hugging Face directory.
         dtype: Dtype of the weights; None for that of the directory, and fp32 for a run.
         device: Device of the model.
+        group: Tensor-parallel group; None for the whole model.
 
     Raises:
-        ConfigError: The folder holds no model, or its files are damaged; names the file.
+        ConfigError: The folder holds no model, the group cannot share its layers, or its files are
+            damaged; names the file.
         UnsupportedError: The model of the directory is not supported.
     """
     if (path / _CONFIG).is_file():
-        return _from_directory(path, dtype, device)
-    return _from_run(path, dtype, device)
+        return _from_directory(path, dtype, device, group)
+    return _from_run(path, dtype, device, group)
 
 
 def check_unicode(text: str) -> None:
@@ -160,7 +167,7 @@ def check_unicode(text: str) -> None:
 
 
 def _from_directory(
-    path: Path, dtype: torch.dtype | None, device: torch.device | str
+    path: Path, dtype: torch.dtype | None, device: torch.device | str, group: Group | None
 ) -> LoadedModel:
     directory = open_directory(path)
     found = read_model(directory)
@@ -168,12 +175,15 @@ def _from_directory(
     template = read_chat_template(directory)
     if dtype is None:
         dtype, _ = saved_dtypes(dtypes_of(directory))
-    model = LanguageModel(resolve_model(found.config), found.vocabulary, device=device, dtype=dtype)
-    load_weights(model, found.family, directory)
+    config = resolve_model(found.config)
+    model = _empty(config, found.vocabulary, dtype, device, group)
+    load_weights(model, found.family, directory, ranks=_ranks(group))
     return _loaded(path, model, tokenizer, template, found.max_tokens or _LEAST_CONTEXT)
 
 
-def _from_run(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> LoadedModel:
+def _from_run(
+    path: Path, dtype: torch.dtype | None, device: torch.device | str, group: Group | None
+) -> LoadedModel:
     checkpoint = newest(path) if path.is_dir() else None
     if checkpoint is None:
         raise ConfigError(
@@ -187,12 +197,10 @@ def _from_run(path: Path, dtype: torch.dtype | None, device: torch.device | str)
             "directory with config.json, tokenizer.json and safetensors.",
         )
     config = validate(replace(load_config(path / "config.toml"), parallel=ParallelConfig()), 1)
-    model = LanguageModel(
-        config.model, config.data.vocabulary, device=device, dtype=dtype or torch.float32
-    )
+    model = _empty(config.model, config.data.vocabulary, dtype or torch.float32, device, group)
     check_index(checkpoint)
     check_files(checkpoint)
-    read(checkpoint, model_shard_views(model))
+    read(checkpoint, model_shard_views(model, _ranks(group)))
     longest = max(config.train.sequence_length, _LEAST_CONTEXT)
     kept = kept_directory(path)
     if kept is None:
@@ -204,6 +212,26 @@ def _from_run(path: Path, dtype: torch.dtype | None, device: torch.device | str)
     own.no_padding()
     theirs = DirectoryTokenizer(own, end_ids(kept, own))
     return _loaded(path, model, theirs, read_chat_template(kept), longest)
+
+
+def _empty(
+    config: ResolvedModel,
+    vocabulary: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    group: Group | None,
+) -> LanguageModel:
+    """The model before its weights are read. Each rank of a group has all experts."""
+    if group is not None:
+        parallel = ResolvedParallel(tp=group.size, dp=1, shard_ranks=1)
+        check_shards(config, vocabulary, parallel)
+    collectives = None if group is None else group.collectives
+    return LanguageModel(config, vocabulary, collectives, device=device, dtype=dtype)
+
+
+def _ranks(group: Group | None) -> dict[str, int] | None:
+    """Rank of this process by the scope of `ParamLayout`."""
+    return None if group is None else {"dense": group.rank, "expert": 0}
 
 
 def _loaded(

@@ -40,8 +40,9 @@ class StepBatch:
             are scattered. On the host.
         state_slots_N: int64, the state slot of each request.
         logits_rows: int64 `[L]`, the tokens of the T whose logits are wanted.
-        prepared: What the first layer of a kind computed from the fields above, for those after it,
-            by a key of that kind. Empty in a new batch, and in one that a graph is captured from.
+        prepared: Values that the first layer of a kind computed from the fields above for those
+            after it, by a key of that kind. Empty in a new batch, and in one that a graph is
+            captured of.
     """
 
     tokens_T: Tensor

@@ -25,6 +25,8 @@ def decode_on_device(
     as many requests and as wide block tables. Keys up to the end of the tables are copied, so the
     engine hands tables no wider than the longest request of the step (or of the graph) needs.
 
+    Tested on a CPU, and with tensors that have no numbers; it has not run on a GPU yet.
+
     Args:
         q_NHK: Queries of the new tokens.
         memory: Blocks of the layer, which hold the new tokens already.

@@ -34,8 +34,8 @@ class PlainLlama:
         generator = torch.Generator().manual_seed(0)
 
         def matrix(outputs: int, inputs: int) -> Tensor:
-            weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
-            return weight.to(dtype)
+            weight = torch.randn(outputs, inputs, generator=generator)
+            return weight.mul_(inputs**-0.5).to(dtype)
 
         heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.table_VD = matrix(shape.vocabulary, shape.width)
