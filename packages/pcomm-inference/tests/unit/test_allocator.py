@@ -55,6 +55,16 @@ def test_a_request_that_grows_keeps_its_neighbours():
     assert memory.tables.select(torch.tensor([lives[1].table_row]), 3).tolist() == [[11, 12, 13]]
 
 
+def test_a_row_of_the_block_tables_is_zero_behind_its_blocks():
+    memory = memory_of()
+    live = request(range(5))
+    assert memory.allocator.admit(live, headroom=0)
+    rows = torch.tensor([live.table_row])
+    assert memory.tables.select(rows, 7).tolist() == [[1, 2, 3, 4, 5, 0, 0]]
+    memory.allocator.release(live)
+    assert memory.tables.select(rows, 7).tolist() == [[0] * 7]
+
+
 def fill(memory, count, length):
     for number in range(count):
         compute(memory, [number, *range(length - 1)])

@@ -22,6 +22,12 @@ MODELS = {
     "hybrid": ToyModel(3),
 }
 LONGEST = 24
+# Logits are integers up to 10,007. Drawn ones need their place, penalized ones the text before.
+SETTINGS = [
+    {"temperature": 0},
+    {"temperature": 4000.0},
+    {"temperature": 0, "frequency_penalty": 1500.0},
+]
 
 engines = st.fixed_dictionaries(
     {
@@ -38,9 +44,7 @@ prompts = st.one_of(
     # What begins alike, with tails of every length.
     st.integers(1, 14).map(lambda length: ([0, 1, 2, 2, 0, 1, 1] * 2)[:length]),
 )
-adds = st.tuples(
-    st.just("add"), prompts, st.integers(1, 9), st.integers(0, 1), st.sampled_from([0.0, 1.0])
-)
+adds = st.tuples(st.just("add"), prompts, st.integers(1, 9), st.integers(0, 1), st.integers(0, 2))
 actions = st.lists(
     st.one_of(
         adds,
@@ -54,7 +58,7 @@ actions = st.lists(
 
 
 def alone(model, request):
-    if request.params.temperature == 0:
+    if request.params.temperature == request.params.frequency_penalty == 0:
         return expected_tokens(model, request.prompt, request.params.max_tokens)
     engine = Engine(
         model,
@@ -111,8 +115,8 @@ def run(kind, settings, extra_blocks, state_chunk, steps):
                 aborted.add(request_id)
             check_pools(engine)
         else:
-            prompt, most, priority, temperature = given_values
-            params = SamplingParams(temperature=temperature, max_tokens=most, seed=len(requests))
+            prompt, most, priority, number = given_values
+            params = SamplingParams(**SETTINGS[number], max_tokens=most, seed=len(requests))
             request = Request(str(len(requests)), tuple(prompt), params, priority)
             try:
                 engine.add(request)
@@ -168,7 +172,7 @@ def test_long_runs_meet_all_that_may_happen():
             if draw.random() < 0.5:
                 prompt = ([0, 1, 2, 2, 0, 1, 1] * 2)[: draw.randint(1, 14)]
             values = {
-                "add": (prompt, draw.randint(1, 9), draw.randint(0, 1), draw.choice([0.0, 1.0])),
+                "add": (prompt, draw.randint(1, 9), draw.randint(0, 1), draw.randint(0, 2)),
                 "step": (draw.randint(1, 4),),
                 "abort": (draw.randint(0, 9),),
             }

@@ -26,6 +26,16 @@ def test_claimed_blocks_are_taken_last():
     assert blocks.allocate(2, claim=claim) == [2, 3]
 
 
+def test_a_claim_holds_for_blocks_that_others_took_and_gave_back():
+    blocks = BlockManager(5)
+    blocks.claim(2)
+    others = blocks.allocate(4)
+    assert others == [1, 2, 3, 4]
+    for block in others:
+        blocks.release(block)
+    assert blocks.allocate(3) == [3, 4, 5]
+
+
 def test_a_claim_needs_free_neighbours():
     blocks = BlockManager(5)
     taken = blocks.allocate(5)

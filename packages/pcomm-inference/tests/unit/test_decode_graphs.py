@@ -47,6 +47,9 @@ class OnDevice:
         return self.logits(torch.tensor(totals, dtype=torch.float64) + states)
 
     def decode(self, batch, memory):
+        # What a step is padded with belongs to no request.
+        real = batch.state_slots_N[batch.state_slots_N > 0].tolist()
+        assert len(set(real)) == len(real) == int((batch.kv_slots_T > 0).sum())
         keys, size = memory[0].keys.view(-1), memory[0].keys.shape[1]
         keys.index_copy_(0, batch.kv_slots_T, batch.tokens_T.double() + 1)
         width = batch.block_tables_NB.shape[1] * size

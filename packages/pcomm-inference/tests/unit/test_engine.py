@@ -257,7 +257,9 @@ def test_stop_strings_end_a_text_across_tokens():
     assert ends == {"stop": "stop", "all": "length"}
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 3}, {"num_blocks": 7}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_batch_tokens": 3}, {"num_blocks": 7, "max_batch_tokens": 2}]
+)
 def test_log_probabilities_of_the_prompt_come_once_whole(settings):
     model = MODELS["hybrid"]
     engine = engine_for(model, **settings)
@@ -277,6 +279,7 @@ def test_log_probabilities_of_the_prompt_come_once_whole(settings):
         written = [entry.token_id for output in own for entry in output.logprobs]
         assert written == tokens_of(outputs, name)
     assert engine.stats().cached_tokens == 0
+    assert engine.stats().preemptions == (settings.get("num_blocks") == 7)
 
 
 class Failing:
@@ -393,6 +396,63 @@ def test_a_broken_grammar_ends_its_request_alone(grammar):
     assert tokens_of(outputs, "grammar") == expected_tokens(model, [1, 2, 1, 2], 2)
     assert [o.request_id for o in outputs if o.finish_reason == "error"] == ["grammar"]
     assert tokens_of(outputs, "free") == expected_tokens(model, [3, 4], 9)
+
+
+def test_a_request_with_a_grammar_gets_no_drafts():
+    engine = engine_for(MODELS["hybrid"], tokenizer=Letters(), speculative_tokens=2)
+    with patch.object(engine._grammars, "compile", lambda params: Grammar()):
+        engine.add(greedy("grammar", [1, 2] * 5, 9))
+    run(engine)
+    assert engine.stats().drafted_tokens == 0
+
+
+def test_no_draft_needs_more_places_than_the_request_may_have():
+    class Bounded(ToyModel):
+        def step(self, batch, memory):
+            # The last of 25 tokens is written and never computed.
+            assert batch.positions_T.max() < 24
+            return super().step(batch, memory)
+
+    engine = engine_for(Bounded(), max_model_len=25, speculative_tokens=4, num_blocks=6)
+    drafted = []
+    for length in range(16, 24):
+        engine.add(greedy("a", ([1, 2, 3, 4] * 6)[:length], 50))
+        outputs = run(engine)
+        assert outputs[-1].error is None
+        drafted.append(engine.stats().drafted_tokens)
+    assert drafted == sorted(drafted)
+    assert drafted[-1] > 4
+
+
+def test_requests_that_decode_come_first():
+    class Ordered(ToyModel):
+        def step(self, batch, memory):
+            news = [stop - start for start, stop in pairwise(batch.cu_seqlens)]
+            decodes = [
+                new == 1 and before > 0
+                for new, before in zip(news, batch.context_lens, strict=True)
+            ]
+            assert decodes == sorted(decodes, reverse=True)
+            assert batch.is_decode == all(decodes)
+            return super().step(batch, memory)
+
+    engine = engine_for(Ordered())
+    engine.add(greedy("long", [1] * 9, 5))
+    engine.step()
+    engine.add(greedy("late", [2], 5, priority=-1))
+    engine.add(greedy("later", [3, 4], 5))
+    outputs = run(engine)
+    assert [output.error for output in outputs] == [None] * len(outputs)
+
+
+def test_a_request_that_is_aborted_after_a_failed_step_is_not_tried_alone():
+    model = Failing(MODELS["hybrid"], times=1)
+    engine = engine_for(model)
+    for name in ("a", "b"):
+        engine.add(greedy(name, [1, 2], 4))
+    assert engine.step() == []
+    assert engine.abort("a")
+    assert tokens_of(run(engine), "b") == expected_tokens(model.model, [1, 2], 4)
 
 
 def test_logits_of_another_shape_are_named():

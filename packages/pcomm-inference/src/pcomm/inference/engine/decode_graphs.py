@@ -118,7 +118,6 @@ class DecodeGraphs:
     def _record(self, size: int) -> _Recorded:
         # All requests of the recording are padding: it writes where no request reads.
         packed = torch.zeros(7 * size, dtype=torch.int64, device=self._device)
-        packed[6 * size :] = torch.arange(size, device=self._device)
 
         def body() -> Tensor:
             return self._step(
