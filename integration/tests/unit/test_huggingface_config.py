@@ -75,6 +75,47 @@ def test_a_changed_number_is_noticed_or_has_no_effect(family: str, tmp_path: Pat
     }
 
 
+PUBLISHED = {
+    "llama": "pretraining_tp is_llama_config rope_interleaved transformers.js_config rope_scaling",
+    "qwen2": "max_window_layers sliding_window use_mrope rope_scaling torch_dtype",
+    "qwen3": "max_window_layers sliding_window use_sliding_window rope_scaling attention_bias",
+    "qwen3_moe": "decoder_sparse_step mlp_only_layers output_router_logits router_aux_loss_coef",
+    "mamba2": "norm_before_gate rms_norm residual_in_fp32 time_step_init_scheme fused_add_norm",
+    "qwen3_next": "full_attention_interval decoder_sparse_step use_sliding_window rope_scaling",
+}
+VALUES = {
+    "pretraining_tp": 1,
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "transformers.js_config": {"dtype": "q4"},
+    "rope_scaling": None,
+    "max_window_layers": 28,
+    "sliding_window": 32_768,
+    "use_mrope": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "norm_before_gate": True,
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "time_step_init_scheme": "random",
+    "fused_add_norm": True,
+    "full_attention_interval": 4,
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_fields_of_published_models_are_known(family: str, tmp_path: Path) -> None:
+    """Fields that their files have beside those of transformers' class."""
+    shape = {"model_type": family, **SMALL_CONFIGS[family]}
+    more = {name: VALUES[name] for name in PUBLISHED[family].split() if name not in shape}
+    assert read(tmp_path, {**more, **shape}).width == 48
+
+
 REFUSED = {
     "activation": ("llama", {"hidden_act": "gelu"}, ("hidden_act", "'gelu'", "'silu'")),
     "bias": ("llama", {"attention_bias": True}, ("attention_bias", "True")),

@@ -131,6 +131,17 @@ def test_a_directory_comes_back_as_it_was(family: str, dtype: torch.dtype, tmp_p
         assert torch.equal(mine, other), name
 
 
+def test_a_configuration_of_transformers_4_comes_back_as_it_was(tmp_path: Path) -> None:
+    write_directory(tmp_path / "theirs", "llama")
+    path = tmp_path / "theirs/config.json"
+    fields = json.loads(path.read_text())
+    del fields["dtype"], fields["rope_parameters"]
+    fields |= {"torch_dtype": "float32", "rope_theta": 10_000.0, "rope_scaling": None}
+    path.write_text(json.dumps(fields))
+    written_again(tmp_path / "theirs", tmp_path / "ours", carried=True, max_shard_bytes=1_000_000)
+    assert json.loads((tmp_path / "ours/config.json").read_text()) == fields
+
+
 @pytest.mark.parametrize("family", SMALL_CONFIGS)
 def test_a_zeroed_mixer_is_seen(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -87,7 +87,7 @@ def run_to_directory(
     export_model(
         _model_of(config, checkpoint),
         family,
-        {name: value for name, value in fields.items() if name != "torch_dtype"},
+        fields,
         out,
         files=_files_of(run_dir, config),
         dtype=own_dtype if dtype is None else dtype,

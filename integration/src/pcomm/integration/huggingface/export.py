@@ -42,7 +42,7 @@ def export_model(
     Args:
         model: The model, on one rank.
         family: Tables of the family that it is written as, from `write_config`.
-        config: Content of `config.json`, without the dtype.
+        config: Content of `config.json`; the dtype in it is replaced.
         out: The directory, which does not exist yet or is empty.
         files: Content of the other files, by name: tokenizer, generation settings.
         dtype: Dtype of the weights.
@@ -64,7 +64,7 @@ def export_model(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_weights(_tensors(model, family, dtype, exceptions or {}), partial, max_shard_bytes)
-        _write_json(partial / CONFIG, {**config, "dtype": NAMES[dtype]})
+        _write_json(partial / CONFIG, _with_dtype(config, NAMES[dtype]))
         for name, content in files.items():
             (partial / name).write_bytes(content)
         if out.exists():
@@ -133,6 +133,12 @@ def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, limit: i
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    # Under the name of transformers 4 where the configuration has that one.
+    names = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    return {**config, **dict.fromkeys(names, name)}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

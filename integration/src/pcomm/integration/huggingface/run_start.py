@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.config import Config, keys
 from pcomm.integration.config_rules import resolve_model
 from pcomm.integration.huggingface.directory import ModelDirectory, open_directory
@@ -45,6 +44,9 @@ def start_config(
     """
     if not config.model.from_:
         return config
+    # Imported late: with torch, for which a mistake does not wait that is found without it.
+    from pcomm.integration.checkpoint.folders import newest
+
     kept = None if is_new or newest(run_dir) is None else kept_directory(run_dir)
     return _filled(config, kept or open_directory(Path(config.model.from_)), given)
 

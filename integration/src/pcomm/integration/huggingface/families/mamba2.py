@@ -109,11 +109,15 @@ MAMBA2 = Family(
         "chunk_size",
         # Written by models whose blocks nevertheless gate first, as transformers computes all.
         "norm_before_gate",
+        "fused_add_norm",
+        "pad_vocab_size_multiple",
         "residual_in_fp32",
         "rescale_prenorm_residual",
         "time_step_floor",
+        "time_step_init_scheme",
         "time_step_max",
         "time_step_min",
         "time_step_rank",
+        "time_step_scale",
     ),
 )

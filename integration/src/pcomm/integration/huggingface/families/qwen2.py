@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pcomm.integration.huggingface.config_table import Fixed
 from pcomm.integration.huggingface.families.decoder import (
     ATTENTION,
     DENSE_MLP,
@@ -32,7 +33,15 @@ _BIASES = Entry(
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    fields=(*SHAPE, KV_HEADS, ROPE, LAYERS, head_dim(None), *FULL_ATTENTION),
+    fields=(
+        *SHAPE,
+        KV_HEADS,
+        ROPE,
+        LAYERS,
+        head_dim(None),
+        *FULL_ATTENTION,
+        Fixed("use_mrope", False, is_written=False),
+    ),
     keys={"qkv_bias": True},
     tensors=(*STREAM, *ATTENTION, _BIASES, *DENSE_MLP),
 )
