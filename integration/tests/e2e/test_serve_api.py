@@ -143,7 +143,7 @@ def test_logprobs_name_tokens_whose_bytes_are_the_text(hybrid: Live) -> None:
     completion = hybrid.complete(temperature=0, logprobs=2).choices[0].logprobs
     assert len(completion.tokens) == len(completion.token_logprobs) == 12
     assert completion.text_offset[0] == 0
-    parts = [p for p in hybrid.complete(temperature=0, logprobs=2, stream=True)]
+    parts = list(hybrid.complete(temperature=0, logprobs=2, stream=True))
     streamed = [token for part in parts for token in part.choices[0].logprobs.tokens]
     assert streamed == completion.tokens
     assert hybrid.chat(temperature=0).choices[0].logprobs is None

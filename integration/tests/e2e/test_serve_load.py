@@ -190,9 +190,9 @@ def test_an_api_key_guards_the_models_alone(llm: LLM) -> None:
         options = {"base_url": f"{url}/v1", "max_retries": 0}
         with openai.OpenAI(api_key="sesame", **options) as client:
             assert client.completions.create(model="tiny", prompt="a").choices
-        with openai.OpenAI(api_key="else", **options) as client:
-            with pytest.raises(openai.AuthenticationError):
-                client.completions.create(model="tiny", prompt="a")
+        wrong = openai.OpenAI(api_key="else", **options)
+        with wrong as client, pytest.raises(openai.AuthenticationError):
+            client.completions.create(model="tiny", prompt="a")
 
 
 class AsgiCall:

@@ -36,8 +36,8 @@ class OutputStream:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all requests have ended and all was read."""
-        return not self._running and not self._unread
+        """Whether all requests have ended, without an error, and all was read."""
+        return not self._running and not self._unread and self._error is None
 
     async def submit(self) -> None:
         """Give the requests to the engine, all of them or none.
