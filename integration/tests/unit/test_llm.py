@@ -11,6 +11,7 @@ import torch
 from pcomm.core.errors import ClosedError, ConfigError
 from pcomm.inference import KVSpec, SamplingParams, StateSpec
 from pcomm.integration import Writer
+from pcomm.integration.huggingface.convert import run_to_directory
 from pcomm.integration.llm import LLM, load_model
 from pcomm.integration.llm.memory_size import memory_size
 from pcomm.integration.testing.tiny_runs import PATTERNS, tiny_run
@@ -46,6 +47,20 @@ def test_it_writes_what_pcomm_generate_writes(name: str, run: Callable[[str], Pa
         assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
         assert found.finish_reason == "length"
         assert found.prompt_ids == tuple(llm.loaded.tokenizer.encode("word1 word2"))
+
+
+def test_a_hugging_face_directory_writes_what_the_run_it_came_from_writes(
+    run: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run_to_directory(run("gpt"), tmp_path / "exported")
+    options = {"memory_bytes": MEMORY, "max_model_len": 64}
+    with LLM(run("gpt"), **options) as here, LLM(tmp_path / "exported", **options) as there:
+        expected, found = (llm.generate("word1 word2", GREEDY)[0] for llm in (here, there))
+        assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
+        assert there.loaded.tokenizer.eos_ids == here.loaded.tokenizer.eos_ids
+    # What the directory says of its context, where nothing else is said.
+    with LLM(tmp_path / "exported", memory_bytes=MEMORY) as there:
+        assert there.max_model_len == 64
 
 
 def test_prompts_together_streamed_and_alone_give_the_same_texts(llm: LLM) -> None:

@@ -24,7 +24,7 @@ from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
 from pcomm.integration.testing.step_pools import StepPools
 
-VOCABULARY = 62
+VOCABULARY = 64
 SHAPES = {
     "A": {"pattern": "A", "kv_heads": 4},
     "A with everything": {
@@ -52,11 +52,11 @@ SHAPES = {
 }
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float64) -> LanguageModel:
+def model_of(name: str, dtype: torch.dtype = torch.float64, width: int = 48) -> LanguageModel:
     """Weights so large that each token decides those that follow, decays so slow that it lasts."""
     shape = {"layers": len(SHAPES[name]["pattern"]), **SHAPES[name]}
     config = ModelConfig(
-        width=48, heads=4, head_dim=16, mamba_groups=2, mamba_state_dim=24,
+        width=width, heads=4, head_dim=16, mamba_groups=2, mamba_state_dim=24,
         **{"kv_heads": 2, "mlp_width": 64, **shape},
     )  # fmt: skip
     model = LanguageModel(validate(Config(model=config), 1).model, VOCABULARY)
@@ -203,15 +203,14 @@ def engine_of(model: LanguageModel, **changes: object) -> Engine:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_decoding_on_one_rank_enters_no_collective_and_no_autograd_function(
+def test_one_rank_enters_no_collective_and_no_autograd_function(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(model_of(name, torch.float32))
-    for n in range(3):
-        params = SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True)
-        engine.add(Request(str(n), tuple(tokens_of(20 + n, n)), params))
-    while engine.stats().written_tokens < 3:
-        engine.step()
+    """Neither while prompts are read nor while text is written."""
+    model = model_of(name, torch.float32)
+    # The first chunk of a recurrent layer imports what looks for torch.distributed.
+    StepPools(model, 1, 4).step({0: [1, 2, 3]})
+    engine = engine_of(model)
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("this is for several ranks, or for training")
@@ -221,6 +220,9 @@ def test_decoding_on_one_rank_enters_no_collective_and_no_autograd_function(
             if type(value) is FunctionType:
                 monkeypatch.setattr(module, key, refuse)
     monkeypatch.setattr(torch.autograd.Function, "apply", refuse)
+    for n in range(3):
+        params = SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True)
+        engine.add(Request(str(n), tuple(tokens_of(20 + n, n)), params))
     outputs = []
     while engine.has_work:
         outputs += engine.step()
@@ -285,3 +287,17 @@ def test_a_stream_that_ranks_share_by_tokens_is_refused() -> None:
         return str(raised.value)
 
     assert len({*run_virtual(on_rank, 2)}) == 1
+
+
+@pytest.mark.parametrize("name", ["A", "A with everything", "M", "experts"])
+def test_in_bf16_no_bit_of_a_request_depends_on_the_others(name: str) -> None:
+    """Torch's products of bf16 give a row the same bits, for sizes of whole vectors."""
+    model = model_of(name, torch.bfloat16, width=64)
+    texts = [tokens_of(length, seed) for seed, length in enumerate((70, 9, 66, 1, 30))]
+    together, alone = StepPools(model, len(texts), 90), StepPools(model, len(texts), 90)
+    # Prompts in one step, then tokens of all; the same requests one by one.
+    rounds = [dict(enumerate(texts)), *({n: [t + n] for n in range(len(texts))} for t in (5, 40))]
+    for new in rounds:
+        found = together.step(new)
+        for n, tokens in new.items():
+            assert torch.equal(found[n], alone.step({n: tokens})[n]), n

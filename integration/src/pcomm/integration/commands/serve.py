@@ -60,7 +60,7 @@ class ServeCommand:
         key = _key(arguments.api_key_file)
         try:
             from pcomm.integration.serve.app import create_app
-            from pcomm.integration.serve.server import listen, serve, url_of
+            from pcomm.integration.serve.server import bind, listen, serve
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] == "pcomm":
                 raise
@@ -81,7 +81,7 @@ class ServeCommand:
             shutdown_s=arguments.shutdown_s,
         )
         # Before the model, so that an address in use is found at once.
-        bound = listen(arguments.host, arguments.port)
+        bound = bind(arguments.host, arguments.port)
         options = llm_options(arguments)
         with (
             bound,
@@ -89,8 +89,9 @@ class ServeCommand:
                 **options, max_requests=arguments.max_requests, max_queued=arguments.max_queued
             ) as llm,
         ):
-            print(f"{settings.model_name} at {url_of(bound)}", flush=True)
-            serve(create_app(llm, settings), bound)
+            served = create_app(llm, settings)
+            print(f"{settings.model_name} at {listen(bound)}", flush=True)
+            serve(served, bound)
         return 0
 
 

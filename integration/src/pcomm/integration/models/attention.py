@@ -76,7 +76,7 @@ class Attention(nn.Module):
             q_THK, k_TGK, v_TGK, *gate = all_THK.split(heads, 1)
             q_THK, k_TGK = rotate(q_norm.forward(q_THK), turn), rotate(k_norm.forward(k_TGK), turn)
         mixed_THK = paged_attention(q_THK, k_TGK, v_TGK, memory, context.batch)
-        return self._gated(mixed_THK.view(x.shape[0], -1), [part.flatten(1) for part in gate])
+        return self._gated(mixed_THK.flatten(1), [part.flatten(1) for part in gate])
 
     @property
     def memory_spec(self) -> KVSpec:

@@ -100,16 +100,20 @@ class GatedDeltaNet(nn.Module):
         sizes = [sum(self.sizes[:3]), *self.sizes[3:]]
         mixed_TC, z, b, a = self.input(x).split(sizes, -1)
         convolved_TC = convolve(context, memory, mixed_TC, self.conv_weight)
-        gates = delta_gates(a, b, self.a_log, self.dt_bias)
+        # The last bits of exponentials depend on the place in the batch; those of fp64 vanish here.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        exact = delta_gates(a.double(), b.double(), self.a_log, self.dt_bias)
+        gates = [gate.to(wide) for gate in exact]
         o_THV = advance(
             "state",
             context,
             memory,
             (*_prepared(convolved_TC, self.all_heads), *gates),
-            one_token=lambda state, *inputs: gated_delta_step(state.to(gates[0].dtype), *inputs),
+            one_token=lambda state, *inputs: gated_delta_step(state.to(wide), *inputs),
             chunks=lambda state, *inputs: self.kernels.chunk_gated_delta_rule(
-                *inputs, cu_seqlens=context.cu_seqlens, initial_state=state
+                *inputs[:-1], cu_seqlens=inputs[-1], initial_state=state
             ),
+            is_apart=True,
         )
         return self._gated(o_THV.flatten(-2), z)
 

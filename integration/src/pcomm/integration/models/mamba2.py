@@ -122,9 +122,10 @@ class Mamba2(nn.Module):
             memory,
             (*self.all_heads.split(convolved_TC, _CONVOLVED), self._limited(dt_TH, self.dt_bias)),
             one_token=lambda state, x, b, c, dt: self._one_token(state, x, b, c, dt, heads),
-            chunks=lambda state, x, b, c, dt: self._scan(
-                x, b, c, dt, heads, context.cu_seqlens, state
+            chunks=lambda state, x, b, c, dt, cu_seqlens: self._scan(
+                x, b, c, dt, heads, cu_seqlens, state
             ),
+            is_apart=True,
         )
         return self._gated(y_THP.flatten(-2), z)
 

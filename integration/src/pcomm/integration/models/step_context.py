@@ -22,6 +22,9 @@ __all__ = ["StepContext", "advance", "convolve", "state_spec"]
 Part = Callable[..., tuple[Tensor, Tensor]]
 """`(states, *inputs)` of some requests to their outputs and the states after them."""
 
+Chunks = Callable[..., tuple[Tensor, Tensor]]
+"""The same for requests with `cu_seqlens` after the inputs, from which their tokens begin."""
+
 
 @dataclass(frozen=True)
 class StepContext:
@@ -77,7 +80,8 @@ def advance(
     inputs: tuple[Tensor, ...],
     *,
     one_token: Part,
-    chunks: Part,
+    chunks: Chunks,
+    is_apart: bool = False,
 ) -> Tensor:
     """Outputs `[T, ...]` of a recurrence that goes on from the states in `memory`; local.
 
@@ -90,18 +94,24 @@ def advance(
         memory: Pools of the layer.
         inputs: Tensors whose first dimension is T.
         one_token: Function of states `[N, ...]` and inputs of N tokens.
-        chunks: Function of states `[N, ...]` and inputs of N sequences with `context.cu_seqlens`.
+        chunks: Function of states `[N, ...]`, inputs of N sequences, and their offsets.
+        is_apart: True to call `chunks` for each request alone, where products of several requests
+            together have other roundings; on a CPU, where that takes about as long.
     """
     batch, n = context.batch, context.num_single
     states = memory.read(name, batch)
     if n == batch.num_requests:
         output, states = one_token(states, *inputs)
-    elif not n:
-        output, states = chunks(states, *inputs)
     else:
-        first = one_token(states[:n], *(x[:n] for x in inputs))
-        others = chunks(states[n:], *(x[n:] for x in inputs))
-        output, states = (torch.cat(both) for both in zip(first, others, strict=True))
+        parts = [one_token(states[:n], *(x[:n] for x in inputs))] if n else []
+        states, inputs = states[n:], tuple(x[n:] for x in inputs)
+        if is_apart and not states.is_cuda:
+            for place, (start, stop) in enumerate(pairwise(context.cu_seqlens)):
+                own = (x[start:stop] for x in inputs)
+                parts.append(chunks(states[place : place + 1], *own, (0, stop - start)))
+        else:
+            parts.append(chunks(states, *inputs, context.cu_seqlens))
+        output, states = (torch.cat(part) for part in zip(*parts, strict=True))
     memory.write(name, batch, states)
     return output
 
@@ -128,7 +138,7 @@ def convolve(
         memory,
         (x_TC,),
         one_token=lambda halo, x: convolution_step(x, halo, weight_CW, bias_D=bias_C),
-        chunks=lambda halo, x: causal_convolution(
-            x, weight_CW, cu_seqlens=context.cu_seqlens, bias_D=bias_C, initial_halo=halo
+        chunks=lambda halo, x, cu_seqlens: causal_convolution(
+            x, weight_CW, cu_seqlens=cu_seqlens, bias_D=bias_C, initial_halo=halo
         ),
     )

@@ -14,15 +14,15 @@ import uvicorn
 from pcomm.core.errors import ConfigError
 from pcomm.integration.serve.app import Served
 
-__all__ = ["listen", "serve"]
+__all__ = ["bind", "listen", "serve"]
 
 # What clients get who are told that the server stops, before their connections are cut.
 _GOODBYE_S = 2.0
 _BACKLOG = 2048
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound, and that listens once `serve` or its `listen` is called. Local.
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, which does not listen yet, so that clients are refused. Local.
 
     Args:
         host: Address or name.
@@ -31,7 +31,10 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: The address is not of this machine, or in use.
     """
-    try:
+    with _told(f"{host} port {port}"):
+        # The system would take the rest of a division by 65,536.
+        if not 0 <= port < 2**16:
+            raise OverflowError("a port is a number from 0 to 65535")
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         bound = socket.socket(family, kind, protocol)
@@ -41,18 +44,26 @@ def listen(host: str, port: int) -> socket.socket:
         except BaseException:
             bound.close()
             raise
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"pcomm serve: {host} port {port}",
-            found=f"{error}",
-            why="The server needs an address of this machine that nothing else uses.",
-            fix="Give another --port, 0 for any that is free, or another --host.",
-        ) from error
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
-    """Where clients find a socket. Local."""
+def listen(bound: socket.socket) -> str:
+    """Let clients connect; they wait until `serve`. Local.
+
+    Returns:
+        The address for clients.
+
+    Raises:
+        ConfigError: Another server has begun to listen there.
+    """
+    url = _url(bound)
+    with _told(url):
+        bound.listen(_BACKLOG)
+    return url
+
+
+def _url(bound: socket.socket) -> str:
+    """The address of a socket for clients. Local."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -65,7 +76,7 @@ def serve(served: Served, bound: socket.socket) -> None:
 
     Args:
         served: The application.
-        bound: A socket from `listen`; closed at the end.
+        bound: A socket that listens; closed at the end.
     """
     limit_s = served.service.settings.shutdown_s
     config = uvicorn.Config(
@@ -76,7 +87,6 @@ def serve(served: Served, bound: socket.socket) -> None:
         ws="none",
         timeout_graceful_shutdown=int(limit_s + _GOODBYE_S) + 1,
     )
-    bound.listen(_BACKLOG)
     with bound, _ignored_afterwards():
         _Server(config, served, limit_s).run(sockets=[bound])
 
@@ -94,6 +104,19 @@ class _Server(uvicorn.Server):
             await super().shutdown(sockets=list(sockets or ()))
         finally:
             late.cancel()
+
+
+@contextmanager
+def _told(address: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"pcomm serve: {address}",
+            found=f"{error}",
+            why="The server needs an address of this machine that nothing else uses.",
+            fix="Give another --port, 0 for any that is free, or another --host.",
+        ) from error
 
 
 @contextmanager

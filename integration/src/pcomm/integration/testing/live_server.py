@@ -12,7 +12,7 @@ import uvicorn
 from pcomm.core.testing.patience import scaled_s, wait_until
 from pcomm.integration.llm import LLM
 from pcomm.integration.serve.app import Served, create_app
-from pcomm.integration.serve.server import listen, url_of
+from pcomm.integration.serve.server import bind, listen
 from pcomm.integration.serve.settings import ServeSettings
 
 __all__ = ["LiveServer"]
@@ -35,9 +35,8 @@ class LiveServer:
     def __init__(self, llm: LLM, **settings: Any) -> None:
         found = ServeSettings(**{"model_name": "tiny", **settings})
         self.served: Served = create_app(llm, found)
-        self._socket = listen("127.0.0.1", 0)
-        self._socket.listen(2048)
-        self.url = url_of(self._socket)
+        self._socket = bind("127.0.0.1", 0)
+        self.url = listen(self._socket)
         config = uvicorn.Config(self.served.app, log_level="error", lifespan="on", ws="none")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="live server", daemon=True)

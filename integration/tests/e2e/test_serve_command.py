@@ -1,0 +1,159 @@
+"""`pcomm serve` and `pcomm chat` as programs: their output, their signals and their ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pcomm.core.command.main import main
+from pcomm.core.errors import ConfigError
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s, wait_until
+from pcomm.core.testing.programs import Programs
+from pcomm.inference import SamplingParams
+from pcomm.integration.llm import LLM
+from pcomm.integration.testing.tiny_runs import tiny_run
+
+httpx = pytest.importorskip("httpx2")
+pytest.importorskip("uvicorn")
+
+from pcomm.integration.serve.server import bind, listen  # noqa: E402
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # A state of fixed size, so that a text may be as long as a test wants.
+    return tiny_run(tmp_path_factory.mktemp("command"), "M")
+
+
+def begin_stream(url: str, **fields: Any) -> tuple[Any, Any]:
+    """An open stream and its lines, of which the first has come."""
+    body = {"model": "run", "prompt": "word1", "stream": True, "ignore_eos": True, **fields}
+    context = httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600)
+    lines = (line for line in context.__enter__().iter_lines() if line)
+    next(lines)
+    return context, lines
+
+
+def url_from(process: subprocess.Popen[str]) -> str:
+    """The address that the server has printed."""
+    assert process.stdout is not None
+    name, at, url = process.stdout.readline().split()
+    assert (name, at) == ("run", "at")
+    assert url.startswith("http://127.0.0.1:")
+    return url
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and log of a server that was told to end."""
+    _, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
+    return process.returncode, logged
+
+
+def test_sigterm_lets_requests_end_and_the_exit_code_is_0(run: Path, start: Start) -> None:
+    process = start("pcomm", "serve", run, "--port", 0, "--memory-mib", 4)
+    url = url_from(process)
+    context, lines = begin_stream(url, max_tokens=300)
+    process.send_signal(signal.SIGTERM)
+    *_, last, done = lines
+    context.__exit__(None, None, None)
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert done == "data: [DONE]"
+    assert ended(process) == (0, "")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_what_does_not_end_in_time_is_told_so(run: Path, start: Start) -> None:
+    options = ["--max-model-len", 10**7, "--shutdown-s", 0.2, "--memory-mib", 4]
+    process = start("pcomm", "serve", run, "--port", 0, *options)
+    context, lines = begin_stream(url_from(process), max_tokens=10**7)
+    process.send_signal(signal.SIGTERM)
+    *_, last = lines
+    context.__exit__(None, None, None)
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert ended(process) == (0, "")
+
+
+def test_a_killed_server_leaves_no_process(run: Path, start: Start, started: Programs) -> None:
+    process = start("pcomm", "serve", run, "--port", 0, "--memory-mib", 4)
+    httpx.get(f"{url_from(process)}/health")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not started.running(), "the end of all that it had started")
+
+
+def test_two_servers_that_start_together_do_not_share_a_port() -> None:
+    first = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    # Neither listens yet, which is when the system lets both have the address.
+    second = bind("127.0.0.1", port)
+    with first, second:
+        assert listen(first) == f"http://127.0.0.1:{port}"
+        with pytest.raises(ConfigError, match=str(port)):
+            listen(second)
+
+
+def test_an_address_in_use_is_found_before_the_model_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        # The folder has no model, which would be an error, too.
+        assert main(["serve", str(tmp_path), "--port", port]) == 2
+    assert f"127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "70000"], "port 70000"),
+        (["--host", "256.1.1.1"], "256.1.1.1"),
+        (["--api-key-file", "/nowhere/key"], "--api-key-file"),
+        (["--api-key-file", "/dev/null"], "empty first line"),
+        (["--shutdown-s", "nan"], "shutdown_s"),
+        (["--port", "0", "--dtype", "int3"], "'int3'"),
+        (["--port", "0", "--max-model-len", "-1"], "max_model_len"),
+    ],
+)
+def test_options_that_cannot_be_used(
+    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(run), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_chat_answers_each_line_of_a_pipe_with_all_before_it_in_mind(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("word1\n\nword2 word3"))
+    words = ["--system", "short", "--max-tokens", "6", "--temperature", "0", "--memory-mib", "4"]
+    assert main(["chat", str(run), *words]) == 0
+    params = SamplingParams(max_tokens=6, temperature=0)
+    messages: list[dict[str, object]] = [{"role": "system", "content": "short"}]
+    expected = ""
+    with LLM(run, memory_bytes=2**22) as llm:
+        for question in ("word1", "word2 word3"):
+            messages.append({"role": "user", "content": question})
+            answer = llm.chat(messages, params).text
+            messages.append({"role": "assistant", "content": answer})
+            expected += answer + "\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_a_message_that_is_too_long_ends_a_piped_chat(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("word " * 100))
+    assert main(["chat", str(run), "--max-model-len", "64", "--memory-mib", "4"]) == 2
+    assert "max_model_len is 64" in capsys.readouterr().err
