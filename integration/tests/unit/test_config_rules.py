@@ -11,7 +11,8 @@ from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ModelConfig, keys
 from pcomm.integration.config_file import apply_overrides
-from pcomm.integration.config_rules import expert_blocks, mixers, validate
+from pcomm.integration.config_rules import validate
+from pcomm.integration.model_rules import expert_blocks, mixers
 
 
 def _tiny(*overrides: str) -> Config:

@@ -11,11 +11,11 @@ import pytest
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.integration.config import ModelConfig
-from pcomm.integration.config_rules import resolve_model
 from pcomm.integration.huggingface import open_directory, read_model, write_config
 from pcomm.integration.huggingface.families.all import FAMILIES
 from pcomm.integration.huggingface.families.layer_kinds import pattern_of
 from pcomm.integration.huggingface.model_config import effective
+from pcomm.integration.model_rules import resolve_model
 from pcomm.integration.testing.huggingface_models import SMALL_CONFIGS
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")

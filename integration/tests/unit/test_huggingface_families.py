@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from pcomm.core.tensor_parallel import param_layouts_of, take_shard
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.integration.config_rules import resolve_model
 from pcomm.integration.huggingface import (
     export_model,
     load_model,
@@ -26,6 +25,7 @@ from pcomm.integration.huggingface import (
 from pcomm.integration.huggingface.directory import ModelDirectory
 from pcomm.integration.huggingface.tensor_files import TensorFiles
 from pcomm.integration.huggingface.weights import tensor_map
+from pcomm.integration.model_rules import resolve_model
 from pcomm.integration.models.block import Block
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences

@@ -1,7 +1,7 @@
 """What a run can be told: one frozen dataclass per section, each key explained where it stands.
 
 A `Config` is a value. Recipes build it in Python, `config_file` reads it from TOML and from
-`--set`, and `config_rules.validate` makes it a `Resolved` that fits a number of ranks.
+`--set`, and `config_rules.validate` makes it a `Resolved` (`config_resolved`) that fits a number of ranks.
 
 A number is what it says, 0 included. What is no number has a word: `auto` is derived from other
 keys, `all` is everything there is, `end` is once after the last step, and `none` is no limit or no
@@ -34,10 +34,6 @@ __all__ = [
     "Key",
     "ModelConfig",
     "ParallelConfig",
-    "Resolved",
-    "ResolvedModel",
-    "ResolvedParallel",
-    "ResolvedTrain",
     "SampleConfig",
     "TrainConfig",
     "keys",
@@ -356,46 +352,6 @@ class Config:
     data: DataConfig = Field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
-
-
-@section("model")
-class ResolvedModel(ModelConfig):
-    """`ModelConfig` in which every size is a number."""
-
-    kv_heads: Size = Field(...)
-    head_dim: Size = Field(...)
-    mlp_width: Size | Literal["none"] = Field(...)
-    expert_width: Size = Field(...)
-    gdn_key_heads: Size = Field(...)
-    gdn_value_heads: Size = Field(...)
-    gdn_key_dim: Size = Field(...)
-    gdn_value_dim: Size = Field(...)
-    mamba_heads: Size = Field(...)
-    mamba_head_dim: Size = Field(...)
-
-
-@section("parallel")
-class ResolvedParallel(ParallelConfig):
-    """`ParallelConfig` of a known number of ranks."""
-
-    dp: Size = Field(...)
-    shard_ranks: Size = Field(...)
-
-
-@section("train")
-class ResolvedTrain(TrainConfig):
-    """`TrainConfig` of a known number of ranks."""
-
-    micro_batch_tokens: Size = Field(...)
-
-
-@section("")
-class Resolved(Config):
-    """A `Config` that fits a number of ranks, without `auto`; see `config_rules.validate`."""
-
-    model: ResolvedModel = Field(...)
-    parallel: ResolvedParallel = Field(...)
-    train: ResolvedTrain = Field(...)
 
 
 class Key(NamedTuple):

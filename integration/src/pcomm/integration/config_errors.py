@@ -16,7 +16,16 @@ from pydantic.dataclasses import dataclass
 
 from pcomm.core.errors import ConfigError, near_misses
 
-__all__ = ["INT64", "UNICODE", "attribute_of", "listed", "section", "shown", "toml_value"]
+__all__ = [
+    "INT64",
+    "UNICODE",
+    "attribute_of",
+    "listed",
+    "must_divide",
+    "section",
+    "shown",
+    "toml_value",
+]
 
 T = TypeVar("T")
 
@@ -160,3 +169,25 @@ def _words(annotation: object) -> list[str]:
     """Words that stand beside the numbers of a type, such as `auto`."""
     parts = [part for part in get_args(annotation) if get_origin(part) is Literal]
     return [word for part in parts for word in get_args(part)]
+
+
+def must_divide(asked: str, whole: tuple[str, int], parts: tuple[str, int], why: str) -> None:
+    """Refuse a size that is no multiple of another one; local.
+
+    Args:
+        asked: Name of the key, for the error.
+        whole: Name and value of the size.
+        parts: Name and value of what has to divide it.
+        why: The reason, for the error.
+    """
+    (whole_name, size), (parts_name, count) = whole, parts
+    if size % count:
+        down, up = size // count * count, -(-size // count) * count
+        nearest = f"{down} or {up}" if down else f"{up}"
+        raise ConfigError(
+            asked,
+            found=f"{whole_name} is {size}, {parts_name} is {count}, and {size} is no multiple "
+            f"of {count}",
+            why=why,
+            fix=f"Change one of the two; for {count} the nearest is {nearest}.",
+        )

@@ -6,22 +6,20 @@ is the same error everywhere and nothing hangs. What one key may be on its own, 
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any, Literal
-
 from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
-from pcomm.integration.config import (
-    Config,
-    ModelConfig,
-    ParallelConfig,
+from pcomm.integration.config import Config, ParallelConfig, TrainConfig
+from pcomm.integration.config_errors import must_divide
+from pcomm.integration.config_resolved import (
     Resolved,
     ResolvedModel,
     ResolvedParallel,
     ResolvedTrain,
-    TrainConfig,
+    given,
+    values_of,
 )
+from pcomm.integration.model_rules import expert_blocks, resolve_model
 
-__all__ = ["check_shards", "expert_blocks", "mixers", "resolve_model", "validate"]
+__all__ = ["check_shards", "validate"]
 
 
 # 256 bytes and the end of a document, for a tokenizer that is trained with the model.
@@ -51,147 +49,7 @@ def validate(config: Config, world_size: int) -> Resolved:
     _check_experts(model, parallel)
     check_shards(model, config.data.vocabulary, parallel)
     train = _resolve_batch(config.train, parallel)
-    return Resolved(**{**_values(config), "model": model, "parallel": parallel, "train": train})
-
-
-def mixers(model: ModelConfig) -> str:
-    """The mixer letter of each block: `pattern` repeated to `layers` letters.
-
-    Raises:
-        ConfigError: `layers` is no multiple of the pattern's length.
-    """
-    _must_divide(
-        "model.layers",
-        ("model.layers", model.layers),
-        ("the length of model.pattern", len(model.pattern)),
-        "The pattern is repeated as a whole until it fills the layers.",
-    )
-    return model.pattern * (model.layers // len(model.pattern))
-
-
-def expert_blocks(model: ModelConfig) -> tuple[bool, ...]:
-    """Which blocks have experts instead of an MLP: the last of each `moe_every` blocks."""
-    return tuple(
-        model.experts > 0 and number % model.moe_every == 0 for number in range(1, model.layers + 1)
-    )
-
-
-def _values(part: Any) -> dict[str, Any]:
-    return {item.name: getattr(part, item.name) for item in fields(part)}
-
-
-def _given(value: int | Literal["auto"], derived: int) -> int:
-    return derived if value == "auto" else value
-
-
-def resolve_model(model: ModelConfig) -> ResolvedModel:
-    """`model` with a number in place of every `auto`, on any number of ranks.
-
-    Raises:
-        ConfigError: Two sizes do not divide, or two keys do not fit together.
-    """
-    mixers(model)
-    kv_heads = _given(model.kv_heads, model.heads)
-    _must_divide(
-        "model.kv_heads",
-        ("model.heads", model.heads),
-        ("model.kv_heads", kv_heads),
-        "Each key and value head serves the same number of query heads.",
-    )
-    if model.head_dim == "auto":
-        _must_divide(
-            "model.head_dim",
-            ("model.width", model.width),
-            ("model.heads", model.heads),
-            'With model.head_dim = "auto" the heads share the width evenly.',
-        )
-    head_dim = _given(model.head_dim, model.width // model.heads)
-    _must_divide(
-        "model.head_dim",
-        ("the width of one head", head_dim),
-        ("a pair", 2),
-        "Rotary positions turn the numbers of a head in pairs.",
-    )
-    _check_rotation(model, head_dim)
-    _check_time_steps(model)
-    # 8/3 keeps the gated MLP's three matrices as large as the plain MLP's two of 4 widths.
-    wide = -(-8 * model.width // (3 * 64)) * 64
-    mlp_width = model.mlp_width if model.mlp_width == "none" else _given(model.mlp_width, wide)
-    mamba_head_dim = _given(model.mamba_head_dim, head_dim)
-    derived = {
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "mlp_width": mlp_width,
-        "expert_width": _expert_width(model, mlp_width),
-        "gdn_key_heads": _given(model.gdn_key_heads, kv_heads),
-        "gdn_value_heads": _given(model.gdn_value_heads, model.heads),
-        "gdn_key_dim": _given(model.gdn_key_dim, head_dim),
-        "gdn_value_dim": _given(model.gdn_value_dim, head_dim),
-        "mamba_heads": _given(model.mamba_heads, max(1, 2 * model.width // mamba_head_dim)),
-        "mamba_head_dim": mamba_head_dim,
-    }
-    resolved = ResolvedModel(**{**_values(model), **derived})
-    if "G" in model.pattern:
-        _must_divide(
-            "model.gdn_value_heads",
-            ("model.gdn_value_heads", resolved.gdn_value_heads),
-            ("model.gdn_key_heads", resolved.gdn_key_heads),
-            "Each key head of a GDN block serves the same number of value heads.",
-        )
-    if "M" in model.pattern:
-        _must_divide(
-            "model.mamba_heads",
-            ("model.mamba_heads", resolved.mamba_heads),
-            ("model.mamba_groups", resolved.mamba_groups),
-            "Each group of a Mamba-2 block serves the same number of heads.",
-        )
-    return resolved
-
-
-def _check_rotation(model: ModelConfig, head_dim: int) -> None:
-    """The part of a head that is turned consists of pairs, and frequencies are in order."""
-    turned = head_dim * model.rotary_fraction
-    if turned != int(turned) or int(turned) % 2 or not turned:
-        raise ConfigError(
-            "model.rotary_fraction",
-            found=f"{model.rotary_fraction} of a head of {head_dim} numbers, which is {turned:g}",
-            why="Rotary positions turn the numbers of a head in pairs.",
-            fix="Choose a fraction that gives an even number of them, such as 0.5 or 1.0.",
-        )
-    if model.rope_scaling == "llama3" and model.rope_low_frequency >= model.rope_high_frequency:
-        raise ConfigError(
-            "model.rope_low_frequency",
-            found=f"the value {model.rope_low_frequency}, and model.rope_high_frequency is "
-            f"{model.rope_high_frequency}",
-            why="Pairs between the two frequencies are slowed by a part of the factor.",
-            fix="Set model.rope_low_frequency below model.rope_high_frequency.",
-        )
-
-
-def _check_time_steps(model: ModelConfig) -> None:
-    limit = model.mamba_max_time_step
-    if limit != "none" and model.mamba_min_time_step > limit:
-        raise ConfigError(
-            "model.mamba_min_time_step",
-            found=f"{model.mamba_min_time_step}, and model.mamba_max_time_step is {limit}",
-            why="Every time step lies between the two.",
-            fix="Set model.mamba_min_time_step to model.mamba_max_time_step or less.",
-        )
-
-
-def _expert_width(model: ModelConfig, mlp_width: int | Literal["none"]) -> int:
-    if model.expert_width != "auto":
-        return model.expert_width
-    if mlp_width != "none":
-        return mlp_width
-    if model.experts:
-        raise ConfigError(
-            "model.expert_width",
-            found="'auto', and model.mlp_width is 'none'",
-            why="With 'auto' an expert is as wide as the MLP, and there is none.",
-            fix="Set model.expert_width to a number.",
-        )
-    return model.width
+    return Resolved(**{**values_of(config), "model": model, "parallel": parallel, "train": train})
 
 
 def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedParallel:
@@ -205,7 +63,7 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedPara
         )
     named = f"dp {parallel.dp}, tp {parallel.tp}, cp {parallel.cp}"
     others = parallel.tp * parallel.cp
-    dp = _given(parallel.dp, world_size // others)
+    dp = given(parallel.dp, world_size // others)
     if dp * others != world_size:
         raise TopologyError(
             "parallel",
@@ -223,7 +81,7 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedPara
             fix="Set parallel.data to 'shard', or leave parallel.zero away.",
         )
     shard_ranks = _shard_ranks(parallel, dp * parallel.cp)
-    return ResolvedParallel(**{**_values(parallel), "dp": dp, "shard_ranks": shard_ranks})
+    return ResolvedParallel(**{**values_of(parallel), "dp": dp, "shard_ranks": shard_ranks})
 
 
 def _shard_ranks(parallel: ParallelConfig, num_ranks: int) -> int:
@@ -246,7 +104,7 @@ def _shard_ranks(parallel: ParallelConfig, num_ranks: int) -> int:
             why="Ranks that are close share a replica, and only you know how many these are.",
             fix="Set it to the ranks of dp x cp on one node, or parallel.data to 'shard'.",
         )
-    _must_divide(
+    must_divide(
         "parallel.shard_ranks",
         ("the number of ranks of dp x cp", num_ranks),
         ("parallel.shard_ranks", given),
@@ -280,13 +138,13 @@ def _check_experts(model: ResolvedModel, parallel: ResolvedParallel) -> None:
             why="The last of each moe_every blocks has experts, so no block would have any.",
             fix=f"Set model.moe_every to {model.layers} or less, or model.experts to 0.",
         )
-    _must_divide(
+    must_divide(
         "parallel.ep",
         ("model.experts", model.experts),
         ("parallel.ep", parallel.ep),
         "Each of these ranks holds as many experts.",
     )
-    _must_divide(
+    must_divide(
         "parallel.ep",
         ("dp x cp x tp, the number of ranks,", parallel.dp * parallel.cp * parallel.tp),
         ("parallel.ep", parallel.ep),
@@ -325,15 +183,13 @@ def check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParall
         *(row for letter, rows in by_mixer.items() if letter in model.pattern for row in rows),
         *everywhere,
     ):
-        _must_divide(
-            key, (key, size), ("parallel.tp", tp), f"Each rank of tp holds as many {part}."
-        )
+        must_divide(key, (key, size), ("parallel.tp", tp), f"Each rank of tp holds as many {part}.")
     if parallel.cp_strategy == "heads":
         for letter, ((key, size, _), *others) in by_mixer.items():
             # Output heads are what cp shares: queries, values, and those of Mamba-2.
             key, size, _ = others[0] if letter == "G" else (key, size, "")
             if letter in model.pattern:
-                _must_divide(
+                must_divide(
                     key,
                     (f"{key} on each rank of tp", size // tp),
                     ("parallel.cp", parallel.cp),
@@ -344,58 +200,44 @@ def check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParall
 
 def _resolve_batch(train: TrainConfig, parallel: ResolvedParallel) -> ResolvedTrain:
     row = ("train.sequence_length", train.sequence_length)
-    _must_divide(
+    must_divide(
         "train.global_batch_tokens",
         ("train.global_batch_tokens", train.global_batch_tokens),
         row,
         "A batch consists of whole rows.",
     )
     rows = train.global_batch_tokens // train.sequence_length
-    _must_divide(
+    must_divide(
         "train.global_batch_tokens",
         (f"its number of rows of {train.sequence_length} tokens", rows),
         ("parallel.dp", parallel.dp),
         "Each data-parallel replica takes as many rows of the batch.",
     )
     local = train.global_batch_tokens // parallel.dp
-    micro = _given(train.micro_batch_tokens, local)
-    _must_divide(
+    micro = given(train.micro_batch_tokens, local)
+    must_divide(
         "train.micro_batch_tokens",
         ("train.micro_batch_tokens", micro),
         row,
         "A micro-batch consists of whole rows.",
     )
-    _must_divide(
+    must_divide(
         "train.micro_batch_tokens",
         (f"the share of each of {parallel.dp} replicas, in tokens", local),
         ("train.micro_batch_tokens", micro),
         "The share is computed in micro-batches of one size.",
     )
-    _must_divide(
+    must_divide(
         "parallel.cp",
         ("the number of tokens of a micro-batch", micro),
         ("parallel.cp", parallel.cp),
         "Each rank of cp holds as many tokens between the layers.",
     )
     if parallel.sequence:
-        _must_divide(
+        must_divide(
             "parallel.sequence",
             ("the number of tokens of a micro-batch on a rank of cp", micro // parallel.cp),
             ("parallel.tp", parallel.tp),
             "Each rank of tp holds as many tokens between the layers.",
         )
-    return ResolvedTrain(**{**_values(train), "micro_batch_tokens": micro})
-
-
-def _must_divide(asked: str, whole: tuple[str, int], parts: tuple[str, int], why: str) -> None:
-    (whole_name, size), (parts_name, count) = whole, parts
-    if size % count:
-        down, up = size // count * count, -(-size // count) * count
-        nearest = f"{down} or {up}" if down else f"{up}"
-        raise ConfigError(
-            asked,
-            found=f"{whole_name} is {size}, {parts_name} is {count}, and {size} is no multiple "
-            f"of {count}",
-            why=why,
-            fix=f"Change one of the two; for {count} the nearest is {nearest}.",
-        )
+    return ResolvedTrain(**{**values_of(train), "micro_batch_tokens": micro})

@@ -13,7 +13,7 @@ from pcomm.core.process import World
 from pcomm.core.tensor_parallel import param_layouts_of
 from pcomm.fsdp import ReshardPolicy, Roles, Scope, Sharded, fully_shard
 from pcomm.gdn_cp import Plan, StrategyName, make_plan
-from pcomm.integration.config import Resolved, ResolvedParallel
+from pcomm.integration.config_resolved import Resolved, ResolvedParallel
 from pcomm.integration.models.block import Block
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.integration.config import ResolvedModel
+from pcomm.integration.config_resolved import ResolvedModel
 
 __all__ = ["Field", "Fixed", "Same", "Together", "count_of", "refused"]
 

@@ -18,8 +18,9 @@ from pcomm.integration.checkpoint.identity import identity_of
 from pcomm.integration.checkpoint.reader import check_index, read
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.checkpoint.state import model_shard_views
-from pcomm.integration.config import Config, ParallelConfig, Resolved
+from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.config_file import load_config
+from pcomm.integration.config_resolved import Resolved
 from pcomm.integration.config_rules import validate
 from pcomm.integration.data.tokenizer import END, load_tokenizer
 from pcomm.integration.huggingface.directory import open_directory

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
-from pcomm.integration.config import ModelConfig, ResolvedModel
+from pcomm.integration.config import ModelConfig
 from pcomm.integration.config_errors import attribute_of
-from pcomm.integration.config_rules import expert_blocks, mixers, resolve_model
+from pcomm.integration.config_resolved import ResolvedModel
 from pcomm.integration.huggingface.config_table import count_of, refused
 from pcomm.integration.huggingface.directory import ModelDirectory
 from pcomm.integration.huggingface.families.all import FAMILIES
@@ -20,6 +20,7 @@ from pcomm.integration.huggingface.families.no_effect import (
     NO_EFFECT_PREFIXES,
     ONE_VALUE,
 )
+from pcomm.integration.model_rules import expert_blocks, mixers, resolve_model
 
 __all__ = ["TRAINING", "DirectoryModel", "effective", "read_model", "write_config"]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.config import Config, keys
-from pcomm.integration.config_rules import resolve_model
 from pcomm.integration.huggingface.directory import ModelDirectory, open_directory
 from pcomm.integration.huggingface.model_config import TRAINING, read_model
 from pcomm.integration.huggingface.run_files import kept_directory
+from pcomm.integration.model_rules import resolve_model
 
 if TYPE_CHECKING:
     from pcomm.integration.models.language_model import LanguageModel

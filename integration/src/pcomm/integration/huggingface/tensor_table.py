@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pcomm.integration.config import ResolvedModel
-from pcomm.integration.config_rules import mixers
+from pcomm.integration.config_resolved import ResolvedModel
+from pcomm.integration.model_rules import mixers
 
 __all__ = ["Entry", "Part", "Segment", "TensorMap", "map_tensors"]
 

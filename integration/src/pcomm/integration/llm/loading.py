@@ -16,9 +16,10 @@ from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import check_index, read
 from pcomm.integration.checkpoint.state import model_shard_views
-from pcomm.integration.config import ParallelConfig, ResolvedModel, ResolvedParallel
+from pcomm.integration.config import ParallelConfig
 from pcomm.integration.config_file import load_config
-from pcomm.integration.config_rules import check_shards, resolve_model, validate
+from pcomm.integration.config_resolved import ResolvedModel, ResolvedParallel
+from pcomm.integration.config_rules import check_shards, validate
 from pcomm.integration.data.tokenizer import load_tokenizer
 from pcomm.integration.huggingface import (
     ChatTemplate,
@@ -34,6 +35,7 @@ from pcomm.integration.huggingface.run_files import kept_directory
 from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids
 from pcomm.integration.llm.plain_chat import plain_chat
 from pcomm.integration.llm.run_tokenizer import RunTokenizer
+from pcomm.integration.model_rules import resolve_model
 from pcomm.integration.models.language_model import LanguageModel
 
 __all__ = ["LoadedModel", "PromptTokenizer", "load_model"]

@@ -20,8 +20,8 @@ from pcomm.core.tensor_parallel import (
 )
 from pcomm.gdn_cp import AttentionSpec, Plan, Spec
 from pcomm.inference import LayerMemory, LayerSpec, StepBatch
-from pcomm.integration.config import ResolvedModel
-from pcomm.integration.config_rules import expert_blocks, mixers
+from pcomm.integration.config_resolved import ResolvedModel
+from pcomm.integration.model_rules import expert_blocks, mixers
 from pcomm.integration.models.attention import Attention
 from pcomm.integration.models.block import Block
 from pcomm.integration.models.context import Context

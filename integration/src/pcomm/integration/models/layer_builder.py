@@ -10,7 +10,7 @@ from torch import nn
 from pcomm.core import Collectives, IdentityCollectives, Layout
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.gdn_cp.ops import Kernels, choose_kernels
-from pcomm.integration.config import ResolvedModel
+from pcomm.integration.config_resolved import ResolvedModel
 from pcomm.integration.models.norm import RMSNorm
 
 __all__ = ["LayerBuilder"]

@@ -21,7 +21,7 @@ from pcomm.gdn_cp.ops import (
     mamba2_ssd_step,
 )
 from pcomm.inference import StateMemory, StateSpec
-from pcomm.integration.config import ResolvedModel
+from pcomm.integration.config_resolved import ResolvedModel
 from pcomm.integration.models.context import Context
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.step_context import StepContext, advance, convolve, state_spec

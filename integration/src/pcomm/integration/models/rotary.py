@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from pcomm.integration.config import ResolvedModel
+from pcomm.integration.config_resolved import ResolvedModel
 
 __all__ = ["Rotation", "frequencies", "rotate", "rotation"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pcomm.core import Groups
-from pcomm.integration.config import Resolved
+from pcomm.integration.config_resolved import Resolved
 from pcomm.integration.data.batches import evaluation_batches
 from pcomm.integration.data.token_cache import TokenCorpus
 from pcomm.integration.metrics.bits_per_byte import bits_per_byte

@@ -18,10 +18,11 @@ from pcomm.core.trace import Recorder
 from pcomm.fsdp import Sharded
 from pcomm.gdn_cp import Plan
 from pcomm.integration.checkpoint.state import set_optimizer_step, training_shard_views
-from pcomm.integration.config import Resolved, TrainConfig
-from pcomm.integration.config_rules import expert_blocks
+from pcomm.integration.config import TrainConfig
+from pcomm.integration.config_resolved import Resolved
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.packing import Batch
+from pcomm.integration.model_rules import expert_blocks
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.moe.balance import Balance, rows_of_tokens
 from pcomm.integration.parallelize import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pcomm.integration.config import ResolvedModel
+from pcomm.integration.config_resolved import ResolvedModel
 from pcomm.integration.huggingface.config_table import Field, Fixed, Same
 from pcomm.integration.huggingface.tensor_table import Entry, Part
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pcomm.integration.config import ResolvedModel
-from pcomm.integration.config_rules import expert_blocks
+from pcomm.integration.config_resolved import ResolvedModel
 from pcomm.integration.huggingface.config_table import Field, Same, Together, count_of, refused
 from pcomm.integration.huggingface.families.decoder import LAYER
 from pcomm.integration.huggingface.tensor_table import Entry, Part
+from pcomm.integration.model_rules import expert_blocks
 
 __all__ = ["EXPERT_FIELDS", "EXPERT_TENSORS", "NO_EFFECT_OF_EXPERTS"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pcomm.integration.config import ResolvedModel
-from pcomm.integration.config_rules import mixers
+from pcomm.integration.config_resolved import ResolvedModel
 from pcomm.integration.huggingface.config_table import (
     Field,
     Fixed,
@@ -15,6 +14,7 @@ from pcomm.integration.huggingface.config_table import (
     count_of,
     refused,
 )
+from pcomm.integration.model_rules import mixers
 
 __all__ = ["FULL_ATTENTION", "LAYERS", "LAYER_TYPES", "head_dim", "pattern_of"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.config import ResolvedModel
+from pcomm.integration.config_resolved import ResolvedModel
 from pcomm.integration.huggingface.config_table import (
     Field,
     Fixed,
