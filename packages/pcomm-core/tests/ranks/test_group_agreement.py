@@ -88,8 +88,9 @@ def test_a_rank_that_never_arrives_is_named(rank: int) -> None:
     if rank == 1:
         return
     with nothing_is_made(), pytest.raises(PeerTimeoutError) as caught:
-        open_groups(LINE, ["dp"], timeout_s=0.5)
-    assert "ranks [1] of 3 did not arrive within 0.5 s" in str(caught.value)
+        # Long enough for the rank that does come, on a busy machine.
+        open_groups(LINE, ["dp"], timeout_s=2.0)
+    assert "ranks [1] of 3 did not arrive within 2 s" in str(caught.value)
 
 
 @ranks(3)

@@ -413,15 +413,13 @@ def test_no_draft_needs_more_places_than_the_request_may_have():
             assert batch.positions_T.max() < 24
             return super().step(batch, memory)
 
-    engine = engine_for(Bounded(), max_model_len=25, speculative_tokens=4, num_blocks=6)
-    drafted = []
+    # Of two tokens, so that the last ones stood there before.
+    sizes = {"vocabulary": 2, "max_model_len": 25, "num_blocks": 40}
+    engine = engine_for(Bounded(2), **sizes, speculative_tokens=4)
     for length in range(16, 24):
-        engine.add(greedy("a", ([1, 2, 3, 4] * 6)[:length], 50))
-        outputs = run(engine)
-        assert outputs[-1].error is None
-        drafted.append(engine.stats().drafted_tokens)
-    assert drafted == sorted(drafted)
-    assert drafted[-1] > 4
+        engine.add(greedy("a", ([0, 1, 1] * 8)[:length], 50))
+        assert run(engine)[-1].error is None
+    assert engine.stats().drafted_tokens > 20
 
 
 def test_requests_that_decode_come_first():

@@ -42,6 +42,8 @@ def with_adjoint(
         adjoint: Transpose of `run`, from gradients of the result to gradients of `x`. It is itself
             recorded when a second derivative is asked for.
     """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return run(x)
     result: Tensor = _Linear.apply(run, adjoint, x)  # type: ignore[no-untyped-call]
     return result
 
@@ -59,6 +61,8 @@ def with_adjoints(
         adjoint: Its transpose, from the gradients of all results, with zeros for results that are
             not used, to those of all tensors.
     """
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return run(*tensors)
     results: tuple[Tensor, ...] = _Linear.apply(run, adjoint, *tensors)  # type: ignore[no-untyped-call]
     return results
 

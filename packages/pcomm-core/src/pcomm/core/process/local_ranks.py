@@ -34,6 +34,8 @@ __all__ = ["LocalRanks", "RankError", "run_local"]
 
 # How long the other ranks may take to finish by themselves once one has failed.
 _GRACE_S = 2.0
+# A signal that arrives right before a wait begins is acted on when the wait ends, so none is long.
+_LONGEST_WAIT_S = 1.0
 # Signals that ask a task to stop.
 _REQUESTS = frozenset({signal.SIGINT, signal.SIGTERM})
 
@@ -212,7 +214,8 @@ class LocalRanks:
         self, reports: dict[int, _Report], dead: dict[int, int | None], deadline: float | None
     ) -> None:
         waiting = [r for r in range(self.size) if r not in reports and r not in dead]
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        left_s = _LONGEST_WAIT_S if deadline is None else max(0.0, deadline - time.monotonic())
+        timeout = min(left_s, _LONGEST_WAIT_S)
         by_object: dict[Any, int] = {self._connections[r]: r for r in waiting}
         by_object |= {self._processes[r].sentinel: r for r in waiting}
         for ready in connection.wait(list(by_object), timeout):

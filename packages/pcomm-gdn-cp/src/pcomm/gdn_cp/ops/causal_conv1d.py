@@ -22,6 +22,7 @@ from pcomm.gdn_cp.graph_breaks import outside_graphs
 from pcomm.gdn_cp.ops.input_checks import check_shape, check_tokens
 from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
 from pcomm.gdn_cp.ops.precision import compute_dtype
+from pcomm.gdn_cp.ops.recorded import apply
 
 __all__ = ["BoundaryIndices", "boundary_indices", "causal_convolution", "convolution_step"]
 
@@ -67,7 +68,7 @@ def causal_convolution(
     dtype = compute_dtype(x_TD)
     weight, bias = weight_DW.to(dtype), None if bias_D is None else bias_D.to(dtype)
     inputs = (x_TD.to(dtype), weight, bias, halo.to(dtype), boundaries)
-    y: Tensor = _Convolution.apply(*inputs)  # type: ignore[no-untyped-call]
+    y: Tensor = apply(_Convolution, *inputs)
     return y.to(x_TD.dtype), _last_inputs(x_TD, halo, boundaries)
 
 

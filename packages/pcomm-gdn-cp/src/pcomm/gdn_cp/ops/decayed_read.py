@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pcomm.gdn_cp.ops.precision import full_precision
+from pcomm.gdn_cp.ops.recorded import apply
 
 __all__ = [
     "decay_to_end",
@@ -86,7 +87,7 @@ def read_chunks(
         `[M, G, R, C, V]`, differentiable once in everything but `pairwise_MGRCC`.
     """
     tensors = (q_MGCK, k_MGCK, values_MGRCV, states_MGKRV, decay_MGRC, pairwise_MGRCC)
-    read: Tensor = _ReadChunks.apply(*tensors)  # type: ignore[no-untyped-call]
+    read: Tensor = apply(_ReadChunks, *tensors)
     return read
 
 

@@ -63,7 +63,8 @@ def decoding_engine(
         vocabulary=vocabulary,
         max_model_len=longest,
         block_size=_BLOCK_SIZE,
-        num_blocks=sum(-(-(prompt + num_steps) // _BLOCK_SIZE) for prompt in prompts) + 1,
+        # Twice what they need: the scheduler keeps some free for requests that run.
+        num_blocks=2 * sum(-(-(prompt + num_steps) // _BLOCK_SIZE) for prompt in prompts),
         num_state_slots=2,
         max_batch_tokens=budget,
         max_requests=len(prompts),
@@ -74,7 +75,7 @@ def decoding_engine(
         tokens = tuple((index + place) % vocabulary for place in range(length))
         engine.add(Request(str(index), tokens, params))
     while len(engine.step()) < len(prompts):
-        pass
+        assert engine.has_work, "requests end before all of them decode"
     for _ in range(_WARM_UP):
         engine.step()
     return engine

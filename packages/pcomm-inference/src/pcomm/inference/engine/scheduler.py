@@ -50,7 +50,7 @@ class Scheduler:
             known = len(live.tokens)
             if known > live.capacity and not self._make_room(live, known):
                 break
-            if live.num_computed and known - live.num_computed == 1:
+            if known - live.num_computed == 1:
                 decodes.append(live)
             else:
                 prompts.append(live)

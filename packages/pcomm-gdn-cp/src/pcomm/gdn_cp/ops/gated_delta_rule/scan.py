@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from pcomm.gdn_cp.ops.decayed_read import decay_to_end, side_by_side
 from pcomm.gdn_cp.ops.precision import full_precision
+from pcomm.gdn_cp.ops.recorded import apply
 
 __all__ = ["DeltaScan", "chunk_inverse", "delta_scan"]
 
@@ -83,7 +84,7 @@ def delta_scan(
     """
     tensors = (k_MGCK, v_MGRCV, beta_MGRC, decay_MGRC, initial_NGKRV)
     constants = (pairwise_MGRCC, inverse_MGRCC, step_sizes)
-    return DeltaScan(*_DeltaScan.apply(*tensors, *constants))  # type: ignore[no-untyped-call]
+    return DeltaScan(*apply(_DeltaScan, *tensors, *constants))
 
 
 class _DeltaScan(torch.autograd.Function):

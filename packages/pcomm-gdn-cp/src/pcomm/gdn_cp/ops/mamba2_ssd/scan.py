@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from pcomm.gdn_cp.ops.decayed_read import decay_to_end, side_by_side
 from pcomm.gdn_cp.ops.precision import full_precision
+from pcomm.gdn_cp.ops.recorded import apply
 
 __all__ = ["decay_scan"]
 
@@ -42,7 +43,7 @@ def decay_scan(
         `[M, G, K, R, V]` and `[N, G, K, R, V]`, differentiable once.
     """
     tensors = (k_MGCK, values_MGRCV, decay_MGRC, initial_NGKRV)
-    states, final = _DecayScan.apply(*tensors, step_sizes)  # type: ignore[no-untyped-call]
+    states, final = apply(_DecayScan, *tensors, step_sizes)
     return states, final
 
 
