@@ -58,7 +58,7 @@ def joined(prompt: tuple[int, ...], outputs: Sequence[RequestOutput]) -> Generat
 
     Args:
         prompt: Tokens of its prompt.
-        outputs: What the engine said of it, in order; the last one with a `finish_reason`, unless
+        outputs: Outputs of the engine for it, in order; the last one has a `finish_reason`, unless
             the request was aborted.
     """
     last = outputs[-1] if outputs else None

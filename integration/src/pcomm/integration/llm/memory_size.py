@@ -46,7 +46,7 @@ def memory_size(
     take at most half of the budget where there are keys and values, too.
 
     Args:
-        specs: What each layer keeps of a request.
+        specs: Memory that each layer keeps of a request.
         block_size: Tokens of a KV block.
         max_model_len: Most tokens of a request.
         max_requests: Most requests that run at once.

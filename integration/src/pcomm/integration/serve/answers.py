@@ -26,7 +26,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection, so that nobody reads an answer."""
+    """The client has closed its connection, so that an answer would never be read."""
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

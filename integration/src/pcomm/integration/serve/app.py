@@ -40,7 +40,7 @@ class Served:
     """An ASGI application and the service behind it.
 
     Attributes:
-        app: For an ASGI server; its lifespan starts and stops the step loop.
+        app: Application for an ASGI server; its lifespan starts and stops the step loop.
         service: The model behind it.
     """
 
@@ -158,7 +158,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGoneError)
     async def gone(_: Request, error: ClientGoneError) -> Response:
-        # Nobody reads it; this is the status that logs have for it.
+        # It is never read; this is the status that logs have for it.
         return Response(status_code=499)
 
     @app.exception_handler(Exception)

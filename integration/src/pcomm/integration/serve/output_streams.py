@@ -42,7 +42,7 @@ class OutputStream:
     async def submit(self) -> None:
         """Give the requests to the engine, all of them or none.
 
-        Whoever is cancelled in it closes the stream: the requests may have been accepted.
+        A caller that is cancelled in it closes the stream: the requests may have been accepted.
 
         Raises:
             PcommError: The engine refuses one of them, or has ended.
@@ -50,7 +50,7 @@ class OutputStream:
         await asyncio.wrap_future(self._streams.loop.submit(self._requests))
 
     async def read(self) -> list[tuple[int, RequestOutput]]:
-        """All outputs that nobody has read, at least one, each with the place of its request.
+        """All outputs that were not read before, at least one, each with the place of its request.
 
         Raises:
             SlowReaderError: Too much was not read; the requests are over.

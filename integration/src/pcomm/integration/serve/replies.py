@@ -40,8 +40,8 @@ class _Envelope:
         model: Field `model`.
         texts: Texts of single tokens.
         num_texts: Number of texts of the request.
-        has_usage: Whether parts of a stream have the field `usage`.
-        has_logprobs: Whether the client asked for log-probabilities.
+        has_usage: True for parts of a stream with the field `usage`.
+        has_logprobs: True if the client asked for log-probabilities.
     """
 
     kind, chunk_kind = "", ""

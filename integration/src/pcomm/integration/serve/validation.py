@@ -42,7 +42,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The answer to a body that is no request. Local.
 
     Args:
-        errors: What pydantic and FastAPI have found, at least one.
+        errors: Errors that pydantic and FastAPI have found, at least one.
     """
     # A field of several types has an error for each: the first is as good as any.
     first = errors[0]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from types import TracebackType
 from typing import Any
 
 import uvicorn
 
-from pcomm.core.testing.patience import scaled_s, wait_until
 from pcomm.integration.llm import LLM
 from pcomm.integration.serve.app import Served, create_app
 from pcomm.integration.serve.server import bind, listen
 from pcomm.integration.serve.settings import ServeSettings
 
 __all__ = ["LiveServer"]
-
-_END_S = 120.0
 
 
 class LiveServer:
@@ -38,18 +36,18 @@ class LiveServer:
         self._socket = bind("127.0.0.1", 0)
         self.url = listen(self._socket)
         config = uvicorn.Config(self.served.app, log_level="error", lifespan="on", ws="none")
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
         self._thread = threading.Thread(target=self._run, name="live server", daemon=True)
 
     def stats(self) -> Any:
         """The engine's, between two of its steps."""
         service = self.served.service
-        return service.loop.call(service.engine_stats).result(scaled_s(_END_S))
+        return service.loop.call(service.engine_stats).result()
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
-        wait_until(lambda: self._server.started or not self._thread.is_alive(), "a server")
-        assert self._server.started, "it has ended at once"
+        while not self._server.is_up.wait(0.05):
+            assert self._thread.is_alive(), "the server has ended at once"
         return self
 
     def __exit__(
@@ -59,9 +57,18 @@ class LiveServer:
         traceback: TracebackType | None,
     ) -> None:
         self._server.should_exit = True
-        self._thread.join(scaled_s(_END_S))
+        self._thread.join()
         self._socket.close()
-        assert not self._thread.is_alive(), "the server has not ended"
 
     def _run(self) -> None:
         asyncio.run(self._server.serve(sockets=[self._socket]))
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.is_up.set()
