@@ -1,7 +1,8 @@
 """What a run can be told: one frozen dataclass per section, each key explained where it stands.
 
 A `Config` is a value. Recipes build it in Python, `config_file` reads it from TOML and from
-`--set`, and `config_rules.validate` makes it a `Resolved` (`config_resolved`) that fits a number of ranks.
+`--set`, and `config_rules.validate` makes it a `Resolved` that fits a number of ranks, which stands
+in `config_resolved`.
 
 A number is what it says, 0 included. What is no number has a word: `auto` is derived from other
 keys, `all` is everything there is, `end` is once after the last step, and `none` is no limit or no

@@ -117,8 +117,7 @@ class GenerateCommand:
 
 def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> None:
     """One rank of `pcomm generate`; the first one prints. Collective over all ranks."""
-    from pcomm.core import connect, open_groups
-    from pcomm.core.topology import Topology
+    from pcomm.core import Topology, connect, open_groups
     from pcomm.inference import SamplingParams
     from pcomm.integration.generate.writer import Writer
     from pcomm.integration.llm.dtypes import dtype_of
