@@ -90,10 +90,11 @@ def compare(
     mine = torch.tensor(losses(parallel, run_dir, dtype, pattern, steps), dtype=torch.float64)
     exact = torch.tensor(single[pattern, torch.float64][:steps], dtype=torch.float64)
     # In fp32 the yardstick is how far the run on one process is from the exact one: the order of
-    # additions differs, so the parallel run has rounding of its own, of the same size.
+    # additions differs, so the parallel run has rounding of its own, of the same size. Both are one
+    # draw of what training makes of it, so there is room between them, as in `run_numbers`.
     in_fp32 = torch.tensor(single[pattern, torch.float32][:steps], dtype=torch.float64)
     own_error = (in_fp32 - exact).abs().max()
-    allowed = 1e-10 if dtype == torch.float64 else 4 * float(own_error)
+    allowed = 1e-10 if dtype == torch.float64 else 8 * float(own_error)
     worst = float((mine - exact).abs().max())
     assert worst <= allowed, f"off by {worst:.2e}, allowed are {allowed:.2e}"
 

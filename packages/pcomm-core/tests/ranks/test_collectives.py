@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
 import struct
+import termios
+import time
 
 import pytest
 import torch
@@ -214,6 +217,9 @@ def tcp_bytes_sent() -> int:
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
                     continue
+                # A loaded peer acknowledges late, also what it has received and used.
+                while fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)) != bytes(4):
+                    time.sleep(0.001)
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 total += struct.unpack_from("Q", info, 120)[0]
         except OSError:

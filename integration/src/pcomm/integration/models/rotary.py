@@ -75,5 +75,6 @@ def rotate(x_THK: Tensor, turn: Rotation) -> Tensor:
     if turned < x_THK.shape[-1]:
         head, rest = x_THK.split([turned, x_THK.shape[-1] - turned], -1)
         return torch.cat([rotate(head, turn), rest], -1)
-    x_TH2R = x_THK.view(*x_THK.shape[:-1], 2, -1)
+    # Named, since a rank without tokens has no elements to divide by.
+    x_TH2R = x_THK.view(*x_THK.shape[:-1], 2, turned // 2)
     return torch.addcmul(x_TH2R * cos_T11R, x_TH2R.flip(-2), sin_T12R).view_as(x_THK)
