@@ -185,8 +185,13 @@ def test_a_request_to_stop_that_ends_a_rank_is_no_failure_of_the_rank() -> None:
     while True:
         time.sleep(0.05)
     """
-    with LocalRanks(2) as ranks, pytest.raises(KeyboardInterrupt) as caught:
-        ranks.run(exec, program(source))
+    # Programs that a shell starts in the background ignore it, and so do these tests there.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with LocalRanks(2) as ranks, pytest.raises(KeyboardInterrupt) as caught:
+            ranks.run(exec, program(source))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "killed by SIGTERM" in str(caught.value.__cause__)
 
 
