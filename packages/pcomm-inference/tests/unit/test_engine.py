@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from pcomm.core.errors import ClosedError, ConfigError
-from pcomm.inference.engine import engine as engine_module
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.memory import engine_memory
 from pcomm.inference.engine.request import Request
 from pcomm.inference.engine.request_queue import QueueFullError
 from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.engine.suspects import MOST_FAILURES
 from pcomm.inference.model import KVSpec, StateSpec
 from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
 
@@ -123,6 +123,10 @@ def test_text_goes_before_prompts_and_several_prompts_share_a_step():
         (greedy("a", [1], 1, stop=("x",)), "stop, and an engine without a tokenizer"),
         (greedy("a", [1], 1, logit_bias={11: 1.0}), r"token ids \[11\]"),
         (greedy("known", [1], 1), "a request of this name that is under way"),
+        (greedy("a", [1], 1, priority=None), "priority None"),
+        (greedy("a", [1], 1, priority=True), "priority True"),
+        (greedy(7, [1], 1), "a request_id of type int"),
+        (greedy("a", [1, 2.0], 1), "2.0 of type float in the prompt"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_at_once(request_, found):
@@ -132,6 +136,7 @@ def test_a_request_that_can_never_run_is_refused_at_once(request_, found):
         engine.add(request_)
     assert error.value.fix
     assert engine.stats().waiting == 1
+    assert [output.request_id for output in run(engine)] == ["known"]
 
 
 def test_the_largest_request_that_fits_runs():
@@ -344,7 +349,42 @@ def test_requests_that_fail_only_together_end():
     outputs = run(engine)
     assert {o.request_id for o in outputs if o.finish_reason == "error"} == {"a", "b"}
     # Each step together that failed was followed by one alone.
-    assert len(tokens_of(outputs, "a")) == engine_module.MOST_FAILURES
+    assert len(tokens_of(outputs, "a")) == MOST_FAILURES
+
+
+def prompt_without(token, max_tokens):
+    """A prompt and the text that follows it, none of which has the token."""
+    return next(
+        (prompt, written)
+        for prompt in ([number, 2, other] for number in range(10) for other in range(10))
+        if token not in (written := expected_tokens(MODELS["hybrid"], prompt, max_tokens))
+    )
+
+
+def test_a_suspect_runs_alone_until_it_is_past_the_tokens_that_failed():
+    engine = engine_for(Failing(MODELS["hybrid"], token=10), max_batch_tokens=8)
+    # Of three chunks, of which the last one fails.
+    engine.add(greedy("bad", [*[1] * 20, 10, 1], 2))
+    prompt, written = prompt_without(10, 12)
+    engine.add(greedy("good", prompt, 12))
+    outputs = run(engine)
+    assert [output.request_id for output in outputs if output.error] == ["bad"]
+    assert tokens_of(outputs, "good") == written
+
+
+def test_failures_that_another_request_has_caused_do_not_count():
+    engine = engine_for(Failing(MODELS["hybrid"], token=10), prefix_cache=False)
+    prompt, written = prompt_without(10, 12)
+    engine.add(greedy("good", prompt, 12))
+    outputs = engine.step()
+    names = [f"bad {number}" for number in range(MOST_FAILURES + 2)]
+    for name in names:
+        engine.add(greedy(name, [4, 10], 2))
+        while name not in {output.request_id for output in outputs}:
+            outputs += engine.step()
+    outputs += run(engine)
+    assert [output.request_id for output in outputs if output.error] == names
+    assert tokens_of(outputs, "good") == written
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -23,15 +23,13 @@ from pcomm.inference.engine.sampling.structured.grammar_compiler import GrammarC
 from pcomm.inference.engine.scheduler import Scheduler
 from pcomm.inference.engine.step_outputs import StepOutputs
 from pcomm.inference.engine.step_plan import StepPlan
+from pcomm.inference.engine.suspects import Suspects
 from pcomm.inference.model import Model
 from pcomm.inference.roofline.host_times import HostTimes
 from pcomm.inference.text.text_stream import TextStream
 from pcomm.inference.text.tokenizer import Tokenizer
 
-__all__ = ["MOST_FAILURES", "Engine"]
-
-MOST_FAILURES = 2
-"""Steps of several requests that may fail with a request which succeeds alone, before it ends."""
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -102,16 +100,18 @@ class Engine:
         self._grammars = GrammarCompiler(tokenizer, vocabulary)
         self._live: dict[str, LiveRequest] = {}
         self._outputs = StepOutputs(self._memory.allocator, self._scheduler, self._live)
-        # Requests of a step that failed; each runs a step alone.
-        self._suspects: list[LiveRequest] = []
+        self._suspects = Suspects(self._scheduler, self._live)
         self._num_added = 0
         self._num_steps = self._num_computed = 0
+        # The method that changes requests and memory now, or that did not end: an interrupt may
+        # come between any two lines, and what is half changed is not used again.
+        self._changing = ""
         self._is_closed = False
 
     @property
     def has_work(self) -> bool:
-        """Whether a request runs or waits."""
-        return bool(self._live)
+        """Whether a request runs or waits, or a change was cut short, so that `step` raises."""
+        return bool(self._live or self._changing)
 
     def add(self, request: Request) -> None:
         """Queue a request; the next steps compute it.
@@ -119,7 +119,7 @@ class Engine:
         Raises:
             ConfigError: The request can never be served; the message names the limit.
             QueueFullError: As many requests wait as may.
-            ClosedError: The engine is closed.
+            ClosedError: The engine is closed, or a change of its requests was cut short.
         """
         self._check_open("add")
         check_request(
@@ -149,9 +149,11 @@ class Engine:
             )
             live.is_plain = False
             live.grammar = grammar
+        self._changing = "add"
         self._num_added += 1
-        self._live[request.request_id] = live
         self._queue.insert(live)
+        self._live[request.request_id] = live
+        self._changing = ""
 
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens; collective under tensor parallelism.
@@ -160,13 +162,24 @@ class Engine:
             One output for each request that got a token or ended, in the order of the batch. A
             request whose grammar, text or step of the model raises an exception ends with
             `finish_reason` "error" and the exception as `error`. After an exception in a step of
-            several requests each runs a step alone, so that those which cannot are found and the
-            others go on.
+            several requests each runs alone until it is past the tokens of that step, so that
+            those which cannot are found and the others go on.
 
         Raises:
-            ClosedError: The engine is closed.
+            ClosedError: The engine is closed, or a change of its requests was cut short.
+            KeyboardInterrupt: As any exception that is no `Exception`, it passes. During the
+                computation nothing is lost, and the next call computes the step again. At any other
+                place the requests are half changed: `add` and `step` raise `ClosedError` from then
+                on.
         """
         self._check_open("step")
+        self._changing = "step"
+        outputs = self._compute()
+        # Python looks for signals at calls: nothing comes between this line and the next one.
+        self._changing = ""
+        return outputs
+
+    def _compute(self) -> list[RequestOutput]:
         self._times.begin()
         plan = self._schedule()
         requests = plan.requests
@@ -182,6 +195,7 @@ class Engine:
         except BaseException:
             # An interrupt leaves states half written: what was under way is computed again.
             self._put_back(plan)
+            self._changing = ""
             raise
         self._times.lap("sample")
         outputs = self._outputs.advance(plan, sampled)
@@ -191,15 +205,19 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request at once, whether it runs or waits; its memory is free after the call.
 
+        After a change that was cut short the request is forgotten, and `close` frees the memory.
+
         Returns:
             False if there is no such request, for example because it has finished.
         """
-        live = self._live.pop(request_id, None)
-        if live is None:
+        if self._changing:
+            return self._live.pop(request_id, None) is not None
+        if request_id not in self._live:
             return False
-        if live in self._suspects:
-            self._suspects.remove(live)
+        self._changing = "abort"
+        live = self._live.pop(request_id)
         self._scheduler.end(live)
+        self._changing = ""
         return True
 
     def stats(self) -> EngineStats:
@@ -229,15 +247,18 @@ class Engine:
         """End all requests and free the pools; a second call does nothing."""
         for request_id in list(self._live):
             self.abort(request_id)
-        self._memory.close()
-        self._is_closed = True
+        if self._changing:
+            self._queue.clear()
+            self._scheduler.running.clear()
+            self._suspects.clear()
+            self._memory.discard()
+        else:
+            self._changing = "close"
+            self._memory.close()
+        self._is_closed, self._changing = True, ""
 
     def _schedule(self) -> StepPlan:
-        while self._suspects:
-            plan = self._scheduler.schedule_alone(self._suspects.pop(0))
-            if plan.chunks:
-                return plan
-        return self._scheduler.schedule()
+        return self._suspects.plan() or self._scheduler.schedule()
 
     def _sample(self, plan: StepPlan) -> Sampled:
         logits = self._runner.run(plan)
@@ -253,12 +274,9 @@ class Engine:
         requests = plan.requests
         self._put_back(plan)
         if len(requests) == 1:
+            self._suspects.acquit_others()
             return [self._outputs.fail(requests[0], error)]
-        for live in requests:
-            live.num_failures += 1
-        lost = [live for live in requests if live.num_failures > MOST_FAILURES]
-        self._suspects = [live for live in requests if live not in lost]
-        return [self._outputs.fail(live, error) for live in lost]
+        return [self._outputs.fail(live, error) for live in self._suspects.accuse(plan)]
 
     def _put_back(self, plan: StepPlan) -> None:
         """Let all requests of a step wait that did not complete; what it wrote is not used."""
@@ -286,4 +304,11 @@ class Engine:
                 found="a closed engine",
                 why="close() has freed its memory.",
                 fix="Make a new Engine.",
+            )
+        if self._changing:
+            raise ClosedError(
+                f"Engine.{method}",
+                found=f"an engine whose {self._changing}() was cut short",
+                why="An interrupt or an error came while requests and memory were half changed.",
+                fix="Call close(), make a new Engine, and add the requests again.",
             )

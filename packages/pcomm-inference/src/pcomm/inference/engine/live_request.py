@@ -52,12 +52,14 @@ class LiveRequest:
         text: Text of the tokens; None without a tokenizer.
         grammar: Grammar of the text; None for any text.
         num_failures: Number of steps of several requests that failed with it.
+        alone_until: Number of computed tokens up to which it runs alone after such a step.
         error: Exception of its grammar in the step under way, which ends it.
         prompt_logprobs: Log-probabilities of the prompt's tokens from the second on, as far as
             they are known; where the request asked for them.
     """
 
     __slots__ = (
+        "alone_until",
         "arrival",
         "block_hashes",
         "blocks",
@@ -122,6 +124,7 @@ class LiveRequest:
         self.snapshot_at: list[int] = []
         self.cached_tokens: int | None = None
         self.num_failures = 0
+        self.alone_until = 0
         self.error: Exception | None = None
         given = (self.params.logprobs, self.params.prompt_logprobs)
         self.is_plain = given == (None, None)

@@ -29,14 +29,15 @@ def check_request(
         has_tokenizer: True if the engine turns tokens into text.
 
     Raises:
-        ConfigError: The name is in use, the prompt is empty, has other token ids or leaves no room
-            for a token, or text is needed without a tokenizer.
+        ConfigError: A field has another type, the name is in use, the prompt is empty, has other
+            token ids or leaves no room for a token, or text is needed without a tokenizer.
     """
     asked, prompt, params = (
         f"Engine.add: request {request.request_id!r}",
         request.prompt,
         request.params,
     )
+    _check_types(request, asked)
     if request.request_id in known:
         raise ConfigError(
             asked,
@@ -75,3 +76,32 @@ def check_request(
             fix="Give Engine(tokenizer=...), or end the text by stop_token_ids.",
         )
     check_token_ids(params, vocabulary)
+
+
+def _check_types(request: Request, asked: str) -> None:
+    if not isinstance(request.request_id, str):
+        raise ConfigError(
+            asked,
+            found=f"a request_id of type {type(request.request_id).__name__}",
+            why="Outputs and abort() find a request by its name, which is a str.",
+            fix="Give a str, for example str(number).",
+        )
+    if not _is_int(request.priority):
+        raise ConfigError(
+            asked,
+            found=f"priority {request.priority!r}",
+            why="Requests wait in the order of their priorities, which are ints.",
+            fix="Give an int, smaller for what comes first; 0 is the default.",
+        )
+    wrong = [token for token in request.prompt if not _is_int(token)]
+    if wrong:
+        raise ConfigError(
+            asked,
+            found=f"{wrong[0]!r} of type {type(wrong[0]).__name__} in the prompt",
+            why="A prompt is a sequence of token ids, which are ints.",
+            fix="Encode a text with the model's tokenizer, and turn a tensor by its tolist().",
+        )
+
+
+def _is_int(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)

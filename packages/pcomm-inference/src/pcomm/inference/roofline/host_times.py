@@ -46,4 +46,4 @@ class HostTimes:
 
     def medians_us(self) -> dict[str, float]:
         """Median of the kept times of each phase, in microseconds, in the order of first use."""
-        return {phase: median(times) / 1e3 for phase, times in self._phases.items()}
+        return {phase: median(times) / 1e3 for phase, times in self._phases.items() if times}

@@ -108,6 +108,13 @@ class EngineMemory:
             ),
         )
 
+    def discard(self) -> None:
+        """Free the pools whatever is half changed; no request may run after that."""
+        self._blocks = BlockManager(self._blocks.num_blocks)
+        self._slots = StateSlots(self._slots.num_slots)
+        self._cache = None
+        self.pools.free()
+
     def close(self) -> None:
         """Forget what is cached and free the pools; no request may hold anything."""
         if self._cache is not None:

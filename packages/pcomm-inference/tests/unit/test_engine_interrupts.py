@@ -1,0 +1,125 @@
+"""An interrupt at any line of the engine loses nothing, or the engine says that it cannot go on."""
+
+import sys
+from collections import Counter
+
+import pytest
+
+from pcomm.core.errors import ClosedError
+from pcomm.inference.engine.engine import Engine
+from pcomm.inference.engine.request import Request
+from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
+
+# Of so few tokens that drafts are tried, of which some are wrong.
+MODEL = ToyModel(3)
+PROMPTS = {"a": (0, 1, 0, 1, 0), "b": (0, 1, 0, 1, 0, 2, 2)}
+LENGTH = 5
+
+
+def engine_for():
+    return Engine(
+        MODEL,
+        vocabulary=3,
+        max_model_len=16,
+        block_size=2,
+        # Too few for both, so that one is preempted.
+        num_blocks=9,
+        num_state_slots=4,
+        max_batch_tokens=6,
+        speculative_tokens=2,
+    )
+
+
+def requests():
+    params = SamplingParams(temperature=0, max_tokens=LENGTH)
+    return [Request(name, prompt, params) for name, prompt in PROMPTS.items()]
+
+
+class Lines:
+    """Counts the lines of the engine that run, and interrupts at one of them.
+
+    Args:
+        wanted: The line and the number of times that it runs before; None for no interrupt.
+    """
+
+    def __init__(self, wanted=None):
+        self.wanted, self.seen, self.is_interrupted = wanted, Counter(), False
+
+    def __call__(self, frame, event, argument):
+        code = frame.f_code
+        if "/pcomm/inference/engine/" not in code.co_filename:
+            return None
+        if event == "line":
+            place = (code.co_filename, code.co_qualname, frame.f_lineno)
+            if (place, self.seen[place]) == self.wanted:
+                self.is_interrupted = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            self.seen[place] += 1
+        return self
+
+    def watch(self, call):
+        sys.settrace(None if self.is_interrupted else self)
+        try:
+            return call()
+        finally:
+            sys.settrace(None)
+
+
+def run(lines):
+    """Tokens of each request, and whether the engine refused to go on."""
+    engine, found, is_refused = engine_for(), {name: [] for name in PROMPTS}, False
+    try:
+        for request in requests():
+            try:
+                lines.watch(lambda request=request: engine.add(request))
+            except KeyboardInterrupt:
+                if request.request_id not in engine._live:
+                    engine.add(request)
+        for _ in range(60):
+            if not engine.has_work:
+                break
+            try:
+                outputs = lines.watch(engine.step)
+            except KeyboardInterrupt:
+                continue
+            for output in outputs:
+                found[output.request_id] += output.token_ids
+            engine.stats()
+        else:
+            pytest.fail("the engine makes no progress")
+    except ClosedError:
+        is_refused = True
+        with pytest.raises(ClosedError, match=r"\(\) was cut short"):
+            engine.add(requests()[0])
+    uses = engine.stats()
+    if not is_refused:
+        assert uses.blocks.used == uses.state_slots.used == 0
+    engine.close()
+    assert not engine.has_work
+    stats = engine.stats()
+    for pool in (stats.blocks, stats.state_slots):
+        assert (pool.free, pool.used, pool.cached) == (pool.size, 0, 0)
+    return found, is_refused
+
+
+def test_an_interrupt_at_any_line_gives_no_wrong_tokens():
+    wanted = {name: expected_tokens(MODEL, prompt, LENGTH) for name, prompt in PROMPTS.items()}
+    every = Lines()
+    assert run(every) == (wanted, False)
+    # Each line once, in the middle. Between the end of a step and its return Python looks for no
+    # signal.
+    places = {(place, count // 2) for place, count in every.seen.items()}
+    last = max(line for _, name, line in every.seen if name == "Engine.step")
+    places = {(p, n) for p, n in places if p[1:] != ("Engine.step", last)}
+    met = Counter()
+    for place in sorted(places):
+        lines = Lines(place)
+        found, is_refused = run(lines)
+        assert lines.is_interrupted, place
+        met[is_refused] += 1
+        for name, tokens in found.items():
+            assert tokens == wanted[name][: len(tokens)], place
+            assert is_refused or len(tokens) == LENGTH, place
+    assert min(met[False], met[True]) > 20
