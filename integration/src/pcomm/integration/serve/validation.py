@@ -9,6 +9,7 @@ from pcomm.core.errors import near_misses
 from pcomm.integration.serve.api_error import ApiError
 from pcomm.integration.serve.chat_request import ChatRequest
 from pcomm.integration.serve.completion_request import CompletionRequest
+from pcomm.integration.serve.request_fields import RequestFields
 
 __all__ = ["validation_error"]
 
@@ -38,7 +39,10 @@ _UNSUPPORTED = frozenset(
 """Fields of the OpenAI API that this server knows and refuses."""
 
 
-_REQUESTS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+_REQUESTS: dict[str, type[RequestFields]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], *, body: Any, path: str) -> ApiError:

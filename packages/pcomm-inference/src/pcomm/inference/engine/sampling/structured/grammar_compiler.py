@@ -78,11 +78,13 @@ class GrammarCompiler:
             # text whose strings and arrays are bounded ends.
             if schema is True:
                 schema = {}
-            overrides = {"whitespace_flexible": False} if isinstance(schema, dict) else None
             try:
                 # Again as text: numbers and strings that JSON has no room for are found here.
                 text = json.dumps(schema, allow_nan=False)
-                grammar = LLMatcher.grammar_from_json_schema(text, overrides=overrides)
+                grammar = LLMatcher.grammar_from_json_schema(
+                    text,
+                    overrides={"whitespace_flexible": False} if isinstance(schema, dict) else None,
+                )
             except (ValueError, RecursionError) as error:
                 raise _cannot_compile(name, str(error)) from error
         else:
