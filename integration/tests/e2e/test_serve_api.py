@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -207,6 +208,16 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"logit_bias": {"100000": 1}}, "logit_bias", "invalid_value"),
     ({"extra_body": {"stream_options": {}}}, "stream_options", "invalid_value"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop": ["a", ""]}, "stop.1", "invalid_value"),
+    ({"n": 129}, "n", "invalid_value"),
+    ({"extra_body": {"repetition_penalty": 0.009}}, "repetition_penalty", "invalid_value"),
+    ({"extra_body": {"prompt": "a"}}, "prompt", "unknown_parameter"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages.0.content.0.text",
+        "missing_parameter",
+    ),
 ]
 
 
@@ -248,6 +259,47 @@ def test_a_schema_that_cannot_compile_is_that_requests_error(hybrid: Live) -> No
     with pytest.raises(openai.BadRequestError, match="json_schema"):
         hybrid.chat(response_format=form)
     assert hybrid.chat().choices[0].finish_reason
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 999_983},
+        {"const": "\ud800"},
+        {"const": float("nan")},
+        {"$ref": "#"},
+        {"const": "x" * 70_000},
+    ],
+)
+def test_a_schema_that_no_grammar_can_have_is_400(hybrid: Live, schema: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    fields = {"model": "tiny", "messages": MESSAGES, "response_format": named}
+    answer = hybrid.post(fields, "chat/completions")
+    assert answer.status_code == 400, answer.text
+    assert len(answer.json()["error"]["message"].splitlines()) == 3
+    assert hybrid.is_free()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ["a"] * 300}, "prompt: List should have at most 128 items"),
+        ({"prompt": []}, "prompt: List should have at least 1 item"),
+        ({"prompt": [[]]}, "prompt.0: List should have at least 1 item"),
+        ({"response_format": {}}, "response_format is not a field of /v1/completions but of"),
+        ({"max_completion_token": 1}, "Known here|max_tokens"),
+    ],
+)
+def test_an_error_is_of_the_type_that_was_given(
+    hybrid: Live, fields: dict[str, Any], message: str
+) -> None:
+    answer = hybrid.post({"model": "tiny", "prompt": "a", **fields})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert re.search(message, error["message"])
+    assert "max_completion_tokens" not in error["message"]
+    assert error["param"] == message.split(":")[0] or ":" not in message
 
 
 @pytest.mark.parametrize(

@@ -121,14 +121,22 @@ def test_an_address_in_use_is_found_before_the_model_is_read(
         (["--host", "256.1.1.1"], "256.1.1.1"),
         (["--api-key-file", "/nowhere/key"], "--api-key-file"),
         (["--api-key-file", "/dev/null"], "empty first line"),
+        (["--api-key-file", "KEY"], "outside printable ASCII"),
         (["--shutdown-s", "nan"], "shutdown_s"),
         (["--port", "0", "--dtype", "int3"], "'int3'"),
         (["--port", "0", "--max-model-len", "-1"], "max_model_len"),
     ],
 )
 def test_options_that_cannot_be_used(
-    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    key = tmp_path / "key"
+    key.write_text("schlüssel\n", encoding="utf-8")
+    words = [str(key) if word == "KEY" else word for word in words]
     assert main(["serve", str(run), *words]) == 2
     assert message in capsys.readouterr().err
 

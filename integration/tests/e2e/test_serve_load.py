@@ -161,7 +161,11 @@ def test_a_full_queue_is_429_and_all_texts_of_a_request_come_or_none(
             with openai.OpenAI(**options) as client:
                 waiting = [raw_request(server, n=2, max_tokens=2) for _ in range(2)]
                 wait_until(lambda: server.stats().waiting == 4, "requests in the queue")
-                for n in (2, 3, 128):
+                for n in (6, 128):
+                    # These would never find room, however long the client waits.
+                    with pytest.raises(openai.BadRequestError, match="At most 5 texts"):
+                        client.completions.create(model="tiny", prompt="a", n=n)
+                for n in (2, 3, 5):
                     with pytest.raises(openai.RateLimitError) as caught:
                         client.completions.create(model="tiny", prompt="a", n=n)
                     assert int(caught.value.response.headers["retry-after"]) >= 1
@@ -363,7 +367,7 @@ def test_a_step_that_raises_ends_all_with_an_error_and_the_server_says_so(
 
 
 def test_a_request_that_fails_leaves_the_others_alone(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = llm.generate("word1", SamplingParams(temperature=0, max_tokens=6))[0].text
     step, poison = llm.loaded.model.step, llm.loaded.tokenizer.encode("Q")[0]
@@ -391,7 +395,14 @@ def test_a_request_that_fails_leaves_the_others_alone(
         for place, answer in enumerate(found):
             if place % 3 == 0:
                 assert answer.status_code == 500
+                assert "cannot" not in answer.text
             else:
                 assert answer.json()["choices"][0]["text"] == expected
+        # The log has what the answers do not say: each request, and where it was raised.
+        logged = [record for record in caplog.records if record.name == "pcomm.serve"]
+        assert len({record.getMessage() for record in logged}) == 3
+        assert all("cmpl-" in record.getMessage() for record in logged)
+        assert all(record.levelname == "ERROR" for record in logged)
+        assert caplog.text.count("in picky") == 3
         wait_until(lambda: is_free(server), "free memory")
         assert http.get(f"{server.url}/health").status_code == 200

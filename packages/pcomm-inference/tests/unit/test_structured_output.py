@@ -192,12 +192,19 @@ def test_requests_with_the_same_grammar_go_their_own_ways(tokens, compiler) -> N
     ("settings", "reason"),
     [
         ({"json_schema": "{bad"}, "no JSON.*line 1 column 2"),
-        ({"json_schema": "[" * 100_000}, "no JSON"),
+        ({"json_schema": "[" * 60_000}, "no JSON"),
         ({"json_schema": "[]"}, "object or boolean"),
         ({"json_schema": '{"type": "foo"}'}, "Invalid type: foo"),
         ({"json_schema": '{"$ref": "#/nothing"}'}, "does not exist"),
         ({"json_schema": '{"not": {}}'}, "Unimplemented"),
         ({"json_schema": "false"}, "Unsatisfiable"),
+        ({"json_schema": '{"const": NaN}'}, "NaN"),
+        ({"json_schema": '{"const": 1e400}'}, "not JSON compliant"),
+        ({"json_schema": '{"const": "\\ud800"}'}, "hex escape"),
+        ({"json_schema": '{"items": ' * 140 + "{}" + "}" * 140}, "recursion"),
+        ({"json_schema": '{"items": ' * 900 + "{}" + "}" * 900}, "recursion"),
+        ({"json_schema": '{"multipleOf": 1' + "0" * 400 + "}"}, "multipleOf inf"),
+        ({"json_schema": '{"multipleOf": true}'}, ""),
         ({"regex": "("}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-ahead"),
     ],
@@ -207,6 +214,49 @@ def test_what_cannot_be_compiled_is_an_error_with_the_reason(compiler, settings,
         compiler.compile(SamplingParams(**settings))
     # The next request is not affected.
     assert compiler.compile(SamplingParams(regex="a")) is not None
+
+
+@pytest.mark.parametrize(
+    ("fits", "above"),
+    [
+        ([10_000], [10_001]),
+        ([-10_000.0], [-10_001]),
+        ([99.99], [100.01]),
+        ([0.01, 100], [0.01, 100.01]),
+        ([2, 4, 5_000, 10_000], [101, 100]),
+        ([0.0001], [0.001, 11]),
+    ],
+)
+def test_schemas_whose_automaton_is_too_large_are_not_compiled(compiler, fits, above) -> None:
+    # However they meet: in one number, or through a reference.
+    for build in (
+        lambda numbers: {"type": "integer", "allOf": [{"multipleOf": n} for n in numbers]},
+        lambda numbers: {
+            "$ref": "#/$defs/one",
+            "multipleOf": numbers[-1],
+            "$defs": {"one": {"type": "number", "multipleOf": numbers[0]}},
+        },
+    ):
+        assert compiler.compile(SamplingParams(json_schema=json.dumps(build(fits)))) is not None
+        with pytest.raises(ConfigError, match=f"multipleOf .*{abs(above[-1])}"):
+            compiler.compile(SamplingParams(json_schema=json.dumps(build(above))))
+
+
+def test_a_schema_has_at_most_64_kib(compiler) -> None:
+    for length, fails in ((65_536, False), (65_537, True)):
+        text = '{"const": ""}'.ljust(length)
+        if fails:
+            with pytest.raises(ConfigError, match="65537 bytes"):
+                compiler.compile(SamplingParams(json_schema=text))
+        else:
+            assert compiler.compile(SamplingParams(json_schema=text)) is not None
+
+
+def test_an_error_on_the_way_is_one_line_of_the_parser(compiler) -> None:
+    state = compiler.compile(SamplingParams(json_schema='{"$ref": "#"}'))
+    with pytest.raises(UnsupportedError) as caught:
+        state.allowed_words()
+    assert len(str(caught.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(("number", "again"), [(16, 0), (17, 1)])

@@ -52,6 +52,7 @@ class LLM:
         loaded: The model and its tokenizer.
         engine: The engine, for a program that makes the steps itself.
         max_model_len: Most tokens of a prompt and its text together.
+        max_queued: Most requests that wait.
 
     Raises:
         ConfigError: The folder holds no model, or a value cannot be used.
@@ -81,7 +82,7 @@ class LLM:
         }
         _check_numbers(numbers)
         place = torch.device(device)
-        self.path = Path(path)
+        self.path, self.max_queued = Path(path), max_queued
         self.loaded: LoadedModel = load_model(self.path, dtype=dtype_of(dtype), device=place)
         self.max_model_len = max_model_len or self.loaded.max_tokens
         size = memory_size(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from pcomm.inference import RequestOutput
-from pcomm.integration.serve.api_error import api_error_of
+from pcomm.integration.serve.api_error import ApiError, api_error_of
 from pcomm.integration.serve.output_streams import OutputStream
 from pcomm.integration.serve.replies import Reply
 from pcomm.integration.serve.usage import Usage
@@ -22,6 +24,7 @@ __all__ = ["ClientGoneError", "EventStream", "unless_gone", "whole_answer"]
 T = TypeVar("T")
 Message = MutableMapping[str, Any]
 
+_log = logging.getLogger("pcomm.serve")
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -70,7 +73,7 @@ async def whole_answer(
     while not stream.is_complete:
         for place, output in await stream.read():
             if output.error is not None:
-                raise api_error_of(output.error)
+                raise _failure(output.request_id, output.error)
             usage.add(place, output)
             texts[place].append(output)
     return reply.whole(texts, usage)
@@ -131,7 +134,7 @@ class EventStream(Response):
                 events = bytearray()
                 for place, output in await self._stream.read():
                     if output.error is not None:
-                        raise output.error
+                        raise _failure(output.request_id, output.error)
                     self._usage.add(place, output)
                     for part in self._reply.chunks(place, output):
                         events += _event(part)
@@ -146,8 +149,16 @@ class EventStream(Response):
         yield _DONE
 
 
+def _failure(request_id: str, error: Exception) -> ApiError:
+    """The answer for a request that the engine has ended; a fault of the server is logged."""
+    found = api_error_of(error)
+    if found.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        _log.error("request %s failed", request_id, exc_info=error)
+    return found
+
+
 def _event(part: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(part, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + json.dumps(part, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
 
 
 async def _disconnect(receive: Receive) -> None:

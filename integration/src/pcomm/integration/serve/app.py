@@ -143,8 +143,9 @@ def _add_errors(app: FastAPI) -> None:
         return error_response(api_error_of(error))
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return error_response(validation_error(error.errors()))
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        found = validation_error(error.errors(), body=error.body, path=request.url.path)
+        return error_response(found)
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:

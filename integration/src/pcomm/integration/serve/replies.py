@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -185,5 +186,5 @@ class ChatReply(_Envelope):
 
 
 def _finite(logprob: float) -> float:
-    # JSON has no infinity; this is what other servers send for it.
-    return max(logprob, -9999.0)
+    # JSON has neither infinities nor NaN; this is what other servers send for them.
+    return max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0

@@ -88,13 +88,7 @@ class Service:
         """Answer `/v1/completions`."""
         check_model(body, self.settings.model_name)
         prompts = body.prompts()
-        if len(prompts) * (body.n or 1) > MOST_CHOICES:
-            raise ApiError(
-                400,
-                f"At most {MOST_CHOICES} texts are written for one request: prompts times n.",
-                param="n",
-                code="invalid_value",
-            )
+        self._check_texts(len(prompts), body)
         work = asyncio.to_thread(self._encode, prompts)
         ids = await unless_gone(http.receive, work)
         params = [completion_params(body, self._room(one, "prompt")) for one in ids]
@@ -107,6 +101,7 @@ class Service:
     async def chat(self, body: ChatRequest, http: HttpRequest) -> Response:
         """Answer `/v1/chat/completions`."""
         check_model(body, self.settings.model_name)
+        self._check_texts(1, body)
         loaded = self._llm.loaded
         messages = [message.plain() for message in body.messages]
         try:
@@ -175,6 +170,17 @@ class Service:
             has_usage=_wants_usage(body),
             write_timeout_s=self.settings.write_timeout_s,
         )
+
+    def _check_texts(self, num_prompts: int, body: RequestFields) -> None:
+        # All texts of a request enter the queue together, so that more never find room.
+        most = min(MOST_CHOICES, self._llm.max_queued)
+        if num_prompts * (body.n or 1) > most:
+            raise ApiError(
+                400,
+                f"At most {most} texts are written for one request: prompts times n.",
+                param="n",
+                code="invalid_value",
+            )
 
     def _encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         loaded = self._llm.loaded

@@ -15,7 +15,7 @@ class ServeSettings:
 
     Attributes:
         model_name: Name that clients give as `model`.
-        api_key: Key that clients show for `/v1`; None for none.
+        api_key: Key that clients show for `/v1`, of printable ASCII; None for none.
         max_body_bytes: Most bytes of the body of a request.
         max_unread_tokens: Most tokens of a request that wait for a client which does not read.
         write_timeout_s: Seconds that such a client may leave one part unread.
@@ -53,4 +53,13 @@ class ServeSettings:
                 found="an empty key",
                 why="Any client could show it.",
                 fix="Give a key, or None for a server that asks for none.",
+            )
+        # A header has no other characters that each client and server read alike.
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError(
+                "ServeSettings: api_key",
+                found="a key with characters outside printable ASCII",
+                why="Clients send the key in an HTTP header, where such characters do not arrive "
+                "as they are.",
+                fix="Give a key of letters, digits and signs of ASCII.",
             )

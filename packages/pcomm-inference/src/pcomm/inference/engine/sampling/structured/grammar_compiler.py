@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.engine.sampling.structured.grammar_matcher import GrammarMatcher
+from pcomm.inference.engine.sampling.structured.schema_limits import (
+    check_schema,
+    check_schema_length,
+)
 from pcomm.inference.text.tokenizer import JsonTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -40,8 +44,9 @@ class GrammarCompiler:
         """The grammar at the begin of a text; None for settings without one. Local.
 
         Raises:
-            ConfigError: The schema or expression cannot be compiled, with the reason; or the engine
-                has no tokenizer, or one without an end token.
+            ConfigError: The schema or expression cannot be compiled, with the reason; a schema is
+                above a limit of `schema_limits`; or the engine has no tokenizer, or one without an
+                end token.
             UnsupportedError: llguidance is not installed, or the tokenizer cannot show its
                 vocabulary.
         """
@@ -65,16 +70,23 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         if name == "json_schema":
+            check_schema_length(text)
             schema = _parsed(text)
+            check_schema(schema)
             # Options are for objects; `true` is the empty one, and the others are no schemas, which
             # is found below. Blanks between the parts of JSON could go on for ever; without them, a
             # text whose strings and arrays are bounded ends.
             if schema is True:
                 schema = {}
-            grammar = LLMatcher.grammar_from_json_schema(
-                json.dumps(schema),
-                overrides={"whitespace_flexible": False} if isinstance(schema, dict) else None,
-            )
+            try:
+                # Again as text: numbers and strings that JSON has no room for are found here.
+                text = json.dumps(schema, allow_nan=False)
+                grammar = LLMatcher.grammar_from_json_schema(
+                    text,
+                    overrides={"whitespace_flexible": False} if isinstance(schema, dict) else None,
+                )
+            except (ValueError, RecursionError) as error:
+                raise _cannot_compile(name, str(error)) from error
         else:
             grammar = LLMatcher.grammar_from_regex(text)
         matcher = LLMatcher(words, grammar, log_level=0)
@@ -120,9 +132,13 @@ class GrammarCompiler:
 def _parsed(text: str) -> object:
     # llguidance puts the text into a larger one, and would say where in that it is wrong.
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise _cannot_compile("json_schema", f"no JSON: {error}") from error
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON value")
 
 
 def _cannot_compile(name: str, reason: str) -> ConfigError:

@@ -57,7 +57,8 @@ class GrammarMatcher:
         if self._matcher.is_error():
             raise UnsupportedError(
                 f"grammar of a request: {asked}",
-                found=str(self._matcher.get_error()).strip(),
+                # Behind the first line llguidance shows the state of its parser.
+                found=str(self._matcher.get_error()).strip().split("\n")[0],
                 why="llguidance cannot go on, so that no token is known to be allowed.",
                 fix="End the request; a simpler schema or expression avoids limits of size.",
             )
