@@ -159,9 +159,22 @@ def test_chat_answers_each_line_of_a_pipe_with_all_before_it_in_mind(
     assert capsys.readouterr().out == expected
 
 
-def test_a_message_that_is_too_long_ends_a_piped_chat(
+def test_a_message_that_cannot_be_answered_is_left_out_of_a_piped_chat(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("word " * 100))
-    assert main(["chat", str(run), "--max-model-len", "64", "--memory-mib", "4"]) == 2
-    assert "max_model_len is 64" in capsys.readouterr().err
+    options = ["--max-tokens", "4", "--temperature", "0", "--memory-mib", "4"]
+    words = ["chat", str(run), "--max-model-len", "64", *options]
+
+    def talk(text: bytes) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
+        code = main(words)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    code, expected, said = talk(b"word1\nword2\n")
+    assert (code, said) == (0, "")
+    code, found, said = talk(b"word1\n" + b"word " * 100 + b"\nword \xff\xfe\nword2\n")
+    assert (code, found) == (2, expected)
+    assert "max_model_len is 64" in said
+    assert "no UTF-8" in said
+    assert said.count("This message is left out") == 2

@@ -142,6 +142,12 @@ REFUSED = {
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         ("layer_types", "sliding_attention"),
     ),
+    "kind of a scaling": (
+        "llama",
+        {"rope_scaling": {"rope_type": [], "factor": 2.0}},
+        ("rope_type", "[]", "'linear'"),
+    ),
+    "kind of a model": ("llama", {"model_type": []}, ("model_type", "[]")),
     "uneven experts": (
         "qwen3_moe",
         {"mlp_only_layers": [0], "decoder_sparse_step": 1},
@@ -229,8 +235,11 @@ def test_a_model_is_written_as_the_family_that_has_it(name: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("keys", "parts"),
     [
-        ({"pattern": "M"}, ("model.mlp_width", "mamba2")),
-        ({"pattern": "G"}, ("model.norm_zero_centred", "qwen3_next")),
+        ({"pattern": "M"}, ("model.mlp_width=704 instead of none", "mamba2")),
+        (
+            {"pattern": "G"},
+            ("model.norm_zero_centred=false instead of true", "qwen3_next"),
+        ),
         ({"pattern": "AM"}, ("blocks AMAM",)),
         ({"qkv_bias": True, "qk_norm": True}, ("model.qk_norm", "qwen2")),
         (

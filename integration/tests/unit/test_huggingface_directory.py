@@ -14,12 +14,21 @@ from safetensors.torch import load_file, save_file
 
 from pcomm.core import PcommError
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.integration.huggingface import load_model, open_directory, read_tokenizer
+from pcomm.integration import llm
+from pcomm.integration.huggingface import (
+    export_model,
+    load_model,
+    open_directory,
+    read_tokenizer,
+    write_config,
+)
 from pcomm.integration.testing.huggingface_models import write_directory
+from pcomm.integration.testing.huggingface_tokenizer import write_tokenizer
 
 pytest.importorskip("transformers", reason="transformers writes the directories here")
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -198,12 +207,90 @@ def test_what_is_no_directory() -> None:
         open_directory(Path("gpt2"))
 
 
-def test_the_head_of_a_tied_model_may_be_there_and_is_not_read(folder: Path) -> None:
+def test_the_head_of_a_tied_model_may_be_there_if_it_is_the_embedding(folder: Path) -> None:
+    """Otherwise transformers computes with it, and others with the embedding."""
     config(folder, tie_word_embeddings=True)
-    head = load_file(folder / FILE)["lm_head.weight"]
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
+        load_model(folder)
+    embedding = load_file(folder / FILE)[EMBEDDING]
+    for head in (embedding[:-1].clone(), embedding.half()):
+        put(folder, **{HEAD: head})
+        with pytest.raises(ConfigError, match=r"lm_head\.weight is not"):
+            load_model(folder)
+    put(folder, **{HEAD: embedding.clone()})
     model = load_model(folder)
     assert model.head.weight is model.embedding.weight
-    assert not torch.equal(model.head.weight, head)
+    assert torch.equal(model.head.weight, embedding)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "found"),
+    [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int64, "I64"), (torch.bool, "BOOL")],
+)
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_llm_refuses_other_dtypes_by_the_name_of_the_tensor(
+    dtype: torch.dtype, found: str, is_alone: bool, folder: Path
+) -> None:
+    write_tokenizer(folder, ["a b "])
+    names = [NORM] if is_alone else list(load_file(folder / FILE))
+    put(
+        folder,
+        **{name: x.to(dtype) for name, x in load_file(folder / FILE).items() if name in names},
+    )
+    with pytest.raises(UnsupportedError, match=f"{FILE}: .* of dtype {found}"):
+        llm.load_model(folder)
+
+
+def test_llm_draws_no_random_numbers(folder: Path) -> None:
+    write_tokenizer(folder, ["a b "])
+    before = torch.get_rng_state()
+    llm.load_model(folder)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def halves(folder: Path, norm: torch.Tensor) -> None:
+    """All tensors in fp16, but the norm."""
+    put(folder, **{name: x.half() for name, x in load_file(folder / FILE).items()})
+    put(folder, **{NORM: norm})
+
+
+def test_numbers_that_the_dtype_does_not_have_are_refused(folder: Path) -> None:
+    norm = torch.ones(48)
+    # 65,504 is the largest number of fp16, and 65,519 the last that rounds to it.
+    norm[3], norm[4] = 65519.0, -65504.0
+    halves(folder, norm)
+    model = load_model(folder)
+    assert (model.norm.weight.dtype, model.norm.weight[3]) == (torch.float16, 65504)
+    for value, infinity in ((65520.0, 0.0), (-1e6, 0.0), (1e6, float("inf"))):
+        norm[5], norm[6] = value, infinity
+        put(folder, **{NORM: norm})
+        with pytest.raises(ConfigError, match=rf"numbers in {NORM} that are infinite as float16"):
+            load_model(folder)
+        assert load_model(folder, dtype=torch.float32).norm.weight[5] == value
+
+
+def test_numbers_that_the_dtype_does_not_have_are_not_written(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    put(folder, **{NORM: torch.full((48,), 65520.0)})
+    model, out = load_model(folder), tmp_path_factory.mktemp("written") / "out"
+    family, fields = write_config(model.config, 300)
+    with pytest.raises(ConfigError, match=f"{NORM}: numbers that are infinite as float16"):
+        export_model(model, family, fields, out, files={}, dtype=torch.float16)
+    assert not list(out.parent.iterdir())
+    export_model(model, family, fields, out, files={}, dtype=torch.bfloat16)
+    assert load_file(out / FILE)[NORM][0] == 65536
+
+
+def test_an_infinity_of_the_file_is_a_weight_and_nan_is_none(folder: Path) -> None:
+    norm = torch.ones(48)
+    norm[7] = float("-inf")
+    halves(folder, norm)
+    assert load_model(folder).norm.weight[7] == float("-inf")
+    norm[8] = float("nan")
+    put(folder, **{NORM: norm})
+    with pytest.raises(ConfigError, match=f"{FILE}: NaN in {NORM}"):
+        load_model(folder)
 
 
 def test_a_tokenizer_that_is_missing_or_damaged(folder: Path) -> None:

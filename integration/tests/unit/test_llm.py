@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -185,6 +187,18 @@ def test_the_dtype_is_that_of_all_weights(run: Callable[[str], Path]) -> None:
         torch.bfloat16: torch.bfloat16,
         torch.float64: torch.float64,
     }
+
+
+@pytest.mark.parametrize(("name", "fitting"), [("gpt", "1, 2"), ("mamba", "1"), ("hybrid", "1, 2")])
+def test_ranks_that_cannot_share_a_model_are_told_which_can(
+    name: str, fitting: str, run: Callable[[str], Path]
+) -> None:
+    group: Any = SimpleNamespace(size=3)
+    with pytest.raises(ConfigError, match=r"3, and .* is no multiple of 3") as raised:
+        load_model(run(name), group=group)
+    assert f"{run(name)}: --ranks 3" in str(raised.value)
+    assert f"Give --ranks one of {fitting}." in str(raised.value)
+    assert "parallel.tp" not in str(raised.value)
 
 
 KV = KVSpec(heads=2, head_dim=8, dtype=torch.float32)  # 2,048 bytes a block of 16 tokens

@@ -230,3 +230,12 @@ assert "torch" not in sys.modules
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["chat", "convert", "generate", "serve", "train"])
+def test_a_command_of_a_package_that_is_absent_names_the_package(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([name]) == 2
+    assert f"pcomm {name}: pcomm-integration is not installed" in capsys.readouterr().err

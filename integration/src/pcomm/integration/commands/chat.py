@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,13 @@ class ChatCommand:
         parser.add_argument("--seed", type=int, default=0, metavar="S")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Read, answer, and so on until the end of the input."""
+        """Read, answer, and so on until the end of the input.
+
+        A message that cannot be answered is said and left out, and the next line is read.
+
+        Returns:
+            0; 2 if the input is no terminal and a message of it was left out.
+        """
         # Imported late, so that --help does not wait for torch.
         from pcomm.inference import SamplingParams
         from pcomm.integration.llm import LLM
@@ -46,12 +53,15 @@ class ChatCommand:
         messages: list[dict[str, object]] = []
         if arguments.system:
             messages.append({"role": "system", "content": arguments.system})
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # Bytes that are no UTF-8 arrive as lone surrogates, and cost one message, not all.
+            sys.stdin.reconfigure(errors="surrogateescape")
+        num_left_out = 0
         with LLM(**llm_options(arguments), max_requests=1) as llm:
             while (line := _line()) is not None:
-                if line.strip():
-                    messages.append({"role": "user", "content": line})
-                    _answer(llm, messages, params)
-        return 0
+                if line.strip() and not _answer(llm, messages, line, params):
+                    num_left_out += 1
+        return 2 if num_left_out and not sys.stdin.isatty() else 0
 
 
 def _line() -> str | None:
@@ -66,11 +76,15 @@ def _line() -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _answer(llm: LLM, messages: list[dict[str, object]], params: SamplingParams) -> None:
-    """Write the answer and add it to the conversation; a Ctrl-C at a terminal cuts it."""
+def _answer(llm: LLM, messages: list[dict[str, object]], line: str, params: SamplingParams) -> bool:
+    """Write the answer, and add both to the conversation; a Ctrl-C at a terminal cuts it.
+
+    False if there is none: then the reason was written, and the conversation is as it was.
+    """
+    question: dict[str, object] = {"role": "user", "content": line}
     written = ""
     try:
-        prompt, settings = llm.chat_prompt(messages, params)
+        prompt, settings = llm.chat_prompt([*messages, question], params)
         for delta in llm.stream(prompt, settings):
             written += delta.text
             print(delta.text, end="", flush=True)
@@ -78,14 +92,14 @@ def _answer(llm: LLM, messages: list[dict[str, object]], params: SamplingParams)
         if not sys.stdin.isatty():
             raise
     except PcommError as error:
-        if not sys.stdin.isatty():
-            raise
-        # At a terminal the next message may be a shorter one.
+        if written:
+            print()
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        messages.pop()
-        return
+        print("This message is left out; the next may be another one.", file=sys.stderr)
+        return False
     print()
-    messages.append({"role": "assistant", "content": written})
+    messages += [question, {"role": "assistant", "content": written}]
+    return True
 
 
 command = ChatCommand()

@@ -17,6 +17,7 @@ from pcomm.core.errors import ConfigError
 from pcomm.integration.huggingface.directory import CONFIG
 from pcomm.integration.huggingface.dtypes import NAMES
 from pcomm.integration.huggingface.families.family import Family
+from pcomm.integration.huggingface.number_checks import overflows
 from pcomm.integration.huggingface.weights import tensor_map
 from pcomm.integration.models.language_model import LanguageModel
 
@@ -50,7 +51,8 @@ def export_model(
         max_shard_bytes: Bytes of tensors in one file.
 
     Raises:
-        ConfigError: The directory has something in it, or cannot be written.
+        ConfigError: The directory has something in it, or cannot be written; or a weight is
+            infinite in the dtype that it is written in.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
@@ -70,6 +72,9 @@ def export_model(
         if out.exists():
             out.rmdir()
         partial.rename(out)
+    except ConfigError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ConfigError(
@@ -95,10 +100,20 @@ def _tensors(
         for ours, segment in tensors.users[name]:
             value = parameters[ours].detach()
             own = value.view(-1, value.shape[-1]) if value.dim() > 1 else value
-            rows.narrow(0, segment.their_start, segment.length).copy_(
-                own.narrow(0, segment.start, segment.length)
-            )
+            taken = own.narrow(0, segment.start, segment.length)
+            if overflows(taken, whole.dtype):
+                raise _overflow(name, whole.dtype)
+            rows.narrow(0, segment.their_start, segment.length).copy_(taken)
         yield name, whole
+
+
+def _overflow(name: str, dtype: torch.dtype) -> ConfigError:
+    return ConfigError(
+        f"convert: {name}",
+        found=f"numbers that are infinite as {NAMES[dtype]}",
+        why=f"The largest number of {NAMES[dtype]} is {torch.finfo(dtype).max:g}.",
+        fix="Write the weights as bf16 or fp32: `--dtype bf16`.",
+    )
 
 
 def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, limit: int) -> None:

@@ -93,20 +93,25 @@ def write_config(
         try:
             read_back = resolve_model(_read(family, written))
         except (ConfigError, UnsupportedError) as error:
-            differences[family] = [error.asked.removeprefix("config.json: ")] * 2
+            differences[family] = [
+                f"{error.asked.removeprefix('config.json: ')}: {error.found}"
+            ] * 2
             continue
-        differences[family] = _differing(model, read_back)
+        differences[family] = [
+            _difference(name, model, read_back) for name in _differing(model, read_back)
+        ]
         if not differences[family]:
             return family, {**_without_effect(family, carried or {}), **written}
     nearest = min(differences, key=lambda family: len(differences[family]))
     raise UnsupportedError(
         f"convert: a model of blocks {mixers(model)}",
-        found=f"{', '.join(dict.fromkeys(differences[nearest]))}, which "
-        f"{nearest.model_type}, the nearest family, has otherwise",
+        found=f"compared with {nearest.model_type}, the nearest family, "
+        + ", ".join(dict.fromkeys(differences[nearest])),
         why="No family of Hugging Face models that this package writes has the same blocks: "
         + ", ".join(family.model_type for family in FAMILIES)
         + ".",
-        fix="Train with the keys of one of them; the how-to page on these directories has them.",
+        fix="Train with the keys of one of them; the how-to pages on training and on these "
+        "directories have them.",
     )
 
 
@@ -157,7 +162,7 @@ def _taken(model: ResolvedModel, names: str) -> dict[str, Any]:
 def _family(their: Mapping[str, Any]) -> Family:
     kind = their.get("model_type")
     known = {family.model_type: family for family in FAMILIES}
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise UnsupportedError(
             "config.json: model_type",
             found="no such field" if kind is None else f"the value {kind!r:.100}",
@@ -227,10 +232,20 @@ def _means(their: Mapping[str, Any], model: ResolvedModel, vocabulary: int) -> b
 def _differing(model: ResolvedModel, other: ResolvedModel) -> list[str]:
     ours, theirs = effective(model), effective(other)
     return [
-        f"model.{name}"
+        name
         for name in {**ours, **theirs}
         if (name in ours, ours.get(name)) != (name in theirs, theirs.get(name))
     ]
+
+
+def _difference(name: str, model: ResolvedModel, other: ResolvedModel) -> str:
+    """A key in which two models differ, as `--set` takes it."""
+    ours, theirs = (_as_set(getattr(one, name)) for one in (model, other))
+    return f"model.{name}={ours}" + (f" instead of {theirs}" if theirs != ours else "")
+
+
+def _as_set(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _without_effect(family: Family, carried: Mapping[str, Any]) -> dict[str, Any]:

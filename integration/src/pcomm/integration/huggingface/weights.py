@@ -14,11 +14,16 @@ from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.integration.huggingface.directory import ModelDirectory
 from pcomm.integration.huggingface.dtypes import DTYPES
 from pcomm.integration.huggingface.families.family import Family
+from pcomm.integration.huggingface.number_checks import check_numbers
 from pcomm.integration.huggingface.tensor_files import TensorFiles
 from pcomm.integration.huggingface.tensor_table import Segment, TensorMap, map_tensors
 from pcomm.integration.models.language_model import LanguageModel
 
 __all__ = ["load_weights", "tensor_map"]
+
+_HEAD = "lm_head.weight"
+# Rows of two tensors that are compared at once.
+_ROWS = 4096
 
 
 def load_weights(
@@ -30,8 +35,9 @@ def load_weights(
 ) -> int:
     """Fill every parameter of `model` with this rank's part of the directory's weights. Local.
 
-    Each slice of a file that this rank needs is read once, and no other. Names, shapes and dtypes
-    of all tensors are compared before the first is read.
+    Each slice of a file that this rank needs is read once, and no other; only where a directory of
+    tied weights has the head as well, both are read and compared. Names, shapes and dtypes of all
+    tensors are compared before the first is read, and the numbers are checked while they are.
 
     Args:
         model: A model of the shape that `read_model` gives.
@@ -43,14 +49,17 @@ def load_weights(
         Number of bytes read from the files.
 
     Raises:
-        ConfigError: A file is damaged, or a tensor is missing, not expected or of another shape;
-            names file and tensor.
+        ConfigError: A file is damaged, or a tensor is missing, not expected, of another shape, has
+            NaN, or has numbers that are infinite in the dtype of `model`; names file and tensor.
+            Or a directory of tied weights has a head that is not the embedding.
         UnsupportedError: A tensor has a dtype that is not read; names file and tensor.
     """
     layouts = param_layouts_of(model)
     tensors = tensor_map(model, family)
     with TensorFiles(directory) as files, torch.no_grad():
         _check(files, tensors, family, model)
+        if model.config.tie_embeddings:
+            _check_head(files, tensors.users)
         for name, parameter in model.named_parameters():
             layout = layouts[name]
             rank = (ranks or {}).get(layout.scope, 0)
@@ -93,6 +102,8 @@ def _fill(
             for first, last in columns:
                 places = [place] if last is None else [place, slice(first, last)]
                 read = files.read(segment.theirs, *places)
+                file = files.infos[segment.theirs].file
+                check_numbers(read, parameter.dtype, file=file, name=segment.theirs)
                 if segment.theirs in middles:
                     read = read.flatten(1)
                 if last is None:
@@ -166,8 +177,31 @@ def _check(files: TensorFiles, tensors: TensorMap, family: Family, model: Langua
             )
 
 
+def _check_head(files: TensorFiles, users: Mapping[str, Sequence[tuple[str, Segment]]]) -> None:
+    """Refuse a head of its own beside tied weights. Whole, so that every rank finds the same."""
+    if _HEAD not in files.infos:
+        return
+    embedding = next(name for name, ours in users.items() if ours[0][0] == "embedding.weight")
+    head, shape = files.infos[_HEAD], files.infos[embedding].shape
+    places = [slice(start, start + _ROWS) for start in range(0, shape[0], _ROWS)]
+    same = (head.shape, head.dtype) == (shape, files.infos[embedding].dtype)
+    if same and all(
+        torch.equal(files.read(_HEAD, place), files.read(embedding, place)) for place in places
+    ):
+        return
+    raise ConfigError(
+        f"model directory {head.file.parent}",
+        found=f"{head.file.name}: {_HEAD} is not {embedding}, and config.json has "
+        "tie_word_embeddings = true",
+        why="Tied weights are one tensor. Some programs would compute with this head and others "
+        "with the embedding, and nothing says which of them the model was trained with.",
+        fix='Write `"tie_word_embeddings": false` into config.json if the head is the model\'s, as '
+        f"transformers takes it; or take {_HEAD} out of the file.",
+    )
+
+
 def _is_ignored(name: str, family: Family, model: LanguageModel) -> bool:
-    if name == "lm_head.weight" and model.config.tie_embeddings:
+    if name == _HEAD and model.config.tie_embeddings:
         return True
     return any(re.fullmatch(pattern, name) for pattern in family.ignored)
 

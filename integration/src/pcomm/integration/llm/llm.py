@@ -25,7 +25,7 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model, its tokenizer and an engine; a context manager.
+    """A whole model on this process, its tokenizer and an engine; a context manager.
 
     Everything happens in the caller's thread: the engine makes a step while the caller waits for a
     text or for the next part of one. Several `stream`s of one `LLM` may be read in turn; each step

@@ -30,13 +30,14 @@ from pcomm.integration.huggingface import (
     read_model,
     read_tokenizer,
 )
-from pcomm.integration.huggingface.dtypes import dtypes_of, saved_dtypes
+from pcomm.integration.huggingface.dtypes import DTYPES, dtypes_of
 from pcomm.integration.huggingface.run_files import kept_directory
 from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids
 from pcomm.integration.llm.plain_chat import plain_chat
 from pcomm.integration.llm.run_tokenizer import RunTokenizer
 from pcomm.integration.model_rules import resolve_model
 from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.models.without_draws import WithoutDraws
 
 __all__ = ["LoadedModel", "PromptTokenizer", "load_model"]
 
@@ -162,7 +163,7 @@ def check_unicode(text: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(
             "prompt",
-            found="half of a surrogate pair",
+            found="half of a surrogate pair, or bytes that are no UTF-8",
             why="It stands for no character, and a tokenizer reads characters.",
             fix="Send the text as UTF-8, or both halves of the pair.",
         )
@@ -176,9 +177,10 @@ def _from_directory(
     tokenizer = read_tokenizer(directory)
     template = read_chat_template(directory)
     if dtype is None:
-        dtype, _ = saved_dtypes(dtypes_of(directory))
+        # One that is not read is refused with its tensor's name, below.
+        dtype = DTYPES.get(dtypes_of(directory)["default"], torch.float32)
     config = resolve_model(found.config)
-    model = _empty(config, found.vocabulary, dtype, device, group)
+    model = _empty(path, config, found.vocabulary, dtype, device, group)
     load_weights(model, found.family, directory, ranks=_ranks(group))
     return _loaded(path, model, tokenizer, template, found.max_tokens or _LEAST_CONTEXT)
 
@@ -199,7 +201,9 @@ def _from_run(
             "directory with config.json, tokenizer.json and safetensors.",
         )
     config = validate(replace(load_config(path / "config.toml"), parallel=ParallelConfig()), 1)
-    model = _empty(config.model, config.data.vocabulary, dtype or torch.float32, device, group)
+    model = _empty(
+        path, config.model, config.data.vocabulary, dtype or torch.float32, device, group
+    )
     check_index(checkpoint)
     check_files(checkpoint)
     read(checkpoint, model_shard_views(model, _ranks(group)))
@@ -217,6 +221,7 @@ def _from_run(
 
 
 def _empty(
+    path: Path,
     config: ResolvedModel,
     vocabulary: int,
     dtype: torch.dtype,
@@ -225,10 +230,35 @@ def _empty(
 ) -> LanguageModel:
     """The model before its weights are read. Each rank of a group has all experts."""
     if group is not None:
-        parallel = ResolvedParallel(tp=group.size, dp=1, shard_ranks=1)
-        check_shards(config, vocabulary, parallel)
+        _check_ranks(path, config, vocabulary, group.size)
     collectives = None if group is None else group.collectives
-    return LanguageModel(config, vocabulary, collectives, device=device, dtype=dtype)
+    with WithoutDraws():
+        return LanguageModel(config, vocabulary, collectives, device=device, dtype=dtype)
+
+
+def _check_ranks(path: Path, config: ResolvedModel, vocabulary: int, size: int) -> None:
+    """Refuse ranks that cannot share the model, and say which can: its shape is given."""
+    cause = _unshared(config, vocabulary, size)
+    if cause is None:
+        return
+    # The rows of the embedding are shared too, so no other number can do.
+    divisors = [ranks for ranks in range(1, vocabulary + 1) if vocabulary % ranks == 0]
+    fitting = [ranks for ranks in divisors if _unshared(config, vocabulary, ranks) is None]
+    raise ConfigError(
+        f"model {path}: --ranks {size}",
+        found=cause.found.replace("parallel.tp", "the number of ranks"),
+        why=cause.why.replace("Each rank of tp", "Each rank"),
+        fix=f"Give --ranks one of {', '.join(map(str, fitting))}.",
+    )
+
+
+def _unshared(config: ResolvedModel, vocabulary: int, size: int) -> ConfigError | None:
+    """The reason why so many ranks cannot share the layers; None if they can."""
+    try:
+        check_shards(config, vocabulary, ResolvedParallel(tp=size, dp=1, shard_ranks=1))
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _ranks(group: Group | None) -> dict[str, int] | None:

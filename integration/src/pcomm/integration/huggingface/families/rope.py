@@ -48,7 +48,7 @@ def _rope(absent_fraction: float, *, is_partial: bool) -> Field:
         fraction = absent_fraction if fraction is None else fraction
         if fraction != 1 and not is_partial:
             raise refused("partial_rotary_factor", fraction, "1.0 in this family")
-        if kind not in _KINDS:
+        if not isinstance(kind, str) or kind not in _KINDS:
             raise refused("rope_type", kind, ", ".join(map(repr, _KINDS)))
         ours, names = _KINDS[kind]
         if "original_max_position_embeddings" in names.values():
