@@ -289,6 +289,18 @@ def test_a_stream_that_ranks_share_by_tokens_is_refused() -> None:
     assert len({*run_virtual(on_rank, 2)}) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["A", "A with everything"])
+def test_in_sixteen_bits_a_text_goes_on_token_by_token(name: str, dtype: torch.dtype) -> None:
+    """Also where each query head has keys of its own, and so one row in a call for one token."""
+    model, tokens = model_of(name, dtype), tokens_of(12)
+    pools, cuts = StepPools(model, 1, 12), (9, 10, 11, 12)
+    found = [pools.step({0: tokens[start:stop]})[0] for start, stop in pairwise((0, *cuts))]
+    expected = whole(model_of(name), tokens)
+    # Weights, stream and results are rounded to bf16, with an error of 2**-9 each.
+    assert (torch.cat(found) - expected).abs().max() < 0.05 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", ["A", "A with everything", "M", "experts"])
 def test_in_bf16_no_bit_of_a_request_depends_on_the_others(name: str) -> None:
     """Torch's products of bf16 give a row the same bits, for sizes of whole vectors."""

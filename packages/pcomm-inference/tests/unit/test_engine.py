@@ -186,19 +186,37 @@ def test_pools_that_a_model_does_not_need_may_be_empty():
     assert engine.stats().blocks.size == 0
 
 
-def test_a_specification_that_nobody_knows_is_refused():
+FP32 = torch.float32
+WRONG_SPECS = [
+    (None, "memory_specs: a NoneType"),
+    ("attention", "memory_specs: a str"),
+    (KVSpec(1, 1, FP32), "memory_specs: a KVSpec"),
+    ({"layer": None}, "memory_specs: a dict"),
+    ([None, "attention"], "layer 1 of memory_specs: a str"),
+    ([KVSpec(0, 1, FP32)], "heads = 0"),
+    ([KVSpec(1, -1, FP32)], "head_dim = -1"),
+    ([KVSpec(1, 2.0, FP32)], "head_dim = 2.0"),
+    ([KVSpec(True, 2, FP32)], "heads = True"),
+    ([KVSpec(1, 1, "bfloat16")], "dtype = 'bfloat16'"),
+    ([StateSpec({"state": (1,)}, {})], "'state' has a shape and no dtype"),
+    ([StateSpec({}, {"state": FP32})], "'state' has a dtype and no shape"),
+    ([StateSpec([(1,)], {})], "shapes of its StateSpec is a list"),
+    ([StateSpec({"state": (1,)}, FP32)], "dtypes of its StateSpec is a dtype"),
+    ([StateSpec({"state": 4}, {"state": FP32})], "shape 4 of tensor 'state'"),
+    ([StateSpec({"state": (-1,)}, {"state": FP32})], r"shape \(-1,\)"),
+    ([StateSpec({"state": (1,)}, {"state": float})], r"dtypes\['state'\] = <class 'float'>"),
+]
+
+
+@pytest.mark.parametrize(("specs", "found"), WRONG_SPECS, ids=lambda one: str(one)[:30])
+def test_a_declaration_of_memory_that_cannot_be_allocated_is_refused(specs, found):
     class Wrong:
         def memory_specs(self):
-            return ["attention"]
+            return specs
 
-    class Incomplete:
-        def memory_specs(self):
-            return [StateSpec({"state": (1,)}, {})]
-
-    with pytest.raises(ConfigError, match="layer 0 of memory_specs: a str"):
+    with pytest.raises(ConfigError, match=found) as caught:
         engine_for(Wrong())
-    with pytest.raises(ConfigError, match="'state' has a shape and no dtype"):
-        engine_for(Incomplete())
+    assert "memory_specs" in caught.value.asked
 
 
 def test_aborted_requests_leave_at_once_also_while_they_wait():
@@ -493,16 +511,61 @@ def test_a_request_that_is_aborted_after_a_failed_step_is_not_tried_alone():
     assert tokens_of(run(engine), "b") == expected_tokens(model.model, [1, 2], 4)
 
 
-def test_logits_of_another_shape_are_named():
-    class TooFew(ToyModel):
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda logits: logits[:, :-1], "logits of shape [1, 10]"),
+        (lambda logits: logits[0], "logits of shape [11]"),
+        (lambda logits: logits.long(), "logits of torch.int64"),
+        (lambda logits: logits.tolist(), "a list"),
+        (lambda logits: None, "a NoneType"),
+    ],
+)
+def test_a_result_that_is_no_logits_is_named(change, found):
+    class Wrong(ToyModel):
         def step(self, batch, memory):
-            return super().step(batch, memory)[:, :-1]
+            return change(super().step(batch, memory))
 
-    engine = engine_for(TooFew())
+    engine = engine_for(Wrong())
     engine.add(greedy("a", [1], 1))
     (output,) = engine.step()
-    assert "logits of shape [1, 10]" in str(output.error)
-    assert "TooFew.step" in str(output.error)
+    assert isinstance(output.error, ConfigError)
+    assert output.error.found == found
+    assert "Wrong.step" in output.error.asked
+
+
+class NotNumbers(ToyModel):
+    """A toy model that counts: n + 1 comes behind n, and what comes behind 10 is no number."""
+
+    def step(self, batch, memory):
+        tokens = batch.tokens_T[batch.logits_rows]
+        logits = super().step(batch, memory).zero_()
+        logits.scatter_(1, ((tokens + 1) % 11)[:, None], 1.0)
+        logits[tokens == 10] = torch.nan
+        return logits
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 2, 3, 4, 8])
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_that_are_not_numbers_end_their_request_alone(kind, drafts):
+    layers = MODELS[kind]
+    model = NotNumbers(11, layers.attention_layers, layers.state_layers)
+    engine = engine_for(model, speculative_tokens=drafts, max_requests=5)
+    # Drafts come from the prompt, and the last ones of a step stand behind the last right token.
+    prompts = {"now": [4, 10], "long": [*range(11), 0, 1], "short": [5], "with text": [8]}
+    for name, prompt in prompts.items():
+        engine.add(greedy(name, prompt, 20, logprobs=0 if name == "with text" else None))
+    engine.add(greedy("ends before", [*range(11), 0, 1], 9))
+    engine.add(greedy("stops before", [*range(11), 0, 1], 20, stop_token_ids=(10,)))
+    outputs = run(engine)
+    failed = {one.request_id: one.error for one in outputs if one.finish_reason == "error"}
+    assert set(failed) == set(prompts)
+    assert all("not numbers: the largest is nan" in error.found for error in failed.values())
+    for name, prompt in prompts.items():
+        assert tokens_of(outputs, name) == list(range(prompt[-1] + 1, 11))
+    for name in ("ends before", "stops before"):
+        assert tokens_of(outputs, name) == list(range(2, 11))
+    assert (engine.stats().accepted_tokens > 0) == (drafts > 0)
 
 
 def test_two_engines_in_one_process_know_nothing_of_each_other():

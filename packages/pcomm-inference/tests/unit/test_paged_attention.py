@@ -216,6 +216,25 @@ def test_neither_other_requests_nor_block_0_are_read_or_written() -> None:
     assert (keys[sound.blocks].flatten(0, 1)[40:] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_results_are_contiguous_in_every_step(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    pool = Pool(heads, dtype, 16)
+    requests = [Tokens(9, heads, dtype, seed) for seed in range(2)]
+    for parts in ([(requests[0], 4)], *([(one, 1) for one in requests] for _ in range(3))):
+        batch = pool.batch(parts)
+        q, k, v = (
+            torch.cat([getattr(one, name)[one.done : one.done + new] for one, new in parts])
+            for name in "qkv"
+        )
+        rows = paged_attention(q, k, v, pool.memory, batch)
+        assert rows.is_contiguous()
+        if batch.is_decode:
+            assert decode_on_device(q, pool.memory, batch, None).is_contiguous()
+        for one, new in parts:
+            one.done += new
+
+
 def on_device(pool: Pool, requests: Sequence[Tokens], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What `paged_attention` does with blocks that are not in the memory of the host."""
     batch = pool.batch([(one, 1) for one in requests])

@@ -142,7 +142,7 @@ def test_equal_tokens_stay_equally_likely_however_cold_it_is(temperature) -> Non
     assert set(found) == {30, 700, 999}
 
 
-def test_a_plain_greedy_batch_costs_one_argmax() -> None:
+def test_a_plain_greedy_batch_costs_one_argmax_and_a_number_of_each_row() -> None:
     called = []
 
     class Spy(TorchDispatchMode):
@@ -155,7 +155,9 @@ def test_a_plain_greedy_batch_costs_one_argmax() -> None:
     with Spy():
         found = sampler.sample(logits_LV, rows)
     # What `tolist` does to a tensor that is neither conjugate nor negative is nothing.
-    assert [name for name in called if not name.startswith("resolve_")] == ["argmax"]
+    assert [name for name in called if not name.startswith("resolve_")] == [
+        *("argmax", "gather", "abs", "lt", "where", "select")
+    ]
     assert found.token_ids == logits_LV.argmax(-1).tolist()
     assert found.logprobs == [None] * 8
 
@@ -173,11 +175,52 @@ def test_a_row_that_is_not_finite_disturbs_no_other() -> None:
     rows = [row(n, seed=n, **KINDS[n % len(KINDS)]) for n in range(27)]
     whole, broken = logits(27, 17), logits(27, 17)
     broken[9:18] = torch.nan
-    expected = Sampler(17, "cpu").sample(whole, rows).token_ids
-    found = Sampler(17, "cpu").sample(broken, rows).token_ids
-    assert found[:9] + found[18:] == expected[:9] + expected[18:]
-    alone = Sampler(17, "cpu").sample(broken[9:18], rows[9:18]).token_ids
-    assert all(0 <= token < 17 for token in found + alone)
+    expected = Sampler(17, "cpu").sample(whole, rows)
+    found = Sampler(17, "cpu").sample(broken, rows)
+    assert found.token_ids[:9] + found.token_ids[18:] == (
+        expected.token_ids[:9] + expected.token_ids[18:]
+    )
+    assert found.logprobs[:9] + found.logprobs[18:] == (
+        expected.logprobs[:9] + expected.logprobs[18:]
+    )
+    assert (expected.errors, list(found.errors)) == ({}, list(range(9, 18)))
+    assert found.token_ids[9:18] == [-1] * 9
+    assert found.logprobs[9:18] == [None] * 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_one_logit_that_is_no_number_is_an_error_of_its_row(kind, dtype) -> None:
+    logits_LV = torch.zeros(5, 1000, dtype=dtype)
+    logits_LV[0, 700], logits_LV[1, 700], logits_LV[2] = torch.nan, torch.inf, -torch.inf
+    # Minus infinity is a logit like another one while a token is left.
+    logits_LV[3, 1:] = -torch.inf
+    logits_LV[4, 0] = -torch.inf
+    found = Sampler(1000, "cpu").sample(logits_LV, [row(**kind | {"min_tokens": 0})] * 5)
+    assert list(found.errors) == [0, 1, 2]
+    assert found.token_ids[:4] == [-1, -1, -1, 0]
+    assert found.token_ids[4] > 0
+    for error, largest in zip(found.errors.values(), ("nan", "inf", "-inf"), strict=True):
+        assert f"largest is {largest}" in error.found
+        assert all((error.asked, error.why, error.fix))
+
+
+def test_settings_that_exclude_every_token_are_an_error() -> None:
+    stops = SamplingRow(SamplingParams(min_tokens=2), [1], [3], 2, tuple(range(17)))
+    late = SamplingRow(SamplingParams(min_tokens=1), [1], [3], 2, tuple(range(17)))
+    assert list(Sampler(17, "cpu").sample(logits(2, 17), [stops, late]).errors) == [0]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_row_of_fp64_does_not_depend_on_the_settings_of_others(kind) -> None:
+    # The two largest are one number in fp32.
+    logits_LV = torch.zeros(2, 17, dtype=torch.float64)
+    logits_LV[:, 3], logits_LV[:, 9] = 20.0, 20.0 + 1e-9
+    alone = Sampler(17, "cpu").sample(logits_LV[:1], [row(seed=4, **kind)])
+    mate = row(logit_bias={5: 1.0})
+    together = Sampler(17, "cpu").sample(logits_LV, [row(seed=4, **kind), mate])
+    assert together.token_ids[0] == alone.token_ids[0]
+    assert together.logprobs[0] == alone.logprobs[0]
 
 
 def test_logits_are_not_changed_and_no_rows_give_no_tokens() -> None:

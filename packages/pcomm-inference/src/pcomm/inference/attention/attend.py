@@ -20,7 +20,7 @@ __all__ = ["attend_chunk", "attend_one_token", "attend_rows"]
 def attend_one_token(
     q_NHK: Tensor, memory: KVMemory, call: OneTokenCall, scale: float | None
 ) -> Tensor:
-    """`[N, H, K]` of the requests of one call.
+    """`[N, H, K]`, contiguous, of the requests of one call.
 
     Args:
         q_NHK: Queries of their new tokens.
@@ -32,7 +32,8 @@ def attend_one_token(
     num_requests, num_heads, head_dim = q_NHK.shape
     q_NGRK = q_NHK.view(num_requests, k_NGLK.shape[1], -1, head_dim)
     mixed_NGRK = attend_rows(q_NGRK, k_NGLK, v_NGLK, call.mask_N11L, scale)
-    return mixed_NGRK.reshape(num_requests, num_heads, head_dim)
+    # With one row for each key head, a cut of the rows that were added is a view with gaps.
+    return mixed_NGRK.reshape(num_requests, num_heads, head_dim).contiguous()
 
 
 def attend_chunk(

@@ -19,7 +19,7 @@ __all__ = ["decode_on_device"]
 def decode_on_device(
     q_NHK: Tensor, memory: KVMemory, batch: StepBatch, scale: float | None
 ) -> Tensor:
-    """`[N, H, K]` of a batch in which every request has one new token. No wait for the device.
+    """`[N, H, K]`, contiguous: one new token of every request. No wait for the device.
 
     Shapes depend on the shapes of the batch alone, so that a captured graph serves every step with
     as many requests and as wide block tables. Keys up to the end of the tables are copied, so the
@@ -53,4 +53,4 @@ def decode_on_device(
         mask_NL[:, None, None],
         scale,
     )
-    return mixed_NGRK.reshape(q_NHK.shape)
+    return mixed_NGRK.reshape(q_NHK.shape).contiguous()

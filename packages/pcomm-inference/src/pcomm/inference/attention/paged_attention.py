@@ -45,7 +45,7 @@ def paged_attention(
         scale: Factor of the scores; `K ** -0.5` if absent.
 
     Returns:
-        `[T, H, K]`, dtype of `q_THK`.
+        `[T, H, K]`, contiguous, dtype of `q_THK`.
 
     Raises:
         ConfigError: Shapes of queries, keys and blocks do not fit together.

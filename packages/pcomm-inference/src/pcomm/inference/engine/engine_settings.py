@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pcomm.core.errors import ConfigError
+from pcomm.inference.engine.memory.memory_specs import check_memory_specs
 from pcomm.inference.model import KVSpec, LayerSpec, StateSpec
 
 __all__ = ["EngineSettings"]
@@ -26,14 +27,15 @@ class EngineSettings:
     speculative_tokens: int
 
     def check(self, specs: Sequence[LayerSpec]) -> None:
-        """Refuse numbers that no engine can run with.
+        """Refuse declarations and numbers that no engine can run with.
 
         Args:
             specs: Declarations of the model, one for each layer.
 
         Raises:
-            ConfigError: A value is no integer, or is too small.
+            ConfigError: A declaration cannot be allocated; a value is no integer, or is too small.
         """
+        check_memory_specs(specs)
         least = dict.fromkeys(vars(self), 1) | {"max_model_len": 2, "speculative_tokens": 0}
         least["num_blocks"] = int(any(isinstance(spec, KVSpec) for spec in specs))
         least["num_state_slots"] = int(any(isinstance(spec, StateSpec) for spec in specs))

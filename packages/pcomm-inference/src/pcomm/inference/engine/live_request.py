@@ -53,7 +53,7 @@ class LiveRequest:
         grammar: Grammar of the text; None for any text.
         num_failures: Number of steps of several requests that failed with it.
         alone_until: Number of computed tokens up to which it runs alone after such a step.
-        error: Exception of its grammar in the step under way, which ends it.
+        error: Exception of its grammar or of its logits in the step under way, which ends it.
         prompt_logprobs: Log-probabilities of the prompt's tokens from the second on, as far as
             they are known; where the request asked for them.
     """

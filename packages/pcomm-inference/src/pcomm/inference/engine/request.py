@@ -12,8 +12,8 @@ __all__ = ["FinishReason", "Request", "RequestOutput", "TokenLogprobs"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """`stop`: a stop token or stop string; `length`: `max_tokens` or the longest context; `error`: an
-exception in the model or the grammar. `abort` is for those who end a request by `Engine.abort`:
-the engine says nothing of it after that."""
+exception in the model or the grammar, or logits that are not numbers. `abort` is for those who end
+a request by `Engine.abort`: the engine says nothing of it after that."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class StepOutputs:
         Args:
             plan: Work of the step.
             sampled: A token for each decode, and for each chunk that is sampled one behind its
-                known tokens and one behind each draft.
+                known tokens and one behind each draft. An error in place of one ends its request.
 
         Returns:
             One output for each request that got tokens or ended.
@@ -52,7 +52,12 @@ class StepOutputs:
             token = ids[place]
             live.num_computed += 1
             # Nearly all requests of nearly all steps: the same as below, four times as fast.
-            if live.is_plain and token not in live.stop_ids and len(live.tokens) + 1 < live.limit:
+            if (
+                live.is_plain
+                and token >= 0
+                and token not in live.stop_ids
+                and len(live.tokens) + 1 < live.limit
+            ):
                 live.tokens.append(token)
                 live.output.append(token)
                 if live.num_computed >= live.keep_at:
@@ -61,6 +66,7 @@ class StepOutputs:
                 cached = live.cached_tokens or 0
                 outputs.append(RequestOutput(live.request_id, (token,), cached_tokens=cached))
             else:
+                live.error = live.error or sampled.errors.get(place)
                 outputs.append(self._accept(live, [token], [logprobs[place]]))
         place = len(plan.decodes)
         for chunk in plan.chunks:
@@ -71,6 +77,7 @@ class StepOutputs:
             behind = place + len(chunk.drafts) + 1
             right = self._settle_drafts(chunk, ids[place:behind])
             end = place + right + 1
+            chunk.live.error = chunk.live.error or sampled.errors.get(place)
             outputs.append(self._accept(chunk.live, ids[place:end], logprobs[place:end]))
             place = behind
         return outputs
@@ -87,6 +94,10 @@ class StepOutputs:
     def _settle_drafts(self, chunk: Chunk, sampled: list[int]) -> int:
         """Note what is computed after a chunk, and return the number of drafts that were right."""
         live, right = chunk.live, count_accepted(chunk.drafts, sampled)
+        if right and sampled[right] < 0:
+            # No token behind right drafts: the next step finds the error in the same place, and
+            # until then the request has what it would have without drafts.
+            right -= 1
         live.num_computed = chunk.stop + right
         self.num_drafted += len(chunk.drafts)
         self.num_accepted += right

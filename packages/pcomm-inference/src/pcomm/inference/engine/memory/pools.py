@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pcomm.core.errors import ConfigError
 from pcomm.inference.memory import KVMemory, LayerMemory, StateMemory
 from pcomm.inference.model import KVSpec, LayerSpec, StateSpec
 
@@ -22,7 +21,7 @@ class Pools:
     attention layers, a slot the states of all recurrent layers.
 
     Args:
-        specs: Declarations of the model, one for each layer.
+        specs: Declarations of the model, one for each layer; `check_memory_specs` has passed.
         num_blocks: Number of KV blocks, and one more that belongs to no request.
         block_size: Tokens of a block.
         num_slots: Number of state slots, and one more that belongs to no request.
@@ -54,21 +53,7 @@ class Pools:
             elif isinstance(spec, StateSpec):
                 memory = StateMemory({})
                 for name, shape in spec.shapes.items():
-                    if name not in spec.dtypes:
-                        raise ConfigError(
-                            f"Engine: layer {number} of memory_specs",
-                            found=f"tensor {name!r} has a shape and no dtype",
-                            why="The pool of a state is allocated from both.",
-                            fix=f"Add dtypes[{name!r}] to its StateSpec.",
-                        )
                     kinds[name, tuple(shape), spec.dtypes[name]].append(number)
-            elif spec is not None:
-                raise ConfigError(
-                    f"Engine: layer {number} of memory_specs",
-                    found=f"a {type(spec).__name__}",
-                    why="The engine has pools for keys and values, and for states.",
-                    fix="Return a KVSpec, a StateSpec or None for each layer.",
-                )
             memories.append(memory)
         self._states: list[Tensor] = []
         for (name, shape, dtype), layers in kinds.items():

@@ -70,7 +70,8 @@ class ModelRunner:
             `[L, V]`: logits of the rows that the batch asks for.
 
         Raises:
-            ConfigError: The model returned something else. What the model raises passes through.
+            ConfigError: The model returned something else: no tensor, integers, or another shape.
+                What the model raises passes through.
         """
         self._tables.send()
         if self.graphs is not None and not plan.chunks:
@@ -87,11 +88,19 @@ class ModelRunner:
     def _step(self, batch: StepBatch) -> Tensor:
         logits = self._model.step(batch, self._pools.memories)
         expected = (batch.logits_rows.shape[0], self._vocabulary)
-        if tuple(logits.shape) != expected:
-            raise ConfigError(
-                f"Engine.step: {type(self._model).__name__}.step",
-                found=f"logits of shape {list(logits.shape)}",
-                why=f"The batch asks for {expected[0]} rows, and the vocabulary is {expected[1]}.",
-                fix="Return the logits of batch.logits_rows, one for each id of the vocabulary.",
-            )
-        return logits
+        if not isinstance(logits, Tensor):
+            found = f"a {type(logits).__name__}"
+        elif not logits.is_floating_point():
+            found = f"logits of {logits.dtype}"
+        elif tuple(logits.shape) != expected:
+            found = f"logits of shape {list(logits.shape)}"
+        else:
+            return logits
+        raise ConfigError(
+            f"Engine.step: {type(self._model).__name__}.step",
+            found=found,
+            why=f"The batch asks for {expected[0]} rows of floating-point numbers, and the "
+            f"vocabulary is {expected[1]}.",
+            fix="Return the logits of batch.logits_rows as a tensor, one for each id of the "
+            "vocabulary.",
+        )

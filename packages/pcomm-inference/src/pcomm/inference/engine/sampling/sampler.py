@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, PcommError
 from pcomm.inference.engine.request import TokenLogprobs
 from pcomm.inference.engine.sampling.grammar_masks import mask_by_grammar
 from pcomm.inference.engine.sampling.logit_edits import edit_logits, edits
@@ -29,6 +29,9 @@ _COLDEST, _HOTTEST = 1e-30, 1e30
 # passes stays in the cache, which makes large vocabularies several times faster.
 _CACHED_LOGITS = 2**18
 
+# In place of a token id, for a row that has none.
+_NO_TOKEN = -1
+
 _Draw = Callable[[Tensor, Sequence[SamplingParams], Tensor], Tensor]
 
 
@@ -37,12 +40,14 @@ class Sampled:
     """What was sampled for each row.
 
     Attributes:
-        token_ids: The token of each row.
-        logprobs: Log-probabilities of each row that asked for them, otherwise None.
+        token_ids: The token of each row; -1 for a row that has none.
+        logprobs: Log-probabilities of each row that asked for them and has a token, otherwise None.
+        errors: Reasons why rows have no token, by the number of the row.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
+    errors: Mapping[int, PcommError] = field(default_factory=dict)
 
 
 class Sampler:
@@ -65,8 +70,12 @@ class Sampler:
     def sample(self, logits_LV: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         """One token for each row. Local.
 
+        A row whose largest logit is NaN or infinite, also for settings that exclude every token,
+        has an error and no token; other rows are not disturbed.
+
         Args:
-            logits_LV: Logits of any floating-point dtype; not changed.
+            logits_LV: Logits of any floating-point dtype; not changed. Those of fp64 are rounded to
+                fp32 first, so that a row does not depend on the settings of others.
             rows: Settings and history of each row, in the order of the logits.
 
         Raises:
@@ -81,15 +90,21 @@ class Sampler:
             )
         if not rows:
             return Sampled([], [])
+        if logits_LV.dtype == torch.float64:
+            logits_LV = logits_LV.float()
         edited_LV = logits_LV
         if any(row.grammar is not None or edits(row.params) for row in rows):
             edited_LV = logits_LV.to(torch.float32, copy=True).contiguous()
             edit_logits(edited_LV, rows)
             mask_by_grammar(edited_LV, rows)
         token_ids = self._choose(edited_LV, rows).tolist()
-        return Sampled(token_ids, _logprobs(logits_LV, token_ids, rows))
+        errors = {
+            n: _no_token(edited_LV[n]) for n, token_id in enumerate(token_ids) if token_id < 0
+        }
+        return Sampled(token_ids, _logprobs(logits_LV, token_ids, rows), errors)
 
     def _choose(self, logits_LV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """int64 `[L]`, the token of each row; -1 where the largest logit is not finite."""
         groups: list[list[int]] = [[], [], []]
         for number, row in enumerate(rows):
             params = row.params
@@ -107,16 +122,20 @@ class Sampler:
 
     def _draw_from_all(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         def draw(logits_RV: Tensor, params: Sequence[SamplingParams], keys_R: Tensor) -> Tensor:
-            return self._noise.gumbel(keys_R).add_(_below(logits_RV, params)).argmax(-1)
+            largest_R1 = logits_RV.amax(-1, keepdim=True)
+            below_RV = _below(logits_RV, largest_R1, params)
+            chosen_R1 = self._noise.gumbel(keys_R).add_(below_RV).argmax(-1, keepdim=True)
+            return _where_finite(chosen_R1, largest_R1)
 
         return self._in_blocks(draw, logits_RV, rows)
 
     def _draw_from_some(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         def draw(logits_RV: Tensor, params: Sequence[SamplingParams], keys_R: Tensor) -> Tensor:
-            ids_RC, below_RC = filter_tokens(_below(logits_RV, params), params)
+            largest_R1 = logits_RV.amax(-1, keepdim=True)
+            ids_RC, below_RC = filter_tokens(_below(logits_RV, largest_R1, params), params)
             noise_RC = self._noise.gumbel(keys_R, ids_RC)
             best_R1 = noise_RC.add_(below_RC).argmax(-1, keepdim=True)
-            return ids_RC.gather(1, best_R1)[:, 0]
+            return _where_finite(ids_RC.gather(1, best_R1), largest_R1)
 
         return self._in_blocks(draw, logits_RV, rows)
 
@@ -131,13 +150,32 @@ class Sampler:
 
 
 def _likeliest(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    return logits_RV.argmax(-1)
+    # Of logits with a NaN, the NaN is the largest to torch.
+    chosen_R1 = logits_RV.argmax(-1, keepdim=True)
+    return _where_finite(chosen_R1, logits_RV.gather(1, chosen_R1))
 
 
-def _below(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _where_finite(ids_R1: Tensor, largest_R1: Tensor) -> Tensor:
+    # In the tensor that goes to the host anyway: no second wait for the device.
+    return torch.where(largest_R1.abs() < torch.inf, ids_R1, _NO_TOKEN)[:, 0]
+
+
+def _no_token(logits_V: Tensor) -> PcommError:
+    return PcommError(
+        "Engine.step: logits of the model",
+        found=f"the logits of a row are not numbers: the largest is {float(logits_V.amax())}",
+        why="No token can be chosen among them. A model gives such logits when its weights or sums "
+        "leave the range of its dtype; minus infinity alone means that settings or the grammar "
+        "exclude every token.",
+        fix="Check the weights, load the model in bfloat16 or float32 rather than float16, and ask "
+        "for no min_tokens where every token ends the text.",
+    )
+
+
+def _below(logits_RV: Tensor, largest_R1: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     # The largest becomes 0, and stays 0 however small the temperature is.
     divisors = [min(max(one.temperature, _COLDEST), _HOTTEST) for one in params]
-    below_RV = logits_RV.float() - logits_RV.amax(-1, keepdim=True)
+    below_RV = logits_RV.float() - largest_R1
     if any(divisor != 1 for divisor in divisors):
         below_RV /= torch.tensor(divisors, device=logits_RV.device)[:, None]
     return below_RV
@@ -147,7 +185,9 @@ def _logprobs(
     logits_LV: Tensor, token_ids: Sequence[int], rows: Sequence[SamplingRow]
 ) -> list[TokenLogprobs | None]:
     found: list[TokenLogprobs | None] = [None] * len(rows)
-    numbers = [n for n, row in enumerate(rows) if row.params.logprobs is not None]
+    numbers = [
+        n for n, row in enumerate(rows) if row.params.logprobs is not None and token_ids[n] >= 0
+    ]
     if numbers:
         asked = [rows[n].params.logprobs or 0 for n in numbers]
         logits_RV = logits_LV[torch.tensor(numbers, device=logits_LV.device)]

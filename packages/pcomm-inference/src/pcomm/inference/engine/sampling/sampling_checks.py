@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["check_params", "check_token_ids"]
 
 _LEAST_SEED, _LARGEST_SEED = -(2**63), 2**64 - 1
+# Beyond any logit, and so far below the largest number of fp32 that no sum or product leaves it.
+_LARGEST_EDIT = 1e6
 
 
 def check_params(params: SamplingParams) -> None:
@@ -26,9 +28,14 @@ def check_params(params: SamplingParams) -> None:
     _number(params, "temperature", "at least 0", lambda value: value >= 0)
     _number(params, "top_p", "above 0 and up to 1", lambda value: 0 < value <= 1)
     _number(params, "min_p", "from 0 to 1", lambda value: 0 <= value <= 1)
-    _number(params, "repetition_penalty", "above 0", lambda value: value > 0)
-    _number(params, "presence_penalty", "any finite number", lambda value: True)
-    _number(params, "frequency_penalty", "any finite number", lambda value: True)
+    _number(
+        params,
+        "repetition_penalty",
+        f"from {1 / _LARGEST_EDIT:g} to {_LARGEST_EDIT:g}",
+        lambda value: 1 / _LARGEST_EDIT <= value <= _LARGEST_EDIT,
+    )
+    for name in ("presence_penalty", "frequency_penalty"):
+        _number(params, name, f"from {-_LARGEST_EDIT:g} to {_LARGEST_EDIT:g}", _is_edit)
     _integer(params, "top_k", 0, fix="0 takes all tokens.")
     _integer(params, "seed", _LEAST_SEED, _LARGEST_SEED)
     _integer(params, "max_tokens", 1)
@@ -104,6 +111,10 @@ def _is_number(value: object) -> bool:
         return False
 
 
+def _is_edit(value: float) -> bool:
+    return abs(value) <= _LARGEST_EDIT
+
+
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -142,11 +153,15 @@ def _ids(name: str, ids: object) -> None:
 
 
 def _bias(bias: object) -> None:
-    wanted = "a mapping of token ids (integers of at least 0) to finite numbers"
+    wanted = (
+        "a mapping of token ids (integers of at least 0) to numbers from "
+        f"{-_LARGEST_EDIT:g} to {_LARGEST_EDIT:g}"
+    )
     if not isinstance(bias, Mapping):
         raise _wrong("logit_bias", bias, wanted)
     for token_id, value in bias.items():
-        if not _is_integer(token_id) or token_id < 0 or not _is_number(value):
+        is_id = _is_integer(token_id) and token_id >= 0
+        if not is_id or not _is_number(value) or not _is_edit(value):
             raise _wrong("logit_bias", {token_id: value}, wanted)
 
 

@@ -24,10 +24,12 @@ class SamplingParams:
             and up to 1.
         min_p: Least probability of a token to draw, as a factor of the largest one.
         repetition_penalty: Divisor of positive logits (factor of negative ones) of tokens that the
-            prompt or the text has; 1 for none.
-        presence_penalty: Number taken from the logits of tokens that the text has.
-        frequency_penalty: Number taken from the logit of a token each time the text has it.
-        logit_bias: Number added to the logit of a token id.
+            prompt or the text has, from 1e-6 to 1e6; 1 for none.
+        presence_penalty: Number taken from the logits of tokens that the text has, from
+            -1e6 to 1e6.
+        frequency_penalty: Number taken from the logit of a token each time the text has it,
+            from -1e6 to 1e6.
+        logit_bias: Number added to the logit of a token id, from -1e6 to 1e6.
         seed: Seed of the draws; two requests with the same one, settings and prompt get the same
             tokens, whatever else is in the batch.
         max_tokens: Most tokens to write.
