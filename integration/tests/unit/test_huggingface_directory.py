@@ -20,6 +20,7 @@ from pcomm.integration.huggingface import (
     load_model,
     open_directory,
     read_tokenizer,
+    weights,
     write_config,
 )
 from pcomm.integration.testing.huggingface_models import write_directory
@@ -207,13 +208,20 @@ def test_what_is_no_directory() -> None:
         open_directory(Path("gpt2"))
 
 
-def test_the_head_of_a_tied_model_may_be_there_if_it_is_the_embedding(folder: Path) -> None:
+@pytest.mark.parametrize("rows", [128, 300, 4096])
+def test_the_head_of_a_tied_model_may_be_there_if_it_is_the_embedding(
+    rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise transformers computes with it, and others with the embedding."""
     config(folder, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
         load_model(folder)
+    # 300 rows, in three pieces or in one.
+    monkeypatch.setattr(weights, "_ROWS", rows)
     embedding = load_file(folder / FILE)[EMBEDDING]
-    for head in (embedding[:-1].clone(), embedding.half()):
+    last = embedding.clone()
+    last[-1, -1] += 1
+    for head in (embedding[:-1].clone(), embedding.half(), last):
         put(folder, **{HEAD: head})
         with pytest.raises(ConfigError, match=r"lm_head\.weight is not"):
             load_model(folder)
