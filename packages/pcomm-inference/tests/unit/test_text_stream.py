@@ -139,6 +139,18 @@ def test_prompt_and_text_together_are_the_decoded_whole(tokens, data, words) -> 
     assert tokens.decode(ids[:cut]) + text == whole
 
 
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_a_prompt_of_single_bytes_is_looked_at_from_the_begin_of_a_character(cut: int) -> None:
+    tokens = Tokens(byte_fallback())
+    text = "👩‍👩‍👧" * 4
+    ids = tokens.encode(text)
+    # Some 4 and 3 bytes: prompts whose last tokens begin within a character, and others.
+    begin = len(tokens.encode(text[: 2 * cut]))
+    stream = TextStream(tokens, (), prompt=ids[:begin])
+    found = "".join(stream.push(token_id).text for token_id in ids[begin:]) + stream.flush()
+    assert found == text[2 * cut :]
+
+
 @pytest.mark.parametrize("number", [1, 24, 25, 60])
 def test_tokens_without_text_change_nothing(tokens, number) -> None:
     special = next(iter(tokens.tokenizer.get_added_tokens_decoder()))

@@ -38,7 +38,7 @@ class IncrementalDecoder:
         self._tokenizer = tokenizer
         # Tokens whose text was given, whole characters; behind them the others, with the number of
         # characters of theirs that were given.
-        self._context = list(prompt[-_KEPT_PENDING:])
+        self._context = _last_whole(tokenizer, prompt)
         self._context_text = tokenizer.decode(self._context)
         self._pending: list[int] = []
         self._given = 0
@@ -83,3 +83,9 @@ class IncrementalDecoder:
         self._context, self._context_text = [], ""
         self._pending = self._pending[-_KEPT_PENDING:]
         self._given = max(len(self._tokenizer.decode(self._pending)) - num_held, 0)
+
+
+def _last_whole(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """The last tokens of a prompt, from the begin of a character on where tokens are bytes."""
+    last = [list(prompt[-number:]) for number in range(_KEPT_PENDING, _KEPT_PENDING + 4)]
+    return next((some for some in last if _REPLACEMENT not in tokenizer.decode(some)), last[0])
