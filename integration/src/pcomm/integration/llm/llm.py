@@ -82,7 +82,8 @@ class LLM:
         }
         _check_numbers(numbers)
         place = torch.device(device)
-        self.path, self.max_queued = Path(path), max_queued
+        self.path = Path(path)
+        self.max_queued = max_queued
         self.loaded: LoadedModel = load_model(self.path, dtype=dtype_of(dtype), device=place)
         self.max_model_len = max_model_len or self.loaded.max_tokens
         size = memory_size(
