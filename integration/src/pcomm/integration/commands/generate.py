@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pcomm.core.errors import ConfigError
+from pcomm.integration.commands.llm_options import add_placement_options
 
 if TYPE_CHECKING:
     from pcomm.inference import SamplingParams
@@ -59,13 +60,7 @@ class GenerateCommand:
         )
         parser.add_argument("--seed", type=int, default=0, metavar="S")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
-        parser.add_argument(
-            "--dtype",
-            default="auto",
-            metavar="NAME",
-            help="float32, bfloat16, float16; auto: that of the folder, fp32 for a run",
-        )
-        parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cpu or cuda:0")
+        add_placement_options(parser)
         parser.add_argument(
             "--ranks",
             type=int,

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_llm_options", "llm_options"]
+__all__ = ["add_llm_options", "add_placement_options", "llm_options"]
 
 
 def add_llm_options(parser: argparse.ArgumentParser) -> None:
@@ -14,13 +14,7 @@ def add_llm_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", type=Path, metavar="DIR", help="a run of `pcomm train`, or a Hugging Face folder"
     )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        metavar="NAME",
-        help="float32, bfloat16, float16; auto: that of the folder, fp32 for a run",
-    )
-    parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cpu or cuda:0")
+    add_placement_options(parser)
     parser.add_argument(
         "--max-model-len",
         type=int,
@@ -40,6 +34,17 @@ def add_llm_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens that a step guesses from the text so far",
     )
+
+
+def add_placement_options(parser: argparse.ArgumentParser) -> None:
+    """`--dtype` and `--device`: how weights are kept, and where."""
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="NAME",
+        help="float32, bfloat16, float16; auto: that of the folder, fp32 for a run",
+    )
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cpu or cuda:0")
 
 
 def llm_options(arguments: argparse.Namespace) -> dict[str, Any]:

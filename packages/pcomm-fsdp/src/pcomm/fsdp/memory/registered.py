@@ -121,7 +121,7 @@ def register_memory(
         device: Device of the buffers.
 
     Raises:
-        PcommError: What `PoolRegistry.bind` raises.
+        PcommError: An error of `PoolRegistry.bind`.
         RuntimeError: There is not enough memory.
         PeerError: One of these on another rank.
     """

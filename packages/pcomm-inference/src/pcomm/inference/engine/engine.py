@@ -118,7 +118,7 @@ class Engine:
 
         Raises:
             ConfigError: The request can never be served; the message names the limit.
-            QueueFullError: As many requests wait as may.
+            QueueFullError: The queue holds `max_queued` requests.
             ClosedError: The engine is closed, or a change of its requests was cut short.
         """
         self._check_open("add")
@@ -167,7 +167,7 @@ class Engine:
 
         Raises:
             ClosedError: The engine is closed, or a change of its requests was cut short.
-            KeyboardInterrupt: As any exception that is no `Exception`, it passes. During the
+            KeyboardInterrupt: It passes, like any exception that is no `Exception`. During the
                 computation nothing is lost, and the next call computes the step again. At any other
                 place the requests are half changed: `add` and `step` raise `ClosedError` from then
                 on.

@@ -36,7 +36,7 @@ class RequestQueue:
         """Refuse a new request while the queue is full.
 
         Raises:
-            QueueFullError: As many wait as may.
+            QueueFullError: The queue holds its largest number of requests.
         """
         if len(self._waiting) >= self._most:
             raise QueueFullError(

@@ -26,7 +26,7 @@ def accept_tokens(
         What the engine says of the request; with a `finish_reason` if it has ended.
 
     Raises:
-        Exception: Of the tokenizer or the grammar.
+        Exception: An error that the tokenizer or the grammar has raised.
     """
     prompt_logprobs = () if live.output else tuple(live.prompt_logprobs)
     text, reason, count = "", None, 0
