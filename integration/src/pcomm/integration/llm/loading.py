@@ -12,6 +12,7 @@ import torch
 
 from pcomm.core import Group
 from pcomm.core.errors import ConfigError
+from pcomm.inference import pack_weights
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import check_index, read
@@ -274,6 +275,8 @@ def _loaded(
     max_tokens: int,
 ) -> LoadedModel:
     plain, stop = plain_chat()
+    # Only large weights on a CPU; `state_dict` of the model is refused from here on.
+    pack_weights(model)
     return LoadedModel(
         path.resolve().name,
         model.eval(),

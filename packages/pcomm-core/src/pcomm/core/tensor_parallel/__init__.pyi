@@ -13,3 +13,6 @@ from pcomm.core.tensor_parallel.param_layout import ParamLayout as ParamLayout
 from pcomm.core.tensor_parallel.param_layout import join_shards as join_shards
 from pcomm.core.tensor_parallel.param_layout import param_layouts_of as param_layouts_of
 from pcomm.core.tensor_parallel.param_layout import take_shard as take_shard
+from pcomm.core.tensor_parallel.replaced_weight import WeightProduct as WeightProduct
+from pcomm.core.tensor_parallel.replaced_weight import check_no_gradient as check_no_gradient
+from pcomm.core.tensor_parallel.replaced_weight import forget_weight as forget_weight

@@ -26,6 +26,11 @@ from pcomm.core.tensor_parallel.mappings import (
     scatter_tokens,
 )
 from pcomm.core.tensor_parallel.param_layout import ParamLayout
+from pcomm.core.tensor_parallel.replaced_weight import (
+    WeightProduct,
+    replaced_linear,
+    replaced_product,
+)
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -84,6 +89,7 @@ class ColumnParallelLinear(FastModule):
         _set_parameters(
             self, in_features, layout.length, bias, initialise, device=device, dtype=dtype
         )
+        self.multiply = _linear
         if collectives.size == 1:
             self.run = _linear
             return
@@ -91,10 +97,16 @@ class ColumnParallelLinear(FastModule):
         self._gathers_tokens = sequence_parallel
         self.run = type(self)._split_and_gather if gather_output else type(self)._split
 
+    def replace_weight(self, product: WeightProduct) -> None:
+        """See `replaced_weight.WeightProduct`: `product` computes in place of the weight. Local."""
+        self.multiply = replaced_linear(self, product)
+        if self.collectives.size == 1:
+            self.run = self.multiply
+
     def _split(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return _linear(self, self._enter(x, self.collectives))
-        return _linear(self, self.collectives.all_gather(x) if self._gathers_tokens else x)
+            return self.multiply(self, self._enter(x, self.collectives))
+        return self.multiply(self, self.collectives.all_gather(x) if self._gathers_tokens else x)
 
     def _split_and_gather(self, x: Tensor) -> Tensor:
         y = self._split(x)
@@ -156,6 +168,7 @@ class RowParallelLinear(FastModule):
         _set_parameters(
             self, layout.length, out_features, bias, initialise, device=device, dtype=dtype
         )
+        self.multiply = _product
         if collectives.size == 1:
             self.run = _linear
             return
@@ -163,8 +176,15 @@ class RowParallelLinear(FastModule):
         self._scatters_tokens = sequence_parallel
         self.run = type(self)._split
 
+    def replace_weight(self, product: WeightProduct) -> None:
+        """See `replaced_weight.WeightProduct`: `product` computes in place of the weight. Local."""
+        if self.collectives.size == 1:
+            self.run = replaced_linear(self, product)
+        else:
+            self.multiply = replaced_product(self, product)
+
     def _split(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)
+        y = self.multiply(self, x)
         if torch.is_grad_enabled():
             y = self._leave(y, self.collectives)
         else:
@@ -203,3 +223,7 @@ def _linear(module: ColumnParallelLinear | RowParallelLinear, x: Tensor) -> Tens
     except KeyError:
         # A parametrization (weight norm, for example) has put something else in its place.
         return F.linear(x, module.weight, module.bias)
+
+
+def _product(module: RowParallelLinear, x: Tensor) -> Tensor:
+    return F.linear(x, module.weight)

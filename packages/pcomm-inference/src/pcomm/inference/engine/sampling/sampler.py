@@ -13,6 +13,7 @@ from torch import Tensor
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.inference.engine.request import TokenLogprobs
 from pcomm.inference.engine.sampling.grammar_masks import mask_by_grammar
+from pcomm.inference.engine.sampling.largest import place_of_largest
 from pcomm.inference.engine.sampling.logit_edits import edit_logits, edits
 from pcomm.inference.engine.sampling.logprobs import token_logprobs
 from pcomm.inference.engine.sampling.sampling_params import SamplingParams
@@ -124,7 +125,7 @@ class Sampler:
         def draw(logits_RV: Tensor, params: Sequence[SamplingParams], keys_R: Tensor) -> Tensor:
             largest_R1 = logits_RV.amax(-1, keepdim=True)
             below_RV = _below(logits_RV, largest_R1, params)
-            chosen_R1 = self._noise.gumbel(keys_R).add_(below_RV).argmax(-1, keepdim=True)
+            chosen_R1 = place_of_largest(self._noise.gumbel(keys_R).add_(below_RV))
             return _where_finite(chosen_R1, largest_R1)
 
         return self._in_blocks(draw, logits_RV, rows)
@@ -134,7 +135,7 @@ class Sampler:
             largest_R1 = logits_RV.amax(-1, keepdim=True)
             ids_RC, below_RC = filter_tokens(_below(logits_RV, largest_R1, params), params)
             noise_RC = self._noise.gumbel(keys_R, ids_RC)
-            best_R1 = noise_RC.add_(below_RC).argmax(-1, keepdim=True)
+            best_R1 = place_of_largest(noise_RC.add_(below_RC))
             return _where_finite(ids_RC.gather(1, best_R1), largest_R1)
 
         return self._in_blocks(draw, logits_RV, rows)
@@ -151,7 +152,7 @@ class Sampler:
 
 def _likeliest(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     # Of logits with a NaN, the NaN is the largest to torch.
-    chosen_R1 = logits_RV.argmax(-1, keepdim=True)
+    chosen_R1 = place_of_largest(logits_RV)
     return _where_finite(chosen_R1, logits_RV.gather(1, chosen_R1))
 
 
