@@ -14,7 +14,7 @@ from pcomm.core import Collectives, Layout
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.testing import assert_equal, run_virtual
-from pcomm.inference import pack_weights
+from pcomm.inference.layers import pack_weights
 from pcomm.inference.layers.packed_weight import PackedWeight
 
 # Inputs on both sides of the number from which oneDNN adds up a single row in another order.

@@ -12,7 +12,7 @@ import torch
 
 from pcomm.core import Group
 from pcomm.core.errors import ConfigError
-from pcomm.inference import pack_weights
+from pcomm.inference.layers import pack_weights
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import check_index, read

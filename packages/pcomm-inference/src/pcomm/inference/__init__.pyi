@@ -3,7 +3,6 @@ from pcomm.inference.engine.engine import Engine as Engine
 from pcomm.inference.engine.request import Request as Request
 from pcomm.inference.engine.request import RequestOutput as RequestOutput
 from pcomm.inference.engine.sampling.sampling_params import SamplingParams as SamplingParams
-from pcomm.inference.layers.packed_weight import pack_weights as pack_weights
 from pcomm.inference.memory import KVMemory as KVMemory
 from pcomm.inference.memory import LayerMemory as LayerMemory
 from pcomm.inference.memory import StateMemory as StateMemory

@@ -1,1 +1,5 @@
 """Linear layers of a model that decodes: their weights in the form that the processor reads."""
+
+from pcomm.core.face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)
