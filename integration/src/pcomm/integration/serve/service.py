@@ -67,6 +67,8 @@ class Service:
         """Start the step loop; called in the event loop that serves."""
         self.streams.bind(self.loop)
         self.loop.start()
+        # The first call measures the memory, which no request and no scrape has to wait for.
+        await asyncio.wrap_future(self.loop.call(self.engine_stats))
 
     async def stop(self) -> None:
         """End all requests and the step loop."""
