@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pcomm.core.testing import run_virtual
 from pcomm.core.testing.virtual import VirtualCollectives
 from pcomm.inference import Engine, KVMemory, Request, SamplingParams
-from pcomm.inference.engine import DecodeStats
+from pcomm.inference.roofline import DecodeStats
 from pcomm.integration.config import Config, ModelConfig
 from pcomm.integration.config_rules import validate
 from pcomm.integration.models.language_model import LanguageModel

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from pcomm.inference import BandwidthMeter, Engine, ExpertWeights, Request, StepWeights
+from pcomm.inference import Engine, Request
 from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.model import KVSpec, StateSpec
+from pcomm.inference.roofline import BandwidthMeter, ExpertWeights, StepWeights
 from pcomm.inference.roofline.bandwidth import MemoryBandwidth
 from pcomm.inference.roofline.decode_roofline import DecodeCounts, DecodeRoofline
 from pcomm.inference.roofline.step_weights import step_weights_of

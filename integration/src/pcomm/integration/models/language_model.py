@@ -19,7 +19,8 @@ from pcomm.core.tensor_parallel import (
     vocabulary_parallel_cross_entropy,
 )
 from pcomm.gdn_cp import AttentionSpec, Plan, Spec
-from pcomm.inference import LayerMemory, LayerSpec, StepBatch, StepWeights
+from pcomm.inference import LayerMemory, LayerSpec, StepBatch
+from pcomm.inference.roofline import StepWeights
 from pcomm.integration.config_resolved import ResolvedModel
 from pcomm.integration.model_rules import expert_blocks, mixers
 from pcomm.integration.models.attention import Attention

@@ -10,9 +10,6 @@ from pcomm.inference.model import KVSpec as KVSpec
 from pcomm.inference.model import LayerSpec as LayerSpec
 from pcomm.inference.model import Model as Model
 from pcomm.inference.model import StateSpec as StateSpec
-from pcomm.inference.roofline.bandwidth_meter import BandwidthMeter as BandwidthMeter
-from pcomm.inference.roofline.step_weights import ExpertWeights as ExpertWeights
-from pcomm.inference.roofline.step_weights import StepWeights as StepWeights
 from pcomm.inference.step_batch import StepBatch as StepBatch
 from pcomm.inference.text.text_stream import TextStream as TextStream
 from pcomm.inference.text.tokenizer import Tokenizer as Tokenizer

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pcomm.core.tensor_parallel import ParamLayout
-from pcomm.inference import ExpertWeights
+from pcomm.inference.roofline import ExpertWeights
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.mlp import SwiGLU
 from pcomm.integration.models.moe.balance import Balance

@@ -3,4 +3,3 @@ from pcomm.inference.engine.engine_stats import PoolUse as PoolUse
 from pcomm.inference.engine.request import FinishReason as FinishReason
 from pcomm.inference.engine.request import TokenLogprobs as TokenLogprobs
 from pcomm.inference.engine.request_queue import QueueFullError as QueueFullError
-from pcomm.inference.roofline.decode_stats import DecodeStats as DecodeStats

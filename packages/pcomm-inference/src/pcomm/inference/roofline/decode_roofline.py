@@ -63,7 +63,7 @@ class DecodeRoofline:
         """Count a step that has succeeded.
 
         Args:
-            counts: What it computed.
+            counts: Requests and tokens of the step.
             step_ns: Nanoseconds that it took.
         """
         self._num_steps += 1
