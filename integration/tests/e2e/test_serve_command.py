@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from pcomm.core.command.main import main
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, PeerError
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s, wait_until
 from pcomm.core.testing.programs import Programs
 from pcomm.inference import SamplingParams
@@ -26,6 +27,8 @@ httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
 
 from pcomm.integration.serve.server import bind, listen  # noqa: E402
+from pcomm.integration.serve.service import Service  # noqa: E402
+from pcomm.integration.serve.settings import ServeSettings  # noqa: E402
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -96,6 +99,24 @@ def test_a_killed_server_leaves_no_process(run: Path, start: Start, started: Pro
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_until(lambda: not started.running(), "the end of all that it had started")
+
+
+def test_a_model_that_cannot_be_asked_is_served_until_health_says_so(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed() -> None:
+        raise PeerError("stats", found="a rank that died", why="It is gone.", fix="Start again.")
+
+    async def started(service: Service) -> tuple[bool, str]:
+        await service.start()
+        try:
+            return service.health()
+        finally:
+            await service.stop()
+
+    with LLM(run, memory_bytes=2**22) as llm:
+        monkeypatch.setattr(llm, "stats", failed)
+        assert asyncio.run(started(Service(llm, ServeSettings(model_name="run")))) == (True, "ok")
 
 
 def test_two_servers_that_start_together_do_not_share_a_port() -> None:

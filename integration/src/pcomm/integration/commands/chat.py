@@ -43,7 +43,7 @@ class ChatCommand:
         # Imported late, so that --help does not wait for torch.
         from pcomm.inference import SamplingParams
         from pcomm.integration.llm import LLM
-        from pcomm.integration.llm.run_summary import RunSummary
+        from pcomm.integration.llm.run_summary import print_summary
 
         params = SamplingParams(
             max_tokens=arguments.max_tokens,
@@ -62,9 +62,7 @@ class ChatCommand:
             while (line := _line()) is not None:
                 if line.strip() and not _answer(llm, messages, line, params):
                     num_left_out += 1
-            stats = llm.stats()
-            if stats.written_tokens:
-                print(RunSummary(stats.written_tokens, None, stats), file=sys.stderr)
+            print_summary(llm)
         return 2 if num_left_out and not sys.stdin.isatty() else 0
 
 

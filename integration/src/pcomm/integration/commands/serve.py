@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from pcomm.core.errors import ConfigError, UnsupportedError
@@ -72,7 +71,7 @@ class ServeCommand:
                 fix="python3 -m pip install 'pcomm-integration[serve]'",
             ) from error
         from pcomm.integration.llm import LLM
-        from pcomm.integration.llm.run_summary import RunSummary
+        from pcomm.integration.llm.run_summary import print_summary
         from pcomm.integration.serve.settings import ServeSettings
 
         settings = ServeSettings(
@@ -94,9 +93,7 @@ class ServeCommand:
             served = create_app(llm, settings)
             print(f"{settings.model_name} at {listen(bound)}", flush=True)
             serve(served, bound)
-            stats = llm.stats()
-            if stats.written_tokens:
-                print(RunSummary(stats.written_tokens, None, stats), file=sys.stderr)
+            print_summary(llm)
         return 0
 
 

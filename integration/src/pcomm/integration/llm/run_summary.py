@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 
+from pcomm.core.errors import PcommError
 from pcomm.inference.engine import EngineStats
+from pcomm.integration.llm.llm import LLM
 
-__all__ = ["RunSummary"]
+__all__ = ["RunSummary", "print_summary"]
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,19 @@ class RunSummary:
             },
             "host_us": dict(self.stats.host_us),
         }
+
+
+def print_summary(llm: LLM) -> None:
+    """Write the line of all texts of `llm` to stderr. Local.
+
+    Nothing is written without a text, or where the engine has failed and cannot be asked.
+
+    Args:
+        llm: A model that is not closed.
+    """
+    try:
+        stats = llm.stats()
+    except PcommError:
+        return
+    if stats.written_tokens:
+        print(RunSummary(stats.written_tokens, None, stats), file=sys.stderr)

@@ -49,7 +49,7 @@ class DecodeStats:
 
     def __str__(self) -> str:
         most = "at most " if self.is_upper_bound else ""
-        size = _short(self.moved.total, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)))
+        size = _short(self.moved.total, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))
         speed = _short(self.bandwidth.largest, (("GB/s", 1e9), ("MB/s", 1e6)))
         return (
             f"a decode step {_time(self.step_ms)}, floor {_time(self.floor_ms)} "
