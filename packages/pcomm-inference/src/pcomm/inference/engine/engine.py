@@ -235,8 +235,8 @@ class Engine:
         """Counters, the use of both pools, and how near steps are to the limit of the memory.
 
         The first call measures the bandwidth of the memory with as many bytes as the model has, at
-        most 1 GiB, which takes up to a second on a CPU; nothing else does. Call it once before the
-        first request where a later one must not wait.
+        most 1 GiB, which takes about a second on a CPU; `add` and `step` do not. Call it once
+        before the first request where a later call must not wait.
         """
         blocks, slots = self._memory.uses()
         running, graphs = self._scheduler.running, self._runner.graphs

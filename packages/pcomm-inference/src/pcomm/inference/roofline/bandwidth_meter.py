@@ -21,7 +21,7 @@ Measure = Callable[[int, torch.device], MemoryBandwidth]
 
 
 def _measure(num_bytes: int, device: torch.device) -> MemoryBandwidth:
-    return measure_bandwidth(num_bytes, device=device)
+    return measure_bandwidth(num_bytes, device=device, repeats=2)
 
 
 class BandwidthMeter:
@@ -39,7 +39,7 @@ class BandwidthMeter:
         self._known: dict[tuple[torch.device, int], MemoryBandwidth] = {}
 
     def bandwidth(self, device: torch.device, num_bytes: int) -> MemoryBandwidth:
-        """The bandwidth of a device; the first call with it takes up to a second on a CPU. Local.
+        """The bandwidth of a device; the first call measures it. Local.
 
         As many bytes are moved as a step has to, so that a cache which would not hold those holds
         none of these; at most 1 GiB. They are free again after the call.
