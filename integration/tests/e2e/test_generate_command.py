@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -46,7 +47,16 @@ def test_the_installed_command_prints_one_json_object(
     printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
     assert (process.returncode, logged) == (0, "")
     text = json.loads(printed)
+    speed = text.pop("speed")
     assert text.keys() == {"prompt", "text", "num_tokens", "finish_reason", "token_ids"}
+    assert speed.keys() == {"seconds", "decode", "host_us"}
+    assert speed["host_us"].keys() == {"schedule", "batch", "model", "sample", "outputs"}
+    decode = speed["decode"]
+    # The first token comes with the prompt.
+    assert (decode["steps"], decode["num_requests"]) == (text["num_tokens"] - 1, 1)
+    floor_ms = 1e3 * decode["moved"]["total"] / max(decode["bandwidth"].values())
+    assert decode["floor_ms"] == pytest.approx(floor_ms)
+    assert decode["ratio"] == pytest.approx(floor_ms / decode["step_ms"])
     assert text["prompt"] == "word1"
     params = SamplingParams(max_tokens=5, temperature=0.5, seed=3)
     written = Writer.load(run).write("word1", params)
@@ -113,9 +123,12 @@ def test_token_ids_are_a_prompt_like_the_text_they_stand_for(
 ) -> None:
     settings = ["--max-tokens", 12, "--temperature", 0, "--json"]
     from_text = json.loads(generate(capsys, run, "--prompt", "word1 word2", *settings))
+    del from_text["speed"]
     tokenizer = Writer.load(run).tokenizer
     ids = ",".join(map(str, tokenizer.encode("word1 word2")))
-    assert json.loads(generate(capsys, run, "--prompt-ids", ids, *settings)) == from_text
+    from_ids = json.loads(generate(capsys, run, "--prompt-ids", ids, *settings))
+    del from_ids["speed"]
+    assert from_ids == from_text
     assert tokenizer.decode(from_text["token_ids"]) == from_text["text"]
 
 
@@ -140,12 +153,13 @@ def test_a_stop_string_ends_what_is_shown_before_it(
 
 def test_text_is_shown_while_it_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a reader has seen after each token is all of the text that is certain by then."""
-    shown: list[str] = []
+    shown: list[object] = []
     monkeypatch.setattr("builtins.print", lambda text="", **_: shown.append(text))
     words = ["--prompt", "word1", "--max-tokens", "9", "--temperature", "0"]
     assert main(["generate", str(run), *words]) == 0
-    prompt, *parts, newline = shown
+    prompt, *parts, newline, summary = shown
     assert (prompt, newline) == ("word1", "")
+    assert str(summary).startswith("9 tokens in ")
     assert len(parts) == 9
     assert all(parts)
 
@@ -156,8 +170,16 @@ def test_two_ranks_write_what_one_does(
     words = [run, "--prompt", "word1", "--max-tokens", 20, "--temperature", 0.5]
     process = start("pcomm", "generate", *words, "--ranks", 2)
     printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
-    assert (process.returncode, logged) == (0, "")
+    assert process.returncode == 0
     assert printed == generate(capsys, *words)
+    # One rank says how fast it was, and of its share alone.
+    (line,) = logged.splitlines()
+    assert re.fullmatch(
+        r"\d+ tokens in [\d.]+ s; a decode step [\d.]+ [mu]s, floor [\d.]+ [mu]s "
+        r"\([\d.]+ [kM]B at [\d.]+ [GM]B/s\), ratio [\d.e-]+; "
+        r"host: schedule \d+ us, batch \d+ us, model \d+ us, sample \d+ us, outputs \d+ us",
+        line,
+    )
 
 
 def test_a_directory_of_transformers_is_a_model_too(

@@ -352,7 +352,8 @@ def test_metrics_count_what_was_done(hybrid: Live) -> None:
     used = hybrid.complete(n=2, temperature=0, prompt="word7 word8 word9 " * 4).usage
     wait_until(hybrid.is_free, "free memory")
     after = read()
-    grown = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    # Some are known from the first step of decoding on.
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
     # Each of the n texts is a request, and reads the prompt.
     assert grown["pcomm:prompt_tokens_total{}"] == 2 * used.prompt_tokens
     assert grown["pcomm:generation_tokens_total{}"] == used.completion_tokens == 24
@@ -361,6 +362,12 @@ def test_metrics_count_what_was_done(hybrid: Live) -> None:
     assert grown["pcomm:inter_token_latency_seconds_count{}"] == 22
     assert grown["pcomm:e2e_request_latency_seconds_count{}"] == 2
     assert grown["pcomm:prefix_cache_queries_total{}"] == 2 * used.prompt_tokens
+    step_s = after["pcomm:decode_step_seconds{}"]
+    floor_s = after["pcomm:decode_floor_seconds{}"]
+    moved = after["pcomm:decode_step_bytes{}"]
+    assert floor_s == pytest.approx(moved / after["pcomm:memory_bandwidth_bytes_per_second{}"])
+    assert after["pcomm:decode_floor_ratio{}"] == pytest.approx(floor_s / step_s)
+    assert after['pcomm:host_phase_seconds{,phase="sample"}'] > 0
     assert after["pcomm:num_requests_running{}"] == after["pcomm:kv_cache_usage_perc{}"] == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from pcomm.core.command.main import main
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, PeerError
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s, wait_until
 from pcomm.core.testing.programs import Programs
 from pcomm.inference import SamplingParams
@@ -26,6 +27,8 @@ httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
 
 from pcomm.integration.serve.server import bind, listen  # noqa: E402
+from pcomm.integration.serve.service import Service  # noqa: E402
+from pcomm.integration.serve.settings import ServeSettings  # noqa: E402
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -69,7 +72,11 @@ def test_sigterm_lets_requests_end_and_the_exit_code_is_0(run: Path, start: Star
     context.__exit__(None, None, None)
     assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     assert done == "data: [DONE]"
-    assert ended(process) == (0, "")
+    code, logged = ended(process)
+    assert code == 0
+    # The log ends with how fast it was.
+    (line,) = logged.splitlines()
+    assert line.startswith("300 tokens; a decode step ")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
 
@@ -82,7 +89,8 @@ def test_what_does_not_end_in_time_is_told_so(run: Path, start: Start) -> None:
     *_, last = lines
     context.__exit__(None, None, None)
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
-    assert ended(process) == (0, "")
+    code, logged = ended(process)
+    assert (code, len(logged.splitlines())) == (0, 1)
 
 
 def test_a_killed_server_leaves_no_process(run: Path, start: Start, started: Programs) -> None:
@@ -91,6 +99,24 @@ def test_a_killed_server_leaves_no_process(run: Path, start: Start, started: Pro
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_until(lambda: not started.running(), "the end of all that it had started")
+
+
+def test_a_model_that_cannot_be_asked_is_served_until_health_says_so(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed() -> None:
+        raise PeerError("stats", found="a rank that died", why="It is gone.", fix="Start again.")
+
+    async def started(service: Service) -> tuple[bool, str]:
+        await service.start()
+        try:
+            return service.health()
+        finally:
+            await service.stop()
+
+    with LLM(run, memory_bytes=2**22) as llm:
+        monkeypatch.setattr(llm, "stats", failed)
+        assert asyncio.run(started(Service(llm, ServeSettings(model_name="run")))) == (True, "ok")
 
 
 def test_two_servers_that_start_together_do_not_share_a_port() -> None:
@@ -156,7 +182,9 @@ def test_chat_answers_each_line_of_a_pipe_with_all_before_it_in_mind(
             answer = llm.chat(messages, params).text
             messages.append({"role": "assistant", "content": answer})
             expected += answer + "\n"
-    assert capsys.readouterr().out == expected
+    printed = capsys.readouterr()
+    assert printed.out == expected
+    assert printed.err.startswith("12 tokens; a decode step ")
 
 
 def test_a_message_that_cannot_be_answered_is_left_out_of_a_piped_chat(
@@ -172,7 +200,7 @@ def test_a_message_that_cannot_be_answered_is_left_out_of_a_piped_chat(
         return code, printed.out, printed.err
 
     code, expected, said = talk(b"word1\nword2\n")
-    assert (code, said) == (0, "")
+    assert (code, len(said.splitlines())) == (0, 1)
     code, found, said = talk(b"word1\n" + b"word " * 100 + b"\nword \xff\xfe\nword2\n")
     assert (code, found) == (2, expected)
     assert "max_model_len is 64" in said

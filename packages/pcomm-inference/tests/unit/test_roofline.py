@@ -8,7 +8,7 @@ from pcomm.inference.model import KVSpec, StateSpec
 from pcomm.inference.roofline.bandwidth import MemoryBandwidth, measure_bandwidth
 from pcomm.inference.roofline.host_times import HostTimes
 from pcomm.inference.roofline.limit import floor_ms, ratio
-from pcomm.inference.roofline.step_bytes import step_bytes, tensor_bytes
+from pcomm.inference.roofline.step_bytes import KeptBytes, step_bytes, tensor_bytes
 
 KIB, MIB = 2**10, 2**20
 
@@ -16,9 +16,11 @@ KIB, MIB = 2**10, 2**20
 def test_a_token_of_an_8b_llama_keeps_128_kib() -> None:
     specs = [KVSpec(heads=8, head_dim=128, dtype=torch.bfloat16)] * 32
     found = step_bytes(
-        [*specs, None],
+        KeptBytes.of([*specs, None]),
         weights=16_060_000_000,
-        context_lens=[1000, 24],
+        num_requests=2,
+        kept_tokens=1024,
+        new_tokens=2,
         num_logits=2 * 128_256,
         logits_dtype=torch.bfloat16,
     )
@@ -33,9 +35,11 @@ def test_a_token_of_an_8b_llama_keeps_128_kib() -> None:
 def test_a_request_of_a_qwen3_next_moves_144_mib_of_states() -> None:
     shapes, dtypes = {"state": (32, 128, 128)}, {"state": torch.float32}
     found = step_bytes(
-        [StateSpec(shapes, dtypes)] * 36,
+        KeptBytes.of([StateSpec(shapes, dtypes)] * 36),
         weights=0,
-        context_lens=[5] * 256,
+        num_requests=256,
+        kept_tokens=5 * 256,
+        new_tokens=256,
         num_logits=0,
         logits_dtype=torch.float32,
     )
@@ -43,18 +47,16 @@ def test_a_request_of_a_qwen3_next_moves_144_mib_of_states() -> None:
     # A batch of 256 takes 9.0 ms at 4.3 TB/s.
     assert floor_ms(found.total, 4.3e12) == pytest.approx(9.0, abs=0.05)
     halo = StateSpec({"a": (3, 10), "b": (7,)}, {"a": torch.bfloat16, "b": torch.float32})
-    small = step_bytes(
-        [halo], weights=1, context_lens=[0], num_logits=0, logits_dtype=torch.float32
-    )
-    assert small.states == 2 * (60 + 28)
+    assert KeptBytes.of([halo, None]) == KeptBytes(per_token=0, per_request=60 + 28)
 
 
 def test_chunks_of_prompts_write_as_many_keys_as_they_have_tokens() -> None:
     found = step_bytes(
-        [KVSpec(2, 8, torch.float32)],
+        KeptBytes.of([KVSpec(2, 8, torch.float32)]),
         weights=0,
-        context_lens=[10, 0],
-        new_tokens=[1, 5],
+        num_requests=2,
+        kept_tokens=10,
+        new_tokens=6,
         num_logits=0,
         logits_dtype=torch.float32,
     )
@@ -112,3 +114,4 @@ def test_host_times_are_medians_of_the_last_ones_of_each_phase() -> None:
         times.lap("model")
     assert times.medians_us() == {"plan": 2.0, "model": 30.0}
     assert list(times.medians_us()) == ["plan", "model"]
+    assert times.step_ns == 52_000

@@ -33,7 +33,7 @@ class ChatCommand:
         parser.add_argument("--seed", type=int, default=0, metavar="S")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Read, answer, and so on until the end of the input.
+        """Read, answer, and so on until the end of the input; then say how fast that was.
 
         A message that cannot be answered is said and left out, and the next line is read.
 
@@ -43,6 +43,7 @@ class ChatCommand:
         # Imported late, so that --help does not wait for torch.
         from pcomm.inference import SamplingParams
         from pcomm.integration.llm import LLM
+        from pcomm.integration.llm.run_summary import print_summary
 
         params = SamplingParams(
             max_tokens=arguments.max_tokens,
@@ -61,6 +62,7 @@ class ChatCommand:
             while (line := _line()) is not None:
                 if line.strip() and not _answer(llm, messages, line, params):
                     num_left_out += 1
+            print_summary(llm)
         return 2 if num_left_out and not sys.stdin.isatty() else 0
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +71,7 @@ class GenerateCommand:
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the prompt and what follows it, while it is written."""
+        """Print the prompt and what follows it, while it is written, and how fast that was."""
         _check("--max-tokens", arguments.max_tokens, minimum=1)
         _check("--temperature", arguments.temperature, minimum=0)
         _check("--top-k", arguments.top_k, minimum=0)
@@ -116,6 +117,7 @@ def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> Non
     from pcomm.inference import SamplingParams
     from pcomm.integration.generate.writer import Writer
     from pcomm.integration.llm.dtypes import dtype_of
+    from pcomm.integration.llm.run_summary import RunSummary
 
     params = SamplingParams(
         temperature=arguments.temperature,
@@ -130,22 +132,36 @@ def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> Non
         writer = Writer.load(
             arguments.run, dtype=dtype_of(arguments.dtype), device=arguments.device, group=group
         )
-        if world.rank:
-            writer.write(prompt, params)
-        elif arguments.json:
-            print(json.dumps(dataclasses.asdict(writer.write(prompt, params))))
+        begun = time.perf_counter()
+        if world.rank or arguments.json:
+            text = dataclasses.asdict(writer.write(prompt, params))
+            num_tokens = text["num_tokens"]
         else:
-            _show(writer, prompt, params)
+            num_tokens = _show(writer, prompt, params)
+        seconds = time.perf_counter() - begun
+        # On every rank, since they share the memory that is measured.
+        stats = writer.stats()
+        assert stats is not None, "a text was written"
+        summary = RunSummary(num_tokens, seconds, stats)
+        if world.rank:
+            return
+        if arguments.json:
+            print(json.dumps(text | {"speed": summary.fields()}))
+        else:
+            print(summary, file=sys.stderr)
 
 
-def _show(writer: Writer, prompt: str | list[int], params: SamplingParams) -> None:
-    parts = writer.stream(prompt, params)
+def _show(writer: Writer, prompt: str | list[int], params: SamplingParams) -> int:
+    """Print the text while it is written, and return the number of its tokens."""
+    num_tokens, parts = 0, writer.stream(prompt, params)
     # What is wrong with the prompt is said before a part of it is shown.
     first = next(parts)
     print(writer.text_of(prompt), end="")
     for part in chain((first,), parts):
         print(part.text, end="", flush=True)
+        num_tokens += len(part.token_ids)
     print()
+    return num_tokens
 
 
 def _ids(text: str) -> list[int]:

@@ -56,7 +56,7 @@ class ServeCommand:
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Load, print the address, and serve; 0 after an orderly end."""
+        """Load, print the address, serve, and log how fast that was; 0 after an orderly end."""
         key = _key(arguments.api_key_file)
         try:
             from pcomm.integration.serve.app import create_app
@@ -71,6 +71,7 @@ class ServeCommand:
                 fix="python3 -m pip install 'pcomm-integration[serve]'",
             ) from error
         from pcomm.integration.llm import LLM
+        from pcomm.integration.llm.run_summary import print_summary
         from pcomm.integration.serve.settings import ServeSettings
 
         settings = ServeSettings(
@@ -92,6 +93,7 @@ class ServeCommand:
             served = create_app(llm, settings)
             print(f"{settings.model_name} at {listen(bound)}", flush=True)
             serve(served, bound)
+            print_summary(llm)
         return 0
 
 

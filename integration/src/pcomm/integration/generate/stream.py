@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pcomm.inference import Engine, Request, TextStream, Tokenizer
@@ -29,7 +29,13 @@ class TextPart:
     finish_reason: str | None = None
 
 
-def stream(model: LanguageModel, tokenizer: Tokenizer, request: Request) -> Iterator[TextPart]:
+def stream(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    request: Request,
+    *,
+    opened: Callable[[Engine], object] | None = None,
+) -> Iterator[TextPart]:
     """Continue one prompt; local.
 
     Keys and values have room for the prompt and some text. When that is full, the text so far is
@@ -40,6 +46,7 @@ def stream(model: LanguageModel, tokenizer: Tokenizer, request: Request) -> Iter
         model: The whole model.
         tokenizer: Gives the text, and the tokens that end it.
         request: Prompt and settings.
+        opened: Called with each engine that computes a part of the text; None for nothing.
 
     Raises:
         ConfigError: The prompt or a setting cannot be used with this model.
@@ -56,7 +63,7 @@ def stream(model: LanguageModel, tokenizer: Tokenizer, request: Request) -> Iter
         fewest = max(params.min_tokens - written, 0)
         part = replace(params, max_tokens=shorter, min_tokens=fewest, stop=())
         onwards = replace(request, prompt=tuple(tokens), params=part)
-        for token, reason in _continue(model, tokenizer.eos_ids, onwards):
+        for token, reason in _continue(model, tokenizer.eos_ids, onwards, opened):
             tokens.append(token)
             written += 1
             if reason == "stop":
@@ -75,7 +82,10 @@ def stream(model: LanguageModel, tokenizer: Tokenizer, request: Request) -> Iter
 
 
 def _continue(
-    model: LanguageModel, eos_ids: Sequence[int], request: Request
+    model: LanguageModel,
+    eos_ids: Sequence[int],
+    request: Request,
+    opened: Callable[[Engine], object] | None,
 ) -> Iterator[tuple[int, str | None]]:
     """Tokens of one request in an engine of its own, which ends with the iterator."""
     length = len(request.prompt) + request.params.max_tokens
@@ -91,6 +101,8 @@ def _continue(
         prefix_cache=False,
         device=model.device,
     )
+    if opened is not None:
+        opened(engine)
     try:
         engine.add(request)
         while engine.has_work:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from pcomm.core import Group
-from pcomm.inference import Request, SamplingParams
+from pcomm.inference import Engine, Request, SamplingParams
+from pcomm.inference.engine import EngineStats
 from pcomm.integration.generate.stream import TextPart, stream
 from pcomm.integration.llm.loading import LoadedModel, PromptTokenizer, load_model
 from pcomm.integration.models.language_model import LanguageModel
@@ -45,6 +46,7 @@ class Writer:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
+        self._engine: Engine | None = None
 
     @property
     def model(self) -> LanguageModel:
@@ -111,4 +113,15 @@ class Writer:
             ConfigError: A token id of the prompt is none of the model's.
         """
         ids = self.loaded.prompt_ids(prompt) if isinstance(prompt, str) else prompt
-        return stream(self.model, self.tokenizer, Request("text", tuple(ids), params))
+        request = Request("text", tuple(ids), params)
+        return stream(self.model, self.tokenizer, request, opened=self._opened)
+
+    def stats(self) -> EngineStats | None:
+        """State of the engine that wrote last; None before the first text. Local.
+
+        See `Engine.stats`: it measures the bandwidth of the memory.
+        """
+        return None if self._engine is None else self._engine.stats()
+
+    def _opened(self, engine: Engine) -> None:
+        self._engine = engine

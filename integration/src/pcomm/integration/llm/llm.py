@@ -238,7 +238,7 @@ class LLM:
         return self.engine.abort(request_id)
 
     def stats(self) -> EngineStats:
-        """Counters of the engine, and the use of its memory. Local."""
+        """Counters, use of memory and speed of the engine, see `Engine.stats`. Local."""
         return self.engine.stats()
 
     def close(self) -> None:

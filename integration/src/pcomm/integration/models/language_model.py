@@ -20,6 +20,7 @@ from pcomm.core.tensor_parallel import (
 )
 from pcomm.gdn_cp import AttentionSpec, Plan, Spec
 from pcomm.inference import LayerMemory, LayerSpec, StepBatch
+from pcomm.inference.roofline import StepWeights
 from pcomm.integration.config_resolved import ResolvedModel
 from pcomm.integration.model_rules import expert_blocks, mixers
 from pcomm.integration.models.attention import Attention
@@ -27,6 +28,7 @@ from pcomm.integration.models.block import Block
 from pcomm.integration.models.context import Context
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.moe.balance import Balance
+from pcomm.integration.models.moe.mixture import MixtureOfExperts
 from pcomm.integration.models.rotary import Rotation, frequencies, rotation
 from pcomm.integration.models.step_context import StepContext
 
@@ -165,6 +167,15 @@ class LanguageModel(nn.Module):
                 fix="Build the model with sequence_parallel=False; its weights are the same.",
             )
         return [block.mixer.memory_spec for block in self._blocks]
+
+    def step_weights(self) -> StepWeights:
+        """Bytes of this rank's weights that a step of inference reads. Local."""
+        mixtures = [b.mlp for b in self._blocks if isinstance(b.mlp, MixtureOfExperts)]
+        return StepWeights.of(
+            self,
+            tables=[self.embedding],
+            experts=[(one.experts, one.expert_weights) for one in mixtures],
+        )
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, memory: Sequence[LayerMemory | None]) -> Tensor:

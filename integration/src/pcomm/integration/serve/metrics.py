@@ -149,10 +149,32 @@ class _EngineMetrics(Collector):
                 _used(stats.state_slots),
             ),
         }
+        if (decode := stats.decode) is not None:
+            gauges |= {
+                "decode_step_seconds": ("Median time of a step of decoding.", decode.step_ms / 1e3),
+                "decode_floor_seconds": (
+                    "Time that the memory needs for the bytes of such a step.",
+                    decode.floor_ms / 1e3,
+                ),
+                "decode_floor_ratio": ("That time by the median; 1 is the limit.", decode.ratio),
+                "decode_step_bytes": ("Bytes of such a step.", decode.moved.total),
+                "memory_bandwidth_bytes_per_second": (
+                    "Bandwidth that was measured when the server started.",
+                    decode.bandwidth.largest,
+                ),
+            }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(f"pcomm:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        phases = GaugeMetricFamily(
+            "pcomm:host_phase_seconds",
+            "Median time of the host in a phase of a step.",
+            labels=["model_name", "phase"],
+        )
+        for phase, us in stats.host_us.items():
+            phases.add_metric([self._model, phase], us / 1e6)
+        yield phases
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up.", stats.looked_up_tokens),
             "prefix_cache_hits": ("Prompt tokens that were cached.", stats.cached_tokens),

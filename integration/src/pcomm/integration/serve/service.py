@@ -6,13 +6,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.core.errors import ClosedError, ConfigError, PcommError
 from pcomm.inference import Request, SamplingParams
 from pcomm.inference.engine import EngineStats
 from pcomm.integration.llm import LLM
@@ -67,6 +68,9 @@ class Service:
         """Start the step loop; called in the event loop that serves."""
         self.streams.bind(self.loop)
         self.loop.start()
+        # The first call measures the memory, which no request and no scrape has to wait for.
+        with suppress(PcommError):  # of a model that has failed already, which `health` says
+            await asyncio.wrap_future(self.loop.call(self.engine_stats))
 
     async def stop(self) -> None:
         """End all requests and the step loop."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pcomm.core.tensor_parallel import ParamLayout
+from pcomm.inference.roofline import ExpertWeights
 from pcomm.integration.models.layer_builder import LayerBuilder
 from pcomm.integration.models.mlp import SwiGLU
 from pcomm.integration.models.moe.balance import Balance
@@ -63,7 +64,18 @@ class MixtureOfExperts(nn.Module):
         # Ranks that hold other tokens each see a part of its gradient.
         is_partial = build.sequence_parallel and build.collectives.size > 1
         self.param_layouts = {"shared_gate": ParamLayout(has_partial_gradient=is_partial)}
-        self._num_experts = config.experts
+        self._num_experts, self._per_token = config.experts, config.experts_per_token
+
+    @property
+    def expert_weights(self) -> ExpertWeights:
+        """Experts of this rank, of which a step of inference reads some."""
+        gate_up, down = self.experts.gate_up, self.experts.down
+        return ExpertWeights(
+            num_experts=gate_up.shape[0],
+            per_token=self._per_token,
+            bytes_each=gate_up[0].nbytes + down[0].nbytes,
+            on_ranks=self._splits_tokens or self._expert_parallel.size > 1,
+        )
 
     def forward(self, x: Tensor, balance: Balance | None = None) -> Tensor:
         """`[T, D]` to `[T, D]`.

@@ -25,6 +25,8 @@ from pcomm.inference.engine.step_outputs import StepOutputs
 from pcomm.inference.engine.step_plan import StepPlan
 from pcomm.inference.engine.suspects import Suspects
 from pcomm.inference.model import Model
+from pcomm.inference.roofline.bandwidth_meter import BandwidthMeter
+from pcomm.inference.roofline.decode_roofline import DecodeRoofline
 from pcomm.inference.roofline.host_times import HostTimes
 from pcomm.inference.text.text_stream import TextStream
 from pcomm.inference.text.tokenizer import Tokenizer
@@ -53,6 +55,8 @@ class Engine:
         prefix_cache: True to keep what was computed of prompts for requests that begin alike.
         speculative_tokens: Most tokens that a step guesses from the text so far, for each request.
         device: Device of the model.
+        meter: Measures the memory's bandwidth for `stats`, once for all engines that share it; None
+            for one of its own.
 
     Raises:
         ConfigError: A number is too small, or the model declares memory that cannot be allocated.
@@ -75,6 +79,7 @@ class Engine:
         prefix_cache: bool = True,
         speculative_tokens: int = 0,
         device: str | torch.device = "cpu",
+        meter: BandwidthMeter | None = None,
     ) -> None:
         specs, device = model.memory_specs(), torch.device(device)
         self._settings = settings = EngineSettings(
@@ -97,6 +102,9 @@ class Engine:
         self._times = HostTimes()
         self._runner = ModelRunner(model, self._memory, settings, device=device, times=self._times)
         self._sampler = Sampler(vocabulary, device)
+        self._roofline = DecodeRoofline(
+            model, vocabulary=vocabulary, device=device, meter=meter or BandwidthMeter()
+        )
         self._grammars = GrammarCompiler(tokenizer, vocabulary)
         self._live: dict[str, LiveRequest] = {}
         self._outputs = StepOutputs(self._memory.allocator, self._scheduler, self._live)
@@ -198,8 +206,11 @@ class Engine:
             self._changing = ""
             raise
         self._times.lap("sample")
+        counts = plan.decode_counts()
         outputs = self._outputs.advance(plan, sampled)
         self._times.lap("outputs")
+        if counts is not None:
+            self._roofline.note(counts, self._times.step_ns)
         return outputs
 
     def abort(self, request_id: str) -> bool:
@@ -221,7 +232,12 @@ class Engine:
         return True
 
     def stats(self) -> EngineStats:
-        """Counters and the use of both pools."""
+        """Counters, the use of both pools, and how near steps are to the limit of the memory.
+
+        The first call measures the bandwidth of the memory with as many bytes as the model has, at
+        most 1 GiB, which takes about a second on a CPU; `add` and `step` do not. Call it once
+        before the first request where a later call must not wait.
+        """
         blocks, slots = self._memory.uses()
         running, graphs = self._scheduler.running, self._runner.graphs
         return EngineStats(
@@ -241,6 +257,7 @@ class Engine:
             graph_sizes=graphs.sizes if graphs else (),
             graph_refusal=graphs.refusal if graphs else "",
             host_us=self._times.medians_us(),
+            decode=self._roofline.stats(self._runner.logits_dtype),
         )
 
     def close(self) -> None:

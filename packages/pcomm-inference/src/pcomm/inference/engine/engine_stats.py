@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pcomm.inference.roofline.decode_stats import DecodeStats
+
 __all__ = ["EngineStats", "PoolUse"]
 
 
@@ -49,7 +51,9 @@ class EngineStats:
         graph_refusal: The reason why decode steps cannot be recorded; empty where they can, and on
             devices without graphs.
         host_us: Median microseconds of the host in each phase of the last steps, by its name:
-            `schedule`, `batch`, `model`, `sample`, `outputs`.
+            `schedule`, `batch`, `model`, `sample`, `outputs`; the last one is text, what ends and
+            what is kept. On a GPU `model` is the time to launch it, and `sample` waits for it.
+        decode: Time and bytes of steps of decoding; None before the first.
     """
 
     running: int
@@ -68,6 +72,7 @@ class EngineStats:
     graph_sizes: tuple[int, ...]
     graph_refusal: str
     host_us: Mapping[str, float]
+    decode: DecodeStats | None
 
     def __str__(self) -> str:
         lines = [f"requests: {self.running} run, {self.waiting} wait"]
@@ -85,5 +90,7 @@ class EngineStats:
             lines.append(f"drafts: {self.accepted_tokens} right of {self.drafted_tokens}")
         if self.graph_sizes or self.graph_refusal:
             lines.append(f"graphs: {self.graph_refusal or self.graph_sizes}")
+        if self.decode is not None:
+            lines.append(str(self.decode))
         times = ", ".join(f"{phase} {time:.0f}" for phase, time in self.host_us.items())
         return "\n".join([*lines, f"host time of a step, us: {times or 'no step yet'}"])

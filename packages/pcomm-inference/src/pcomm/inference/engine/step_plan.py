@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pcomm.inference.engine.live_request import LiveRequest
+from pcomm.inference.roofline.decode_roofline import DecodeCounts
 
 __all__ = ["Chunk", "StepPlan"]
 
@@ -68,3 +69,19 @@ class StepPlan:
     def num_tokens(self) -> int:
         """T."""
         return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
+
+    def decode_counts(self) -> DecodeCounts | None:
+        """What a step of decoding computes; None if a prompt, or text a second time, is in it.
+
+        A request decodes if it computes its last token, and drafts behind that. Tokens of prompts
+        share the weights with many others, so arithmetic is their limit and not the memory.
+        """
+        kept = sum([live.num_computed for live in self.decodes])
+        num_requests = num_tokens = len(self.decodes)
+        for chunk in self.chunks:
+            if chunk.stop - chunk.start != 1 or not chunk.is_sampled:
+                return None
+            num_requests += 1
+            num_tokens += chunk.num_tokens
+            kept += chunk.start
+        return DecodeCounts(num_requests, num_tokens, kept)

@@ -67,8 +67,8 @@ def measure_bandwidth(
             fix="Give the bytes of the model, or leave both out.",
         )
     rows = num_bytes // _FEWEST_BYTES
-    matrix = torch.ones(rows, _GEMV_COLUMNS, device=device)
-    vector = torch.ones(_GEMV_COLUMNS, device=device)
+    matrix = torch.ones(rows, _GEMV_COLUMNS, dtype=torch.float32, device=device)
+    vector = torch.ones(_GEMV_COLUMNS, dtype=torch.float32, device=device)
     flat = matrix.view(-1)
     source, target = flat[: len(flat) // 2], flat[len(flat) // 2 : len(flat) // 2 * 2]
 

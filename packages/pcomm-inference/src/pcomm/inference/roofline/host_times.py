@@ -29,12 +29,12 @@ class HostTimes:
     def __init__(self, kept: int = 256, *, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self._kept = kept
         self._clock = clock
-        self._last = 0
+        self._begun = self._last = 0
         self._phases: dict[str, deque[int]] = {}
 
     def begin(self) -> None:
         """Begin a step: the first phase is measured from here."""
-        self._last = self._clock()
+        self._begun = self._last = self._clock()
 
     def lap(self, phase: str) -> None:
         """End a phase, which began with `begin` or where the one before it ended."""
@@ -43,6 +43,11 @@ class HostTimes:
             self._phases[phase] = deque(maxlen=self._kept)
         self._phases[phase].append(now - self._last)
         self._last = now
+
+    @property
+    def step_ns(self) -> int:
+        """Nanoseconds from the begin of the step to the end of its last phase so far."""
+        return self._last - self._begun
 
     def medians_us(self) -> dict[str, float]:
         """Median of the kept times of each phase, in microseconds, in the order of first use."""

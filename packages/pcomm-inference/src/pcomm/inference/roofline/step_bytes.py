@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pcomm.inference.model import KVSpec, LayerSpec, StateSpec
 
-__all__ = ["StepBytes", "step_bytes", "tensor_bytes"]
+__all__ = ["KeptBytes", "StepBytes", "step_bytes", "tensor_bytes"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class StepBytes:
     """Bytes of one step on one rank, by what they belong to.
 
     Attributes:
-        weights: Bytes of weights, each read once for all requests.
+        weights: Bytes of weights, each read once for all requests; rows of embedding tables.
         keys_values: Bytes of keys and values: those of earlier tokens read, new ones written.
         states: Bytes of states, read and written.
         logits: Bytes of logits, written.
@@ -35,35 +35,57 @@ class StepBytes:
         return self.weights + self.keys_values + self.states + self.logits
 
 
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes that the layers of one rank keep of a request.
+
+    Attributes:
+        per_token: Bytes of the keys and values of one token.
+        per_request: Bytes of the states of one request.
+    """
+
+    per_token: int
+    per_request: int
+
+    @classmethod
+    def of(cls, specs: Sequence[LayerSpec]) -> KeptBytes:
+        """Of all layers together.
+
+        Args:
+            specs: The specification of each layer, from `Model.memory_specs`.
+        """
+        return cls(
+            per_token=sum(_per_token(spec) for spec in specs if isinstance(spec, KVSpec)),
+            per_request=sum(_per_request(spec) for spec in specs if isinstance(spec, StateSpec)),
+        )
+
+
 def step_bytes(
-    specs: Sequence[LayerSpec],
+    kept: KeptBytes,
     *,
     weights: int,
-    context_lens: Sequence[int],
-    new_tokens: Sequence[int] | None = None,
+    num_requests: int,
+    kept_tokens: int,
+    new_tokens: int,
     num_logits: int,
     logits_dtype: torch.dtype,
 ) -> StepBytes:
     """The least that a step moves; activations stay in caches and are not counted.
 
     Args:
-        specs: The specification of each layer, from `Model.memory_specs`.
-        weights: Bytes of the weights that the step reads, see `tensor_bytes`. An embedding that is
-            not the output layer's, too, is left out: a step reads few of its rows. So are experts
-            to which no token goes.
-        context_lens: Number of tokens of each request that are in memory before the step.
-        new_tokens: Number of tokens of each request in the step; None for one each.
+        kept: Bytes that the layers keep of tokens and requests.
+        weights: Bytes of the weights that the step reads, see `StepWeights.most_read`.
+        num_requests: Number of requests of the step.
+        kept_tokens: Number of tokens of all of them that are in memory before the step. One that
+            two requests share counts for both, since attention reads it for each.
+        new_tokens: Number of tokens of all of them in the step.
         num_logits: Number of logits that are written: rows times vocabulary.
         logits_dtype: Dtype of the logits.
     """
-    per_token = sum(_per_token(spec) for spec in specs if isinstance(spec, KVSpec))
-    per_request = sum(_per_request(spec) for spec in specs if isinstance(spec, StateSpec))
-    num_requests = len(context_lens)
-    written = num_requests if new_tokens is None else sum(new_tokens)
     return StepBytes(
         weights=weights,
-        keys_values=(sum(context_lens) + written) * per_token,
-        states=2 * num_requests * per_request,
+        keys_values=(kept_tokens + new_tokens) * kept.per_token,
+        states=2 * num_requests * kept.per_request,
         logits=num_logits * logits_dtype.itemsize,
     )
 

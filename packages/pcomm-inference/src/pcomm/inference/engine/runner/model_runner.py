@@ -29,6 +29,10 @@ class ModelRunner:
         settings: Sizes of vocabulary, blocks and steps.
         device: Device of the model.
         times: Times of the phases of a step.
+
+    Attributes:
+        graphs: Recorded steps of decoding; None on a device without.
+        logits_dtype: Dtype of the logits of the last step; fp32 before the first.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class ModelRunner:
         self._tables = tables = memory.tables
         self._vocabulary = settings.vocabulary
         self._times = times
+        self.logits_dtype = torch.float32
         self._builder = StepBuilder(
             tables,
             block_size=settings.block_size,
@@ -95,6 +100,7 @@ class ModelRunner:
         elif tuple(logits.shape) != expected:
             found = f"logits of shape {list(logits.shape)}"
         else:
+            self.logits_dtype = logits.dtype
             return logits
         raise ConfigError(
             f"Engine.step: {type(self._model).__name__}.step",
