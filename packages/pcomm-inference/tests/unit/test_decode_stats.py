@@ -6,6 +6,7 @@ from torch import nn
 
 from pcomm.inference import Engine, Request
 from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.layers import pack_weights
 from pcomm.inference.model import KVSpec, StateSpec
 from pcomm.inference.roofline import BandwidthMeter, ExpertWeights, StepWeights
 from pcomm.inference.roofline.bandwidth import MemoryBandwidth
@@ -221,6 +222,18 @@ def test_of_a_table_of_its_own_kind_a_model_says_so():
     module = nn.Sequential(nn.Linear(4, 10, bias=False), nn.Linear(4, 3, bias=False))
     assert StepWeights.of(module) == StepWeights(160 + 48)
     assert StepWeights.of(module, tables=[module[0]]) == StepWeights(48, 16)
+
+
+def test_a_weight_that_was_packed_counts_as_before() -> None:
+    model = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 256, bias=False)).bfloat16()
+    before = StepWeights.of(model)
+    assert pack_weights(model) == 2
+    assert StepWeights.of(model) == before
+    shared = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+    both = nn.ModuleList([shared, nn.Linear(256, 256, bias=False)])
+    both[1].weight = shared.weight
+    pack_weights(both)
+    assert StepWeights.of(both).every_step == 2 * 256 * 256
 
 
 def test_experts_count_as_often_as_tokens_can_meet_them():

@@ -28,6 +28,11 @@ class WeightProduct(Protocol):
     that what asks for these goes on; `state_dict` and `load_state_dict` of the layer are refused.
     """
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads of the weight."""
+        ...
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`[..., O]` of `x` `[..., I]`, in its dtype."""
         ...
@@ -35,27 +40,29 @@ class WeightProduct(Protocol):
 
 def replaced_linear(layer: nn.Module, product: WeightProduct) -> Callable[[Any, Tensor], Tensor]:
     """A function of layer and input that computes with `product` and the layer's bias. Local."""
-    forget_weight(layer)
+    forget_weight(layer, product)
     return partial(_with_bias, product)
 
 
 def replaced_product(layer: nn.Module, product: WeightProduct) -> Callable[[Any, Tensor], Tensor]:
     """The same without the bias, for a layer that adds it after a sum over ranks. Local."""
-    forget_weight(layer)
+    forget_weight(layer, product)
     return partial(_without_bias, product)
 
 
-def forget_weight(layer: nn.Module) -> None:
+def forget_weight(layer: nn.Module, product: WeightProduct) -> None:
     """Put a parameter without memory in the place of `weight`, and refuse `state_dict`. Local.
 
     Args:
         layer: Module with a parameter `weight`.
+        product: What computes in its place, from then on the layer's attribute `weight_product`.
     """
     weight = layer.weight
     assert isinstance(weight, Tensor)
     if not weight.is_meta:
         layer.register_state_dict_pre_hook(_refuse_save)  # type: ignore[no-untyped-call]
         layer.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
+    layer.weight_product = product  # type: ignore[assignment]
     layer.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
 

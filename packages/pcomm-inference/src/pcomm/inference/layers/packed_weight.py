@@ -32,6 +32,9 @@ class PackedWeight:
     Args:
         weight_OI: bf16 or fp32 on a CPU; it is copied.
 
+    Attributes:
+        nbytes: Bytes of the weight.
+
     Raises:
         RuntimeError: What torch says of a dtype or a processor without such products.
     """
@@ -40,6 +43,7 @@ class PackedWeight:
         ops: Any = torch.ops.mkldnn
         self._packed = ops._reorder_linear_weight(weight_OI.contiguous(), None)
         self._multiply = ops._linear_pointwise.default
+        self.nbytes = weight_OI.nbytes
         self._doubles_one_row = weight_OI.shape[1] > _MOST_INPUTS_OF_ONE_ROW
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -70,7 +70,7 @@ def _replace(layer: nn.Module, product: WeightProduct) -> None:
         layer.replace_weight(product)
         return
     assert isinstance(layer, nn.Linear)
-    forget_weight(layer)
+    forget_weight(layer, product)
     layer.forward = partial(_forward, product, layer.bias)  # type: ignore[method-assign]
 
 

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from pcomm.core.tensor_parallel import WeightProduct
 from pcomm.inference.roofline.step_bytes import tensor_bytes
 
 __all__ = ["DeclaresStepWeights", "ExpertWeights", "StepWeights", "step_weights_of"]
@@ -70,16 +71,22 @@ class StepWeights:
         layers = list(experts)
         own = {id(part) for layer, _ in layers for part in layer.modules()}
         rows, whole = list[Tensor](), list[Tensor]()
+        products = {id(one): one.nbytes for one in map(_product_of, module.modules()) if one}
         for part in module.modules():
             if id(part) in own:
                 continue
             is_table = isinstance(part, nn.Embedding) or any(part is table for table in tables)
-            (rows if is_table else whole).extend(part.parameters(recurse=False))
+            held = [
+                one
+                for name, one in part.named_parameters(recurse=False)
+                if name != "weight" or _product_of(part) is None
+            ]
+            (rows if is_table else whole).extend(held)
             whole += part.buffers(recurse=False)
         read = tensor_bytes(whole)
         alone = [one for one in rows if tensor_bytes([*whole, one]) > read]
         return cls(
-            every_step=read,
+            every_step=read + sum(products.values()),
             per_token=sum(one.shape[1:].numel() * one.element_size() for one in alone),
             experts=tuple(one for _, one in layers),
         )
@@ -108,6 +115,12 @@ class DeclaresStepWeights(Protocol):
     def step_weights(self) -> StepWeights:
         """Weights of this rank that steps read. Local."""
         ...
+
+
+def _product_of(layer: nn.Module) -> WeightProduct | None:
+    """What computes in the place of a layer's weight, if anything does."""
+    product: WeightProduct | None = layer.__dict__.get("weight_product")
+    return product
 
 
 def step_weights_of(model: object) -> StepWeights:
