@@ -80,6 +80,7 @@ class ColumnParallelLinear(FastModule):
         if gather_output:
             check_rank_order("ColumnParallelLinear: gather_output", layout)
         self.layout, self.collectives = layout, collectives
+        self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
         self.param_layouts = {"weight": ParamLayout(layout), "bias": ParamLayout(layout)}
         _set_parameters(
             self, in_features, layout.length, bias, initialise, device=device, dtype=dtype
@@ -88,13 +89,12 @@ class ColumnParallelLinear(FastModule):
             self.run = _linear
             return
         self._enter = gather_tokens if sequence_parallel else enter
-        self._gathers_tokens = sequence_parallel
         self.run = type(self)._split_and_gather if gather_output else type(self)._split
 
     def _split(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return _linear(self, self._enter(x, self.collectives))
-        return _linear(self, self.collectives.all_gather(x) if self._gathers_tokens else x)
+        return _linear(self, self.collectives.all_gather(x) if self.sequence_parallel else x)
 
     def _split_and_gather(self, x: Tensor) -> Tensor:
         y = self._split(x)
@@ -149,6 +149,7 @@ class RowParallelLinear(FastModule):
         super().__init__()
         check_partition("RowParallelLinear", layout, collectives)
         self.layout, self.collectives = layout, collectives
+        self.sequence_parallel = sequence_parallel
         self.param_layouts = {
             "weight": ParamLayout(layout, dim=1),
             "bias": ParamLayout(has_partial_gradient=sequence_parallel and collectives.size > 1),
@@ -160,7 +161,6 @@ class RowParallelLinear(FastModule):
             self.run = _linear
             return
         self._leave = scatter_tokens if sequence_parallel else leave
-        self._scatters_tokens = sequence_parallel
         self.run = type(self)._split
 
     def _split(self, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class RowParallelLinear(FastModule):
         if torch.is_grad_enabled():
             y = self._leave(y, self.collectives)
         else:
-            y = add_up(y, self.collectives, scatters_tokens=self._scatters_tokens)
+            y = add_up(y, self.collectives, scatters_tokens=self.sequence_parallel)
         # Under autocast y is narrower than the bias, and F.linear does not widen it either.
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
