@@ -41,7 +41,8 @@ def load_weights(
     tensors are compared before the first is read, and the numbers are checked while they are.
 
     Args:
-        model: A model of the shape that `read_model` gives.
+        model: A model of the shape that `read_model` gives. The memory of a parameter may have been
+            given up, with a storage of no bytes; it is allocated when the parameter is filled.
         family: Tables of the directory's family.
         directory: The directory, opened with its weights.
         ranks: Rank of this process by the scope of `ParamLayout`; None where one rank has all.
@@ -66,6 +67,7 @@ def load_weights(
         # By name: a list of parameters would keep those that `filled` replaces.
         for name in layouts:
             layout, parameter = layouts[name], model.get_parameter(name)
+            _allocate(parameter)
             rank = (ranks or {}).get(layout.scope, 0)
             _fill(parameter, tensors.segments[name], layout, rank, files, tensors.middles)
             del parameter
@@ -82,6 +84,12 @@ def tensor_map(model: LanguageModel, family: Family) -> TensorMap:
         for name, parameter in model.named_parameters()
     }
     return map_tensors(family.tensors, model.config, shapes)
+
+
+def _allocate(parameter: nn.Parameter) -> None:
+    storage = parameter.untyped_storage()
+    if not storage.nbytes():
+        storage.resize_(parameter.numel() * parameter.itemsize)
 
 
 def _fill(

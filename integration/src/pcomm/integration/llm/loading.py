@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -30,7 +30,9 @@ from pcomm.integration.huggingface import (
     read_model,
     read_tokenizer,
 )
+from pcomm.integration.huggingface.directory import ModelDirectory
 from pcomm.integration.huggingface.dtypes import DTYPES, dtypes_of
+from pcomm.integration.huggingface.families.family import Family
 from pcomm.integration.huggingface.run_files import kept_directory
 from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids
 from pcomm.integration.llm.plain_chat import plain_chat
@@ -189,12 +191,11 @@ def _from_directory(
         dtype = DTYPES.get(dtypes_of(directory)["default"], torch.float32)
     config = resolve_model(found.config)
     model = _empty(path, config, found.vocabulary, dtype, device, group)
-    # A layer is quantised as soon as its weights are there, so that never all of them are.
-    filled = None if quantize is None else lambda name: quantize(model, name.rpartition(".")[0])
-    load_weights(model, found.family, directory, ranks=_ranks(group), filled=filled)
-    if quantize is not None:
-        # The head has no weight of its own where it is the embedding's.
-        quantize(model, "head")
+    ranks = _ranks(group)
+    if quantize is None:
+        load_weights(model, found.family, directory, ranks=ranks)
+    else:
+        _load_quantized(model, quantize, found.family, directory, ranks)
     return _loaded(path, model, tokenizer, template, found.max_tokens or _LEAST_CONTEXT)
 
 
@@ -237,6 +238,25 @@ def _from_run(
     own.no_padding()
     theirs = DirectoryTokenizer(own, end_ids(kept, own))
     return _loaded(path, model, theirs, read_chat_template(kept), longest)
+
+
+def _load_quantized(
+    model: LanguageModel,
+    quantize: Quantizer,
+    family: Family,
+    directory: ModelDirectory,
+    ranks: Mapping[str, int] | None,
+) -> None:
+    """Quantise each layer as soon as its weights are there, so that never all of them are."""
+    for parameter in model.parameters():
+        parameter.untyped_storage().resize_(0)
+
+    def filled(name: str) -> None:
+        quantize(model, name.rpartition(".")[0])
+
+    load_weights(model, family, directory, ranks=ranks, filled=filled)
+    # The head has no weight of its own where it is the embedding's.
+    quantize(model, "head")
 
 
 def _empty(

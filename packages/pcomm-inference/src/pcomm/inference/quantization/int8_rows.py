@@ -14,7 +14,7 @@ __all__ = ["quantize_rows"]
 # The least int8 number is not used, so that a row and its negative have negative numbers.
 _LARGEST = 127
 # Elements that are converted at once: a copy of them in fp32 is small beside a large matrix.
-_CONVERTED = 2**20
+_CONVERTED = 2**18
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
