@@ -112,12 +112,12 @@ def test_the_kernel_sees_up_to_16_rows_of_inputs_in_parts_of_16(
         return kernel(x, *others)
 
     monkeypatch.setattr(torch, "_weight_int8pack_mm", noted)
-    layers = {n: Int8Linear(drawn(8, n, dtype=torch.bfloat16)) for n in (8, 32, 40)}
+    layers = {n: Int8Linear(drawn(8, n, dtype=torch.bfloat16)) for n in (8, 16, 40, 48)}
     with torch.inference_mode():
         for inputs, layer in layers.items():
             for rows in (0, 1, 16, 17):
                 assert layer(torch.ones(rows, inputs, dtype=torch.bfloat16)).shape == (rows, 8)
-    assert seen == [(1, 32), (16, 32)]
+    assert seen == [(1, 16), (16, 16), (1, 48), (16, 48)]
 
 
 def test_a_row_in_bf16_has_the_same_bits_in_any_batch_up_to_16_and_in_any_above() -> None:

@@ -51,8 +51,8 @@ class LanguageModel(nn.Module):
             with experts; None where this rank has all of them.
         state_dtype: Dtype of the states that recurrent layers keep of a request in inference; None
             for fp32, and for fp64 in a model of that.
-        initialise: False leaves embedding, head and the matrices of layers as they are allocated,
-            for weights that are read next: their memory is not touched until then.
+        initialise: False allocates this rank's shards of split weights alone and leaves them as the
+            memory was, for weights that are loaded; otherwise each is allocated whole first.
 
     Parameters hold torch's default values until `initialisation.initialise` is called.
     """

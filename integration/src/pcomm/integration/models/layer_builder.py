@@ -29,8 +29,7 @@ class LayerBuilder:
         experts: Collectives of the expert-parallel group.
         state_dtype: Dtype of the states that recurrent layers keep of a request in inference; None
             for fp32, and for fp64 in a model of that.
-        initialise: False leaves the matrices of linear layers as they are allocated, for weights
-            that are read next.
+        initialise: False allocates this rank's shards alone and leaves them as the memory was.
     """
 
     config: ResolvedModel

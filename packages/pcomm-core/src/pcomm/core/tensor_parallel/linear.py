@@ -89,12 +89,13 @@ class ColumnParallelLinear(FastModule):
             self.run = _linear
             return
         self._enter = gather_tokens if sequence_parallel else enter
+        self._gathers_tokens = sequence_parallel
         self.run = type(self)._split_and_gather if gather_output else type(self)._split
 
     def _split(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return _linear(self, self._enter(x, self.collectives))
-        return _linear(self, self.collectives.all_gather(x) if self.sequence_parallel else x)
+        return _linear(self, self.collectives.all_gather(x) if self._gathers_tokens else x)
 
     def _split_and_gather(self, x: Tensor) -> Tensor:
         y = self._split(x)
@@ -161,6 +162,7 @@ class RowParallelLinear(FastModule):
             self.run = _linear
             return
         self._leave = scatter_tokens if sequence_parallel else leave
+        self._scatters_tokens = sequence_parallel
         self.run = type(self)._split
 
     def _split(self, x: Tensor) -> Tensor:
@@ -168,7 +170,7 @@ class RowParallelLinear(FastModule):
         if torch.is_grad_enabled():
             y = self._leave(y, self.collectives)
         else:
-            y = add_up(y, self.collectives, scatters_tokens=self.sequence_parallel)
+            y = add_up(y, self.collectives, scatters_tokens=self._scatters_tokens)
         # Under autocast y is narrower than the bias, and F.linear does not widen it either.
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
