@@ -130,7 +130,11 @@ def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> Non
     with connect() as world, open_groups(Topology({"tp": world.size}), ["tp"]) as groups:
         group = groups["tp"] if world.size > 1 else None
         writer = Writer.load(
-            arguments.run, dtype=dtype_of(arguments.dtype), device=arguments.device, group=group
+            arguments.run,
+            dtype=dtype_of(arguments.dtype),
+            device=arguments.device,
+            group=group,
+            quantization=arguments.quantization,
         )
         begun = time.perf_counter()
         if world.rank or arguments.json:

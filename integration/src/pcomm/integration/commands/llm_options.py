@@ -37,7 +37,7 @@ def add_llm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_placement_options(parser: argparse.ArgumentParser) -> None:
-    """`--dtype` and `--device`: how weights are kept, and where."""
+    """`--dtype`, `--device` and `--quantization`: how weights are kept, and where."""
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -45,6 +45,11 @@ def add_placement_options(parser: argparse.ArgumentParser) -> None:
         help="float32, bfloat16, float16; auto: that of the folder, fp32 for a run",
     )
     parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cpu or cuda:0")
+    parser.add_argument(
+        "--quantization",
+        metavar="NAME",
+        help="int8: weights of linear layers in half the bytes, for few texts at once on a CPU",
+    )
 
 
 def llm_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -54,6 +59,7 @@ def llm_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "path": arguments.model,
         "dtype": arguments.dtype,
         "device": arguments.device,
+        "quantization": arguments.quantization,
         "max_model_len": arguments.max_model_len,
         "memory_bytes": None if memory is None else memory * 2**20,
         "speculative_tokens": arguments.speculative_tokens,

@@ -66,6 +66,7 @@ class Writer:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         group: Group | None = None,
+        quantization: str | None = None,
     ) -> Writer:
         """The newest weights of a run, whatever number of ranks trained it, or a directory. Local.
 
@@ -74,13 +75,16 @@ class Writer:
             dtype: Dtype of the weights; None for that of the directory, and fp32 for a run.
             device: Device of the model.
             group: Ranks that share each layer, and then make the same calls; None for one process.
+            quantization: `int8` to keep the weights of linear layers as int8; None for `dtype`.
 
         Raises:
             ConfigError: The folder holds no model, the run has no checkpoint yet, or its files do
                 not belong together.
             UnsupportedError: The model of the directory is not supported.
         """
-        return cls(load_model(path, dtype=dtype, device=device, group=group))
+        return cls(
+            load_model(path, dtype=dtype, device=device, group=group, quantization=quantization)
+        )
 
     def write(self, prompt: str | Sequence[int], params: SamplingParams) -> Text:
         """Continue `prompt`. Local; equal arguments give equal text.

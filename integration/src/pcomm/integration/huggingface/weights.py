@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ def load_weights(
     directory: ModelDirectory,
     *,
     ranks: Mapping[str, int] | None = None,
+    filled: Callable[[str], object] | None = None,
 ) -> int:
     """Fill every parameter of `model` with this rank's part of the directory's weights. Local.
 
@@ -40,10 +41,13 @@ def load_weights(
     tensors are compared before the first is read, and the numbers are checked while they are.
 
     Args:
-        model: A model of the shape that `read_model` gives.
+        model: A model of the shape that `read_model` gives. The memory of a parameter may have been
+            given up, with a storage of no bytes; it is allocated when the parameter is filled.
         family: Tables of the directory's family.
         directory: The directory, opened with its weights.
         ranks: Rank of this process by the scope of `ParamLayout`; None where one rank has all.
+        filled: Called with the name of each parameter as soon as it is filled. It may put something
+            else in its place.
 
     Returns:
         Number of bytes read from the files.
@@ -60,10 +64,15 @@ def load_weights(
         _check(files, tensors, family, model)
         if model.config.tie_embeddings:
             _check_head(files, tensors.users)
-        for name, parameter in model.named_parameters():
-            layout = layouts[name]
+        # By name: a list of parameters would keep those that `filled` replaces.
+        for name in layouts:
+            layout, parameter = layouts[name], model.get_parameter(name)
+            _allocate(parameter)
             rank = (ranks or {}).get(layout.scope, 0)
             _fill(parameter, tensors.segments[name], layout, rank, files, tensors.middles)
+            del parameter
+            if filled is not None:
+                filled(name)
         return files.bytes_read
 
 
@@ -75,6 +84,12 @@ def tensor_map(model: LanguageModel, family: Family) -> TensorMap:
         for name, parameter in model.named_parameters()
     }
     return map_tensors(family.tensors, model.config, shapes)
+
+
+def _allocate(parameter: nn.Parameter) -> None:
+    storage = parameter.untyped_storage()
+    if not storage.nbytes():
+        storage.resize_(parameter.numel() * parameter.itemsize)
 
 
 def _fill(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -31,10 +31,13 @@ from pcomm.integration.huggingface import (
     read_model,
     read_tokenizer,
 )
+from pcomm.integration.huggingface.directory import ModelDirectory
 from pcomm.integration.huggingface.dtypes import DTYPES, dtypes_of
+from pcomm.integration.huggingface.families.family import Family
 from pcomm.integration.huggingface.run_files import kept_directory
 from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids
 from pcomm.integration.llm.plain_chat import plain_chat
+from pcomm.integration.llm.quantization import Quantizer, quantizer
 from pcomm.integration.llm.run_tokenizer import RunTokenizer
 from pcomm.integration.model_rules import resolve_model
 from pcomm.integration.models.language_model import LanguageModel
@@ -135,6 +138,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     group: Group | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """The model in a folder, whole or this rank's part of it, on this process. Local.
 
@@ -144,15 +148,17 @@ def load_model(
         dtype: Dtype of the weights; None for that of the directory, and fp32 for a run.
         device: Device of the model.
         group: Tensor-parallel group; None for the whole model.
+        quantization: `int8` to keep the weights of linear layers as int8; None for their dtype.
 
     Raises:
-        ConfigError: The folder holds no model, the group cannot share its layers, or its files are
-            damaged; names the file.
-        UnsupportedError: The model of the directory is not supported.
+        ConfigError: The folder holds no model, the group cannot share its layers, its files are
+            damaged, which names the file, or there is no such quantization.
+        UnsupportedError: The model of the directory is not supported, or not with int8 weights.
     """
+    quantize = quantizer(quantization, device)
     if (path / _CONFIG).is_file():
-        return _from_directory(path, dtype, device, group)
-    return _from_run(path, dtype, device, group)
+        return _from_directory(path, dtype, device, group, quantize)
+    return _from_run(path, dtype, device, group, quantize)
 
 
 def check_unicode(text: str) -> None:
@@ -171,7 +177,11 @@ def check_unicode(text: str) -> None:
 
 
 def _from_directory(
-    path: Path, dtype: torch.dtype | None, device: torch.device | str, group: Group | None
+    path: Path,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    group: Group | None,
+    quantize: Quantizer | None,
 ) -> LoadedModel:
     directory = open_directory(path)
     found = read_model(directory)
@@ -182,12 +192,20 @@ def _from_directory(
         dtype = DTYPES.get(dtypes_of(directory)["default"], torch.float32)
     config = resolve_model(found.config)
     model = _empty(path, config, found.vocabulary, dtype, device, group)
-    load_weights(model, found.family, directory, ranks=_ranks(group))
+    ranks = _ranks(group)
+    if quantize is None:
+        load_weights(model, found.family, directory, ranks=ranks)
+    else:
+        _load_quantized(model, quantize, found.family, directory, ranks)
     return _loaded(path, model, tokenizer, template, found.max_tokens or _LEAST_CONTEXT)
 
 
 def _from_run(
-    path: Path, dtype: torch.dtype | None, device: torch.device | str, group: Group | None
+    path: Path,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    group: Group | None,
+    quantize: Quantizer | None,
 ) -> LoadedModel:
     checkpoint = newest(path) if path.is_dir() else None
     if checkpoint is None:
@@ -208,6 +226,8 @@ def _from_run(
     check_index(checkpoint)
     check_files(checkpoint)
     read(checkpoint, model_shard_views(model, _ranks(group)))
+    if quantize is not None:
+        quantize(model, None)
     longest = max(config.train.sequence_length, _LEAST_CONTEXT)
     kept = kept_directory(path)
     if kept is None:
@@ -219,6 +239,25 @@ def _from_run(
     own.no_padding()
     theirs = DirectoryTokenizer(own, end_ids(kept, own))
     return _loaded(path, model, theirs, read_chat_template(kept), longest)
+
+
+def _load_quantized(
+    model: LanguageModel,
+    quantize: Quantizer,
+    family: Family,
+    directory: ModelDirectory,
+    ranks: Mapping[str, int] | None,
+) -> None:
+    """Quantise each layer as soon as its weights are there, so that never all of them are."""
+    for parameter in model.parameters():
+        parameter.untyped_storage().resize_(0)
+
+    def filled(name: str) -> None:
+        quantize(model, name.rpartition(".")[0])
+
+    load_weights(model, family, directory, ranks=ranks, filled=filled)
+    # The head has no weight of its own where it is the embedding's.
+    quantize(model, "head")
 
 
 def _empty(
@@ -234,7 +273,9 @@ def _empty(
         _check_ranks(path, config, vocabulary, group.size)
     collectives = None if group is None else group.collectives
     with WithoutDraws():
-        return LanguageModel(config, vocabulary, collectives, device=device, dtype=dtype)
+        return LanguageModel(
+            config, vocabulary, collectives, device=device, dtype=dtype, initialise=False
+        )
 
 
 def _check_ranks(path: Path, config: ResolvedModel, vocabulary: int, size: int) -> None:

@@ -1,8 +1,9 @@
 """`pcomm bench inference`: what a step of decoding costs beside what it must do.
 
-Three questions: what does an operation cost that does nothing on one rank; what does the engine
-take for a step without a model; and how long is a step of a model in plain PyTorch beside its
-matrix products alone. Only ratios of one run mean much on a machine that others use too.
+Four questions: what does an operation cost that does nothing on one rank; what does the engine
+take for a step without a model; how long is a step of a model in plain PyTorch beside its matrix
+products alone; and how long are these with int8 weights. Only ratios of one run mean much on a
+machine that others use too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ __all__ = ["InferenceBenchmark", "command"]
 
 _DEFAULT = Settings()
 _QUICK = Settings(
-    shapes=SHAPES[:1], streams=(1, 8), contexts=(64, 256), rows=(1, 8), threads=(1,), rounds=7
+    shapes=SHAPES[:1],
+    streams=(1, 8),
+    contexts=(64, 256),
+    rows=(1, 8),
+    int8_rows=(1, 8),
+    threads=(1,),
+    rounds=7,
 )
 
 
@@ -74,6 +81,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         contexts=chosen("contexts", base.contexts),
         prompt=base.prompt,
         rows=chosen("rows", base.rows),
+        int8_rows=base.int8_rows,
         threads=chosen("threads", base.threads),
         rounds=base.rounds if arguments.rounds is None else arguments.rounds,
     )

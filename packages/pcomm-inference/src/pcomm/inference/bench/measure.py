@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from pcomm.core.testing.timing import Timing
+from pcomm.inference.bench.int8_products import Int8Products
 from pcomm.inference.bench.no_ops import time_no_ops
 from pcomm.inference.bench.plain_llama import PlainLlama
 from pcomm.inference.bench.settings import Settings, Shape
 from pcomm.inference.bench.steps import time_bookkeeping, time_decoding
 
-__all__ = ["Bookkeeping", "Decoding", "Measured", "measure"]
+__all__ = ["Bookkeeping", "Decoding", "Int8Timing", "Measured", "measure"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,25 @@ class Decoding:
 
 
 @dataclass(frozen=True)
+class Int8Timing:
+    """The matrix products of one model, with its weights and with int8 ones.
+
+    Args:
+        shape: The model.
+        threads: Number of threads.
+        rows: Number of tokens.
+        linears: Duration with the model's weights.
+        int8: Duration with int8 weights.
+    """
+
+    shape: Shape
+    threads: int
+    rows: int
+    linears: Timing
+    int8: Timing
+
+
+@dataclass(frozen=True)
 class Measured:
     """Results of a run.
 
@@ -67,12 +87,14 @@ class Measured:
         bookkeeping: Steps without a model.
         streams: Decoding by the number of streams.
         contexts: Decoding of one stream by its context.
+        int8: Products with int8 weights by the number of tokens.
     """
 
     no_ops: dict[str, Timing]
     bookkeeping: list[Bookkeeping]
     streams: list[Decoding]
     contexts: list[Decoding]
+    int8: list[Int8Timing]
 
 
 def measure(settings: Settings) -> Measured:
@@ -86,13 +108,19 @@ def measure(settings: Settings) -> Measured:
         for rows in settings.rows:
             _tell(f"bookkeeping of {rows} rows")
             bookkeeping.append(Bookkeeping(rows, *time_bookkeeping(rows, rounds=settings.rounds)))
-        streams, contexts = [], []
+        streams, contexts, int8 = [], [], []
         for shape in settings.shapes:
             model = PlainLlama(
                 shape, max(settings.contexts) + settings.prompt + settings.rounds + 64
             )
+            products = Int8Products(model)
             for threads in settings.threads:
                 torch.set_num_threads(threads)
+                _tell(f"{shape.name}, {threads} threads, products with int8 weights")
+                int8 += [
+                    Int8Timing(shape, threads, rows, *products.time(rows, rounds=settings.rounds))
+                    for rows in settings.int8_rows
+                ]
                 streams += [
                     _decoding(model, threads, count, settings.prompt, settings.rounds)
                     for count in settings.streams
@@ -103,7 +131,7 @@ def measure(settings: Settings) -> Measured:
                 ]
     finally:
         torch.set_num_threads(before)
-    return Measured(no_ops, bookkeeping, streams, contexts)
+    return Measured(no_ops, bookkeeping, streams, contexts, int8)
 
 
 def _decoding(model: PlainLlama, threads: int, streams: int, context: int, rounds: int) -> Decoding:
