@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.inference import SamplingParams
-from pcomm.inference.quantization import Int8Linear, quantize_int8
+from pcomm.inference.layers import Int8Weight, quantize_int8
 from pcomm.integration.commands import chat, generate, serve
 from pcomm.integration.commands.llm_options import llm_options
 from pcomm.integration.huggingface import load_model as load_directory
@@ -55,6 +55,10 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
         return model(tokens.unsqueeze(0)).logits[0]
 
 
+def _is_quantised(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "weight_product", None), Int8Weight)
+
+
 def round_linears(model: nn.Module) -> None:
     """Give transformers' model the weights that int8 numbers stand for."""
     # Routers and gates of experts are no linear layers of ours, nor are the experts.
@@ -78,7 +82,7 @@ def test_logits_are_those_of_transformers_with_the_rounded_weights(
     loaded = load_model(tmp_path, quantization="int8").model
     linears = [n for n, m in load_directory(tmp_path).named_modules() if hasattr(m, "layout")]
     linears = [name for name in linears if name != "embedding"]
-    assert [n for n, m in loaded.named_modules() if isinstance(m, Int8Linear)] == linears
+    assert [n for n, m in loaded.named_modules() if _is_quantised(m)] == linears
     # Up to 16 rows, and above.
     few, many = (torch.arange(n) * 7 % 290 for n in (9, 33))
     before = logits(theirs, few)
@@ -98,14 +102,20 @@ def test_a_rank_quantises_its_own_rows(llama: Path) -> None:
 
     parts = run_virtual(mine, 2)
     for name in ("qkv", "output"):
-        own = [part.blocks[0].mixer.get_submodule(name) for part in parts]
-        theirs = whole.blocks[0].mixer.get_submodule(name)
+        place = f"blocks.0.mixer.{name}"
+        own = [part.get_submodule(place).weight_product for part in parts]
+        theirs = whole.get_submodule(place).weight_product
         # Rows that are split have the scales of the whole; of columns each rank has its own.
         dim = 0 if name == "qkv" else 1
-        assert sum(layer.weight_int8.shape[dim] for layer in own) == theirs.weight_int8.shape[dim]
-        largest = torch.stack([layer.scale for layer in own]).amax(0) if dim else None
+        assert (
+            sum(layer.weight_product.numbers_OI.shape[dim] for layer in own)
+            == theirs.weight_product.numbers_OI.shape[dim]
+        )
+        largest = (
+            torch.stack([layer.weight_product.scales_O for layer in own]).amax(0) if dim else None
+        )
         if largest is not None:
-            assert torch.equal(largest, theirs.scale)
+            assert torch.equal(largest, theirs.weight_product.scales_O)
 
     def computed(collectives: VirtualCollectives) -> Tensor:
         model = mine(collectives)
@@ -128,7 +138,7 @@ def test_texts_written_together_are_those_written_alone(llama: Path) -> None:
             assert llm.generate(prompt, GREEDY)[0].token_ids == expected.token_ids
 
 
-def test_a_run_loses_little_and_goes_on_to_learn(tmp_path: Path) -> None:
+def test_a_run_loses_little(tmp_path: Path) -> None:
     folder = tiny_run(tmp_path, "GA")
     exact, found = load_model(folder), load_model(folder, quantization="int8")
     tokens = torch.tensor(exact.prompt_ids("word1 word2 word3 " * 40)[:200])
@@ -137,11 +147,6 @@ def test_a_run_loses_little_and_goes_on_to_learn(tmp_path: Path) -> None:
     assert (losses[1] / losses[0] - 1).abs() <= 0.01
     assert (theirs.argmax(1) == ours.argmax(1)).float().mean() >= 0.95
     assert not torch.equal(theirs, ours)
-    # Embedding and norms still learn, through the weights that the numbers stand for.
-    model = found.model.train()
-    plan = plan_sequences(model, (0, len(tokens)))
-    model.token_losses(tokens, tokens.roll(-1), plan).mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 def _anonymous_bytes() -> int:
@@ -170,7 +175,7 @@ def test_weights_are_never_there_in_both_forms(
     gc.collect()
     before = _anonymous_bytes()
     model = load_model(tmp_path, quantization="int8").model
-    assert sum(isinstance(m, Int8Linear) for m in model.modules()) == 4 * layers + 1
+    assert sum(map(_is_quantised, model.modules())) == 4 * layers + 1
     # Half of the bytes, one layer as it is read, and what a library may keep.
     assert max(seen) - before <= largest / 2 + 10 * 2**20 < 0.75 * largest
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
-from pcomm.inference.quantization import quantize_int8
+from pcomm.inference.layers import quantize_int8
 
 __all__ = ["QUANTIZATIONS", "Quantizer", "quantizer"]
 

@@ -85,7 +85,6 @@ class ColumnParallelLinear(FastModule):
         if gather_output:
             check_rank_order("ColumnParallelLinear: gather_output", layout)
         self.layout, self.collectives = layout, collectives
-        self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
         self.param_layouts = {"weight": ParamLayout(layout), "bias": ParamLayout(layout)}
         _set_parameters(
             self, in_features, layout.length, bias, initialise, device=device, dtype=dtype
@@ -162,7 +161,6 @@ class RowParallelLinear(FastModule):
         super().__init__()
         check_partition("RowParallelLinear", layout, collectives)
         self.layout, self.collectives = layout, collectives
-        self.sequence_parallel = sequence_parallel
         self.param_layouts = {
             "weight": ParamLayout(layout, dim=1),
             "bias": ParamLayout(has_partial_gradient=sequence_parallel and collectives.size > 1),

@@ -2,8 +2,8 @@
 
 Four questions: what does an operation cost that does nothing on one rank; what does the engine
 take for a step without a model; how long is a step of a model in plain PyTorch beside its matrix
-products alone; and how long are these with int8 weights. Only ratios of one run mean much on a
-machine that others use too.
+products alone; and how long are these with each form of the weights. Only ratios of one run mean
+much on a machine that others use too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QUICK = Settings(
     streams=(1, 8),
     contexts=(64, 256),
     rows=(1, 8),
-    int8_rows=(1, 8),
+    product_rows=(1, 8),
     threads=(1,),
     rounds=7,
 )
@@ -81,7 +81,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         contexts=chosen("contexts", base.contexts),
         prompt=base.prompt,
         rows=chosen("rows", base.rows),
-        int8_rows=base.int8_rows,
+        product_rows=base.product_rows,
         threads=chosen("threads", base.threads),
         rounds=base.rounds if arguments.rounds is None else arguments.rounds,
     )

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from pcomm.core.testing.timing import Timing
-from pcomm.inference.bench.int8_products import Int8Products
 from pcomm.inference.bench.no_ops import time_no_ops
 from pcomm.inference.bench.plain_llama import PlainLlama
 from pcomm.inference.bench.settings import Settings, Shape
 from pcomm.inference.bench.steps import time_bookkeeping, time_decoding
+from pcomm.inference.bench.weight_forms import WeightForms
 
-__all__ = ["Bookkeeping", "Decoding", "Int8Timing", "Measured", "measure"]
+__all__ = ["Bookkeeping", "Decoding", "Measured", "Products", "measure"]
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,20 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Int8Timing:
-    """The matrix products of one model, with its weights and with int8 ones.
+class Products:
+    """The matrix products of one model by the form of its weights.
 
     Args:
         shape: The model.
         threads: Number of threads.
         rows: Number of tokens.
-        linears: Duration with the model's weights.
-        int8: Duration with int8 weights.
+        forms: Duration of all products, by form.
     """
 
     shape: Shape
     threads: int
     rows: int
-    linears: Timing
-    int8: Timing
+    forms: Mapping[str, Timing]
 
 
 @dataclass(frozen=True)
@@ -87,14 +85,14 @@ class Measured:
         bookkeeping: Steps without a model.
         streams: Decoding by the number of streams.
         contexts: Decoding of one stream by its context.
-        int8: Products with int8 weights by the number of tokens.
+        products: Matrix products by the number of tokens.
     """
 
     no_ops: dict[str, Timing]
     bookkeeping: list[Bookkeeping]
     streams: list[Decoding]
     contexts: list[Decoding]
-    int8: list[Int8Timing]
+    products: list[Products]
 
 
 def measure(settings: Settings) -> Measured:
@@ -108,18 +106,18 @@ def measure(settings: Settings) -> Measured:
         for rows in settings.rows:
             _tell(f"bookkeeping of {rows} rows")
             bookkeeping.append(Bookkeeping(rows, *time_bookkeeping(rows, rounds=settings.rounds)))
-        streams, contexts, int8 = [], [], []
+        streams, contexts, products = [], [], []
         for shape in settings.shapes:
             model = PlainLlama(
                 shape, max(settings.contexts) + settings.prompt + settings.rounds + 64
             )
-            products = Int8Products(model)
+            forms = WeightForms(model)
             for threads in settings.threads:
                 torch.set_num_threads(threads)
-                _tell(f"{shape.name}, {threads} threads, products with int8 weights")
-                int8 += [
-                    Int8Timing(shape, threads, rows, *products.time(rows, rounds=settings.rounds))
-                    for rows in settings.int8_rows
+                _tell(f"{shape.name}, {threads} threads, products alone")
+                products += [
+                    Products(shape, threads, rows, forms.time(rows, rounds=settings.rounds))
+                    for rows in settings.product_rows
                 ]
                 streams += [
                     _decoding(model, threads, count, settings.prompt, settings.rounds)
@@ -131,7 +129,7 @@ def measure(settings: Settings) -> Measured:
                 ]
     finally:
         torch.set_num_threads(before)
-    return Measured(no_ops, bookkeeping, streams, contexts, int8)
+    return Measured(no_ops, bookkeeping, streams, contexts, products)
 
 
 def _decoding(model: PlainLlama, threads: int, streams: int, context: int, rounds: int) -> Decoding:

@@ -11,17 +11,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pcomm.core.tensor_parallel import WeightProduct
 from pcomm.inference.attention.paged_attention import paged_attention
 from pcomm.inference.bench.settings import Shape
+from pcomm.inference.layers.packed_weight import packed_weight
 from pcomm.inference.memory import KVMemory, LayerMemory
 from pcomm.inference.model import KVSpec
 from pcomm.inference.step_batch import StepBatch
 
-__all__ = ["PlainLlama"]
+__all__ = ["PlainLlama", "WideWeight"]
+
+
+class WideWeight:
+    """A weight as it is: `F.linear`.
+
+    Args:
+        weight_OI: Weight of O outputs and I inputs.
+    """
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        self.weight_OI, self.nbytes = weight_OI, weight_OI.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `WeightProduct`; without a bias."""
+        return F.linear(x, self.weight_OI)
 
 
 class PlainLlama:
-    """Random weights; a `pcomm.inference.model.Model`.
+    """Random weights, packed where that gains; a `pcomm.inference.model.Model`.
 
     Args:
         shape: Widths of the model.
@@ -48,6 +65,8 @@ class PlainLlama:
             )
             for _ in range(shape.layers)
         ]
+        self._products = [tuple(map(_product, layer)) for layer in self.layers]
+        self._head = _product(self.table_VD)
         self.norm_D = torch.ones(shape.width, dtype=dtype)
         frequencies = 10000.0 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
         angles = torch.outer(torch.arange(longest), frequencies).repeat(1, 2)
@@ -64,18 +83,18 @@ class PlainLlama:
         x_TD = F.embedding(batch.tokens_T, self.table_VD)
         cos, sin = self.rotations.index_select(0, batch.positions_T).unsqueeze(2).unbind(1)
         counts = (shape.heads, shape.kv_heads, shape.kv_heads)
-        for (qkv, out, gate_up, down), kv in zip(self.layers, memory, strict=True):
+        for (qkv, out, gate_up, down), kv in zip(self._products, memory, strict=True):
             assert isinstance(kv, KVMemory)
-            heads = F.linear(self._norm(x_TD), qkv).unflatten(1, (-1, shape.head_dim))
+            heads = qkv(self._norm(x_TD), None).unflatten(1, (-1, shape.head_dim))
             q_and_k, v_TGK = heads.split([sum(counts[:2]), counts[2]], 1)
             left, right = q_and_k.chunk(2, -1)
             turned = q_and_k * cos + torch.cat([-right, left], -1) * sin
             q_THK, k_TGK = turned.split(counts[:2], 1)
             mixed_THK = paged_attention(q_THK, k_TGK, v_TGK, kv, batch)
-            x_TD = x_TD + F.linear(mixed_THK.flatten(1), out)
-            gate, up = F.linear(self._norm(x_TD), gate_up).chunk(2, -1)
-            x_TD = x_TD + F.linear(F.silu(gate) * up, down)
-        return F.linear(self._norm(x_TD.index_select(0, batch.logits_rows)), self.table_VD)
+            x_TD = x_TD + out(mixed_THK.flatten(1), None)
+            gate, up = gate_up(self._norm(x_TD), None).chunk(2, -1)
+            x_TD = x_TD + down(F.silu(gate) * up, None)
+        return self._head(self._norm(x_TD.index_select(0, batch.logits_rows)), None)
 
     def linears(self, num_tokens: int) -> Tensor:
         """The matrix products of a step in which each request has one token, and nothing else."""
@@ -83,12 +102,16 @@ class PlainLlama:
         x_TD = torch.ones(num_tokens, shape.width, dtype=self.dtype)
         mixed = torch.ones(num_tokens, shape.heads * shape.head_dim, dtype=self.dtype)
         inner = torch.ones(num_tokens, shape.mlp_width, dtype=self.dtype)
-        for qkv, out, gate_up, down in self.layers:
-            F.linear(x_TD, qkv)
-            F.linear(mixed, out)
-            F.linear(x_TD, gate_up)
-            F.linear(inner, down)
-        return F.linear(x_TD, self.table_VD)
+        for qkv, out, gate_up, down in self._products:
+            qkv(x_TD, None)
+            out(mixed, None)
+            gate_up(x_TD, None)
+            down(inner, None)
+        return self._head(x_TD, None)
 
     def _norm(self, x_TD: Tensor) -> Tensor:
         return F.rms_norm(x_TD, self.norm_D.shape, self.norm_D, 1e-5)
+
+
+def _product(weight_OI: Tensor) -> WeightProduct:
+    return packed_weight(weight_OI) or WideWeight(weight_OI)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pcomm.core.testing.timing import Row, Timing
-from pcomm.inference.bench.measure import Decoding, Int8Timing, Measured
+from pcomm.inference.bench.measure import Decoding, Measured, Products
 from pcomm.inference.bench.no_ops import BARE
+from pcomm.inference.bench.weight_forms import INT8, PACKED, WIDE
 
 __all__ = ["rows_of", "tables_of"]
 
@@ -41,23 +42,14 @@ def rows_of(measured: Measured) -> list[Row]:
             ),
             _row(f"tokens @ {place}", decoding.tokens_per_s, "tokens/s", decoding.step),
         ]
-    for int8 in measured.int8:
-        place = f"{int8.shape.name}, threads {int8.threads}, rows {int8.rows}"
-        linears, ratio = (
-            f"{int8.linears.case} @ {place}",
-            round(int8.int8.ratio_to(int8.linears), 3),
-        )
-        rows += [
-            _row(linears, int8.linears.median_us / 1e3, "ms", int8.linears),
-            _row(
-                f"{int8.int8.case} @ {place}",
-                int8.int8.median_us / 1e3,
-                "ms",
-                int8.int8,
-                linears,
-                ratio,
-            ),
-        ]
+    for products in measured.products:
+        wide = products.forms[WIDE]
+        place = f"{products.shape.name}, threads {products.threads}, rows {products.rows}"
+        for form, timing in products.forms.items():
+            beside = (
+                () if timing is wide else (f"{WIDE} @ {place}", round(timing.ratio_to(wide), 3))
+            )
+            rows.append(_row(f"{form} @ {place}", timing.median_us / 1e3, "ms", timing, *beside))
     # A context may be as long as the prompts of streams.
     return list({(row.case, row.unit): row for row in rows}.values())
 
@@ -73,19 +65,18 @@ def tables_of(measured: Measured) -> str:
         lines.append(f"  {found.rows:3d} rows  {found.step.median_us:8.1f}  ({phases})")
     lines += ["", "Steps of decoding in bf16, beside their matrix products alone:"]
     lines += _decoding_lines((*measured.streams, *measured.contexts))
-    lines += ["", "Matrix products alone, with int8 weights beside bf16:"]
-    lines += _int8_lines(measured.int8)
+    lines += ["", "Matrix products alone by the form of the weights, in milliseconds:"]
+    lines += _product_lines(measured.products)
     return "\n".join(lines)
 
 
-def _int8_lines(found: Sequence[Int8Timing]) -> Iterator[str]:
-    yield "  int8 ms  bf16 ms  ratio"
+def _product_lines(found: Sequence[Products]) -> Iterator[str]:
+    yield "  F.linear   packed     int8"
     for one in found:
-        yield (
-            f"  {one.int8.median_us / 1e3:7.2f}  {one.linears.median_us / 1e3:7.2f}"
-            f"  {one.int8.ratio_to(one.linears):5.2f}"
-            f"  {one.shape.name}, threads {one.threads}, rows {one.rows}"
+        times = "  ".join(
+            f"{one.forms[form].median_us / 1e3:7.2f}" for form in (WIDE, PACKED, INT8)
         )
+        yield f"   {times}  {one.shape.name}, threads {one.threads}, rows {one.rows}"
 
 
 def _decoding_lines(found: Sequence[Decoding]) -> Iterator[str]:

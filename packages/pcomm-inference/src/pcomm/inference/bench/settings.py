@@ -50,7 +50,7 @@ class Settings:
         contexts: Lengths of the context at which one stream is measured, ascending.
         prompt: Tokens of each prompt where streams are measured.
         rows: Numbers of requests of a step whose bookkeeping is measured.
-        int8_rows: Numbers of tokens whose products with int8 weights are measured.
+        product_rows: Numbers of tokens whose products are measured with each form of the weights.
         threads: Numbers of threads, one after another.
         rounds: Number of steps of each measurement.
     """
@@ -60,7 +60,7 @@ class Settings:
     contexts: tuple[int, ...] = (128, 512, 2048, 8192)
     prompt: int = 64
     rows: tuple[int, ...] = (1, 8, 64)
-    int8_rows: tuple[int, ...] = (1, 4, 8, 16)
+    product_rows: tuple[int, ...] = (1, 4, 8, 16)
     threads: tuple[int, ...] = (1, 2)
     rounds: int = 31
 

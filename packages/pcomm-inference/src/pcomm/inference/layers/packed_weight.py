@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pcomm.core.errors import UnsupportedError
+from pcomm.inference.layers.linear_layers import linear_layers
 from pcomm.inference.layers.replace_weights import replace_weights
 
-__all__ = ["PackedWeight", "pack_weights"]
+__all__ = ["PackedWeight", "pack_weights", "packed_weight"]
 
 # Elements of a weight from which the packed product takes less time than `F.linear`: the call
 # itself takes longer.
@@ -73,7 +75,7 @@ class PackedWeight:
         )
 
 
-def pack_weights(model: nn.Module) -> int:
+def pack_weights(model: nn.Module, *, only: Collection[str] | None = None) -> tuple[str, ...]:
     """Keep the weights of the linear layers in the layout that the processor multiplies by. Local.
 
     For inference on a CPU, where it makes a step with few rows about twice as fast. Weights in
@@ -84,14 +86,20 @@ def pack_weights(model: nn.Module) -> int:
     Args:
         model: Model of `nn.Linear` or tensor-parallel layers, changed in place. Its layers refuse
             `state_dict` and gradients from then on.
+        only: Names of the layers to pack; None for all.
 
     Returns:
-        The number of layers whose weights are packed now.
+        Names of the layers whose weights were packed.
     """
-    return replace_weights(model, _packed_or_none)
+    return replace_weights(linear_layers(model, only=only), packed_weight)
 
 
-def _packed_or_none(weight_OI: Tensor) -> PackedWeight | None:
+def packed_weight(weight_OI: Tensor) -> PackedWeight | None:
+    """A weight packed, if it is large enough to gain and can be packed here; None if not. Local.
+
+    Args:
+        weight_OI: Weight of any dtype on any device.
+    """
     fewest = _FEWEST_ELEMENTS.get(weight_OI.dtype)
     if fewest is None or weight_OI.device.type != "cpu" or weight_OI.numel() < fewest:
         return None

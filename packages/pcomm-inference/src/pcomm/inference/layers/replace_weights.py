@@ -1,9 +1,10 @@
-"""Finds the linear layers of a model, and puts another form of their weights into them."""
+"""Puts another form of their weights into the linear layers of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -18,51 +19,48 @@ from pcomm.core.tensor_parallel import (
 __all__ = ["replace_weights"]
 
 
-def replace_weights(model: nn.Module, make: Callable[[Tensor], WeightProduct | None]) -> int:
-    """Replace the weights of all `nn.Linear` and tensor-parallel linear layers. Local.
+def replace_weights(
+    layers: dict[tuple[str, ...], nn.Module], make: Callable[[Tensor], WeightProduct | None]
+) -> tuple[str, ...]:
+    """Replace the weights of layers, one after another. Local.
 
-    A subclass of these is left alone, for it may compute something else, and so is a layer whose
-    weight is made by a parametrization or was replaced before. Layers that share one weight share
-    what is made of it.
+    No more than one weight is there in two forms, except where another module keeps it, as the
+    embedding does of a tied one. Layers that share one weight share what is made of it. A layer
+    stays the module that it is, with its hooks and its bias.
 
     Args:
-        model: Model, changed in place, one layer after another, so that no more than one weight is
-            there in two forms, except where another module keeps it (a tied embedding).
+        layers: Layers from `linear_layers`, changed in place.
         make: Function of a weight `[O, I]`; None leaves the layer as it is.
 
     Returns:
-        The number of layers that were changed.
+        Names of the layers that were changed.
     """
-    made: dict[int, tuple[Tensor, WeightProduct | None]] = {}
-    shared = _weights_of_several(model)
-    count = 0
-    for layer in model.modules():
-        if not _has_own_weight(layer):
-            continue
+    shared = _weights_of_several(layers.values())
+    made: dict[int, WeightProduct | None] = {}
+    # A weight whose product others wait for is kept, so that no other tensor can get its id.
+    kept: list[Tensor] = []
+    changed: list[tuple[str, ...]] = []
+    for names, layer in layers.items():
         weight = layer.weight
         assert isinstance(weight, Tensor)
-        known = made.get(id(weight))
-        product = make(weight.detach()) if known is None else known[1]
-        if id(weight) in shared:
-            # Kept, so that no other tensor can get its id.
-            made[id(weight)] = (weight, product)
+        key = id(weight)
+        product = made[key] if key in made else make(weight.detach())
+        if key in shared:
+            made[key] = product
+            kept.append(weight)
+        del weight
         if product is not None:
             _replace(layer, product)
-            count += 1
-    return count
+            changed.append(names)
+    return tuple(chain.from_iterable(changed))
 
 
-def _has_own_weight(layer: nn.Module) -> bool:
-    if type(layer) not in (nn.Linear, ColumnParallelLinear, RowParallelLinear):
-        return False
-    weight = layer._parameters.get("weight")
-    return weight is not None and not weight.is_meta
-
-
-def _weights_of_several(model: nn.Module) -> set[int]:
-    """Ids of the weights that several linear layers share."""
-    ids = [id(layer.weight) for layer in model.modules() if _has_own_weight(layer)]
-    return {one for one in ids if ids.count(one) > 1} if len(set(ids)) < len(ids) else set()
+def _weights_of_several(layers: Iterable[nn.Module]) -> set[int]:
+    """Ids of the weights that several layers share."""
+    seen, shared = set[int](), set[int]()
+    for layer in layers:
+        (shared if id(layer.weight) in seen else seen).add(id(layer.weight))
+    return shared
 
 
 def _replace(layer: nn.Module, product: WeightProduct) -> None:
