@@ -107,15 +107,10 @@ def test_a_rank_quantises_its_own_rows(llama: Path) -> None:
         theirs = whole.get_submodule(place).weight_product
         # Rows that are split have the scales of the whole; of columns each rank has its own.
         dim = 0 if name == "qkv" else 1
-        assert (
-            sum(layer.weight_product.numbers_OI.shape[dim] for layer in own)
-            == theirs.weight_product.numbers_OI.shape[dim]
-        )
-        largest = (
-            torch.stack([layer.weight_product.scales_O for layer in own]).amax(0) if dim else None
-        )
+        assert sum(one.numbers_OI.shape[dim] for one in own) == theirs.numbers_OI.shape[dim]
+        largest = torch.stack([one.scales_O for one in own]).amax(0) if dim else None
         if largest is not None:
-            assert torch.equal(largest, theirs.weight_product.scales_O)
+            assert torch.equal(largest, theirs.scales_O)
 
     def computed(collectives: VirtualCollectives) -> Tensor:
         model = mine(collectives)
