@@ -35,8 +35,8 @@ class ServingBenchmark:
             "--model",
             type=Path,
             metavar="DIR",
-            help=f"a Llama for `streams` and `prompt` (random weights of {_DEFAULT.models.large.name}'s "
-            "shape)",
+            help="a Llama for `streams` and `prompt` (random weights of the shape of "
+            f"{_DEFAULT.models.large.name})",
         )
         add("--streams", metavar="N,N", help=f"texts at once ({_list(_DEFAULT.streams)})")
         add("--contexts", metavar="T,T", help=f"tokens of context ({_list(_DEFAULT.contexts)})")
@@ -56,10 +56,11 @@ class ServingBenchmark:
         from pcomm.core.testing.timing import save_rows
         from pcomm.integration.bench.measure import measure
         from pcomm.integration.bench.plot import plot_serving
-        from pcomm.integration.bench.report import goal_table, goals_of, report_of, rows_of
+        from pcomm.integration.bench.report import report_of, rows_of, tables_of
 
         measured = measure(settings)
-        print(report_of(measured))
+        print(tables_of(measured))
+        print(f"\n{report_of(measured)}")
         if arguments.csv is not None:
             save_rows(arguments.csv, rows_of(measured))
             print(f"rows: {arguments.csv}")
@@ -68,7 +69,7 @@ class ServingBenchmark:
             print(f"picture: {arguments.plot}")
         if arguments.report is not None:
             arguments.report.parent.mkdir(parents=True, exist_ok=True)
-            arguments.report.write_text(goal_table(goals_of(measured)) + "\n")
+            arguments.report.write_text(report_of(measured) + "\n")
             print(f"report: {arguments.report}")
         return 0
 

@@ -111,7 +111,8 @@ def measure_prompt(settings: Settings, directory: Path) -> Found:
 
 def _recorded(engine: Engine, prompt: list[int], layers: int) -> AttentionCalls:
     """Calls of torch's attention for one prompt."""
-    with AttentionCalls(layers) as calls:
+    calls = AttentionCalls(layers)
+    with calls:
         begin(engine, [prompt], 2, after_step=calls.end_step).end()
     return calls
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
 
 from pcomm.core.testing.timing import Row, Timing
 
@@ -69,8 +72,18 @@ class Found:
             ratio: This value over that one, as the median of the ratios within a round.
         """
         shown = None if ratio is None else round(ratio, 3)
-        name = f"serving {self.part}"
-        self.rows.append(Row(name, case, round(value, 4), unit, ratio_to, shown, rounds))
+        self.rows.append(
+            Row(
+                f"serving {self.part}",
+                case,
+                round(value, 4),
+                unit,
+                ratio_to,
+                shown,
+                rounds,
+                torch=f"{torch.__version__}, transformers {version('transformers')}",
+            )
+        )
 
     def time(
         self, case: str, timing: Timing, unit: str, *, beside: tuple[str, Timing] | None = None

@@ -121,22 +121,18 @@ def _served(directory: Path, longest: int) -> Iterator[tuple[str, int]]:
     """Host and port of `pcomm serve` on this machine, while the context is open."""
     words = ["serve", str(directory), "--port", "0", "--memory-mib", str(_MEMORY_MIB)]
     words += ["--max-model-len", str(longest), "--shutdown-s", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", _COMMAND, *words],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        address = re.search(r"http://([\d.]+):(\d+)", line)
-        if address is None:
-            raise RuntimeError(f"pcomm serve has ended with {process.wait()}: {line}")
-        yield address[1], int(address[2])
-    finally:
-        process.terminate()
-        process.wait()
+    command = [sys.executable, "-c", _COMMAND, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            address = re.search(r"http://([\d.]+):(\d+)", line)
+            if address is None:
+                raise RuntimeError(f"pcomm serve has ended with {process.wait()}: {line}")
+            yield address[1], int(address[2])
+        finally:
+            process.terminate()
 
 
 def _client(

@@ -65,9 +65,8 @@ class TheirModel:
     def __init__(self, directory: Path) -> None:
         import transformers
 
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype="auto", local_files_only=True
-        ).eval()
+        build: Any = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = build(directory, dtype="auto", local_files_only=True).eval()
         # Texts go on for as long as is asked, without a look for their end.
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
