@@ -27,7 +27,7 @@ def measure_contexts(settings: Settings, directories: Directories) -> Found:
 
     Args:
         settings: Models and lengths.
-        directories: Where the models are written.
+        directories: Directories of the models.
     """
     found, recurrent = Found("context"), (settings.models.delta, settings.models.mamba)
     contexts, cases = settings.contexts, list[Turn]()

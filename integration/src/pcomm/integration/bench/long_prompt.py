@@ -95,7 +95,7 @@ def measure_prompt(settings: Settings, directory: Path) -> Found:
                 _timed("transformers", whole),
             ],
             # A turn takes seconds.
-            max(3, settings.rounds - 2),
+            max(3, settings.rounds // 2),
         )
     place = f"{name}, {length} tokens, {settings.threads[-1]} threads"
     alone = f"{_KERNELS} @ {place}"

@@ -19,7 +19,7 @@ _UNIT = "ms to the first token"
 
 
 def measure_prefix(settings: Settings, shape: Shape, directory: Path) -> Found:
-    """Prompts that begin as one before, in turns with new ones. Local.
+    """Prompts that begin as one before, in turns with new ones, on one thread. Local.
 
     Args:
         settings: Length of the prompts.
@@ -34,7 +34,7 @@ def measure_prefix(settings: Settings, shape: Shape, directory: Path) -> Found:
     cached: list[int] = []
 
     with (
-        num_threads(settings.threads[-1]),
+        num_threads(1),
         open_engine(
             model,
             max_model_len=length + 2,

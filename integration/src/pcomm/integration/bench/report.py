@@ -23,7 +23,8 @@ _HOW = {
     "short prompt.",
     "context": "One stream, one thread, fp32; all models and lengths take turns. transformers runs "
     "its torch path, as on any machine without the CUDA kernels.",
-    "prefix": "New prompts and prompts whose first nine tenths were seen before take turns.",
+    "prefix": "New prompts and prompts whose first nine tenths were seen before take turns; one "
+    "thread, fp32.",
     "prompt": "The kernels alone are the products of each chunk, and torch's attention with the "
     "arguments that the engine gives it, in turns with the prompt itself.",
     "server": "`pcomm serve` in a process of its own, one thread of torch. The client is another "

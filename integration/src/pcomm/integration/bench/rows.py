@@ -19,7 +19,7 @@ class Goal:
     Args:
         what: The quantity and its unit.
         limit: The number to reach.
-        reached: What was measured.
+        reached: The number that was measured.
         is_most: True if less is better, false if more is.
     """
 

@@ -28,8 +28,8 @@ class Settings:
     Args:
         parts: Names of the parts to measure.
         model: Hugging Face directory for the parts `streams` and `prompt`; None for random weights.
-        threads: Numbers of threads of torch in the part `streams`; the last one is that of the
-            parts `prefix` and `prompt`, and the others have one thread.
+        threads: Numbers of threads of torch in the part `streams`; the last one is that of the part
+            `prompt` and of the prompts of `context`, and all else has one thread.
         rounds: Number of turns of each case that count.
         models: Models by what they are for.
         dtype: Dtype of the weights of `models.large`; the others are fp32.
