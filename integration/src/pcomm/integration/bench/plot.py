@@ -56,6 +56,7 @@ def _lines(panel: Any, rows: Sequence[Row], pattern: re.Pattern[str], label: str
         style = "-" if name.startswith("pcomm") else "--"
         panel.plot([x for x, _ in points], [y for _, y in points], style, marker="o", label=name)
     panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:g}")
     panel.set_yscale("log")
     panel.set_xlabel(label)
     panel.set_ylabel("tokens/s")
