@@ -25,10 +25,14 @@ python3 -m nox -s bench -- --save
 ```bash
 pcomm bench gdn-cp --quick
 pcomm bench gdn-cp --csv docs/benchmarks/gdn_cp.csv --plot docs/benchmarks/gdn_cp.png
+pcomm bench inference --csv docs/benchmarks/inference.csv --plot docs/benchmarks/inference.png
+pcomm bench serving --csv docs/benchmarks/serving.csv --plot docs/benchmarks/serving.png \\
+    --report docs/benchmarks/serving.note
 pcomm bench fsdp --csv docs/benchmarks/fsdp.csv --plot docs/benchmarks/fsdp.png
 ```
 
 The last one gives each rank a network namespace with rate-limited links: it needs root, on Linux.
+`serving` needs transformers, which it compares with.
 """
 
 # What a reader compares; every other column says where the numbers come from.

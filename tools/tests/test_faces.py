@@ -64,8 +64,9 @@ def test_documents_import_from_faces_alone(page: Path) -> None:
 
 
 def test_integration_imports_packages_by_their_faces() -> None:
-    # What makes a face is no part of one.
-    shown = {*faces(), ERRORS, "pcomm.core.face"}
+    # What makes a face is no part of one, nor is what all benchmarks have in common.
+    of_benchmarks = {"pcomm.core.command.bench.options", "pcomm.core.testing.timing"}
+    shown = {*faces(), ERRORS, "pcomm.core.face", *of_benchmarks}
     inside = [p for p in sources() if module_of(p).startswith("pcomm.integration")]
     wrong = [
         f"{module_of(path)}: {name} of {module}"

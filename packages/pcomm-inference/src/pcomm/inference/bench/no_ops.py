@@ -32,7 +32,10 @@ BARE = {
     "comparing an int of the constructor": "a call",
     "group.size()": "a call",
     "dist.get_world_size(group)": "a call",
+    "torch.tensor([])": "a call",
+    "a copy before a reduction": "a call",
     "gloo all_reduce, one rank": "a call",
+    "gloo all_gather, one rank": "a call",
     "nn.Linear": "F.linear",
     "ColumnParallelLinear": "F.linear",
     "RowParallelLinear": "F.linear",
@@ -64,6 +67,7 @@ def time_no_ops(*, rounds: int) -> dict[str, Timing]:
             fix="Run it as one process, without torchrun.",
         )
     x, narrow = torch.zeros(1, 1, _WIDTH), torch.zeros(1, 64)
+    like = torch.empty_like(x)
     alone, layout = IdentityCollectives(), Layout.even(64, 1)
     column = ColumnParallelLinear(64, layout, alone)
     row = RowParallelLinear(layout, 64, alone)
@@ -88,6 +92,8 @@ def time_no_ops(*, rounds: int) -> dict[str, Timing]:
                     "comparing an int of the constructor": lambda: size > 1,
                     "group.size()": group.size,
                     "dist.get_world_size(group)": lambda: dist.get_world_size(group),
+                    "torch.tensor([])": lambda: torch.tensor([]),
+                    "a copy before a reduction": x.clone,
                     "F.linear": lambda: F.linear(narrow, weight),
                     "nn.Linear": lambda: plain(narrow),
                     "ColumnParallelLinear": lambda: column(narrow),
@@ -98,9 +104,12 @@ def time_no_ops(*, rounds: int) -> dict[str, Timing]:
                 rounds=rounds,
                 clock=time.thread_time,
             )
-            # Another thread does it, so its time counts too.
+            # Other threads do these, so their time counts too.
             found |= time_cases(
-                {"gloo all_reduce, one rank": lambda: dist.all_reduce(x, group=group)},
+                {
+                    "gloo all_reduce, one rank": lambda: dist.all_reduce(x, group=group),
+                    "gloo all_gather, one rank": lambda: dist.all_gather([like], x, group=group),
+                },
                 rounds=rounds,
             )
     return found

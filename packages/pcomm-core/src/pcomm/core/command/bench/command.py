@@ -15,7 +15,12 @@ __all__ = ["GROUP", "BenchCommand", "command"]
 
 GROUP = "pcomm.benchmarks"
 
-_HOMES = {"fsdp": "pcomm-fsdp", "gdn-cp": "pcomm-gdn-cp", "inference": "pcomm-inference"}
+_HOMES = {
+    "fsdp": "pcomm-fsdp",
+    "gdn-cp": "pcomm-gdn-cp",
+    "inference": "pcomm-inference",
+    "serving": "pcomm-integration",
+}
 
 
 class BenchCommand:

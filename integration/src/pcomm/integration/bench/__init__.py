@@ -1,0 +1,1 @@
+"""`pcomm bench serving`: models served beside transformers; start at `command`."""
