@@ -60,6 +60,18 @@ def test_configurations_that_cannot_run(
     assert not out.exists()
 
 
+def test_a_batch_that_is_larger_than_all_memory(
+    train: Callable[..., int], tmp_path: Path, capsys: Capture
+) -> None:
+    out, size = tmp_path / "run", 2**40
+    words = [f"train.sequence_length={size}", f"train.global_batch_tokens={size}"]
+    code = train(out, *(word for item in words for word in ("--set", item)))
+    said = refused(capsys, code)
+    assert f"train.sequence_length: {size} tokens; {size} at once take at least" in said
+    assert "Set train.sequence_length far below" in said
+    assert not out.exists()
+
+
 def test_three_ranks_for_tp_2(train: Callable[..., int], tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "run"
     code = train(out, "--ranks", "3", "--set", "parallel.tp=2")

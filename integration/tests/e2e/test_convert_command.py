@@ -14,6 +14,8 @@ from safetensors import safe_open
 from pcomm.core.command.main import main
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.generate.writer import Writer
+from pcomm.integration.huggingface import convert
+from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
 from pcomm.integration.testing.huggingface_models import write_directory
 from pcomm.integration.testing.huggingface_tokenizer import write_tokenizer
@@ -103,6 +105,9 @@ def test_what_cannot_be_converted(
     assert "keeps its weights in fp32" in refused(
         capsys, directory, "--out", out, "--dtype", "bf16"
     )
+    assert "for the weights of a run" in refused(
+        capsys, directory, "--out", out, "--allow-not-finite"
+    )
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert "something in it" in refused(capsys, run, "--out", tmp_path / "full")
@@ -110,6 +115,34 @@ def test_what_cannot_be_converted(
     assert "a file" in refused(capsys, run, "--out", tmp_path / "file")
     assert not out.exists()
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name_or_written_when_asked_for(
+    number: float,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = convert._model_of
+
+    def diverged(*given: Any) -> LanguageModel:
+        model = read(*given)
+        with torch.no_grad():
+            next(p for name, p in model.named_parameters() if "norm" in name)[3] = number
+        return model
+
+    monkeypatch.setattr(convert, "_model_of", diverged)
+    out = tmp_path / "out"
+    said = refused(capsys, run, "--out", out)
+    assert "model.layers.0.input_layernorm.weight" in said
+    assert "1 of 32 numbers are NaN or infinite" in said
+    assert not list(tmp_path.iterdir())
+    assert main(["convert", str(run), "--out", str(out), "--allow-not-finite"]) == 0
+    with safe_open(out / "model.safetensors", "pt") as file:
+        written = file.get_tensor("model.layers.0.input_layernorm.weight")
+    assert written.isfinite().tolist() == [place != 3 for place in range(32)]
 
 
 def test_a_model_of_no_family_is_refused(

@@ -206,3 +206,31 @@ def test_a_message_that_cannot_be_answered_is_left_out_of_a_piped_chat(
     assert "max_model_len is 64" in said
     assert "no UTF-8" in said
     assert said.count("This message is left out") == 2
+
+
+def test_a_conversation_that_has_outgrown_the_model_says_so_and_a_new_one_goes_on(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--system", "short", "--max-tokens", "30", "--temperature", "0"]
+    words = ["chat", str(run), "--max-model-len", "120", "--memory-mib", "4", *options]
+
+    def talk(*lines: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+        code = main(words)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    code, once, said = talk("word1")
+    assert (code, said) == (0, "")
+    # The second answer has no room left for its 30 tokens, the third message none at all.
+    code, found, said = talk("word1", "word1", "word1", " /new ", "word1")
+    assert code == 2
+    assert found.startswith(once)
+    assert found.endswith(once)
+    assert "has 120 tokens, the most of this model, and the answer is cut off" in said
+    assert "tokens with this message, and the model reads 119" in said
+    assert said.count("Type /new") == 2
+    # A message that no conversation has room for is another matter.
+    code, found, said = talk("word1", "word " * 300)
+    assert (code, found) == (2, once)
+    assert "Type /new" not in said

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from itertools import pairwise
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -447,7 +447,7 @@ class Grammar:
 def test_a_broken_grammar_ends_its_request_alone(grammar):
     model = MODELS["hybrid"]
     engine = engine_for(model, tokenizer=Letters(), speculative_tokens=2)
-    with patch.object(engine._grammars, "compile", lambda params: grammar):
+    with patch.object(engine._grammars, "compile", return_value=Mock(begin=lambda: grammar)):
         engine.add(greedy("grammar", [1, 2, 1, 2], 9))
     engine.add(greedy("free", [3, 4], 9))
     outputs = run(engine)
@@ -458,7 +458,7 @@ def test_a_broken_grammar_ends_its_request_alone(grammar):
 
 def test_a_request_with_a_grammar_gets_no_drafts():
     engine = engine_for(MODELS["hybrid"], tokenizer=Letters(), speculative_tokens=2)
-    with patch.object(engine._grammars, "compile", lambda params: Grammar()):
+    with patch.object(engine._grammars, "compile", return_value=Mock(begin=Grammar)):
         engine.add(greedy("grammar", [1, 2] * 5, 9))
     run(engine)
     assert engine.stats().drafted_tokens == 0

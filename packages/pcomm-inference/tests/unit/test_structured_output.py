@@ -1,6 +1,7 @@
 """Text that follows a schema or an expression, from logits that know nothing of it."""
 
 import json
+import pickle
 import re
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.inference.engine.request import Request
 from pcomm.inference.engine.sampling.grammar_masks import mask_by_grammar
 from pcomm.inference.engine.sampling.sampler import Sampler
 from pcomm.inference.engine.sampling.sampling_params import SamplingParams
@@ -76,7 +78,8 @@ def compiler(tokens) -> GrammarCompiler:
 
 def written(tokens, compiler, params: list[SamplingParams], most: int = 300) -> list[str]:
     """The text of each request, from random logits, all in one batch."""
-    states = [compiler.compile(one) for one in params]
+    grammars = [compiler.compile(one) for one in params]
+    states = [grammar and grammar.begin() for grammar in grammars]
     outputs: list[list[int]] = [[] for _ in params]
     live = list(range(len(params)))
     sampler, generator = Sampler(VOCABULARY, "cpu"), torch.Generator().manual_seed(0)
@@ -122,8 +125,7 @@ def test_the_schema_that_allows_anything_is_one(compiler) -> None:
 # Both kinds of vocabularies: with whole words of 32 bits, and with a part of one.
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 416])
 def test_an_end_is_allowed_exactly_where_the_text_may_end(tokens, vocabulary) -> None:
-    state = GrammarCompiler(tokens, vocabulary).compile(SamplingParams(regex="ab+"))
-    assert state is not None
+    state = GrammarCompiler(tokens, vocabulary).compile(SamplingParams(regex="ab+")).begin()
 
     def allowed() -> set[str]:
         words = state.allowed_words().tolist()
@@ -178,7 +180,7 @@ def test_min_tokens_gives_way_to_a_grammar_that_allows_nothing_but_an_end() -> N
 
 def test_requests_with_the_same_grammar_go_their_own_ways(tokens, compiler) -> None:
     params = SamplingParams(regex="ab|cd")
-    one, other = compiler.compile(params), compiler.compile(params)
+    one, other = compiler.compile(params).begin(), compiler.compile(params).begin()
     one.accept(tokens.encode("a")[0])
     other.accept(tokens.encode("c")[0])
     assert not torch.equal(one.allowed_words(), other.allowed_words())
@@ -186,6 +188,29 @@ def test_requests_with_the_same_grammar_go_their_own_ways(tokens, compiler) -> N
         one.accept(tokens.encode("c")[0])
     other.accept(tokens.encode("d")[0])
     assert other.is_finished
+
+
+def test_a_grammar_is_for_its_settings_and_its_model_alone(tokens, compiler) -> None:
+    params = SamplingParams(regex="ab")
+    grammar = compiler.compile(params)
+    assert compiler.kept(params) is grammar
+    assert compiler.kept(SamplingParams()) is None
+    grammar.check(SamplingParams(regex="ab", seed=3), tokens, VOCABULARY)
+    for wrong in (SamplingParams(), SamplingParams(regex="a"), SamplingParams(json_schema="{}")):
+        with pytest.raises(ConfigError, match="other settings"):
+            grammar.check(wrong, tokens, VOCABULARY)
+    for other in ((Tokens(), VOCABULARY), (tokens, VOCABULARY + 1), (None, VOCABULARY)):
+        with pytest.raises(ConfigError, match="another tokenizer or vocabulary"):
+            grammar.check(params, *other)
+
+
+def test_a_request_goes_to_another_process_without_its_compiled_grammar(compiler) -> None:
+    params = SamplingParams(regex="ab")
+    request = Request("name", (1, 2), params, grammar=compiler.compile(params))
+    found = pickle.loads(pickle.dumps(request))
+    assert found == request
+    assert found.grammar is None
+    assert request.grammar is not None
 
 
 @pytest.mark.parametrize(
@@ -253,7 +278,7 @@ def test_a_schema_has_at_most_64_kib(compiler) -> None:
 
 
 def test_an_error_on_the_way_is_one_line_of_the_parser(compiler) -> None:
-    state = compiler.compile(SamplingParams(json_schema='{"$ref": "#"}'))
+    state = compiler.compile(SamplingParams(json_schema='{"$ref": "#"}')).begin()
     with pytest.raises(UnsupportedError) as caught:
         state.allowed_words()
     assert len(str(caught.value).splitlines()) == 3

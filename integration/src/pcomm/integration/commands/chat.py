@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatCommand", "command"]
 
+_NEW = "/new"
+
 
 class ChatCommand:
     """Answers each line of the standard input, with what was said before in mind."""
 
     name = "chat"
-    help = "Talk with a model: a line is a message, its answer is written as it comes."
+    help = (
+        "Talk with a model: a line is a message, its answer is written as it comes; "
+        f"the line {_NEW} begins another conversation."
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """`DIR`, how tokens are drawn, and how the model is loaded."""
@@ -35,7 +40,9 @@ class ChatCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         """Read, answer, and so on until the end of the input; then say how fast that was.
 
-        A message that cannot be answered is said and left out, and the next line is read.
+        A message that cannot be answered is said and left out, and the next line is read. The line
+        `/new` forgets what was said, but for `--system`: a conversation that has outgrown the
+        model can go on in no other way.
 
         Returns:
             0; 2 if the input is no terminal and a message of it was left out.
@@ -60,7 +67,9 @@ class ChatCommand:
         num_left_out = 0
         with LLM(**llm_options(arguments), max_requests=1) as llm:
             while (line := _line()) is not None:
-                if line.strip() and not _answer(llm, messages, line, params):
+                if line.strip() == _NEW:
+                    messages = _without_turns(messages)
+                elif line.strip() and not _answer(llm, messages, line, params):
                     num_left_out += 1
             print_summary(llm)
         return 2 if num_left_out and not sys.stdin.isatty() else 0
@@ -87,8 +96,14 @@ def _answer(llm: LLM, messages: list[dict[str, object]], line: str, params: Samp
     written = ""
     try:
         prompt, settings = llm.chat_prompt([*messages, question], params)
+        most = llm.max_model_len
+        if len(prompt) >= most and _fits_alone(llm, messages, question, params):
+            _say_full(f"has {len(prompt)} tokens with this message, and the model reads {most - 1}")
+            return False
+        reason, length = None, len(prompt)
         for delta in llm.stream(prompt, settings):
             written += delta.text
+            reason, length = delta.finish_reason, length + len(delta.token_ids)
             print(delta.text, end="", flush=True)
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
@@ -100,8 +115,26 @@ def _answer(llm: LLM, messages: list[dict[str, object]], line: str, params: Samp
         print("This message is left out; the next may be another one.", file=sys.stderr)
         return False
     print()
+    if reason == "length" and length >= most:
+        _say_full(f"has {length} tokens, the most of this model, and the answer is cut off")
     messages += [question, {"role": "assistant", "content": written}]
     return True
+
+
+def _without_turns(messages: list[dict[str, object]]) -> list[dict[str, object]]:
+    return [message for message in messages if message["role"] == "system"]
+
+
+def _fits_alone(
+    llm: LLM, messages: list[dict[str, object]], question: dict[str, object], params: SamplingParams
+) -> bool:
+    alone = [*_without_turns(messages), question]
+    return len(llm.chat_prompt(alone, params)[0]) < llm.max_model_len
+
+
+def _say_full(found: str) -> None:
+    print(f"The conversation {found}.", file=sys.stderr)
+    print(f"Type {_NEW} to begin another one; what was said is then forgotten.", file=sys.stderr)
 
 
 command = ChatCommand()

@@ -19,7 +19,7 @@ class ConvertCommand:
     help = "Write a run as a Hugging Face directory, or such a directory as a run."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """`RUN_OR_DIR`, `--out`, `--dtype`."""
+        """`RUN_OR_DIR`, `--out`, `--dtype`, `--allow-not-finite`."""
         parser.add_argument(
             "source",
             type=Path,
@@ -35,6 +35,11 @@ class ConvertCommand:
             help="dtype of the weights in a directory; without it that of the directory which the "
             "run started from, or fp32",
         )
+        parser.add_argument(
+            "--allow-not-finite",
+            action="store_true",
+            help="write NaN and infinite weights into a directory as they are",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Convert, then print what was written."""
@@ -47,6 +52,13 @@ class ConvertCommand:
                 why="A run keeps its weights in fp32, whatever it computes in.",
                 fix="Leave --dtype away; `--set train.dtype=bf16` is what a run computes in.",
             )
+        if is_directory and arguments.allow_not_finite:
+            raise ConfigError(
+                "pcomm convert --allow-not-finite",
+                found=f"{source}, a Hugging Face directory, which becomes a run",
+                why="The option is for the weights of a run: NaN of a directory is always refused.",
+                fix="Leave --allow-not-finite away.",
+            )
         # Imported late, so that a mistake above does not wait for torch.
         from pcomm.integration.huggingface.convert import directory_to_run, run_to_directory
         from pcomm.integration.huggingface.dtypes import SHORT_NAMES
@@ -58,7 +70,8 @@ class ConvertCommand:
             print(f"pcomm train --config {out / 'config.toml'} --out {out}  trains it")
             return 0
         dtype = None if arguments.dtype is None else SHORT_NAMES[arguments.dtype]
-        kind = run_to_directory(source, out, dtype=dtype)
+        allowed = arguments.allow_not_finite
+        kind = run_to_directory(source, out, dtype=dtype, allow_not_finite=allowed)
         print(f"{out}  a {kind} model, which transformers loads")
         return 0
 

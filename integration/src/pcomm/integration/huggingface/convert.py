@@ -51,6 +51,7 @@ def run_to_directory(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    allow_not_finite: bool = False,
 ) -> str:
     """Write the newest checkpoint of a run as a directory that transformers loads. On one process.
 
@@ -60,12 +61,14 @@ def run_to_directory(
         dtype: Dtype of the weights; None for that of the directory which the run started from, and
             fp32 for a run that began anew.
         max_shard_bytes: Bytes of tensors in one file.
+        allow_not_finite: True to write NaN and infinities as they are.
 
     Returns:
         The `model_type` of the family that was written.
 
     Raises:
-        ConfigError: There is no checkpoint, it is damaged, or `out` cannot be written.
+        ConfigError: There is no checkpoint, it is damaged, a weight is NaN or infinite, or `out`
+            cannot be written.
         UnsupportedError: No family has such a model; names the keys in which it differs.
     """
     checkpoint = newest(run_dir)
@@ -94,6 +97,7 @@ def run_to_directory(
         dtype=own_dtype if dtype is None else dtype,
         exceptions=exceptions if dtype is None else None,
         max_shard_bytes=max_shard_bytes,
+        allow_not_finite=allow_not_finite,
     )
     return family.model_type
 

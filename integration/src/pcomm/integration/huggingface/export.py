@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError
+from pcomm.integration.finite import is_finite
 from pcomm.integration.huggingface.directory import CONFIG
 from pcomm.integration.huggingface.dtypes import NAMES
 from pcomm.integration.huggingface.families.family import Family
@@ -37,6 +38,7 @@ def export_model(
     dtype: torch.dtype,
     exceptions: Mapping[str, torch.dtype] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    allow_not_finite: bool = False,
 ) -> None:
     """Write a directory, whole or not at all. Local, on a process that holds the whole model.
 
@@ -49,10 +51,11 @@ def export_model(
         dtype: Dtype of the weights.
         exceptions: Dtypes of single tensors, by their names in the family.
         max_shard_bytes: Bytes of tensors in one file.
+        allow_not_finite: True to write NaN and infinities as they are.
 
     Raises:
-        ConfigError: The directory has something in it, or cannot be written; or a weight is
-            infinite in the dtype that it is written in.
+        ConfigError: The directory has something in it, or cannot be written; or a weight is NaN or
+            infinite, in the model or in the dtype that it is written in; names the tensor.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
@@ -65,7 +68,8 @@ def export_model(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write_weights(_tensors(model, family, dtype, exceptions or {}), partial, max_shard_bytes)
+        tensors = _tensors(model, family, dtype, exceptions or {}, allow_not_finite)
+        _write_weights(tensors, partial, max_shard_bytes)
         _write_json(partial / CONFIG, _with_dtype(config, NAMES[dtype]))
         for name, content in files.items():
             (partial / name).write_bytes(content)
@@ -90,6 +94,7 @@ def _tensors(
     family: Family,
     dtype: torch.dtype,
     exceptions: Mapping[str, torch.dtype],
+    allow_not_finite: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Their tensors one by one, each put together from rows of ours."""
     tensors, parameters = tensor_map(model, family), dict(model.named_parameters())
@@ -101,10 +106,23 @@ def _tensors(
             value = parameters[ours].detach()
             own = value.view(-1, value.shape[-1]) if value.dim() > 1 else value
             taken = own.narrow(0, segment.start, segment.length)
+            if not allow_not_finite and not is_finite(taken):
+                raise _not_finite(name, taken)
             if overflows(taken, whole.dtype):
                 raise _overflow(name, whole.dtype)
             rows.narrow(0, segment.their_start, segment.length).copy_(taken)
         yield name, whole
+
+
+def _not_finite(name: str, values: Tensor) -> ConfigError:
+    wrong = int((~values.isfinite()).sum())
+    return ConfigError(
+        f"convert: {name}",
+        found=f"{wrong} of {values.numel()} numbers are NaN or infinite",
+        why="A model with such weights gives no text, wherever it is loaded.",
+        fix="Go back to a checkpoint before the training diverged; or write them as they are: "
+        "`--allow-not-finite`.",
+    )
 
 
 def _overflow(name: str, dtype: torch.dtype) -> ConfigError:

@@ -15,12 +15,13 @@ from fastapi.responses import JSONResponse
 
 from pcomm.core.errors import ClosedError, ConfigError, PcommError
 from pcomm.inference import Request, SamplingParams
-from pcomm.inference.engine import EngineStats
+from pcomm.inference.engine import EngineStats, GrammarCompiler
 from pcomm.integration.llm import LLM
 from pcomm.integration.serve.answers import EventStream, unless_gone, whole_answer
 from pcomm.integration.serve.api_error import ApiError
 from pcomm.integration.serve.chat_request import ChatRequest
 from pcomm.integration.serve.completion_request import CompletionRequest
+from pcomm.integration.serve.grammar_desk import GrammarDesk
 from pcomm.integration.serve.metrics import Metrics
 from pcomm.integration.serve.output_streams import OutputStreams
 from pcomm.integration.serve.replies import ChatReply, CompletionReply, Reply
@@ -63,9 +64,16 @@ class Service:
         self.streams = OutputStreams(settings.max_unread_tokens)
         self.loop = StepLoop(llm.engine, self.streams.deliver, observer=self.metrics, clock=clock)
         self._texts = TokenTexts(llm.loaded.tokenizer.to_json())
+        self.grammars = GrammarDesk(
+            GrammarCompiler(llm.loaded.tokenizer, llm.loaded.vocabulary),
+            max_compiling=settings.max_compiling,
+            max_waiting=settings.max_waiting_grammars,
+            limit_s=settings.grammar_limit_s,
+        )
 
     async def start(self) -> None:
         """Start the step loop; called in the event loop that serves."""
+        await self.grammars.load()
         self.streams.bind(self.loop)
         self.loop.start()
         # The first call measures the memory, which no request and no scrape has to wait for.
@@ -79,14 +87,14 @@ class Service:
 
     def end_requests(self) -> None:
         """Tell every client that the server stops, and free the memory of its requests."""
-        self.streams.fail_all(
-            ClosedError(
-                "the request",
-                found="a server that is being stopped",
-                why="It did not end within the limit for that.",
-                fix="Send it again once the server is back.",
-            )
+        error = ClosedError(
+            "the request",
+            found="a server that is being stopped",
+            why="It did not end within the limit for that.",
+            fix="Send it again once the server is back.",
         )
+        self.grammars.fail_all(error)
+        self.streams.fail_all(error)
 
     async def complete(self, body: CompletionRequest, http: HttpRequest) -> Response:
         """Answer `/v1/completions`."""
@@ -151,8 +159,11 @@ class Service:
         pairs = [
             (tuple(ids), one) for ids, each in zip(prompts, params, strict=True) for one in each
         ]
+        # All texts of one HTTP request have the same grammar.
+        grammar = await unless_gone(http.receive, self.grammars.compile(pairs[0][1]))
         requests = [
-            Request(f"{answer_id}-{place}", ids, one) for place, (ids, one) in enumerate(pairs)
+            Request(f"{answer_id}-{place}", ids, one, grammar=grammar)
+            for place, (ids, one) in enumerate(pairs)
         ]
         usage = Usage([len(ids) for ids in prompts])
         stream = self.streams.open(requests)

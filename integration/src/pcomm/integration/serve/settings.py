@@ -19,6 +19,9 @@ class ServeSettings:
         max_body_bytes: Most bytes of the body of a request.
         max_unread_tokens: Most tokens of a request that wait for a client which does not read.
         write_timeout_s: Seconds that such a client may leave one part unread.
+        max_compiling: Most grammars that are compiled at once.
+        max_waiting_grammars: Most others that wait for that; more are 429.
+        grammar_limit_s: Seconds after which a request is refused whose grammar is not compiled.
         step_limit_s: Seconds after which a step that has not returned makes `/health` fail.
         shutdown_s: Seconds that running requests have to end after SIGTERM.
     """
@@ -28,6 +31,9 @@ class ServeSettings:
     max_body_bytes: int = 4 * 1024 * 1024
     max_unread_tokens: int = 4096
     write_timeout_s: float = 60.0
+    max_compiling: int = 2
+    max_waiting_grammars: int = 64
+    grammar_limit_s: float = 60.0
     step_limit_s: float = 60.0
     shutdown_s: float = 30.0
 
@@ -36,6 +42,9 @@ class ServeSettings:
             "max_body_bytes",
             "max_unread_tokens",
             "write_timeout_s",
+            "max_compiling",
+            "max_waiting_grammars",
+            "grammar_limit_s",
             "step_limit_s",
             "shutdown_s",
         ):

@@ -29,6 +29,7 @@ from pcomm.integration.parallelize import (
     open_run_groups,
     splitting_groups,
 )
+from pcomm.integration.train.batch_memory import check_batch_memory, largest_memory
 from pcomm.integration.train.evaluate import evaluate
 from pcomm.integration.train.interrupt import listen_for_interrupt
 from pcomm.integration.train.not_finite import NotFiniteSteps
@@ -117,6 +118,10 @@ def _train(
             "train: model.from", lambda: start_config(config, run_dir, is_new=must_restart)
         )
         resolved = validate(config, world.size)
+        together(
+            "train: memory of a batch",
+            lambda: check_batch_memory(resolved, largest_memory(world.device)),
+        )
         if not must_restart:
             # Before anything in the folder changes, so that a refused run leaves it as it was.
             together("train: checkpoint", lambda: check_resumable(resolved, run_dir))

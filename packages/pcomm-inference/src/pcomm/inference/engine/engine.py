@@ -124,8 +124,12 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; the next steps compute it.
 
+        A grammar of `request.params` is compiled here, unless `request.grammar` is given: that may
+        take seconds, in which no step is made.
+
         Raises:
-            ConfigError: The request can never be served; the message names the limit.
+            ConfigError: The request can never be served; the message names the limit. Or
+                `request.grammar` is not that of its params, or was compiled for another model.
             QueueFullError: The queue holds `max_queued` requests.
             ClosedError: The engine is closed, or a change of its requests was cut short.
         """
@@ -140,7 +144,10 @@ class Engine:
         limit = min(len(request.prompt) + request.params.max_tokens, self._settings.max_model_len)
         self._check_blocks(request, limit)
         self._queue.check_room(request.request_id)
-        grammar = self._grammars.compile(request.params)
+        if request.grammar is not None:
+            request.grammar.check(request.params, self._tokenizer, self._settings.vocabulary)
+        compiled = request.grammar or self._grammars.compile(request.params)
+        grammar = compiled.begin() if compiled is not None else None
         live = LiveRequest(
             request,
             arrival=self._num_added,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.engine.sampling.structured.compiled_grammar import CompiledGrammar
 
 __all__ = ["FinishReason", "Request", "RequestOutput", "TokenLogprobs"]
 
@@ -26,12 +27,18 @@ class Request:
         params: Sampling settings and limits.
         priority: Requests with a smaller number are scheduled first; equal ones in the order in
             which they came.
+        grammar: What `GrammarCompiler.compile` has made of `params`; None for `Engine.add` to
+            compile it. It is no part of the request for another process, which compiles it itself.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
+    grammar: CompiledGrammar | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "grammar": None}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pcomm.inference.engine.live_request import LiveRequest
 from pcomm.inference.engine.memory.allocator import Allocator
 from pcomm.inference.engine.request import RequestOutput, TokenLogprobs
+from pcomm.inference.engine.sampling.not_finite import NotFiniteError
 from pcomm.inference.engine.sampling.sampler import Sampled
 from pcomm.inference.engine.scheduler import Scheduler
 from pcomm.inference.engine.speculation.verification import count_accepted
@@ -72,7 +73,10 @@ class StepOutputs:
         for chunk in plan.chunks:
             if not chunk.is_sampled:
                 chunk.live.num_computed = chunk.stop
-                self._allocator.keep(chunk.live)
+                if chunk.live.error is None:
+                    self._allocator.keep(chunk.live)
+                else:
+                    outputs.append(self.fail(chunk.live, chunk.live.error))
                 continue
             behind = place + len(chunk.drafts) + 1
             right = self._settle_drafts(chunk, ids[place:behind])
@@ -84,6 +88,8 @@ class StepOutputs:
 
     def fail(self, live: LiveRequest, error: Exception) -> RequestOutput:
         """End a request for an exception, and free its memory."""
+        if isinstance(error, NotFiniteError):
+            self._allocator.withdraw(live)
         del self._live[live.request_id]
         self._scheduler.end(live)
         cached = live.cached_tokens or 0

@@ -164,6 +164,14 @@ class Allocator:
                 live.snapshot_at.append((computed // interval + 1) * interval)
         self._set_keep_at(live)
 
+    def withdraw(self, live: LiveRequest) -> None:
+        """Take out of the prefix cache what a request has begun from or offered alone.
+
+        Its logits were no numbers: so may be keys, values and states that others would begin from.
+        """
+        if self._cache is not None:
+            self._cache.withdraw(live.block_hashes)
+
     def save_state(self, live: LiveRequest) -> int:
         """Copy the state of a request to a slot of its own, and return that; 0 if none is free."""
         if not self._free_slot(keep=0):

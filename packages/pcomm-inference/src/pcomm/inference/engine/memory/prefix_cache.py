@@ -158,6 +158,18 @@ class PrefixCache:
         self._slots.to_cache()
         self._enter_snapshot(parent)
 
+    def withdraw(self, hashes: Sequence[bytes]) -> None:
+        """Forget the nodes of some hashes, from the last one up to where others hang.
+
+        What others hang on gave them tokens, or goes with the last of them.
+        """
+        for digest in reversed(hashes):
+            node = self._nodes.get(digest)
+            if node is not None and node.children:
+                return
+            if node is not None:
+                self._remove(node)
+
     def note_idle(self, block: int) -> None:
         """Note that no request refers to a published block any more."""
         node = self._of_block[block]

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pcomm.inference.engine.live_request import LiveRequest
 from pcomm.inference.engine.sampling.logprobs import token_logprobs
+from pcomm.inference.engine.sampling.not_finite import not_finite
 
 __all__ = ["PromptRows", "note_prompt_logprobs"]
 
@@ -35,6 +37,8 @@ class PromptRows:
 def note_prompt_logprobs(logits_LV: Tensor, rows: PromptRows) -> None:
     """Append to each request the log-probabilities of its next known tokens.
 
+    Logits that are no numbers give it an error instead, which ends it.
+
     Args:
         logits_LV: All logits of the step.
         rows: Places of those that are of prompts.
@@ -50,3 +54,6 @@ def note_prompt_logprobs(logits_LV: Tensor, rows: PromptRows) -> None:
     taken = logits_LV[torch.tensor(rows.places, device=logits_LV.device)]
     for live, entry in zip(rows.requests, token_logprobs(taken, chosen, asked), strict=True):
         live.prompt_logprobs.append(entry)
+        # A logit that is NaN or infinite, or minus infinity in all, makes all of these NaN.
+        if math.isnan(entry.logprob) and live.error is None:
+            live.error = not_finite(entry.logprob)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from pcomm.inference.engine.sampling.grammar_masks import mask_by_grammar
 from pcomm.inference.engine.sampling.largest import place_of_largest
 from pcomm.inference.engine.sampling.logit_edits import edit_logits, edits
 from pcomm.inference.engine.sampling.logprobs import token_logprobs
+from pcomm.inference.engine.sampling.not_finite import not_finite
 from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.engine.sampling.sampling_row import SamplingRow
 from pcomm.inference.engine.sampling.token_filters import filter_tokens, filters
@@ -100,7 +102,9 @@ class Sampler:
             mask_by_grammar(edited_LV, rows)
         token_ids = self._choose(edited_LV, rows).tolist()
         errors = {
-            n: _no_token(edited_LV[n]) for n, token_id in enumerate(token_ids) if token_id < 0
+            n: _no_token(logits_LV[n], edited_LV[n])
+            for n, token_id in enumerate(token_ids)
+            if token_id < 0
         }
         return Sampled(token_ids, _logprobs(logits_LV, token_ids, rows), errors)
 
@@ -161,15 +165,15 @@ def _where_finite(ids_R1: Tensor, largest_R1: Tensor) -> Tensor:
     return torch.where(largest_R1.abs() < torch.inf, ids_R1, _NO_TOKEN)[:, 0]
 
 
-def _no_token(logits_V: Tensor) -> PcommError:
+def _no_token(logits_V: Tensor, edited_V: Tensor) -> PcommError:
+    largest = float(logits_V.amax())
+    if not math.isfinite(largest):
+        return not_finite(largest)
     return PcommError(
-        "Engine.step: logits of the model",
-        found=f"the logits of a row are not numbers: the largest is {float(logits_V.amax())}",
-        why="No token can be chosen among them. A model gives such logits when its weights or sums "
-        "leave the range of its dtype; minus infinity alone means that settings or the grammar "
-        "exclude every token.",
-        fix="Check the weights, load the model in bfloat16 or float32 rather than float16, and ask "
-        "for no min_tokens where every token ends the text.",
+        "Engine.step: logits of the model under the settings of a request",
+        found=f"the logits of a row are not numbers: the largest is {float(edited_V.amax())}",
+        why="No token can be chosen among them: settings or the grammar exclude every token.",
+        fix="Ask for no min_tokens where every token ends the text.",
     )
 
 

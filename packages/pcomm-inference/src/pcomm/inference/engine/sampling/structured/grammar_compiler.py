@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from typing import TYPE_CHECKING
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling.structured.grammar_matcher import GrammarMatcher
+from pcomm.inference.engine.sampling.structured.compiled_grammar import (
+    CompiledGrammar,
+    grammar_key,
+)
 from pcomm.inference.engine.sampling.structured.schema_limits import (
     check_schema,
     check_schema_length,
@@ -25,9 +30,11 @@ _KEPT = 16
 
 
 class GrammarCompiler:
-    """Makes the grammar of a request when it is added, so that errors are errors of that request.
+    """Makes grammars from settings, so that an error is one of the request with these settings.
 
-    Nothing is loaded before the first request with a grammar.
+    An engine has one of its own. A server makes another one for the same tokenizer, compiles in
+    threads that make no steps, and gives the result as `Request.grammar`: llguidance holds no lock
+    of Python while it compiles. Nothing is loaded before `load` or the first grammar.
 
     Args:
         tokenizer: Tokenizer of the model; None where the engine has none.
@@ -38,10 +45,14 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._words: LLTokenizer | None = None
-        self._compiled: dict[tuple[str, str], LLMatcher] = {}
+        self._words_lock = threading.Lock()
+        self._compiled: dict[tuple[str, str], CompiledGrammar] = {}
+        self._lock = threading.Lock()
 
-    def compile(self, params: SamplingParams) -> GrammarMatcher | None:
-        """The grammar at the begin of a text; None for settings without one. Local.
+    def compile(self, params: SamplingParams) -> CompiledGrammar | None:
+        """The grammar of some settings; None for settings without one. Local; from any thread.
+
+        The last ones are kept, and equal ones are not compiled again.
 
         Raises:
             ConfigError: The schema or expression cannot be compiled, with the reason; a schema is
@@ -50,20 +61,35 @@ class GrammarCompiler:
             UnsupportedError: llguidance is not installed, or the tokenizer cannot show its
                 vocabulary.
         """
-        for name, text in (("json_schema", params.json_schema), ("regex", params.regex)):
-            if text is not None:
-                matcher = self._matcher(name, text)
-                return GrammarMatcher(matcher.deep_copy(), self._vocabulary)
-        return None
-
-    def _matcher(self, name: str, text: str) -> LLMatcher:
-        key = (name, text)
-        if key not in self._compiled:
-            compiled = self._compile(name, text)
-            if len(self._compiled) == _KEPT:
+        key = grammar_key(params)
+        if key is None:
+            return None
+        if (found := self.kept(params)) is not None:
+            return found
+        tokenizer = self._checked_tokenizer(key[0])
+        grammar = CompiledGrammar(
+            self._compile(*key), key=key, tokenizer=tokenizer, vocabulary=self._vocabulary
+        )
+        with self._lock:
+            if len(self._compiled) >= _KEPT and key not in self._compiled:
                 del self._compiled[next(iter(self._compiled))]
-            self._compiled[key] = compiled
-        return self._compiled[key]
+            self._compiled[key] = grammar
+        return grammar
+
+    def kept(self, params: SamplingParams) -> CompiledGrammar | None:
+        """The grammar of some settings if it is compiled and kept. Local; from any thread."""
+        key = grammar_key(params)
+        with self._lock:
+            return None if key is None else self._compiled.get(key)
+
+    def load(self) -> None:
+        """Read the vocabulary of the tokenizer now, and not with the first grammar. Local.
+
+        For a large one that takes a second in which no other thread of the process runs. Where it
+        cannot be done nothing happens, and the first grammar has the error.
+        """
+        with contextlib.suppress(ConfigError, UnsupportedError):
+            self._load_words("json_schema")
 
     def _compile(self, name: str, text: str) -> LLMatcher:
         words = self._load_words(name)
@@ -95,20 +121,23 @@ class GrammarCompiler:
         return matcher
 
     def _load_words(self, name: str) -> LLTokenizer:
-        if self._words is None:
-            tokenizer = self._checked_tokenizer(name)
-            try:
-                from llguidance import LLTokenizer
-            except ImportError as error:
-                raise UnsupportedError(
-                    f"SamplingParams: {name}",
-                    found="llguidance is not installed",
-                    why="It finds the tokens that a grammar allows.",
-                    fix="python3 -m pip install 'pcomm-inference[structured]'",
-                ) from error
-            ends = list(tokenizer.eos_ids)
-            self._words = LLTokenizer(tokenizer.to_json(), self._vocabulary, ends)
-        return self._words
+        with self._words_lock:
+            if self._words is None:
+                self._words = self._read_words(name)
+            return self._words
+
+    def _read_words(self, name: str) -> LLTokenizer:
+        tokenizer = self._checked_tokenizer(name)
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            raise UnsupportedError(
+                f"SamplingParams: {name}",
+                found="llguidance is not installed",
+                why="It finds the tokens that a grammar allows.",
+                fix="python3 -m pip install 'pcomm-inference[structured]'",
+            ) from error
+        return LLTokenizer(tokenizer.to_json(), self._vocabulary, list(tokenizer.eos_ids))
 
     def _checked_tokenizer(self, name: str) -> JsonTokenizer:
         tokenizer = self._tokenizer
