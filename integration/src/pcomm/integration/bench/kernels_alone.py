@@ -12,30 +12,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, WeightProduct
 
 __all__ = ["AttentionCalls", "Products"]
 
 
 class Products:
-    """Matrix products with the weights of a model, the head apart.
+    """The matrix products that the layers of a model make, the head apart.
 
     Args:
-        model: Model whose layers hold the weights; has `head`.
+        model: Model whose linear layers hold the weights, or what stands in their place. It has a
+            `head`.
+        wide: True for `F.linear` with other weights of the same sizes, as torch keeps them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, wide: bool = False) -> None:
         kinds = (ColumnParallelLinear, RowParallelLinear)
-        self.head: Tensor = model.get_parameter("head.weight").detach()
-        self.weights: list[Tensor] = [
-            module.weight.detach()
-            for name, module in model.named_modules()
-            if isinstance(module, kinds) and name != "head"
+        layers = [
+            (name, module) for name, module in model.named_modules() if isinstance(module, kinds)
         ]
-        dtype = self.head.dtype
-        self._inputs: Callable[[int, int], Tensor] = lambda rows, width: torch.ones(
-            rows, width, dtype=dtype
-        )
+        head = model.get_submodule("head")
+        self._layers = [_Product(one, wide) for name, one in layers if name != "head"]
+        self._head = _Product(head, wide)
+        self._dtype = self._head.dtype
 
     def caller(self, num_rows: int, num_logits: int) -> Callable[[], None]:
         """A function that computes all products once. Local.
@@ -44,18 +43,33 @@ class Products:
             num_rows: Tokens of the step.
             num_logits: Tokens whose logits are computed.
         """
-        widths = {weight.shape[1] for weight in self.weights}
-        inputs = {width: self._inputs(num_rows, width) for width in widths}
-        last = self._inputs(num_logits, self.head.shape[1])
+        widths = {layer.width for layer in self._layers}
+        inputs = {width: torch.ones(num_rows, width, dtype=self._dtype) for width in widths}
+        last = torch.ones(num_logits, self._head.width, dtype=self._dtype)
 
         @torch.inference_mode()
         def run() -> None:
-            for weight in self.weights:
-                F.linear(inputs[weight.shape[1]], weight)
+            for layer in self._layers:
+                layer.multiply(inputs[layer.width])
             if num_logits:
-                F.linear(last, self.head)
+                self._head.multiply(last)
 
         return run
+
+
+class _Product:
+    """What one layer multiplies by, without its bias."""
+
+    def __init__(self, layer: nn.Module, wide: bool) -> None:
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        self.width, self.dtype = weight.shape[1], weight.dtype
+        product: WeightProduct | None = layer.__dict__.get("weight_product")
+        if product is not None and not wide:
+            self.multiply = lambda x: product(x, None)
+            return
+        own = torch.ones(weight.shape, dtype=weight.dtype) if wide else weight.detach()
+        self.multiply = lambda x: F.linear(x, own)
 
 
 class AttentionCalls(TorchFunctionMode):

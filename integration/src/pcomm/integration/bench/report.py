@@ -16,8 +16,9 @@ _HOW = {
     "and no look for an end, in inference mode. It is measured with keys and values that grow and "
     "with a static cache, and goals stand beside the faster one. It is not compiled: that takes "
     "minutes for each number of streams. Ours is `LLM` as it opens by default, which also makes "
-    "text of the tokens. `linears alone` are torch's products with the same weights and as many "
-    "rows. Where transformers has no figure, prompts are of mixed lengths.",
+    "text of the tokens. `linears alone` are the products of its own packed weights with as many "
+    "rows, `linears by F.linear` those that torch's layers would make. Where transformers has no "
+    "figure, prompts are of mixed lengths.",
     "tiny": "One stream, one thread, fp32. `forward` is a call of the model with its cache, which "
     "chooses no token; a step of the engine chooses it and makes text. `whole text` includes a "
     "short prompt.",

@@ -25,6 +25,7 @@ _MEMORY_BYTES = 2**30
 # What `generate` is asked for: keys and values that grow, and those of full length.
 _CACHES = {"generate": False, "generate, static cache": True}
 
+_ALONE, _WIDE = "linears alone", "linears by F.linear"
 _STEP, _FIRST = "ms a step", "ms to the first token"
 
 
@@ -58,13 +59,13 @@ def measure_streams(settings: Settings, directory: Path) -> Found:
 class _Cases:
     def __init__(self, settings: Settings, llm: LLM, theirs: TheirModel) -> None:
         self._settings, self._llm, self._theirs = settings, llm, theirs
-        self._products = Products(llm.loaded.model)
+        model = llm.loaded.model
+        self._products = {_ALONE: Products(model), _WIDE: Products(model, wide=True)}
         self._generator = torch.Generator().manual_seed(0)
 
     def of(self, count: int) -> list[Turn]:
         """Cases of so many streams."""
         settings = self._settings
-        of_products = self._products.caller(count, count)
 
         def ours() -> Mapping[str, float]:
             texts = begin(self._llm.engine, self._prompts(count), 2 * settings.steps + 64)
@@ -72,12 +73,16 @@ class _Cases:
             texts.end()
             return {f"pcomm, {_FIRST}": texts.median_first_us, "pcomm": step_us}
 
-        def products() -> Mapping[str, float]:
-            start = time.perf_counter()
-            for _ in range(settings.steps):
-                of_products()
-            taken_us = (time.perf_counter() - start) * 1e6
-            return {"linears alone": taken_us / settings.steps}
+        def products(name: str) -> Turn:
+            run = self._products[name].caller(count, count)
+
+            def again() -> Mapping[str, float]:
+                start = time.perf_counter()
+                for _ in range(settings.steps):
+                    run()
+                return {name: (time.perf_counter() - start) * 1e6 / settings.steps}
+
+            return again
 
         def of_theirs(name: str, is_static: bool) -> Turn:
             def run() -> Mapping[str, float]:
@@ -88,7 +93,7 @@ class _Cases:
 
             return run
 
-        cases: list[Turn] = [ours, products]
+        cases: list[Turn] = [ours, *map(products, self._products)]
         if count <= settings.most_of_theirs:
             cases += [of_theirs(name, is_static) for name, is_static in _CACHES.items()]
         return cases
@@ -121,15 +126,16 @@ def same_at_begin(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def _add(found: Found, place: str, count: int, threads: int, times: Mapping[str, Timing]) -> None:
-    ours, linears = times["pcomm"], times["linears alone"]
+    ours, linears = times["pcomm"], times[_ALONE]
     names = [name for name in _CACHES if name in times]
     fastest = min(names, key=lambda name: times[name].median_us, default=None)
     beside = None if fastest is None else (f"{fastest} @ {place}", times[fastest])
     found.tokens(f"pcomm @ {place}", ours, count, beside=beside)
     for name in names:
         found.tokens(f"{name} @ {place}", times[name], count)
-    alone = f"linears alone @ {place}"
+    alone = f"{_ALONE} @ {place}"
     found.time(alone, linears, _STEP)
+    found.time(f"{_WIDE} @ {place}", times[_WIDE], _STEP, beside=(alone, linears))
     for name in ("pcomm", *names):
         found.time(f"{name} @ {place}", times[name], _STEP, beside=(alone, linears))
         found.time(f"{name} @ {place}", times[f"{name}, {_FIRST}"], _FIRST)
