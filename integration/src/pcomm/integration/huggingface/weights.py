@@ -41,13 +41,12 @@ def load_weights(
     tensors are compared before the first is read, and the numbers are checked while they are.
 
     Args:
-        model: A model of the shape that `read_model` gives. The memory of a parameter may have been
-            given up, with a storage of no bytes; it is allocated when the parameter is filled.
+        model: A model of the shape that `read_model` gives.
         family: Tables of the directory's family.
         directory: The directory, opened with its weights.
         ranks: Rank of this process by the scope of `ParamLayout`; None where one rank has all.
         filled: Called with the name of each parameter as soon as it is filled. It may put something
-            else in its place.
+            else in its place, and parameters that it replaces may share their memory.
 
     Returns:
         Number of bytes read from the files.
@@ -67,7 +66,6 @@ def load_weights(
         # By name: a list of parameters would keep those that `filled` replaces.
         for name in layouts:
             layout, parameter = layouts[name], model.get_parameter(name)
-            _allocate(parameter)
             rank = (ranks or {}).get(layout.scope, 0)
             _fill(parameter, tensors.segments[name], layout, rank, files, tensors.middles)
             del parameter
@@ -84,12 +82,6 @@ def tensor_map(model: LanguageModel, family: Family) -> TensorMap:
         for name, parameter in model.named_parameters()
     }
     return map_tensors(family.tensors, model.config, shapes)
-
-
-def _allocate(parameter: nn.Parameter) -> None:
-    storage = parameter.untyped_storage()
-    if not storage.nbytes():
-        storage.resize_(parameter.numel() * parameter.itemsize)
 
 
 def _fill(

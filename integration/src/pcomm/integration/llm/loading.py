@@ -12,6 +12,7 @@ import torch
 
 from pcomm.core import Group
 from pcomm.core.errors import ConfigError
+from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.inference.layers import pack_weights
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
@@ -248,9 +249,14 @@ def _load_quantized(
     directory: ModelDirectory,
     ranks: Mapping[str, int] | None,
 ) -> None:
-    """Quantise each layer as soon as its weights are there, so that never all of them are."""
-    for parameter in model.parameters():
-        parameter.untyped_storage().resize_(0)
+    """Quantise each layer as soon as its weight is there, in memory that all of them share."""
+    layers = [m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    # A head that is tied has the embedding's weight, which stays.
+    weights = [layer.weight for layer in layers if layer.weight is not model.embedding.weight]
+    shared = model.norm.weight.new_empty(max(weight.numel() for weight in weights))
+    for weight in weights:
+        weight.data = shared[: weight.numel()].view(weight.shape)
+    del layers, weights
 
     def filled(name: str) -> None:
         quantize(model, name.rpartition(".")[0])
