@@ -115,6 +115,7 @@ def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> Non
     from pcomm.core import Topology, connect, open_groups
     from pcomm.inference import SamplingParams
     from pcomm.integration.generate.writer import Writer
+    from pcomm.integration.llm.devices import device_of
     from pcomm.integration.llm.dtypes import dtype_of
 
     params = SamplingParams(
@@ -128,7 +129,10 @@ def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> Non
     with connect() as world, open_groups(Topology({"tp": world.size}), ["tp"]) as groups:
         group = groups["tp"] if world.size > 1 else None
         writer = Writer.load(
-            arguments.run, dtype=dtype_of(arguments.dtype), device=arguments.device, group=group
+            arguments.run,
+            dtype=dtype_of(arguments.dtype),
+            device=device_of(arguments.device),
+            group=group,
         )
         if world.rank:
             writer.write(prompt, params)
