@@ -116,6 +116,7 @@ def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> Non
     from pcomm.core import Topology, connect, open_groups
     from pcomm.inference import SamplingParams
     from pcomm.integration.generate.writer import Writer
+    from pcomm.integration.llm.devices import device_of
     from pcomm.integration.llm.dtypes import dtype_of
     from pcomm.integration.llm.run_summary import RunSummary
 
@@ -132,7 +133,7 @@ def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> Non
         writer = Writer.load(
             arguments.run,
             dtype=dtype_of(arguments.dtype),
-            device=arguments.device,
+            device=device_of(arguments.device),
             group=group,
             quantization=arguments.quantization,
         )

@@ -12,6 +12,7 @@ import torch
 from pcomm.core.errors import ClosedError, ConfigError
 from pcomm.inference import Engine, Request, RequestOutput, SamplingParams
 from pcomm.inference.engine import EngineStats, QueueFullError
+from pcomm.integration.llm.devices import device_of
 from pcomm.integration.llm.dtypes import dtype_of
 from pcomm.integration.llm.generation import Delta, Generation, joined
 from pcomm.integration.llm.loading import LoadedModel, load_model
@@ -84,7 +85,7 @@ class LLM:
             "max_requests": max_requests,
         }
         _check_numbers(numbers)
-        place = torch.device(device)
+        place = device_of(device)
         self.path = Path(path)
         self.max_queued = max_queued
         self.loaded: LoadedModel = load_model(
