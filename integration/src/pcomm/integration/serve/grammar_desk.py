@@ -30,8 +30,8 @@ class _Job:
 class GrammarDesk:
     """Grammars for a server; used in its event loop.
 
-    Requests that ask for equal grammars wait for one compilation. One that nobody waits for any
-    more does not begin; one that has begun goes on, keeps its place, and serves whoever asks next.
+    Requests that ask for equal grammars wait for one compilation. Without a request that waits for
+    it, it does not begin; one that has begun goes on, keeps its place, and serves later requests.
 
     Args:
         compiler: Compiles in any thread.
@@ -93,7 +93,7 @@ class GrammarDesk:
         if len(self._jobs) >= self._most:
             raise _busy(f"{len(self._jobs)} grammars are compiled or wait for it")
         job = self._jobs[key] = _Job()
-        # Without this an error that nobody waits for any more would be in the log.
+        # Without this an error without a request that waits would be in the log.
         job.result.add_done_callback(lambda done: done.cancelled() or done.exception())
         job.work = asyncio.ensure_future(self._work(key, job, params))
         return job
@@ -158,7 +158,7 @@ async def _in_thread(
             result = work()
         except Exception as raised:
             error = raised
-        # The event loop may be closed, after which nobody waits.
+        # The event loop may be closed, after which no request waits.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, error)
 

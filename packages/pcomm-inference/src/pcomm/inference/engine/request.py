@@ -27,7 +27,7 @@ class Request:
         params: Sampling settings and limits.
         priority: Requests with a smaller number are scheduled first; equal ones in the order in
             which they came.
-        grammar: What `GrammarCompiler.compile` has made of `params`; None for `Engine.add` to
+        grammar: Grammar of `params`, from `GrammarCompiler.compile`; None for `Engine.add` to
             compile it. It is no part of the request for another process, which compiles it itself.
     """
 
