@@ -51,6 +51,8 @@ class LanguageModel(nn.Module):
             with experts; None where this rank has all of them.
         state_dtype: Dtype of the states that recurrent layers keep of a request in inference; None
             for fp32, and for fp64 in a model of that.
+        initialise: False allocates this rank's shards of split weights alone and leaves them as the
+            memory was, for weights that are loaded; otherwise each is allocated whole first.
 
     Parameters hold torch's default values until `initialisation.initialise` is called.
     """
@@ -66,6 +68,7 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype | None = None,
         experts: Collectives | None = None,
         state_dtype: torch.dtype | None = None,
+        initialise: bool = True,
     ) -> None:
         super().__init__()
         self.config = config
@@ -78,6 +81,7 @@ class LanguageModel(nn.Module):
             dtype,
             experts or IdentityCollectives(),
             state_dtype,
+            initialise,
         )
         self.vocabulary = build.split(vocabulary)
         self.has_stream_shares = sequence_parallel and self.collectives.size > 1
@@ -86,6 +90,7 @@ class LanguageModel(nn.Module):
             config.width,
             self.collectives,
             sequence_parallel=sequence_parallel,
+            initialise=initialise,
             device=device,
             dtype=dtype,
         )

@@ -29,6 +29,7 @@ class LayerBuilder:
         experts: Collectives of the expert-parallel group.
         state_dtype: Dtype of the states that recurrent layers keep of a request in inference; None
             for fp32, and for fp64 in a model of that.
+        initialise: False allocates this rank's shards alone and leaves them as the memory was.
     """
 
     config: ResolvedModel
@@ -38,6 +39,7 @@ class LayerBuilder:
     dtype: torch.dtype | None = None
     experts: Collectives = field(default_factory=IdentityCollectives)
     state_dtype: torch.dtype | None = None
+    initialise: bool = True
 
     def split(self, num_heads: int, width: int = 1) -> Layout:
         """Whole heads of `width` columns over the ranks, as many on each."""
@@ -55,6 +57,7 @@ class LayerBuilder:
             self.collectives,
             bias=bias,
             sequence_parallel=self.sequence_parallel,
+            initialise=self.initialise,
             device=self.device,
             dtype=self.dtype,
         )
@@ -66,6 +69,7 @@ class LayerBuilder:
             self.config.width,
             self.collectives,
             sequence_parallel=self.sequence_parallel,
+            initialise=self.initialise,
             device=self.device,
             dtype=self.dtype,
         )

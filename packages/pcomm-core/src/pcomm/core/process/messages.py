@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Answer", "End", "Messages", "portable"]
+__all__ = ["Answer", "End", "Messages", "portable_error"]
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,19 @@ class Messages:
 
     def __init__(self, caller: Connection) -> None:
         self._caller = caller
+        self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         """The next message; waits for it without using the processor. Local."""
-        try:
-            message = self._caller.recv()
-        except (EOFError, ConnectionResetError):
-            raise StopIteration from None
-        if isinstance(message, End):
+        message: Any = End()
+        if not self._is_over:
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                message = self._caller.recv()
+        self._is_over = isinstance(message, End)
+        if self._is_over:
             raise StopIteration
         return message
 
@@ -64,12 +66,12 @@ class Messages:
             error: An exception that this rank has survived. Ranks that have met the same one answer
                 soon; those that do not are taken to wait for this one, and the session ends.
         """
-        answer = Answer(value, None if error is None else portable(error))
+        answer = Answer(value, None if error is None else portable_error(error))
         # By value: the connection's own pickling would hand tensors over as open files.
         self._caller.send_bytes(pickle.dumps(answer))
 
 
-def portable(error: BaseException) -> BaseException:
+def portable_error(error: BaseException) -> BaseException:
     """The exception itself if another process can load it, else its words. Local."""
     with contextlib.suppress(Exception):
         pickle.loads(pickle.dumps(error))
