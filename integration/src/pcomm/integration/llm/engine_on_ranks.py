@@ -137,19 +137,14 @@ class EngineOnRanks:
 
     def _call(self, method: str, *arguments: object) -> Any:
         self._settle()
-        self._pending = method
+        # Whoever is interrupted while adding a request knows nothing of it: see `_settle`.
+        added = [one.request_id for one in arguments if isinstance(one, Request)]
+        self._pending = " ".join([method, *added])
         try:
             self._session.send((method, arguments))
         except RankError as error:
             self._fail(error)
-        try:
-            return self._reply()
-        except KeyboardInterrupt:
-            if method == "add":
-                # Whoever added it knows nothing of it.
-                assert isinstance(arguments[0], Request)
-                self._pending = f"add {arguments[0].request_id}"
-            raise
+        return self._reply()
 
     def _settle(self) -> None:
         """Finish a call that an interrupt has left without its answer."""
@@ -190,14 +185,16 @@ class EngineOnRanks:
     def _meet(self, cause: BaseException) -> None:
         """Go on after a step that failed on all ranks, if it has left none within a collective."""
         self._pending = MEET
+        met, lost = None, None
         try:
             answers = self._session.ask((MEET, ()), _MEETING_S)
+            met = answers[0].value.value
         except RankError as error:
-            self._fail(error)
+            lost = error
         self._pending = ""
-        if answers[0].value.value != list(range(len(answers))):
+        if met != list(range(self._ranks.size)):
             words = f"a step failed within a collective: {type(cause).__name__}: {cause}"
-            self._fail(RankError(words, cause))
+            self._fail(RankError(words if lost is None else f"{words}\n{lost}", cause))
 
     def _check_same(self, answers: Sequence[Answer]) -> None:
         digests = [answer.value.digest for answer in answers]
