@@ -137,7 +137,7 @@ class EngineOnRanks:
 
     def _call(self, method: str, *arguments: object) -> Any:
         self._settle()
-        # Whoever is interrupted while adding a request knows nothing of it: see `_settle`.
+        # An interrupt while a request is added takes it back: see `_settle`.
         added = [one.request_id for one in arguments if isinstance(one, Request)]
         self._pending = " ".join([method, *added])
         try:
@@ -154,7 +154,7 @@ class EngineOnRanks:
         try:
             value = self._reply()
         except PcommError:
-            # What was wrong with a call is of no interest to those who gave it up.
+            # The call was given up, and its error with it.
             if self.failure:
                 raise
             return
@@ -171,14 +171,14 @@ class EngineOnRanks:
             self._fail(error)
         self._pending = ""
         self._check_same(answers)
-        error, reply = answers[0].error, answers[0].value
+        met, reply = answers[0].error, answers[0].value
         self._has_work = reply.has_work
-        if error is None:
+        if met is None:
             return reply.value
         if reply.has_raised:
-            raise error
+            raise met
         self._late += reply.value
-        self._meet(error)
+        self._meet(met)
         value, self._late = self._late, []
         return value
 
