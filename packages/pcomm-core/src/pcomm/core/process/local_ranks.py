@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -68,6 +68,10 @@ class LocalRanks:
         context.set_forkserver_preload([*own, *preload])
         self._connections: list[Connection] = []
         self._processes: list[mp.process.BaseProcess] = []
+        # Also for ranks that are dropped, or left open at the end of the program: multiprocessing
+        # would ask those to stop, which waits until they are within a task, and then wait for them.
+        ended = (self._connections, self._processes, self._folder)
+        self._end = util.Finalize(self, _end, args=ended, exitpriority=0)
         try:
             # A process takes over what is blocked here: a request to stop, which a terminal or a
             # batch system sends to all processes, reaches a rank within a task, and neither the
@@ -141,14 +145,7 @@ class LocalRanks:
         if not self.is_usable:
             return
         self.is_usable = False
-        for rank_connection in self._connections:
-            rank_connection.close()
-        for process in self._processes:
-            process.join(0.2)
-            if process.is_alive():
-                process.kill()
-            process.join()
-        self._folder.cleanup()
+        self._end()
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -303,6 +300,22 @@ def run_local(
             if isinstance(problem.error, PcommError | KeyboardInterrupt):
                 raise problem.error from problem
             raise
+
+
+def _end(
+    connections: Sequence[Connection],
+    processes: Sequence[mp.process.BaseProcess],
+    folder: tempfile.TemporaryDirectory[str],
+) -> None:
+    """Let ranks that wait for a task end by themselves, and end the others."""
+    for rank_connection in connections:
+        rank_connection.close()
+    for process in processes:
+        process.join(0.2)
+        if process.is_alive():
+            process.kill()
+        process.join()
+    folder.cleanup()
 
 
 @contextlib.contextmanager
