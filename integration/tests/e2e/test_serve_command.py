@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -35,8 +36,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # A state of fixed size, so that a text may be as long as a test wants.
-    return tiny_run(tmp_path_factory.mktemp("command"), "M")
+    # A state of fixed size, so that a text may be as long as a test wants; two ranks can share it.
+    return tiny_run(tmp_path_factory.mktemp("command"), "M", "model.mamba_groups=2")
 
 
 def begin_stream(url: str, **fields: Any) -> tuple[Any, Any]:
@@ -94,9 +95,13 @@ def test_what_does_not_end_in_time_is_told_so(run: Path, start: Start) -> None:
 
 
 def test_a_killed_server_leaves_no_process(run: Path, start: Start, started: Programs) -> None:
-    process = start("pcomm", "serve", run, "--port", 0, "--memory-mib", 4)
-    httpx.get(f"{url_from(process)}/health")
+    process = start("pcomm", "serve", run, "--port", 0, "--memory-mib", 4, "--ranks", 2)
+    # Both ranks compute.
+    context, _ = begin_stream(url_from(process), max_tokens=2000)
+    assert len(started.running()) >= 3
     os.kill(process.pid, signal.SIGKILL)
+    with contextlib.suppress(httpx.HTTPError):
+        context.__exit__(None, None, None)
     process.wait()
     wait_until(lambda: not started.running(), "the end of all that it had started")
 
@@ -167,12 +172,13 @@ def test_options_that_cannot_be_used(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
 def test_chat_answers_each_line_of_a_pipe_with_all_before_it_in_mind(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ranks: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("word1\n\nword2 word3"))
     words = ["--system", "short", "--max-tokens", "6", "--temperature", "0", "--memory-mib", "4"]
-    assert main(["chat", str(run), *words]) == 0
+    assert main(["chat", str(run), "--ranks", ranks, *words]) == 0
     params = SamplingParams(max_tokens=6, temperature=0)
     messages: list[dict[str, object]] = [{"role": "system", "content": "short"}]
     expected = ""

@@ -18,7 +18,7 @@ from pcomm.inference.layers import Int8Weight, quantize_int8
 from pcomm.integration.commands import chat, generate, serve
 from pcomm.integration.commands.llm_options import llm_options
 from pcomm.integration.huggingface import load_model as load_directory
-from pcomm.integration.llm import LLM, load_model, quantization
+from pcomm.integration.llm import LLM, load_model, weight_form
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
 from pcomm.integration.testing.huggingface_models import write_directory
@@ -163,14 +163,14 @@ def test_weights_are_never_there_in_both_forms(
 ) -> None:
     directory(tmp_path, family, dtype=torch.bfloat16)
     seen: list[int] = []
-    replace = quantization.quantize_int8
+    replace = weight_form.quantize_int8
 
     def watched(model: nn.Module, **options: object) -> tuple[str, ...]:
         seen.append(bytes_of(model))
         return replace(model, **options)  # type: ignore[arg-type]
 
     exact = load_model(tmp_path).model
-    monkeypatch.setattr(quantization, "quantize_int8", watched)
+    monkeypatch.setattr(weight_form, "quantize_int8", watched)
     model = load_model(tmp_path, quantization="int8").model
     layers = [module for module in model.modules() if _is_quantised(module)]
     largest = max(2 * product_of(layer).numbers_OI.nbytes for layer in layers)

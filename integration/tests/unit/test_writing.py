@@ -58,7 +58,7 @@ def writer(pattern: str = "A") -> tuple[Writer, list[int]]:
     model.head.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     plain, stop = plain_chat()
     own = RunTokenizer(tokenizer)
-    return Writer(LoadedModel("words", model, own, plain, stop, 2048, 320)), rows
+    return Writer(LoadedModel("words", own, plain, stop, 2048, 320, model)), rows
 
 
 def test_a_long_prompt_costs_one_row_of_logits() -> None:

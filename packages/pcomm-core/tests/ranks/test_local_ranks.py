@@ -213,11 +213,12 @@ def test_the_server_of_ranks_outlives_a_request_to_stop() -> None:
     source = """
     import os, signal
     from pcomm.core.process.local_ranks import LocalRanks
-    with LocalRanks(1) as ranks:
-        [server] = ranks.run(eval, ("__import__('os').getppid()",))
-        os.kill(server, signal.SIGTERM)
-        os.kill(server, signal.SIGINT)
-        print(ranks.run(eval, ("7 * 6",)))
+    ranks = LocalRanks(1)
+    [server] = ranks.run(eval, ("__import__('os').getppid()",))
+    os.kill(server, signal.SIGTERM)
+    os.kill(server, signal.SIGINT)
+    print(ranks.run(eval, ("7 * 6",)))
+    # Nothing closes the ranks, and the program ends all the same.
     """
     with Programs() as programs:
         process = programs.start(sys.executable, "-c", textwrap.dedent(source))
@@ -241,6 +242,13 @@ def test_ranks_cannot_be_used_after_a_failure() -> None:
         with pytest.raises(RankError, match="start new ones"):
             ranks.run(eval, ("1",))
         assert not any(is_running(pid) for pid in pids)
+
+
+def test_ranks_that_are_dropped_end() -> None:
+    ranks = LocalRanks(2)
+    pids = ranks.run(eval, (PID,))
+    del ranks
+    assert not any(is_running(pid) for pid in pids)
 
 
 def test_the_pool_throws_failed_ranks_away_and_goes_on() -> None:

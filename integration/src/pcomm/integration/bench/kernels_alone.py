@@ -64,6 +64,7 @@ class _Product:
         weight = layer.weight
         assert isinstance(weight, Tensor)
         self.width, self.dtype = weight.shape[1], weight.dtype
+        self.multiply: Callable[[Tensor], Tensor]
         product: WeightProduct | None = layer.__dict__.get("weight_product")
         if product is not None and not wide:
             self.multiply = lambda x: product(x, None)

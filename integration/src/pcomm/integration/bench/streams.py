@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from pcomm.core.testing.timing import Timing
+from pcomm.inference import Engine
 from pcomm.integration.bench.kernels_alone import Products
 from pcomm.integration.bench.ours import begin
 from pcomm.integration.bench.rows import Found
 from pcomm.integration.bench.settings import Settings
 from pcomm.integration.bench.theirs import TheirModel
 from pcomm.integration.bench.turns import Turn, num_threads, random_tokens, take_turns
-from pcomm.integration.llm import LLM
+from pcomm.integration.llm import LLM, LoadedModel
 
 __all__ = ["measure_streams"]
 
@@ -58,8 +59,10 @@ def measure_streams(settings: Settings, directory: Path) -> Found:
 
 class _Cases:
     def __init__(self, settings: Settings, llm: LLM, theirs: TheirModel) -> None:
-        self._settings, self._llm, self._theirs = settings, llm, theirs
-        model = llm.loaded.model
+        assert isinstance(llm.loaded, LoadedModel), "one process has the model"
+        assert isinstance(llm.engine, Engine)
+        self._settings, self._engine, self._theirs = settings, llm.engine, theirs
+        self._vocabulary, model = llm.loaded.vocabulary, llm.loaded.model
         self._products = {_ALONE: Products(model), _WIDE: Products(model, wide=True)}
         self._generator = torch.Generator().manual_seed(0)
 
@@ -68,7 +71,7 @@ class _Cases:
         settings = self._settings
 
         def ours() -> Mapping[str, float]:
-            texts = begin(self._llm.engine, self._prompts(count), 2 * settings.steps + 64)
+            texts = begin(self._engine, self._prompts(count), 2 * settings.steps + 64)
             step_us = texts.step_us(settings.steps)
             texts.end()
             return {f"pcomm, {_FIRST}": texts.median_first_us, "pcomm": step_us}
@@ -101,7 +104,7 @@ class _Cases:
     def equal_tokens(self) -> tuple[int, int]:
         """Greedy tokens that both write, until the first that differs, and how many there are."""
         (prompt,), steps = self._prompts(1), self._settings.steps
-        texts = begin(self._llm.engine, [prompt], steps + 1)
+        texts = begin(self._engine, [prompt], steps + 1)
         texts.step_us(steps)
         (ours,) = texts.tokens.values()
         (theirs,) = self._theirs.generate([prompt], steps + 1).tokens
@@ -109,7 +112,7 @@ class _Cases:
 
     def _prompts(self, count: int) -> list[list[int]]:
         """Prompts of one length, or of mixed ones where transformers would have to fill them up."""
-        settings, vocabulary = self._settings, self._llm.loaded.vocabulary
+        settings, vocabulary = self._settings, self._vocabulary
         lengths = [settings.prompt] * count
         if count > settings.most_of_theirs:
             shortest, longest = settings.mixed

@@ -62,13 +62,6 @@ class GenerateCommand:
         parser.add_argument("--seed", type=int, default=0, metavar="S")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
         add_placement_options(parser)
-        parser.add_argument(
-            "--ranks",
-            type=int,
-            default=1,
-            metavar="N",
-            help="share each layer among N processes of this machine",
-        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the prompt and what follows it, while it is written, and how fast that was."""
@@ -97,7 +90,10 @@ class GenerateCommand:
         # Imported late, so that a mistake above does not wait for torch.
         from pcomm.core import run_local
         from pcomm.core.process import RankError
+        from pcomm.integration.llm.loading import load_text
 
+        # Before any rank is started.
+        load_text(arguments.run, ranks=arguments.ranks)
         try:
             run_local(
                 write_on_rank,

@@ -37,7 +37,7 @@ def add_llm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_placement_options(parser: argparse.ArgumentParser) -> None:
-    """`--dtype`, `--device` and `--quantization`: how weights are kept, and where."""
+    """`--dtype`, `--device`, `--ranks` and `--quantization`: how weights are kept, and where."""
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -45,6 +45,13 @@ def add_placement_options(parser: argparse.ArgumentParser) -> None:
         help="float32, bfloat16, float16; auto: that of the folder, fp32 for a run",
     )
     parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cpu or cuda:0")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="share each layer among N processes of this machine",
+    )
     parser.add_argument(
         "--quantization",
         metavar="NAME",
@@ -57,6 +64,7 @@ def llm_options(arguments: argparse.Namespace) -> dict[str, Any]:
     memory = arguments.memory_mib
     return {
         "path": arguments.model,
+        "ranks": arguments.ranks,
         "dtype": arguments.dtype,
         "device": arguments.device,
         "quantization": arguments.quantization,

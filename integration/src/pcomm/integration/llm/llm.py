@@ -9,15 +9,20 @@ from types import TracebackType
 
 import torch
 
+from pcomm.core import Group
 from pcomm.core.errors import ClosedError, ConfigError
-from pcomm.inference import Engine, Request, RequestOutput, SamplingParams
+from pcomm.inference import Request, RequestOutput, SamplingParams
 from pcomm.inference.engine import EngineStats, QueueFullError
 from pcomm.integration.llm.devices import device_of
 from pcomm.integration.llm.dtypes import dtype_of
+from pcomm.integration.llm.engine_on_ranks import EngineOnRanks
+from pcomm.integration.llm.engine_options import EngineOptions
 from pcomm.integration.llm.generation import Delta, Generation, joined
-from pcomm.integration.llm.loading import LoadedModel, load_model
-from pcomm.integration.llm.memory_size import free_bytes, memory_size
+from pcomm.integration.llm.loading import LoadedText, load_model, load_text
+from pcomm.integration.llm.memory_size import agreed_bytes
 from pcomm.integration.llm.settings import settings_of, with_stop
+from pcomm.integration.llm.step_engine import StepEngine
+from pcomm.integration.llm.weight_form import weight_form
 
 __all__ = ["LLM"]
 
@@ -26,23 +31,30 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A whole model on this process, its tokenizer and an engine; a context manager.
+    """A model, its tokenizer and an engine; a context manager.
 
     Everything happens in the caller's thread: the engine makes a step while the caller waits for a
     text or for the next part of one. Several `stream`s of one `LLM` may be read in turn; each step
     continues all of them. For many threads or clients there is `pcomm serve`.
 
+    With `ranks` the model is shared by as many processes of this machine, which are started here
+    and end with `close`; the texts are the same. A rank that dies is a `PeerError` of the call that
+    needs it, and `failure` says so at once. With `group` the program has its ranks already: each
+    makes an `LLM` with the same arguments, and the same calls in the same order.
+
     Args:
         path: A run of `pcomm train`, or a Hugging Face directory.
+        ranks: Number of processes that share each layer; 1 for this process alone.
+        group: Tensor-parallel group of this process, whose ranks share each layer; None for none.
         dtype: Dtype of the weights: `float32`, `bfloat16`, `float16`, or `auto` for that of the
             directory and fp32 for a run.
         quantization: `int8` to keep the weights of linear layers as int8 with a scale for each
             output, which decodes one text at a time faster on a CPU; None for `dtype`.
-        device: Device of the model, such as `cpu` or `cuda:0`.
+        device: Device of the model, such as `cpu` or `cuda:0`; with `ranks`, `cpu` or `cuda`.
         max_model_len: Most tokens of a prompt and its text together; None for what the model was
             made for.
-        memory_bytes: Bytes for keys, values and states of all requests; None for a share of what
-            is free.
+        memory_bytes: Bytes for keys, values and states of all requests, on all ranks together; None
+            for a share of what is free.
         block_size: Tokens of a KV block.
         max_batch_tokens: Most tokens of a step.
         max_requests: Most requests that run at once.
@@ -52,20 +64,24 @@ class LLM:
 
     Attributes:
         path: Folder of the model.
-        loaded: The model and its tokenizer.
+        loaded: The tokenizer and limits of the model, and, where it is on this process, the model.
         engine: The engine, for a program that makes the steps itself.
         max_model_len: Most tokens of a prompt and its text together.
         max_queued: Most requests that wait.
 
     Raises:
-        ConfigError: The folder holds no model, or a value cannot be used.
+        ConfigError: The folder holds no model, a value cannot be used, or so many ranks cannot
+            share the model; the last is found before a process is started.
         UnsupportedError: The model of the directory is not supported.
+        PeerError: A rank ended while it loaded the model.
     """
 
     def __init__(
         self,
         path: str | Path,
         *,
+        ranks: int = 1,
+        group: Group | None = None,
         dtype: str | torch.dtype = "auto",
         quantization: str | None = None,
         device: str | torch.device = "cpu",
@@ -79,41 +95,55 @@ class LLM:
         speculative_tokens: int = 0,
     ) -> None:
         numbers = {
+            "ranks": ranks,
             "max_model_len": max_model_len,
             "memory_bytes": memory_bytes,
             "block_size": block_size,
             "max_requests": max_requests,
         }
         _check_numbers(numbers)
-        place = device_of(device)
+        if group is not None and ranks != 1:
+            raise ConfigError(
+                "LLM: ranks and group",
+                found=f"ranks={ranks}, and a group of {group.size}",
+                why="Either the ranks of a group share the model, or some that are started here.",
+                fix="Leave one of them out.",
+            )
+        place, weights = device_of(device), dtype_of(dtype)
+        # Refused here rather than on a rank.
+        weight_form(quantization, place)
         self.path = Path(path)
         self.max_queued = max_queued
-        self.loaded: LoadedModel = load_model(
-            self.path, dtype=dtype_of(dtype), device=place, quantization=quantization
-        )
+        self._on_ranks: EngineOnRanks | None = None
+        here = None
+        if ranks == 1:
+            here = load_model(
+                self.path, dtype=weights, device=place, group=group, quantization=quantization
+            )
+        self.loaded: LoadedText = here or load_text(self.path, ranks=ranks)
         self.max_model_len = max_model_len or self.loaded.max_tokens
-        size = memory_size(
-            self.loaded.model.memory_specs(),
-            block_size=block_size,
-            max_model_len=self.max_model_len,
-            max_requests=max_requests,
-            budget_bytes=memory_bytes or free_bytes(place),
-        )
-        self.engine = Engine(
-            self.loaded.model,
-            vocabulary=self.loaded.vocabulary,
-            tokenizer=self.loaded.tokenizer,
+        options = EngineOptions(
             max_model_len=self.max_model_len,
             block_size=block_size,
-            num_blocks=size.num_blocks,
-            num_state_slots=size.num_state_slots,
             max_batch_tokens=max_batch_tokens,
             max_requests=max_requests,
             max_queued=max_queued,
             prefix_cache=prefix_cache,
             speculative_tokens=speculative_tokens,
-            device=place,
         )
+        self.engine: StepEngine
+        if here is not None:
+            self.engine = options.engine(here, agreed_bytes(place, memory_bytes, group))
+        else:
+            self.engine = self._on_ranks = EngineOnRanks(
+                self.path,
+                ranks=ranks,
+                dtype=weights,
+                quantization=quantization,
+                device=place,
+                memory_bytes=memory_bytes,
+                options=options,
+            )
         self._outputs: dict[str, deque[RequestOutput]] = {}
         self._num_requests = 0
         self._is_closed = False
@@ -243,8 +273,16 @@ class LLM:
             return False
         return self.engine.abort(request_id)
 
+    @property
+    def failure(self) -> str:
+        """The reason why no text can be written any more, such as a rank that died. Local.
+
+        Empty while all is well, and always for a model on this process. May be read by any thread.
+        """
+        return self._on_ranks.failure if self._on_ranks is not None else ""
+
     def stats(self) -> EngineStats:
-        """Counters, use of memory and speed of the engine, see `Engine.stats`. Local."""
+        """Counters, use of memory and speed, see `Engine.stats`; those of one rank. Local."""
         return self.engine.stats()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -12,16 +12,14 @@ import torch
 
 from pcomm.core import Group
 from pcomm.core.errors import ConfigError
-from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from pcomm.inference.layers import pack_weights
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import check_index, read
 from pcomm.integration.checkpoint.state import model_shard_views
 from pcomm.integration.config import ParallelConfig
 from pcomm.integration.config_file import load_config
-from pcomm.integration.config_resolved import ResolvedModel, ResolvedParallel
-from pcomm.integration.config_rules import check_shards, validate
+from pcomm.integration.config_resolved import ResolvedModel
+from pcomm.integration.config_rules import validate
 from pcomm.integration.data.tokenizer import load_tokenizer
 from pcomm.integration.huggingface import (
     ChatTemplate,
@@ -32,19 +30,18 @@ from pcomm.integration.huggingface import (
     read_model,
     read_tokenizer,
 )
-from pcomm.integration.huggingface.directory import ModelDirectory
 from pcomm.integration.huggingface.dtypes import DTYPES, dtypes_of
-from pcomm.integration.huggingface.families.family import Family
 from pcomm.integration.huggingface.run_files import kept_directory
 from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids
 from pcomm.integration.llm.plain_chat import plain_chat
-from pcomm.integration.llm.quantization import Quantizer, quantizer
+from pcomm.integration.llm.rank_checks import check_ranks
 from pcomm.integration.llm.run_tokenizer import RunTokenizer
+from pcomm.integration.llm.weight_form import WeightForm, weight_form
 from pcomm.integration.model_rules import resolve_model
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.without_draws import WithoutDraws
 
-__all__ = ["LoadedModel", "PromptTokenizer", "load_model"]
+__all__ = ["LoadedModel", "LoadedText", "PromptTokenizer", "load_model", "load_text"]
 
 _CONFIG = "config.json"
 # A model says how long its context is; one that does not is a run, or has no limit.
@@ -73,13 +70,12 @@ class PromptTokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A whole model on one process, with what turns text into its tokens and back.
+class LoadedText:
+    """What turns text into the tokens of a model and back, without its weights.
 
     Attributes:
         name: Name of the folder.
-        model: The model, in evaluation mode.
-        tokenizer: Its tokenizer.
+        tokenizer: The tokenizer of the model.
         chat_template: Template of conversations: its own, or `plain_chat`.
         chat_stop: Strings that end an answer beside the end tokens; for a model without a template.
         max_tokens: Longest sequence it was made for; for a run, the length it was trained with, and
@@ -88,7 +84,6 @@ class LoadedModel:
     """
 
     name: str
-    model: LanguageModel
     tokenizer: PromptTokenizer
     chat_template: ChatTemplate
     chat_stop: tuple[str, ...]
@@ -133,6 +128,28 @@ class LoadedModel:
         return self.tokenizer.encode(text)
 
 
+@dataclass(frozen=True)
+class LoadedModel(LoadedText):
+    """A model on this process, whole or this rank's part of it, with what it reads and writes.
+
+    Attributes:
+        model: The model, in evaluation mode.
+    """
+
+    model: LanguageModel
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A folder whose model can be built, and how its weights are read into it."""
+
+    path: Path
+    text: LoadedText
+    shape: ResolvedModel
+    dtype: torch.dtype
+    fill: Callable[[LanguageModel, Group | None, WeightForm | None], object]
+
+
 def load_model(
     path: Path,
     *,
@@ -149,17 +166,48 @@ def load_model(
         dtype: Dtype of the weights; None for that of the directory, and fp32 for a run.
         device: Device of the model.
         group: Tensor-parallel group; None for the whole model.
-        quantization: `int8` to keep the weights of linear layers as int8; None for their dtype.
+        quantization: `int8` to keep the weights of linear layers as int8; None for their dtype. On
+            a CPU they are packed then, so that the model is for inference alone.
 
     Raises:
         ConfigError: The folder holds no model, the group cannot share its layers, its files are
             damaged, which names the file, or there is no such quantization.
         UnsupportedError: The model of the directory is not supported, or not with int8 weights.
     """
-    quantize = quantizer(quantization, device)
-    if (path / _CONFIG).is_file():
-        return _from_directory(path, dtype, device, group, quantize)
-    return _from_run(path, dtype, device, group, quantize)
+    form = weight_form(quantization, device)
+    source = _source(path)
+    if group is not None:
+        check_ranks(path, source.shape, source.text.vocabulary, group.size)
+    with WithoutDraws():
+        model = LanguageModel(
+            source.shape,
+            source.text.vocabulary,
+            None if group is None else group.collectives,
+            device=device,
+            dtype=dtype or source.dtype,
+            initialise=False,
+        )
+    source.fill(model, group, form)
+    if form is not None:
+        # What was read as a whole, and a head that has no weight of its own beside the embedding's.
+        form.replace(model, None)
+    return LoadedModel(**vars(source.text), model=model.eval())
+
+
+def load_text(path: Path, *, ranks: int = 1) -> LoadedText:
+    """The tokenizer and the limits of the model in a folder; no weights are read. Local.
+
+    Args:
+        path: Folder as for `load_model`.
+        ranks: Number of ranks that the model is to be shared by.
+
+    Raises:
+        ConfigError: The folder holds no model, or so many ranks cannot share its layers.
+        UnsupportedError: The model of the directory is not supported.
+    """
+    source = _source(path)
+    check_ranks(path, source.shape, source.text.vocabulary, ranks)
+    return source.text
 
 
 def check_unicode(text: str) -> None:
@@ -177,37 +225,26 @@ def check_unicode(text: str) -> None:
         )
 
 
-def _from_directory(
-    path: Path,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    group: Group | None,
-    quantize: Quantizer | None,
-) -> LoadedModel:
+def _source(path: Path) -> _Source:
+    return _directory(path) if (path / _CONFIG).is_file() else _run(path)
+
+
+def _directory(path: Path) -> _Source:
     directory = open_directory(path)
     found = read_model(directory)
-    tokenizer = read_tokenizer(directory)
-    template = read_chat_template(directory)
-    if dtype is None:
-        # One that is not read is refused with its tensor's name, below.
-        dtype = DTYPES.get(dtypes_of(directory)["default"], torch.float32)
-    config = resolve_model(found.config)
-    model = _empty(path, config, found.vocabulary, dtype, device, group)
-    ranks = _ranks(group)
-    if quantize is None:
-        load_weights(model, found.family, directory, ranks=ranks)
-    else:
-        _load_quantized(model, quantize, found.family, directory, ranks)
-    return _loaded(path, model, tokenizer, template, found.max_tokens or _LEAST_CONTEXT)
+    tokenizer, template = read_tokenizer(directory), read_chat_template(directory)
+    text = _text(path, tokenizer, template, found.max_tokens or _LEAST_CONTEXT, found.vocabulary)
+
+    def fill(model: LanguageModel, group: Group | None, form: WeightForm | None) -> None:
+        filled = None if form is None else form.filled(model)
+        load_weights(model, found.family, directory, ranks=_ranks(group), filled=filled)
+
+    # A dtype that is not read is refused with its tensor's name, when the weights are.
+    dtype = DTYPES.get(dtypes_of(directory)["default"], torch.float32)
+    return _Source(path, text, resolve_model(found.config), dtype, fill)
 
 
-def _from_run(
-    path: Path,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    group: Group | None,
-    quantize: Quantizer | None,
-) -> LoadedModel:
+def _run(path: Path) -> _Source:
     checkpoint = newest(path) if path.is_dir() else None
     if checkpoint is None:
         raise ConfigError(
@@ -221,115 +258,45 @@ def _from_run(
             "directory with config.json, tokenizer.json and safetensors.",
         )
     config = validate(replace(load_config(path / "config.toml"), parallel=ParallelConfig()), 1)
-    model = _empty(
-        path, config.model, config.data.vocabulary, dtype or torch.float32, device, group
-    )
-    check_index(checkpoint)
-    check_files(checkpoint)
-    read(checkpoint, model_shard_views(model, _ranks(group)))
-    if quantize is not None:
-        quantize(model, None)
     longest = max(config.train.sequence_length, _LEAST_CONTEXT)
+    tokenizer, template = _run_text(path)
+
+    def fill(model: LanguageModel, group: Group | None, form: WeightForm | None) -> None:
+        check_index(checkpoint)
+        # Whole files, of which each rank reads its share.
+        place = {} if group is None else {"rank": group.rank, "size": group.size}
+        check_files(checkpoint, **place)
+        read(checkpoint, model_shard_views(model, _ranks(group)))
+
+    text = _text(path, tokenizer, template, longest, config.data.vocabulary)
+    return _Source(path, text, config.model, torch.float32, fill)
+
+
+def _run_text(path: Path) -> tuple[PromptTokenizer, ChatTemplate | None]:
     kept = kept_directory(path)
     if kept is None:
-        tokenizer = RunTokenizer(load_tokenizer(path / TOKENIZER))
-        return _loaded(path, model, tokenizer, None, longest)
+        return RunTokenizer(load_tokenizer(path / TOKENIZER)), None
     # As the directory's own, which knows special tokens in the text of a template.
     own = tokenizers.Tokenizer.from_file(str(path / TOKENIZER))
     own.no_truncation()
     own.no_padding()
-    theirs = DirectoryTokenizer(own, end_ids(kept, own))
-    return _loaded(path, model, theirs, read_chat_template(kept), longest)
+    return DirectoryTokenizer(own, end_ids(kept, own)), read_chat_template(kept)
 
 
-def _load_quantized(
-    model: LanguageModel,
-    quantize: Quantizer,
-    family: Family,
-    directory: ModelDirectory,
-    ranks: Mapping[str, int] | None,
-) -> None:
-    """Quantise each layer as soon as its weight is there, in memory that all of them share."""
-    layers = [m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
-    # A head that is tied has the embedding's weight, which stays.
-    weights = [layer.weight for layer in layers if layer.weight is not model.embedding.weight]
-    shared = model.norm.weight.new_empty(max(weight.numel() for weight in weights))
-    for weight in weights:
-        weight.data = shared[: weight.numel()].view(weight.shape)
-    del layers, weights
-
-    def filled(name: str) -> None:
-        quantize(model, name.rpartition(".")[0])
-
-    load_weights(model, family, directory, ranks=ranks, filled=filled)
-    # The head has no weight of its own where it is the embedding's.
-    quantize(model, "head")
-
-
-def _empty(
-    path: Path,
-    config: ResolvedModel,
-    vocabulary: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    group: Group | None,
-) -> LanguageModel:
-    """The model before its weights are read. Each rank of a group has all experts."""
-    if group is not None:
-        _check_ranks(path, config, vocabulary, group.size)
-    collectives = None if group is None else group.collectives
-    with WithoutDraws():
-        return LanguageModel(
-            config, vocabulary, collectives, device=device, dtype=dtype, initialise=False
-        )
-
-
-def _check_ranks(path: Path, config: ResolvedModel, vocabulary: int, size: int) -> None:
-    """Refuse ranks that cannot share the model, and say which can: its shape is given."""
-    cause = _unshared(config, vocabulary, size)
-    if cause is None:
-        return
-    # The rows of the embedding are shared too, so no other number can do.
-    divisors = [ranks for ranks in range(1, vocabulary + 1) if vocabulary % ranks == 0]
-    fitting = [ranks for ranks in divisors if _unshared(config, vocabulary, ranks) is None]
-    raise ConfigError(
-        f"model {path}: --ranks {size}",
-        found=cause.found.replace("parallel.tp", "the number of ranks"),
-        why=cause.why.replace("Each rank of tp", "Each rank"),
-        fix=f"Give --ranks one of {', '.join(map(str, fitting))}.",
-    )
-
-
-def _unshared(config: ResolvedModel, vocabulary: int, size: int) -> ConfigError | None:
-    """The reason why so many ranks cannot share the layers; None if they can."""
-    try:
-        check_shards(config, vocabulary, ResolvedParallel(tp=size, dp=1, shard_ranks=1))
-    except ConfigError as error:
-        return error
-    return None
-
-
-def _ranks(group: Group | None) -> dict[str, int] | None:
-    """Rank of this process by the scope of `ParamLayout`."""
+def _ranks(group: Group | None) -> Mapping[str, int] | None:
+    """Rank of this process by the scope of `ParamLayout`. Each rank of a group has all experts."""
     return None if group is None else {"dense": group.rank, "expert": 0}
 
 
-def _loaded(
+def _text(
     path: Path,
-    model: LanguageModel,
     tokenizer: PromptTokenizer,
     template: ChatTemplate | None,
     max_tokens: int,
-) -> LoadedModel:
+    vocabulary: int,
+) -> LoadedText:
     plain, stop = plain_chat()
-    # Only large weights on a CPU; `state_dict` of the model is refused from here on.
-    pack_weights(model)
-    return LoadedModel(
-        path.resolve().name,
-        model.eval(),
-        tokenizer,
-        template or plain,
-        () if template else stop,
-        max_tokens,
-        model.vocabulary.length,
+    name = path.resolve().name
+    return LoadedText(
+        name, tokenizer, template or plain, () if template else stop, max_tokens, vocabulary
     )

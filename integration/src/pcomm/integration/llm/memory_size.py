@@ -9,10 +9,11 @@ from math import prod
 
 import torch
 
+from pcomm.core import Group
 from pcomm.core.errors import ConfigError
 from pcomm.inference import KVSpec, LayerSpec, StateSpec
 
-__all__ = ["MemorySize", "free_bytes", "memory_size"]
+__all__ = ["MemorySize", "agreed_bytes", "free_bytes", "memory_size"]
 
 _HOST_SHARE, _DEVICE_SHARE = 0.25, 0.8
 
@@ -97,3 +98,21 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _DEVICE_SHARE)
     return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _HOST_SHARE)
+
+
+def agreed_bytes(device: torch.device, memory_bytes: int | None, group: Group | None) -> int:
+    """Bytes for requests on this rank, the same on all ranks of a group. Collective over it.
+
+    Args:
+        device: Device of the model.
+        memory_bytes: Bytes on all ranks together; None for a share of what is free.
+        group: Ranks that share the model; None for this process alone.
+    """
+    if group is None:
+        return memory_bytes or free_bytes(device)
+    if memory_bytes is not None:
+        return memory_bytes // group.size
+    mine = torch.tensor([free_bytes(device)], device=device)
+    least = int(group.collectives.all_gather(mine).min())
+    # Ranks on CPUs may all be on one host.
+    return least if device.type == "cuda" else least // group.size

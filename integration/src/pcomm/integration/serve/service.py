@@ -143,6 +143,8 @@ class Service:
             return False, f"the step loop has failed: {type(self.loop.error).__name__}"
         if not self.loop.is_alive:
             return False, "the step loop does not run"
+        if failure := self._llm.failure:
+            return False, failure
         if (busy_s := self.loop.busy_s) > self.settings.step_limit_s:
             return False, f"a step has not returned for {busy_s:.0f} s"
         return True, "ok"

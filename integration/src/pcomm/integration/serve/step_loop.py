@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from pcomm.core.errors import ClosedError
-from pcomm.inference import Engine, Request, RequestOutput
+from pcomm.inference import Request, RequestOutput
+from pcomm.integration.llm.step_engine import StepEngine
 
 __all__ = ["StepLoop", "StepObserver"]
 
@@ -51,7 +52,7 @@ class StepLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StepEngine,
         deliver: Callable[[Sequence[RequestOutput]], None],
         *,
         observer: StepObserver | None = None,

@@ -28,14 +28,15 @@ _OVERRIDES = (
 )
 
 
-def tiny_run(folder: Path, pattern: str) -> Path:
+def tiny_run(folder: Path, pattern: str, *overrides: str) -> Path:
     """A run in `folder` whose model has the mixers `pattern`. Local; takes a second.
 
     Args:
         folder: Folder of the run and of its text.
         pattern: Key `model.pattern`.
+        overrides: More settings, such as `model.kv_heads=2`.
     """
     text = write_words(folder / "text", documents=12)
     run = folder / "run"
-    run_words(text, run, f"model.pattern='{pattern}'", *_OVERRIDES)
+    run_words(text, run, f"model.pattern='{pattern}'", *_OVERRIDES, *overrides)
     return run

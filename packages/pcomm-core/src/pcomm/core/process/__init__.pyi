@@ -1,6 +1,10 @@
 from pcomm.core.process.local_ranks import LocalRanks as LocalRanks
-from pcomm.core.process.local_ranks import RankError as RankError
 from pcomm.core.process.local_ranks import run_local as run_local
 from pcomm.core.process.logs import RankFilter as RankFilter
+from pcomm.core.process.messages import Answer as Answer
+from pcomm.core.process.messages import Messages as Messages
+from pcomm.core.process.messages import portable_error as portable_error
+from pcomm.core.process.rank_error import RankError as RankError
+from pcomm.core.process.rank_session import RankSession as RankSession
 from pcomm.core.process.world import World as World
 from pcomm.core.process.world import connect as connect

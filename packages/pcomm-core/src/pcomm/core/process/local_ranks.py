@@ -9,26 +9,25 @@ for the stacks of its threads before it is stopped.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from pcomm.core.errors import PcommError, PeerError
-from pcomm.core.process.end_with_parent import end_with_parent
+from pcomm.core.errors import PcommError
+from pcomm.core.process import rank_process
+from pcomm.core.process.rank_error import RankError, end_of
+from pcomm.core.process.rank_process import REQUESTS, Report, Task, blocked_requests, serve
+from pcomm.core.process.rank_session import RankSession
 
 __all__ = ["LocalRanks", "RankError", "run_local"]
 
@@ -36,37 +35,6 @@ __all__ = ["LocalRanks", "RankError", "run_local"]
 _GRACE_S = 2.0
 # A signal that arrives right before a wait begins is acted on when the wait ends, so none is long.
 _LONGEST_WAIT_S = 1.0
-# Signals that ask a task to stop.
-_REQUESTS = frozenset({signal.SIGINT, signal.SIGTERM})
-
-
-class RankError(Exception):
-    """A rank failed, died or hung; the message starts with what happened there.
-
-    Args:
-        message: The failing rank, its traceback, and what the others were doing.
-        error: The exception of the failing rank, where it could be carried over.
-    """
-
-    def __init__(self, message: str, error: BaseException | None = None) -> None:
-        super().__init__(message)
-        self.error = error
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What a rank says of a finished task.
-
-    The result and the error are pickled apart: what cannot be loaded here, such as an exception
-    of a module that only the ranks have, must not take the traceback with it.
-    """
-
-    failed_at: float | None
-    result: bytes = b""
-    headline: str = ""
-    traceback: str = ""
-    error: bytes = b""
-    is_echo: bool = False
 
 
 class LocalRanks:
@@ -79,28 +47,42 @@ class LocalRanks:
         threads: Threads that torch uses in each rank.
         preload: Modules that the server imports before it forks, so that ranks need not. They count
             for the first ranks of a process, which start its server.
+        imports_main: False for tasks that are not defined in the program's own file. Ranks do not
+            run it then, so that it may start them outside of `if __name__ == "__main__":`.
     """
 
-    def __init__(self, size: int, *, threads: int = 1, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        threads: int = 1,
+        preload: Sequence[str] = (),
+        imports_main: bool = True,
+    ) -> None:
         self.size = size
         self.is_usable = True
         self._folder = tempfile.TemporaryDirectory(prefix="pcomm-ranks-")
         self._tasks = 0
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", __name__, *preload])
+        own = ["torch", "torch.distributed", rank_process.__name__]
+        context.set_forkserver_preload([*own, *preload])
         self._connections: list[Connection] = []
         self._processes: list[mp.process.BaseProcess] = []
+        # Also for ranks that are dropped, or left open at the end of the program: multiprocessing
+        # would ask those to stop, which waits until they are within a task, and then wait for them.
+        ended = (self._connections, self._processes, self._folder)
+        self._end = util.Finalize(self, _end, args=ended, exitpriority=0)
         try:
             # A process takes over what is blocked here: a request to stop, which a terminal or a
             # batch system sends to all processes, reaches a rank within a task, and neither the
             # server that imports torch, which knows when ranks end, nor a rank that waits.
             # Starting the tracker would lift the block.
             resource_tracker.ensure_running()
-            with _blocked_requests():
+            with blocked_requests(), contextlib.nullcontext() if imports_main else _no_main():
                 for rank in range(size):
                     ours, theirs = context.Pipe()
                     process = context.Process(
-                        target=_serve,
+                        target=serve,
                         args=(theirs, rank, size, threads, str(self._stacks(rank))),
                         name=f"rank {rank} of {size}",
                         daemon=True,
@@ -134,16 +116,8 @@ class LocalRanks:
             RankError: A rank raised, died or took too long. The processes are stopped then.
             KeyboardInterrupt: A second one; the first is passed on to the ranks.
         """
-        if not self.is_usable:
-            raise RankError("These ranks were stopped after a failure; start new ones.")
-        self._tasks += 1
-        store = os.path.join(self._folder.name, f"store-{self._tasks}")
-        payload = pickle.dumps((task, tuple(args), store))
+        self._start(task, args)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for rank_connection in self._connections:
-            # A rank that died since the last task is found below, where its end is reported.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                rank_connection.send_bytes(payload)
         try:
             reports = self._collect(deadline)
             return [pickle.loads(reports[rank].result) for rank in range(self.size)]
@@ -151,19 +125,27 @@ class LocalRanks:
             self.close()
             raise
 
+    def open(self, task: Callable[..., Any], args: Sequence[object] = ()) -> RankSession:
+        """Call `task(messages, *args)` on every rank, to answer messages until the session closes.
+
+        `task` answers once when it is ready, and once for each message that it takes from
+        `messages`, an iterator (`Messages`). Signals that ask to stop do not reach it.
+
+        Args:
+            task: Anything that pickles, as for `run`.
+            args: The same arguments for every rank.
+
+        Raises:
+            RankError: The ranks were stopped before.
+        """
+        return RankSession(self, task, args)
+
     def close(self) -> None:
         """Stop the processes. Calling it again does nothing."""
         if not self.is_usable:
             return
         self.is_usable = False
-        for rank_connection in self._connections:
-            rank_connection.close()
-        for process in self._processes:
-            process.join(0.2)
-            if process.is_alive():
-                process.kill()
-            process.join()
-        self._folder.cleanup()
+        self._end()
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -173,11 +155,25 @@ class LocalRanks:
 
     # -- how it is done ------------------------------------------------------------------
 
+    def _start(
+        self, task: Callable[..., Any], args: Sequence[object], *, is_session: bool = False
+    ) -> None:
+        if not self.is_usable:
+            raise RankError("These ranks were stopped after a failure; start new ones.")
+        self._tasks += 1
+        store = os.path.join(self._folder.name, f"store-{self._tasks}")
+        # The call is pickled apart: a rank that cannot load it reports that as its failure.
+        payload = pickle.dumps(Task(pickle.dumps((task, tuple(args))), store, is_session))
+        for rank_connection in self._connections:
+            # A rank that died since the last task is found by who collects, where its end is told.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                rank_connection.send_bytes(payload)
+
     def _stacks(self, rank: int) -> Path:
         return Path(self._folder.name, f"stacks-{rank}")
 
-    def _collect(self, deadline: float | None) -> dict[int, _Report]:
-        reports: dict[int, _Report] = {}
+    def _collect(self, deadline: float | None) -> dict[int, Report]:
+        reports: dict[int, Report] = {}
         dead: dict[int, int | None] = {}
         is_failing = is_interrupted = False
         while len(reports) + len(dead) < self.size:
@@ -199,7 +195,7 @@ class LocalRanks:
         running = [r for r in range(self.size) if r not in reports and r not in dead]
         if is_failing or running:
             failure = self._failure(reports, dead, running)
-            if is_interrupted and dead and all(-(code or 0) in _REQUESTS for code in dead.values()):
+            if is_interrupted and dead and all(-(code or 0) in REQUESTS for code in dead.values()):
                 # The request came to them before their task could listen for it.
                 raise KeyboardInterrupt from failure
             raise failure
@@ -211,7 +207,7 @@ class LocalRanks:
                 os.kill(process.pid, signal.SIGINT)
 
     def _receive(
-        self, reports: dict[int, _Report], dead: dict[int, int | None], deadline: float | None
+        self, reports: dict[int, Report], dead: dict[int, int | None], deadline: float | None
     ) -> None:
         waiting = [r for r in range(self.size) if r not in reports and r not in dead]
         left_s = _LONGEST_WAIT_S if deadline is None else max(0.0, deadline - time.monotonic())
@@ -233,14 +229,14 @@ class LocalRanks:
                 dead[rank] = self._processes[rank].exitcode
 
     def _failure(
-        self, reports: dict[int, _Report], dead: dict[int, int | None], running: list[int]
+        self, reports: dict[int, Report], dead: dict[int, int | None], running: list[int]
     ) -> RankError:
         failed = {r: report for r, report in reports.items() if report.failed_at is not None}
         stacks = {rank: self._dump(rank) for rank in running}
         error = None
         if dead:
             first = min(dead)
-            cause = f"rank {first} of {self.size} died: {_exit(dead[first])}"
+            cause = f"rank {first} of {self.size} died: {end_of(dead[first])}"
         elif failed:
             # A rank that only repeats another's error may have been the quicker one.
             first = min(failed, key=lambda r: (failed[r].is_echo, failed[r].failed_at or 0.0))
@@ -258,7 +254,7 @@ class LocalRanks:
             if rank in failed:
                 lines.append(f"rank {rank}: then {failed[rank].headline}")
             elif rank in dead:
-                lines.append(f"rank {rank}: died, {_exit(dead[rank])}")
+                lines.append(f"rank {rank}: died, {end_of(dead[rank])}")
             elif rank in stacks:
                 lines.append(f"rank {rank}: still running, stopped at\n{stacks[rank]}")
             else:
@@ -306,74 +302,28 @@ def run_local(
             raise
 
 
-def _exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
-
-
-# -- what runs in a rank ---------------------------------------------------------------------
-
-
-def _serve(tasks: Connection, rank: int, size: int, threads: int, stacks: str) -> None:
-    """Run tasks until the other end closes."""
-    end_with_parent()
-    torch.set_num_threads(threads)
-    with open(stacks, "w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        while True:
-            try:
-                payload = tasks.recv_bytes()
-            except EOFError:
-                return
-            try:
-                tasks.send(_attempt(payload, rank, size))
-            except (BrokenPipeError, ConnectionResetError):
-                return
-
-
-def _attempt(payload: bytes, rank: int, size: int) -> _Report:
-    failed_at = None
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)
-        task, args, store = pickle.loads(payload)
-        file = dist.FileStore(store, size)
-        dist.init_process_group("gloo", store=file, rank=rank, world_size=size)
-        # A task may be over on one rank before another has connected, which would fail there.
-        if file.add("pcomm/connected", 1) == size:
-            file.set("pcomm/all connected", "")
-        file.wait(["pcomm/all connected"])
-        try:
-            # By value: the connection's own pickling would hand tensors over as open files.
-            result = pickle.dumps(task(*args))
-        except BaseException:
-            # Taken before the end of the group, which is what makes other ranks fail.
-            failed_at = time.monotonic()
-            raise
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        return _Report(None, result)
-    except BaseException as error:  # everything that ends a task is reported, then raised there
-        # A second request must not end the process before its report. It gets no other task.
-        for number in _REQUESTS:
-            signal.signal(number, signal.SIG_IGN)
-        failed_at = failed_at or time.monotonic()
-        carried = b""
-        with contextlib.suppress(Exception):
-            carried = pickle.dumps(error)
-        headline = traceback.format_exception_only(error)[0].strip()
-        is_echo = isinstance(error, PeerError)
-        return _Report(failed_at, b"", headline, traceback.format_exc(), carried, is_echo)
-    finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
+def _end(
+    connections: Sequence[Connection],
+    processes: Sequence[mp.process.BaseProcess],
+    folder: tempfile.TemporaryDirectory[str],
+) -> None:
+    """Let ranks that wait for a task end by themselves, and end the others."""
+    for rank_connection in connections:
+        rank_connection.close()
+    for process in processes:
+        process.join(0.2)
+        if process.is_alive():
+            process.kill()
+        process.join()
+    folder.cleanup()
 
 
 @contextlib.contextmanager
-def _blocked_requests() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM waiting until the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
+def _no_main() -> Iterator[None]:
+    """Let processes that start here not run the program's file as a module."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        sys.modules["__main__"] = before

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -66,6 +69,7 @@ class ColumnParallelLinear(FastModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    multiply: Callable[[Any, Tensor], Tensor]
 
     def __init__(
         self,
@@ -145,6 +149,7 @@ class RowParallelLinear(FastModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    multiply: Callable[[Any, Tensor], Tensor]
 
     def __init__(
         self,

@@ -60,8 +60,8 @@ def forget_weight(layer: nn.Module, product: WeightProduct) -> None:
     weight = layer.weight
     assert isinstance(weight, Tensor)
     if not weight.is_meta:
-        layer.register_state_dict_pre_hook(_refuse_save)  # type: ignore[no-untyped-call]
-        layer.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
+        layer.register_state_dict_pre_hook(_refuse_save)
+        layer.register_load_state_dict_pre_hook(_refuse_load)
     layer.weight_product = product  # type: ignore[assignment]
     layer.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 

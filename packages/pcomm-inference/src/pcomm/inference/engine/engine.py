@@ -58,6 +58,10 @@ class Engine:
         meter: Measures the memory's bandwidth for `stats`, once for all engines that share it; None
             for one of its own.
 
+    Attributes:
+        step_error: The exception that the last step met while the model computed or tokens were
+            chosen; None if it met none. Its requests are computed again, or have ended with it.
+
     Raises:
         ConfigError: A number is too small, or the model declares memory that cannot be allocated.
     """
@@ -111,6 +115,7 @@ class Engine:
         self._suspects = Suspects(self._scheduler, self._live)
         self._num_added = 0
         self._num_steps = self._num_computed = 0
+        self.step_error: Exception | None = None
         # The method that changes requests and memory now, or that did not end: an interrupt may
         # come between any two lines, and what is half changed is not used again.
         self._changing = ""
@@ -201,11 +206,13 @@ class Engine:
         if not requests:
             return []
         self._times.lap("schedule")
+        self.step_error = None
         self._num_steps += 1
         self._num_computed += plan.num_tokens
         try:
             sampled = self._sample(plan)
         except Exception as error:
+            self.step_error = error
             return self._after_failure(plan, error)
         except BaseException:
             # An interrupt leaves states half written: what was under way is computed again.

@@ -27,10 +27,10 @@ def place_of_largest(numbers_RV: Tensor) -> Tensor:
     if numbers_RV.device.type != "cpu" or num_parts < 2:
         return numbers_RV.argmax(-1, keepdim=True)
     whole_RV = numbers_RV[:, : num_parts * _PART] if rest else numbers_RV
-    parts_RPW = whole_RV.unflatten(-1, (num_parts, _PART))
+    parts_RPW: Tensor = whole_RV.unflatten(-1, (num_parts, _PART))
     part_R1 = parts_RPW.amax(-1).argmax(-1, keepdim=True)
     best_RW = parts_RPW.gather(1, part_R1[:, :, None].expand(-1, 1, _PART))[:, 0]
-    place_R1 = part_R1 * _PART + best_RW.argmax(-1, keepdim=True)
+    place_R1: Tensor = part_R1 * _PART + best_RW.argmax(-1, keepdim=True)
     if not rest:
         return place_R1
     last_R1 = numbers_RV[:, -rest:].argmax(-1, keepdim=True) + num_parts * _PART

@@ -1,0 +1,259 @@
+"""An engine on each of several ranks of this machine, all of which make the same calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, PcommError, PeerError
+from pcomm.core.process import Answer, LocalRanks, RankError
+from pcomm.inference import Request, RequestOutput
+from pcomm.inference.engine import EngineStats
+from pcomm.integration.llm.engine_options import EngineOptions
+from pcomm.integration.llm.rank_engine import MEET, serve_engine
+
+__all__ = ["EngineOnRanks"]
+
+_PRELOADED = ("pcomm.integration.llm.rank_engine", "torch._dynamo", "torch.distributed.checkpoint")
+# How long the ranks may take for the one collective after a step that failed on all of them.
+_MEETING_S = 10.0
+
+
+class EngineOnRanks:
+    """A model that `ranks` processes of this machine share, each with an engine; a `StepEngine`.
+
+    Every call goes to all ranks as one message, in one order, and is answered by all. The engines
+    decide alike, since they are deterministic and have the same calls and the same logits; replies
+    carry a digest of what was decided, and another one is an error, not another text. This process
+    takes part in no collective, so it does not hang with a rank that died or failed alone.
+
+    Args:
+        path: Folder of the model.
+        ranks: Number of ranks, which can share the model.
+        dtype: Dtype of the weights; None for that of the folder.
+        quantization: Form of the weights as for `load_model`.
+        device: `cpu`; or `cuda`, with a device for each rank.
+        memory_bytes: Bytes for keys, values and states on all ranks together; None for a share of
+            what is free.
+        options: Options of the engine.
+
+    Raises:
+        ConfigError: The folder or an option cannot be used, or there are too few devices.
+        PeerError: A rank has ended while it loaded the model.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        ranks: int,
+        dtype: torch.dtype | None,
+        quantization: str | None,
+        device: torch.device,
+        memory_bytes: int | None,
+        options: EngineOptions,
+    ) -> None:
+        _check_device(device, ranks)
+        self._what = f"LLM({str(path)!r}, ranks={ranks})"
+        self._is_closed = self._is_lost = self._has_work = False
+        # The call that is not answered yet: an interrupt may come while this process waits.
+        self._pending = ""
+        self._late: list[RequestOutput] = []
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        self._ranks = LocalRanks(ranks, threads=threads, preload=_PRELOADED, imports_main=False)
+        try:
+            task = (path.resolve(), dtype, quantization, device, options)
+            self._session = self._ranks.open(serve_engine, task)
+            free = min(answer.value for answer in self._session.answers())
+            if device.type == "cuda":
+                budget = free if memory_bytes is None else memory_bytes // ranks
+            else:
+                # All ranks see the memory of the same host.
+                budget = (free if memory_bytes is None else memory_bytes) // ranks
+            self._session.ask(budget)
+        except RankError as error:
+            self._ranks.close()
+            if isinstance(error.error, PcommError):
+                raise error.error from error
+            raise self._lost(error) from error
+        except BaseException:
+            self._ranks.close()
+            raise
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits, or the ranks are lost, so that `step` raises."""
+        if self._is_closed:
+            return False
+        return bool(self._has_work or self._is_lost or self._pending or self._late)
+
+    @property
+    def failure(self) -> str:
+        """The reason why no step can be made any more; empty while it can. From any thread."""
+        return "" if self._is_closed else self._session.failure
+
+    def add(self, request: Request) -> None:
+        """Queue a request on all ranks; see `Engine.add`."""
+        self._check_open("add")
+        self._call("add", request)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute the next tokens; see `Engine.step`. An interrupt loses none.
+
+        Raises:
+            PeerError: A rank died, or failed while the others did not.
+            DivergenceError: The ranks have decided differently.
+        """
+        self._check_open("step")
+        self._settle()
+        if self._late:
+            outputs, self._late = self._late, []
+            return outputs
+        found: list[RequestOutput] = self._call("step")
+        return found
+
+    def abort(self, request_id: str) -> bool:
+        """End a request on all ranks; see `Engine.abort`. Local once the ranks are lost."""
+        if self._is_closed or self._session.failure:
+            return False
+        return bool(self._call("abort", request_id))
+
+    def stats(self) -> EngineStats:
+        """Counters of the first rank; sizes in bytes are those of one rank."""
+        self._check_open("stats")
+        found: EngineStats = self._call("stats")
+        return found
+
+    def close(self) -> None:
+        """End all requests and all ranks; a second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._pending:
+            self._session.close()
+        self._ranks.close()
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        self._settle()
+        # An interrupt while a request is added takes it back: see `_settle`.
+        added = [one.request_id for one in arguments if isinstance(one, Request)]
+        self._pending = " ".join([method, *added])
+        try:
+            self._session.send((method, arguments))
+        except RankError as error:
+            self._fail(error)
+        return self._reply()
+
+    def _settle(self) -> None:
+        """Finish a call that an interrupt has left without its answer."""
+        method, _, name = self._pending.partition(" ")
+        if not method:
+            return
+        try:
+            value = self._reply()
+        except PcommError:
+            # The call was given up, and its error with it.
+            if self.failure:
+                raise
+            return
+        if method == "step":
+            self._late += value
+        elif name:
+            self._call("abort", name)
+
+    def _reply(self) -> Any:
+        """The result of the pending call, of which all ranks have said the same."""
+        try:
+            answers = self._session.answers()
+        except RankError as error:
+            self._fail(error)
+        self._pending = ""
+        self._check_same(answers)
+        met, reply = answers[0].error, answers[0].value
+        self._has_work = reply.has_work
+        if met is None:
+            return reply.value
+        if reply.has_raised:
+            raise met
+        self._late += reply.value
+        self._meet(met)
+        value, self._late = self._late, []
+        return value
+
+    def _meet(self, cause: BaseException) -> None:
+        """Go on after a step that failed on all ranks, if it has left none within a collective."""
+        self._pending = MEET
+        met, lost = None, None
+        try:
+            answers = self._session.ask((MEET, ()), _MEETING_S)
+            met = answers[0].value.value
+        except RankError as error:
+            lost = error
+        self._pending = ""
+        if met != list(range(self._ranks.size)):
+            words = f"a step failed within a collective: {type(cause).__name__}: {cause}"
+            self._fail(RankError(words if lost is None else f"{words}\n{lost}", cause))
+
+    def _check_same(self, answers: Sequence[Answer]) -> None:
+        digests = [answer.value.digest for answer in answers]
+        has_error = [answer.error is not None for answer in answers]
+        if len({*digests}) == len({*has_error}) == 1:
+            return
+        self._lose()
+        other = next(
+            rank
+            for rank in range(len(answers))
+            if (digests[rank], has_error[rank]) != (digests[0], has_error[0])
+        )
+        raise DivergenceError(
+            self._what,
+            found=f"rank {other} did something else than rank 0",
+            why="All ranks make the same calls and have the same logits, so they write the same "
+            "text; from here on they would wait for each other.",
+            fix="Make a new LLM. Check that all devices are of one kind, and report how it came "
+            "about.",
+        )
+
+    def _fail(self, error: RankError) -> NoReturn:
+        self._lose()
+        raise self._lost(error) from error
+
+    def _lose(self) -> None:
+        self._is_lost = True
+        self._ranks.close()
+
+    def _lost(self, error: RankError) -> PeerError:
+        return PeerError(
+            self._what,
+            found=str(error).splitlines()[0],
+            why="Each rank has a part of every layer, so no step can be made without all of them.",
+            fix="Make a new LLM, and add the requests again. A rank that was killed may have "
+            "been too large for the memory of this machine.",
+        )
+
+    def _check_open(self, method: str) -> None:
+        if self._is_closed:
+            raise ClosedError(
+                f"Engine.{method}",
+                found="a closed engine",
+                why="close() has ended its ranks.",
+                fix="Make a new LLM.",
+            )
+
+
+def _check_device(device: torch.device, ranks: int) -> None:
+    if device.type != "cuda":
+        return
+    devices = torch.cuda.device_count()
+    if device.index is None and ranks <= devices:
+        return
+    raise ConfigError(
+        f"LLM: ranks={ranks} with device={str(device)!r}",
+        found=f"{devices} CUDA devices" if device.index is None else "one device for all ranks",
+        why="Each rank computes on a device of its own, from cuda:0 on.",
+        fix="Give device='cuda', and no more ranks than there are devices.",
+    )

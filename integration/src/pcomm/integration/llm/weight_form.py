@@ -1,0 +1,99 @@
+"""The form in which a loaded model keeps the weights of its linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
+from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from pcomm.inference.layers import pack_weights, quantize_int8
+from pcomm.integration.models.language_model import LanguageModel
+
+__all__ = ["QUANTIZATIONS", "WeightForm", "weight_form"]
+
+QUANTIZATIONS = ("int8",)
+"""Names that `--quantization` takes."""
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """A form that takes the place of weights, layer by layer while they are read.
+
+    Attributes:
+        replace: Function of a model and the names of layers, or None for all of them.
+        is_for_all: True if every linear layer gets it, however small.
+    """
+
+    replace: Callable[[nn.Module, Collection[str] | None], object]
+    is_for_all: bool
+
+    def filled(self, model: LanguageModel) -> Callable[[str], object]:
+        """A function of the name of a parameter that has been read. Local.
+
+        The layers of a form for all are read into memory that they share, so that only one of them
+        is there as it was stored.
+        """
+        if self.is_for_all:
+            _share_memory(model)
+
+        def filled(name: str) -> None:
+            self.replace(model, (name.rpartition(".")[0],))
+
+        return filled
+
+
+def weight_form(quantization: str | None, device: torch.device | str) -> WeightForm | None:
+    """The form for a model on a device; None where weights stay as they are. Local.
+
+    Args:
+        quantization: One of `QUANTIZATIONS`; None for packed weights on a CPU.
+        device: Device of the model.
+
+    Raises:
+        ConfigError: There is no such quantization.
+        UnsupportedError: There is none on this device.
+    """
+    is_cpu = torch.device(device).type == "cpu"
+    if quantization is None:
+        return WeightForm(_packed, is_for_all=False) if is_cpu else None
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            "LLM: quantization",
+            found=f"{quantization!r}",
+            why="Weights are kept in the dtype of the model, or in one of these: "
+            + ", ".join(QUANTIZATIONS)
+            + ".",
+            fix=near_misses(str(quantization), QUANTIZATIONS),
+        )
+    if not is_cpu:
+        raise UnsupportedError(
+            f"LLM: quantization {quantization}",
+            found=f"device {device}",
+            why="The products with int8 weights are made by a kernel of torch for CPUs.",
+            fix="Leave --quantization out, or give --device cpu.",
+        )
+    return WeightForm(_int8, is_for_all=True)
+
+
+def _packed(model: nn.Module, names: Collection[str] | None) -> None:
+    pack_weights(model, only=names)
+
+
+def _int8(model: nn.Module, names: Collection[str] | None) -> None:
+    if names is None:
+        # Those that are left, of which there may be none.
+        names = [name for name, _ in model.named_modules()]
+    quantize_int8(model, only=names)
+
+
+def _share_memory(model: LanguageModel) -> None:
+    layers = [m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    # A head that is tied has the embedding's weight, which stays.
+    weights = [layer.weight for layer in layers if layer.weight is not model.embedding.weight]
+    shared = model.norm.weight.new_empty(max(weight.numel() for weight in weights))
+    for weight in weights:
+        weight.data = shared[: weight.numel()].view(weight.shape)

@@ -1,0 +1,124 @@
+"""What runs in a process of `LocalRanks`: one task after another, each in a fresh world."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from pcomm.core.errors import PeerError
+from pcomm.core.process.end_with_parent import end_with_parent
+from pcomm.core.process.messages import Messages
+
+__all__ = ["REQUESTS", "Report", "Task", "blocked_requests", "serve"]
+
+REQUESTS = frozenset({signal.SIGINT, signal.SIGTERM})
+"""Signals that ask a task to stop."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of a finished task.
+
+    The result and the error are pickled apart: what cannot be loaded here, such as an exception
+    of a module that only the ranks have, must not take the traceback with it.
+    """
+
+    failed_at: float | None
+    result: bytes = b""
+    headline: str = ""
+    traceback: str = ""
+    error: bytes = b""
+    is_echo: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank is sent to run.
+
+    Args:
+        call: The function and its arguments, pickled.
+        store: File of the store of its world.
+        is_session: True for a task that gets `Messages` as its first argument. Requests to stop do
+            not reach it: they are for the process that sends the messages.
+    """
+
+    call: bytes
+    store: str
+    is_session: bool = False
+
+
+def serve(tasks: Connection, rank: int, size: int, threads: int, stacks: str) -> None:
+    """Run tasks until the other end closes."""
+    end_with_parent()
+    torch.set_num_threads(threads)
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        while True:
+            try:
+                task = tasks.recv()
+            except EOFError:
+                return
+            try:
+                tasks.send(_attempt(task, rank, size, tasks))
+            except (BrokenPipeError, ConnectionResetError):
+                return
+
+
+def _attempt(task: Task, rank: int, size: int, caller: Connection) -> Report:
+    failed_at = None
+    try:
+        if not task.is_session:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
+        function, args = pickle.loads(task.call)
+        if task.is_session:
+            args = (Messages(caller), *args)
+        file = dist.FileStore(task.store, size)
+        dist.init_process_group("gloo", store=file, rank=rank, world_size=size)
+        # A task may be over on one rank before another has connected, which would fail there.
+        if file.add("pcomm/connected", 1) == size:
+            file.set("pcomm/all connected", "")
+        file.wait(["pcomm/all connected"])
+        try:
+            # By value: the connection's own pickling would hand tensors over as open files.
+            result = pickle.dumps(function(*args))
+        except BaseException:
+            # Taken before the end of the group, which is what makes other ranks fail.
+            failed_at = time.monotonic()
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return Report(None, result)
+    except BaseException as error:  # everything that ends a task is reported, then raised there
+        # A second request must not end the process before its report. It gets no other task.
+        for number in REQUESTS:
+            signal.signal(number, signal.SIG_IGN)
+        failed_at = failed_at or time.monotonic()
+        carried = b""
+        with contextlib.suppress(Exception):
+            carried = pickle.dumps(error)
+        headline = traceback.format_exception_only(error)[0].strip()
+        is_echo = isinstance(error, PeerError)
+        return Report(failed_at, b"", headline, traceback.format_exc(), carried, is_echo)
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+
+
+@contextlib.contextmanager
+def blocked_requests() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM waiting until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
