@@ -387,8 +387,11 @@ def test_a_number_of_ranks_that_cannot_be_is_an_error_before_any_is_started(
 def test_ranks_and_a_group_or_devices_that_are_not_there(runs: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="LLM: ranks and group"):
         LLM(runs("hybrid"), ranks=2, group=_place(0))
-    with pytest.raises(ConfigError, match="one device for all ranks"):
+    # Where the device is there, it is one for all ranks.
+    with pytest.raises(ConfigError, match="one device for all ranks|0 CUDA devices"):
         LLM(runs("hybrid"), ranks=2, device="cuda:0")
+    with pytest.raises(ConfigError, match="LLM: quantization"):
+        LLM(runs("hybrid"), ranks=2, quantization="int4")
 
 
 # -- ranks that the program has already -----------------------------------------------------

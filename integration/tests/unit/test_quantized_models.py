@@ -183,7 +183,7 @@ def test_what_cannot_be_quantised_is_refused_before_it_is_read(llama: Path) -> N
     with pytest.raises(ConfigError, match=r"'int4'(.|\n)*Known here: 'int8'|Did you mean 'int8'"):
         LLM(llama, quantization="int4")
     with pytest.raises(UnsupportedError, match="device cuda"):
-        LLM(llama, quantization="int8", device="cuda")
+        load_model(llama, quantization="int8", device="cuda")
     with pytest.raises(UnsupportedError, match="dtype bfloat16"):
         LLM(llama, quantization="int8", dtype="float16")
 
