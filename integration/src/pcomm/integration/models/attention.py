@@ -70,10 +70,10 @@ class Attention(nn.Module):
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
             # Neighbours in one tensor, so that both are turned at once.
-            qk_THK, v_TGK, *gate = all_THK.split([heads[0] + heads[1], *heads[2:]], 1)
-            q_THK, k_TGK = rotate(qk_THK, turn).split(heads[:2], 1)
+            qk_THK, v_TGK, *gate = all_THK.split_with_sizes([heads[0] + heads[1], *heads[2:]], 1)
+            q_THK, k_TGK = rotate(qk_THK, turn).split_with_sizes(heads[:2], 1)
         else:
-            q_THK, k_TGK, v_TGK, *gate = all_THK.split(heads, 1)
+            q_THK, k_TGK, v_TGK, *gate = all_THK.split_with_sizes(heads, 1)
             q_THK, k_TGK = rotate(q_norm.forward(q_THK), turn), rotate(k_norm.forward(k_TGK), turn)
         mixed_THK = paged_attention(q_THK, k_TGK, v_TGK, memory, context.batch)
         return self._gated(mixed_THK.flatten(1), [part.flatten(1) for part in gate])

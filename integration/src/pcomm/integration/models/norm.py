@@ -48,7 +48,8 @@ class RMSNorm(nn.Module):
             wide = torch.promote_types(x.dtype, torch.float32)
             weight = 1.0 + self.weight.to(wide)
             return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        weight = self.weight
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
     def first_values(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Values of the weight before training: a scale of 1; see `initialisation`."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -25,6 +26,11 @@ class KVMemory:
 
     keys: Tensor
     values: Tensor
+
+    @cached_property
+    def by_token(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[P * S, G, K]`: the same memory, by the places of tokens."""
+        return self.keys.flatten(0, 1), self.values.flatten(0, 1)
 
 
 @dataclass(frozen=True)

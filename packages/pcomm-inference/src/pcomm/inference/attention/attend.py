@@ -102,15 +102,16 @@ def attend_rows(
 
 def _keys_and_values(memory: KVMemory, places: KeyPlaces, q: Tensor) -> tuple[Tensor, Tensor]:
     """Copies `[N, G, L, K]` from the pools, in the dtype of the queries."""
-    count, num_keys = places.num_requests, places.num_keys
+    keys, values = (memory.keys, memory.values) if places.is_by_block else memory.by_token
+    k_NGLK, v_NGLK = _copied(keys, places), _copied(values, places)
+    if k_NGLK.dtype != q.dtype:
+        return k_NGLK.to(q.dtype), v_NGLK.to(q.dtype)
+    return k_NGLK, v_NGLK
 
-    def copied(pool: Tensor) -> Tensor:
-        _, _, num_heads, head_dim = pool.shape
-        units = pool if places.is_by_block else pool.view(-1, num_heads, head_dim)
-        # Tokens side by side, whatever a unit is.
-        tokens = units.index_select(0, places.units).view(count, -1, num_heads, head_dim)
-        if tokens.shape[1] > num_keys:
-            tokens = tokens[:, :num_keys]
-        return tokens.transpose(1, 2).to(q.dtype)
 
-    return copied(memory.keys), copied(memory.values)
+def _copied(pool: Tensor, places: KeyPlaces) -> Tensor:
+    # Tokens side by side, whatever a unit is.
+    tokens = pool.index_select(0, places.units).view(places.num_requests, -1, *pool.shape[-2:])
+    if tokens.shape[1] > places.num_keys:
+        tokens = tokens[:, : places.num_keys]
+    return tokens.transpose(1, 2)

@@ -78,9 +78,11 @@ def paged_attention(
 
 
 def _write(k_TGK: Tensor, v_TGK: Tensor, memory: KVMemory, batch: StepBatch) -> None:
-    for pool, new in ((memory.keys, k_TGK), (memory.values, v_TGK)):
-        tokens = pool.view(-1, *pool.shape[2:])
-        tokens.index_copy_(0, batch.kv_slots_T, new.to(pool.dtype))
+    keys, values = memory.by_token
+    if k_TGK.dtype != keys.dtype:
+        k_TGK, v_TGK = k_TGK.to(keys.dtype), v_TGK.to(keys.dtype)
+    keys.index_copy_(0, batch.kv_slots_T, k_TGK)
+    values.index_copy_(0, batch.kv_slots_T, v_TGK)
 
 
 def _check(q_THK: Tensor, k_TGK: Tensor, memory: KVMemory) -> None:

@@ -65,13 +65,14 @@ def units_of(
         block_size: Number of tokens of a block.
         is_by_block: True for blocks, false for tokens.
     """
-    size = 1 if is_by_block else block_size
-    offsets = torch.arange(size, device=tables_NB.device)
-    units_NU = (tables_NB.unsqueeze(-1) * size + offsets).flatten(1)
-    unit = block_size // size
+    units_NU, unit = tables_NB, block_size
+    if not is_by_block:
+        offsets = torch.arange(block_size, device=tables_NB.device)
+        units_NU, unit = (tables_NB.unsqueeze(-1) * block_size + offsets).flatten(1), 1
     num_units = -(-num_keys // unit)
-    units_NU = torch.nn.functional.pad(units_NU, (0, max(0, num_units - units_NU.shape[1])))
-    starts_U = torch.arange(num_units, device=tables_NB.device) * unit
+    if (missing := num_units - units_NU.shape[1]) > 0:
+        units_NU = torch.nn.functional.pad(units_NU, (0, missing))
+    starts_U = torch.arange(0, num_units * unit, unit, device=tables_NB.device)
     return torch.where(starts_U < lengths_N1, units_NU[:, :num_units], units_NU[:, :1])
 
 
@@ -85,13 +86,25 @@ class _Planner:
         self.news = [stop - start for start, stop in pairwise(batch.cu_seqlens)]
         self.totals = [c + new for c, new in zip(batch.context_lens, self.news, strict=True)]
         self.num_keys = [rounded_keys(total) for total in self.totals]
-        self.units_NU = units_of(
-            batch.block_tables_NB,
-            self._tensor(self.totals).unsqueeze(1),
-            max(self.num_keys),
-            self.block_size,
-            is_by_block=self.is_by_block,
-        )
+        if len(self.totals) == 1 and self.is_by_block:
+            self.units_NU = self._blocks_of_one()
+        else:
+            self.units_NU = units_of(
+                batch.block_tables_NB,
+                self._tensor(self.totals).unsqueeze(1),
+                max(self.num_keys),
+                self.block_size,
+                is_by_block=self.is_by_block,
+            )
+
+    def _blocks_of_one(self) -> Tensor:
+        """`units_of` for one request, whose length is known here: fewer small operations."""
+        blocks_1B, size = self.batch.block_tables_NB, self.block_size
+        num_used, num_read = -(-self.totals[0] // size), -(-self.num_keys[0] // size)
+        used_1U = blocks_1B[:, :num_used]
+        if num_used == num_read:
+            return used_1U
+        return torch.cat([used_1U, blocks_1B[:, :1].expand(1, num_read - num_used)], 1)
 
     def plan(self) -> AttentionPlan:
         chunked = [i for i, new in enumerate(self.news) if new > 1]
@@ -128,10 +141,11 @@ class _Planner:
                 yield members[start : start + most]
 
     def _one_token_call(self, members: Sequence[int], masks: TailMasks) -> OneTokenCall:
-        is_all = len(members) == len(self.news)
-        rows = self._tensor([self.batch.cu_seqlens[i] for i in members])
+        rows = None
+        if len(members) < len(self.news):
+            rows = self._tensor([self.batch.cu_seqlens[i] for i in members])
         return OneTokenCall(
-            None if is_all else rows,
+            rows,
             self._places(members),
             masks.of_call([self.totals[i] for i in members], self.num_keys[members[0]]),
         )
