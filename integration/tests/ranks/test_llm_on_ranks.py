@@ -388,7 +388,7 @@ def test_ranks_and_a_group_or_devices_that_are_not_there(runs: Callable[[str], P
     with pytest.raises(ConfigError, match="LLM: ranks and group"):
         LLM(runs("hybrid"), ranks=2, group=_place(0))
     # Where the device is there, it is one for all ranks.
-    with pytest.raises(ConfigError, match="one device for all ranks|0 CUDA devices"):
+    with pytest.raises(ConfigError, match=r"one device for all ranks|0 CUDA devices"):
         LLM(runs("hybrid"), ranks=2, device="cuda:0")
     with pytest.raises(ConfigError, match="LLM: quantization"):
         LLM(runs("hybrid"), ranks=2, quantization="int4")

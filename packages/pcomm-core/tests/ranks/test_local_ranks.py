@@ -346,24 +346,33 @@ def test_ranks_end_when_their_parent_is_killed(
     program.write_text(
         textwrap.dedent(
             f"""
-            import ctypes, os, time
+            import ctypes, os, sys, time
             from pcomm.core.process.local_ranks import run_local
 
             def busy(folder):
+                # The server has imported them, and no rank does.
+                assert {{"colorsys", "pcomm.core.layout"}} <= set(sys.modules)
                 for pid in (os.getpid(), os.getppid()):
                     open(os.path.join(folder, f"pid-{{pid}}"), "w").close()
                 {STUCK[stuck]}
 
             if __name__ == "__main__":
-                run_local(busy, 2, (os.environ["FOLDER"],))
+                # Not in the ranks, which run this script again under another name.
+                import pcomm.core.layout
+                run_local(busy, 2, (os.environ["FOLDER"],), preload=["colorsys"])
             """
         )
     )
     folder = tmp_path / "pids"
     folder.mkdir()
     parent = programs.start(sys.executable, program, env={**os.environ, "FOLDER": str(folder)})
-    # Two ranks, and the server from which they were forked.
-    wait_until(lambda: len(list(folder.iterdir())) == 3, "two ranks in their task")
+
+    def are_in_their_task() -> bool:
+        assert parent.poll() is None, parent.communicate()
+        # Two ranks, and the server from which they were forked.
+        return len(list(folder.iterdir())) == 3
+
+    wait_until(are_in_their_task, "two ranks in their task")
     parent.kill()
     parent.wait()
     pids = [int(path.name.removeprefix("pid-")) for path in folder.iterdir()]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["TrainCommand", "command"]
 
 _INTERRUPTED = 130
+# What a rank imports late. Its optimizer asks for Dynamo.
+_OF_EVERY_RANK = ("pcomm.integration.train.run", "torch._dynamo")
 
 
 class TrainCommand:
@@ -90,7 +92,9 @@ def _train_local(ranks: int, of_rank: tuple[Config, Path, bool, Path | None]) ->
 
     threads = max(1, (os.cpu_count() or 1) // ranks)
     try:
-        return int(run_local(train_rank, ranks, of_rank, threads=threads)[0])
+        return int(
+            run_local(train_rank, ranks, of_rank, threads=threads, preload=_OF_EVERY_RANK)[0]
+        )
     except RankError as error:
         print(error, file=sys.stderr)
         return 1

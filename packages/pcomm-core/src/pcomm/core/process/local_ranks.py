@@ -45,8 +45,9 @@ class LocalRanks:
     Args:
         size: Number of ranks.
         threads: Threads that torch uses in each rank.
-        preload: Modules that the server imports before it forks, so that ranks need not. They count
-            for the first ranks of a process, which start its server.
+        preload: Modules that the server imports before it forks, so that ranks need not; beside
+            them it imports those of pcomm that this process has imported. They count for the first
+            ranks of a process, which start its server.
         imports_main: False for tasks that are not defined in the program's own file. Ranks do not
             run it then, so that it may start them outside of `if __name__ == "__main__":`.
     """
@@ -65,7 +66,9 @@ class LocalRanks:
         self._tasks = 0
         context = mp.get_context("forkserver")
         own = ["torch", "torch.distributed", rank_process.__name__]
-        context.set_forkserver_preload([*own, *preload])
+        # Ranks run the script of this process again, up to its `__main__`: they import the same.
+        imported = [name for name in list(sys.modules) if name.startswith("pcomm.")]
+        context.set_forkserver_preload([*own, *preload, *imported])
         self._connections: list[Connection] = []
         self._processes: list[mp.process.BaseProcess] = []
         # Also for ranks that are dropped, or left open at the end of the program: multiprocessing
@@ -287,13 +290,14 @@ def run_local(
     args: Sequence[object] = (),
     *,
     threads: int = 1,
+    preload: Sequence[str] = (),
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Call `task(*args)` in `size` fresh local processes that form a world; see `LocalRanks.run`.
+    """Call `task(*args)` in `size` fresh local processes that form a world; see `LocalRanks`.
 
     An error of pcomm's own (a `PcommError`) on the rank that failed first is raised as it is.
     """
-    with LocalRanks(size, threads=threads) as ranks:
+    with LocalRanks(size, threads=threads, preload=preload) as ranks:
         try:
             return ranks.run(task, args, timeout_s=timeout_s)
         except RankError as problem:

@@ -126,7 +126,9 @@ class StepBuilder:
         num_tokens, num_requests = cu_seqlens[-1], len(context_lens)
         num_rows = packed.shape[0] - 3 * (num_tokens + num_requests)
         sizes = [num_tokens] * 3 + [num_requests] * 3 + [num_rows]
-        tokens_T, positions_T, slots_T, states_N, tables_N, contexts_N, rows_L = packed.split_with_sizes(sizes)
+        tokens_T, positions_T, slots_T, states_N, tables_N, contexts_N, rows_L = (
+            packed.split_with_sizes(sizes)
+        )
         return StepBatch(
             tokens_T=tokens_T,
             positions_T=positions_T,
