@@ -100,6 +100,7 @@ class GenerateCommand:
                 arguments.ranks,
                 words,
                 threads=max(1, (os.cpu_count() or 1) // arguments.ranks),
+                preload=("pcomm.integration.generate.writer",),
             )
         except RankError as error:
             print(error, file=sys.stderr)

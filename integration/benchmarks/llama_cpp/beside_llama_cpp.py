@@ -1,0 +1,135 @@
+"""Tokens per second of `LLM` and of llama.cpp on the same bf16 weights, in turns.
+
+    python integration/benchmarks/llama_cpp/beside_llama_cpp.py DIR MODEL.gguf MODULES \\
+        --csv docs/benchmarks/llama_cpp.csv
+
+`make_gguf.py` writes MODEL.gguf from the weights of DIR, a Hugging Face directory; `npm install
+node-llama-cpp` makes MODULES, its folder `node_modules`. Prompts are 32 equal-length rows of token
+ids; greedy, end tokens ignored. llama.cpp keeps keys and values in fp16 and has its flash attention
+on, which was faster in every case; `pcomm` keeps them in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from pcomm.core.testing.timing import Row, Timing, save_rows
+from pcomm.inference import Request, SamplingParams
+from pcomm.integration.llm import LLM
+
+_PROMPT, _MOST_STREAMS = 32, 32
+_SCRIPT = Path(__file__).with_name("streams.mjs")
+
+
+def main() -> None:
+    """Measure, print and save the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("gguf", type=Path)
+    parser.add_argument("modules", type=Path)
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64)
+    arguments = parser.parse_args()
+    prompts = [
+        [(7 * row + 13 * place) % 20000 + 500 for place in range(_PROMPT)]
+        for row in range(_MOST_STREAMS)
+    ]
+    rows: list[Row] = []
+    with (
+        tempfile.NamedTemporaryFile("w", suffix=".json") as file,
+        _opened(arguments.directory, arguments.tokens) as plain,
+        _opened(arguments.directory, arguments.tokens, quantization="int8") as int8,
+    ):
+        json.dump(prompts, file)
+        file.flush()
+
+        def theirs(threads: int, streams: int) -> float:
+            paths = [str(one) for one in (arguments.modules, arguments.gguf, file.name)]
+            numbers = [str(one) for one in (threads, streams, arguments.tokens)]
+            done = subprocess.run(
+                ["node", str(_SCRIPT), *paths, *numbers], check=True, stdout=subprocess.PIPE
+            )
+            found = json.loads(done.stdout)
+            print(found["version"], file=sys.stderr)
+            return float(found["tokens_per_s"])
+
+        def ours(llm: LLM) -> Callable[[int, int], float]:
+            def run(threads: int, streams: int) -> float:
+                torch.set_num_threads(threads)
+                return tokens_per_s(llm, prompts[:streams], arguments.tokens)
+
+            return run
+
+        cases = {"llama.cpp": theirs, "pcomm": ours(plain), "pcomm, int8": ours(int8)}
+        for threads in (1, 2):
+            for streams in (1, 8, _MOST_STREAMS):
+                found: dict[str, list[float]] = {name: [] for name in cases}
+                for _ in range(arguments.rounds):
+                    for name, run in cases.items():
+                        found[name].append(run(threads, streams))
+                rows += _rows(found, f"threads {threads}, streams {streams}")
+    for row in rows:
+        print(f"{row.case}: {row.value:.1f} {row.unit}, {row.ratio or 1:.2f}")
+    if arguments.csv is not None:
+        save_rows(arguments.csv, rows)
+
+
+def _opened(directory: Path, tokens: int, quantization: str | None = None) -> LLM:
+    return LLM(
+        directory,
+        quantization=quantization,
+        max_model_len=_PROMPT + tokens + 1,
+        max_requests=_MOST_STREAMS,
+        memory_bytes=1 << 30,
+        prefix_cache=False,
+    )
+
+
+def tokens_per_s(llm: LLM, prompts: Sequence[Sequence[int]], count: int) -> float:
+    """Tokens of all streams in a second, after each has its first one."""
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    for place, prompt in enumerate(prompts):
+        llm.engine.add(Request(str(place), tuple(prompt), params))
+    begun = set[str]()
+    while len(begun) < len(prompts):
+        begun |= {output.request_id for output in llm.engine.step()}
+    start = time.perf_counter()
+    while llm.engine.has_work:
+        llm.engine.step()
+    return len(prompts) * (count - 1) / (time.perf_counter() - start)
+
+
+def _rows(found: dict[str, list[float]], place: str) -> list[Row]:
+    timings = {
+        name: Timing(name, tuple(1e6 / rate for rate in rates)) for name, rates in found.items()
+    }
+    theirs = timings["llama.cpp"]
+    rows = []
+    for name, timing in timings.items():
+        is_theirs = timing is theirs
+        rows.append(
+            Row(
+                "llama_cpp",
+                f"{name} @ {place}",
+                round(1e6 / timing.median_us, 1),
+                "tokens/s",
+                "" if is_theirs else f"llama.cpp @ {place}",
+                None if is_theirs else round(theirs.ratio_to(timing), 3),
+                len(timing.rounds_us),
+            )
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()
