@@ -243,3 +243,20 @@ def test_broken_layers_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(owner, attribute, broken)
     with pytest.raises(AssertionError, match="worst element"):
         run_virtual(lambda collectives: check(cases(2)[case], collectives), 2)
+
+
+@ranks(3)
+def test_without_gradients_a_token_has_the_same_bits_whatever_others_there_are(
+    rank: int,
+) -> None:
+    collectives = default_collectives()
+    torch.manual_seed(rank)
+    for dtype in (torch.bfloat16, torch.float32):
+        parts = torch.randn(5, 576).to(dtype)
+        together = regions.add_up(parts.clone(), collectives, scatters_tokens=False)
+        for place in range(5):
+            own = parts[place : place + 1].clone()
+            assert_equal(
+                regions.add_up(own, collectives, scatters_tokens=False),
+                together[place : place + 1],
+            )

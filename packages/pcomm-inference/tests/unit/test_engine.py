@@ -198,6 +198,8 @@ WRONG_SPECS = [
     ([KVSpec(1, 2.0, FP32)], "head_dim = 2.0"),
     ([KVSpec(True, 2, FP32)], "heads = True"),
     ([KVSpec(1, 1, "bfloat16")], "dtype = 'bfloat16'"),
+    ([KVSpec(1, 1, torch.int32)], "KVSpec.dtype = torch.int32"),
+    ([KVSpec(1, 1, torch.complex64)], "KVSpec.dtype = torch.complex64"),
     ([StateSpec({"state": (1,)}, {})], "'state' has a shape and no dtype"),
     ([StateSpec({}, {"state": FP32})], "'state' has a dtype and no shape"),
     ([StateSpec([(1,)], {})], "shapes of its StateSpec is a list"),

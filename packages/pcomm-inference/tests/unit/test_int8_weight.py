@@ -125,6 +125,17 @@ def test_the_kernel_sees_up_to_16_rows_of_inputs_in_parts_of_16(
     assert seen == [(1, 16), (16, 16), (1, 48), (16, 48)]
 
 
+def test_activations_lie_anywhere_and_have_the_dtype_of_the_scales() -> None:
+    product, memory = Int8Weight(drawn(300, 64, dtype=torch.bfloat16)), drawn(130).bfloat16()
+    for offset in (0, 1, 4, 8, 32):
+        x = memory[offset : offset + 64].view(1, 64)
+        assert torch.equal(product(x, None), product(x.clone(), None))
+    for rows in (1, 17):
+        with pytest.raises(ConfigError, match=r"an input of torch\.float32"):
+            product(torch.ones(rows, 64), None)
+    assert Int8Weight(torch.ones(3, 0))(torch.ones(2, 5, 0), None).equal(torch.zeros(2, 5, 3))
+
+
 def test_a_row_in_bf16_has_the_same_bits_in_any_batch_up_to_16_and_in_any_above() -> None:
     product = Int8Weight(drawn(70, 256, dtype=torch.bfloat16))
     x = drawn(64, 256, dtype=torch.bfloat16, seed=1)
@@ -221,9 +232,9 @@ def test_states_and_gradients_are_refused() -> None:
     model = Block()
     saved = model.state_dict()
     quantize_int8(model, skip=["inner", "head", "mixer"])
-    with pytest.raises(UnsupportedError, match=r"state_dict: back\.weight of a Linear"):
+    with pytest.raises(UnsupportedError, match=r"state_dict: back\.weight of a linear layer"):
         model.state_dict()
-    with pytest.raises(UnsupportedError, match=r"load_state_dict: back\.weight of a Linear"):
+    with pytest.raises(UnsupportedError, match=r"load_state_dict: back\.weight of a linear layer"):
         model.load_state_dict(saved)
     with pytest.raises(UnsupportedError, match="has no backward"):
         model(torch.arange(20))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pcomm.core import Collectives, Layout
-from pcomm.core.errors import UnsupportedError
+from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.testing import assert_equal, run_virtual
 from pcomm.inference.layers import pack_weights
@@ -129,14 +129,14 @@ def test_a_weight_that_the_embedding_keeps_and_one_that_two_layers_share() -> No
     second.weight = first.weight
     both = nn.ModuleList([first, second]).bfloat16()
     assert pack_weights(both) == ("0", "1")
-    assert first.forward.args[0] is second.forward.args[0]  # type: ignore[attr-defined]
+    assert first.weight_product is second.weight_product
 
 
 def test_torch_functions_around_a_packed_layer_are_refused() -> None:
     model = two_layers()
     state = model.state_dict()
     pack_weights(model)
-    with pytest.raises(UnsupportedError, match=r"state_dict: 0\.weight of a Linear"):
+    with pytest.raises(UnsupportedError, match=r"state_dict: 0\.weight of a linear layer"):
         model.state_dict()
     with pytest.raises(UnsupportedError, match=r"load_state_dict: 0\.weight"):
         model.load_state_dict(state)
@@ -144,7 +144,33 @@ def test_torch_functions_around_a_packed_layer_are_refused() -> None:
         pickle.dumps(model)
     with pytest.raises(UnsupportedError, match="no backward"):
         model(torch.randn(3, 256, dtype=torch.bfloat16, requires_grad=True))
-    assert not any(parameter.requires_grad for parameter in (model[0].weight, model[2].weight))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_bias_that_changes_is_added() -> None:
+    model = two_layers()
+    pack_weights(model)
+    x = torch.randn(3, 256).bfloat16()
+    before = model[0](x)
+    model[0].bias = nn.Parameter(model[0].bias + 100)
+    assert (model[0](x) - before).min() > 98
+    model[0].bias = None
+    assert (model[0](x) - before).abs().max() < 2
+
+
+def test_other_dtypes_and_compilers_are_refused_by_name() -> None:
+    model = two_layers()
+    pack_weights(model)
+    with pytest.raises(ConfigError, match=r"an input of torch\.float32"):
+        model(torch.randn(3, 256))
+
+    def compiling() -> bool:
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", compiling)
+        with pytest.raises(UnsupportedError, match="graph that is being traced"):
+            model(torch.randn(3, 256).bfloat16())
 
 
 @pytest.mark.parametrize("size", [1, 2])

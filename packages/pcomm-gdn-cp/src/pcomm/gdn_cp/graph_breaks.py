@@ -7,7 +7,9 @@ and `torch.compile` compiles what lies between. With `fullgraph=True` it says so
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import ParamSpec, TypeVar
 
 # The same as torch.compiler.disable, except that Dynamo (seconds) is imported by the first call,
@@ -22,4 +24,13 @@ _Found = TypeVar("_Found")
 
 def outside_graphs(function: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
     """`function`, at which a compiled layer leaves its graph; the same to all other callers."""
-    return _disable_dynamo(function)
+    outside = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Found:
+        # Nothing is traced before Dynamo is imported, which takes seconds.
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        return outside(*args, **kwargs)
+
+    return call

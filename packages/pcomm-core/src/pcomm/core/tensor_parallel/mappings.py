@@ -21,6 +21,7 @@ Source: Korthikanti et al., Reducing Activation Recomputation in Large Transform
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pcomm.core.collectives.adjoint import with_adjoint
@@ -112,6 +113,9 @@ def split_replicated(
 def add_up(x: Tensor, collectives: Collectives, *, scatters_tokens: bool) -> Tensor:
     """What `leave` or `scatter_tokens` returns, where no gradient is recorded. Collective.
 
+    On a CPU the sum for a token does not depend on how many others there are. Gloo's all-reduce
+    adds up each element in an order that depends on its place, which two ranks cannot tell apart.
+
     Args:
         x: Partial results of this rank; overwritten by an all-reduce.
         collectives: Collectives of the tensor-parallel group.
@@ -122,6 +126,8 @@ def add_up(x: Tensor, collectives: Collectives, *, scatters_tokens: bool) -> Ten
             communication.
     """
     if not scatters_tokens:
+        if x.is_cpu and collectives.size > 2:
+            return _sum_in_rank_order(x, collectives)
         return collectives.all_reduce(x, out=x)
     if x.shape[0] % collectives.size:
         raise LayoutError(
@@ -133,3 +139,11 @@ def add_up(x: Tensor, collectives: Collectives, *, scatters_tokens: bool) -> Ten
             "same, and they take any number of tokens.",
         )
     return collectives.reduce_scatter(x)
+
+
+def _sum_in_rank_order(x: Tensor, collectives: Collectives) -> Tensor:
+    parts = collectives.all_gather(x.unsqueeze(0)).unbind(0)
+    total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
+    for part in parts[1:]:
+        total = total + part
+    return total.to(x.dtype)

@@ -54,14 +54,18 @@ def forget_weight(layer: nn.Module, product: WeightProduct) -> None:
     """Put a parameter without memory in the place of `weight`, and refuse `state_dict`. Local.
 
     Args:
-        layer: Module with a parameter `weight`.
-        product: What computes in its place, from then on the layer's attribute `weight_product`.
+        layer: Module with a parameter `weight`, and a `bias` that may be None.
+        product: The product that computes in its place, from then on the layer's attribute
+            `weight_product`.
     """
     weight = layer.weight
     assert isinstance(weight, Tensor)
     if not weight.is_meta:
         layer.register_state_dict_pre_hook(_refuse_save)
         layer.register_load_state_dict_pre_hook(_refuse_load)
+    if isinstance(layer.bias, nn.Parameter):
+        # Nothing of the layer is trained from here on.
+        layer.bias.requires_grad_(False)
     layer.weight_product = product  # type: ignore[assignment]
     layer.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
@@ -92,17 +96,17 @@ def _without_bias(product: WeightProduct, layer: Any, x: Tensor) -> Tensor:
     return product(x, None)
 
 
-def _refuse_save(layer: nn.Module, prefix: str, _keep_vars: bool) -> None:
-    raise _no_state(layer, "state_dict", prefix)
+def _refuse_save(_layer: nn.Module, prefix: str, _keep_vars: bool) -> None:
+    raise _no_state("state_dict", prefix)
 
 
-def _refuse_load(layer: nn.Module, _state: Any, prefix: str, *_others: Any) -> None:
-    raise _no_state(layer, "load_state_dict", prefix)
+def _refuse_load(_layer: nn.Module, _state: Any, prefix: str, *_others: Any) -> None:
+    raise _no_state("load_state_dict", prefix)
 
 
-def _no_state(layer: nn.Module, asked: str, prefix: str) -> UnsupportedError:
+def _no_state(asked: str, prefix: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{asked}: {prefix}weight of a {type(layer).__name__}",
+        f"{asked}: {prefix}weight of a linear layer",
         found="a weight that was replaced by its packed or quantised form",
         why="That form is made for one processor, and the values that it was made from are gone.",
         fix="Save or load the state before the weights are replaced, or take it from the "

@@ -17,6 +17,8 @@ _MOST_ROWS = 16
 _CONVERTED = 2**20
 # The kernel for bf16 reads the inputs in parts of so many, and behind the end of the last one.
 _INPUTS = 16
+# Bytes to which that kernel wants activations aligned; with others the process dies.
+_ALIGNMENT = 64
 
 
 def int8_product(x_MI: Tensor, numbers_OI: Tensor, scales_O: Tensor) -> Tensor:
@@ -37,6 +39,8 @@ def int8_product(x_MI: Tensor, numbers_OI: Tensor, scales_O: Tensor) -> Tensor:
     num_rows, inputs = x_MI.shape
     has_kernel = x_MI.dtype is not torch.float64 and not inputs % _INPUTS
     if has_kernel and 0 < num_rows <= _MOST_ROWS:
+        if x_MI.data_ptr() % _ALIGNMENT:
+            x_MI = x_MI.clone()
         return torch._weight_int8pack_mm(x_MI, numbers_OI, scales_O)
     y_MO = x_MI.new_empty(num_rows, numbers_OI.shape[0])
     at_once = max(1, _CONVERTED // max(1, inputs))

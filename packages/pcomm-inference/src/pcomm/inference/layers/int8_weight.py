@@ -41,8 +41,21 @@ class Int8Weight:
         return self.numbers_OI.nbytes + self.scales_O.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`[..., O]` of `x` `[..., I]`, dtype of the weight."""
-        rows = x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, x.shape[-1]).contiguous()
+        """`[..., O]` of `x` `[..., I]`, dtype of the weight.
+
+        Raises:
+            ConfigError: The input has another dtype than the weight had.
+        """
+        if x.dtype != self.scales_O.dtype:
+            raise ConfigError(
+                f"a linear layer with int8 weights of {self.scales_O.dtype}",
+                found=f"an input of {x.dtype}",
+                why="Scales have the dtype of the activations, and are not converted.",
+                fix="Convert the model before quantize_int8, and give inputs of its dtype.",
+            )
+        rows = x
+        if x.dim() != 2 or not x.is_contiguous():
+            rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
         y = int8_product(rows, self.numbers_OI, self.scales_O)
         if bias is not None:
             y = y.add_(bias)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.errors import UnsupportedError
+from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.inference.layers.linear_layers import linear_layers
 from pcomm.inference.layers.replace_weights import replace_weights
 
@@ -28,8 +28,9 @@ class PackedWeight:
     """`x W^T + b` with a weight that is kept in oneDNN's own layout. Local, without gradients.
 
     `F.linear` brings the weight into that layout in every call, which takes as long as the product
-    of a few rows. In bf16 the result has the same bits as `F.linear`. The bits of a row depend on
-    that row alone, also in fp32: a single row of many inputs is computed as two equal ones.
+    of a few rows. The bits of a row depend on that row alone, in bf16 and in fp32: a single row of
+    many inputs is computed as two equal ones. In bf16 they are those of `F.linear` for several rows
+    of a matrix without gaps; elsewhere the two differ by rounding.
 
     Args:
         weight_OI: bf16 or fp32 on a CPU; it is copied.
@@ -45,17 +46,34 @@ class PackedWeight:
         ops: Any = torch.ops.mkldnn
         self._packed = ops._reorder_linear_weight(weight_OI.contiguous(), None)
         self._multiply = ops._linear_pointwise.default
-        self.nbytes = weight_OI.nbytes
+        self.nbytes, self._dtype = weight_OI.nbytes, weight_OI.dtype
         self._doubles_one_row = weight_OI.shape[1] > _MOST_INPUTS_OF_ONE_ROW
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`[..., O]` of `x` `[..., I]`, dtype of the weight."""
+        """`[..., O]` of `x` `[..., I]`, dtype of the weight.
+
+        Raises:
+            ConfigError: The input has another dtype or device than the weight.
+            UnsupportedError: It is being compiled.
+        """
+        if x.dtype != self._dtype or not x.is_cpu:
+            raise self._other(x)
+        if torch.compiler.is_compiling():
+            raise _not_compiled()
         if self._doubles_one_row and x.numel() == x.shape[-1]:
             two = self._multiply(x.view(1, -1).expand(2, -1), self._packed, bias, "none", [], "")
             one: Tensor = two[:1].view(*x.shape[:-1], -1)
             return one
         y: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
         return y
+
+    def _other(self, x: Tensor) -> ConfigError:
+        return ConfigError(
+            f"a linear layer with a packed weight of {self._dtype}",
+            found=f"an input of {x.dtype} on {x.device}",
+            why="The weight was packed for a CPU and for this dtype, and is not converted.",
+            fix="Move and convert the model before pack_weights, and give inputs of its dtype.",
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedWeight:
         """The same: nothing changes it."""
@@ -73,6 +91,15 @@ class PackedWeight:
             why="That layout is made for one processor.",
             fix="Load the model where it is needed, and pack its weights there.",
         )
+
+
+def _not_compiled() -> UnsupportedError:
+    return UnsupportedError(
+        "torch.compile of a linear layer with a packed weight",
+        found="a graph that is being traced",
+        why="Inductor packs weights by itself and does not take those that are packed.",
+        fix="Compile the model with its weights as they are.",
+    )
 
 
 def pack_weights(model: nn.Module, *, only: Collection[str] | None = None) -> tuple[str, ...]:

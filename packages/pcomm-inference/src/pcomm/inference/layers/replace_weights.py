@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import chain
 
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from pcomm.core.tensor_parallel import (
     forget_weight,
 )
 
-__all__ = ["replace_weights"]
+__all__ = ["ReplacedLinear", "replace_weights"]
 
 
 def replace_weights(
@@ -63,15 +62,23 @@ def _weights_of_several(layers: Iterable[nn.Module]) -> set[int]:
     return shared
 
 
+class ReplacedLinear(nn.Linear):
+    """An `nn.Linear` whose weight was replaced: a layer becomes one in place, by its class."""
+
+    weight_product: WeightProduct
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x W^T + b` with the product in place of the weight."""
+        check_no_gradient(x)
+        return self.weight_product(x, self.bias)
+
+
 def _replace(layer: nn.Module, product: WeightProduct) -> None:
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         layer.replace_weight(product)
         return
     assert isinstance(layer, nn.Linear)
     forget_weight(layer, product)
-    layer.forward = partial(_forward, product, layer.bias)  # type: ignore[method-assign]
-
-
-def _forward(product: WeightProduct, bias: Tensor | None, x: Tensor) -> Tensor:
-    check_no_gradient(x)
-    return product(x, bias)
+    # Hooks, bias, copies and pickling stay those of a module; a function of the layer in the layer
+    # would keep its memory until the garbage collector comes.
+    layer.__class__ = ReplacedLinear

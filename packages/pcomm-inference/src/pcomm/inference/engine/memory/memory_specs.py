@@ -55,6 +55,13 @@ def _check_kv(number: int, spec: KVSpec) -> None:
                 "nothing.",
             )
     _check_dtype(number, "KVSpec.dtype", spec.dtype)
+    if not spec.dtype.is_floating_point:
+        raise ConfigError(
+            f"Engine: layer {number} of memory_specs",
+            found=f"KVSpec.dtype = {spec.dtype}",
+            why="Keys and values are floating-point numbers; another dtype would cut them off.",
+            fix="Give the dtype of the activations, torch.bfloat16 for example.",
+        )
 
 
 def _check_state(number: int, spec: StateSpec) -> None:
