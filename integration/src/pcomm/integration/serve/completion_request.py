@@ -14,7 +14,10 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class CompletionRequest(RequestFields):
-    """Continue one prompt or several, each `n` times; `echo`, `best_of`, `suffix` have one value."""
+    """Continue one prompt or several, each `n` times.
+
+    `echo`, `best_of` and `suffix` take the values that ask for nothing.
+    """
 
     prompt: (
         str
