@@ -41,10 +41,12 @@ class Live:
         given = {"model": "tiny", "prompt": "word1 word2", "max_tokens": 12, **fields}
         return self.client.completions.create(**given)
 
-    def post(self, body: Any, path: str = "completions") -> Any:
+    def post(
+        self, body: Any, path: str = "completions", kind: str | None = "application/json"
+    ) -> Any:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        kind = {"Content-Type": "application/json"}
-        return httpx.post(f"{self.server.url}/v1/{path}", content=content, headers=kind)
+        headers = {} if kind is None else {"Content-Type": kind}
+        return httpx.post(f"{self.server.url}/v1/{path}", content=content, headers=headers)
 
     def is_free(self) -> bool:
         stats = self.server.stats()
@@ -132,6 +134,56 @@ def test_token_ids_are_a_prompt_too(hybrid: Live) -> None:
     assert [choice.text for choice in both] == [expected] * 2
 
 
+def test_token_ids_that_the_model_has_not_are_the_prompts_error(hybrid: Live) -> None:
+    most = hybrid.llm.loaded.vocabulary
+    for prompt in ([most], [10**7], [[1], [2, most]]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            hybrid.complete(prompt=prompt)
+        body = caught.value.body
+        assert (body["param"], body["code"]) == ("prompt", "invalid_value")
+        wrong = 10**7 if prompt == [10**7] else most
+        expected = f"prompt: this model has the token ids 0 to {most - 1}, and not {wrong}."
+        assert body["message"] == expected
+    assert hybrid.complete(prompt=[most - 1]).usage.prompt_tokens == 1
+
+
+def test_what_clients_send_that_asks_for_nothing_changes_nothing(hybrid: Live) -> None:
+    answer = hybrid.chat(temperature=0).choices[0].message
+    nothing: dict[str, Any] = {
+        "function_call": "none",
+        "functions": [],
+        "logit_bias": {},
+        "max_tokens": 12,
+        "metadata": {"for": "test"},
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "prompt_cache_retention": "in_memory",
+        "reasoning_effort": "none",
+        "response_format": {"type": "text"},
+        "service_tier": "auto",
+        "store": False,
+        "tool_choice": "auto",
+        "tools": [],
+        "user": "me",
+        "verbosity": "medium",
+    }
+    assert hybrid.chat(temperature=0, **nothing).choices[0].message.content == answer.content
+    nulls = ("audio", "moderation", "prediction", "prompt_cache_options", "web_search_options")
+    body = dict.fromkeys([*nulls, *nothing], None)
+    empty = hybrid.chat(temperature=0, extra_body=body)
+    assert empty.choices[0].message.content == answer.content
+    usage = {"include_usage": True, "include_obfuscation": False}
+    parts = list(hybrid.chat(temperature=0, stream=True, stream_options=usage))
+    assert "".join(p.choices[0].delta.content or "" for p in parts[:-1]) == answer.content
+    # As the client keeps it, with null for all that it has not.
+    kept = answer.model_dump()
+    assert None in kept.values()
+    assert hybrid.chat(messages=[*MESSAGES, kept, *MESSAGES]).choices[0].finish_reason
+    whole = hybrid.complete(temperature=0).choices[0].text
+    one = hybrid.complete(temperature=0, best_of=1, echo=False, suffix="").choices[0].text
+    assert one == whole
+
+
 def test_logprobs_name_tokens_whose_bytes_are_the_text(hybrid: Live) -> None:
     chat = hybrid.chat(temperature=0, logprobs=True, top_logprobs=3).choices[0]
     entries = chat.logprobs.content
@@ -193,7 +245,27 @@ def test_a_schema_binds_the_answer(hybrid: Live) -> None:
 
 
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": []}, "tools", "unsupported_parameter"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tools",
+        "unsupported_parameter",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+    ({"store": True}, "store", "unsupported_parameter"),
+    ({"service_tier": "flex"}, "service_tier", "unsupported_parameter"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+    ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
+    ({"modalities": ["text", "audio"]}, "modalities.1", "unsupported_parameter"),
+    ({"audio": {"voice": "a", "format": "wav"}}, "audio", "unsupported_parameter"),
+    ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]},
+        "messages.0.tool_calls",
+        "unsupported_parameter",
+    ),
+    ({"metadata": {"a": 1}}, "metadata.a", "invalid_value"),
+    ({"max_tokens": 5}, "max_tokens", "invalid_value"),
     ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
     ({"temperature": 3}, "temperature", "invalid_value"),
     ({"top_p": 0}, "top_p", "invalid_value"),
@@ -327,6 +399,41 @@ def test_a_body_that_is_no_request_is_told_so(hybrid: Live, body: bytes) -> None
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        (b"", "application/json", "The body is empty; send a JSON object."),
+        (b"[]", "application/json", "The body is an array; send a JSON object."),
+        (b'"a"', "application/json", "The body is a string; send a JSON object."),
+        (b"null", "application/json", "The body is null; send a JSON object."),
+        (b"true", "application/json", "The body is true or false; send a JSON object."),
+        (b"NaN", "application/json", "The body is a number; send a JSON object."),
+        (b'{"a": }', "application/json", "no JSON: Expecting value at character 6."),
+        (b"[" * 50_000, "application/json", "no JSON: arrays or objects are nested too deeply."),
+        (b'{"user": "\xff"}', "application/json", "no JSON: byte 10 is no UTF-8."),
+        (b"1" * 5000, "application/json", "no JSON: a number in it is too long."),
+        (
+            b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
+            "application/json",
+            "temperature: Input should be a finite number",
+        ),
+        (
+            b'{"model": "tiny", "prompt": "a", "\\ud800": 1}',
+            "application/json",
+            r"name of the field '\\ud800' has half of a surrogate pair",
+        ),
+        (b"{}", "text/plain", "sent with Content-Type 'text/plain'; send it with `Content-Type: a"),
+        (b"{}", None, "sent without a type; send it with `Content-Type: application/json`."),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_told_what_is_wrong_with_it(
+    hybrid: Live, body: bytes, kind: str | None, message: str
+) -> None:
+    answer = hybrid.post(body, kind=kind)
+    assert answer.status_code == 400
+    assert re.search(message, answer.json()["error"]["message"]), answer.text
 
 
 def test_a_body_above_the_limit_is_refused_with_and_without_a_length(hybrid: Live) -> None:

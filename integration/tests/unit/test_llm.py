@@ -228,7 +228,31 @@ def test_pools_fit_the_budget(
     assert size.bytes <= budget
 
 
-def test_a_budget_below_one_request_is_refused() -> None:
-    options = {"block_size": 16, "max_model_len": 64, "max_requests": 3}
-    with pytest.raises(ConfigError, match="one such request takes 9,216"):
-        memory_size([KV, STATE], **options, budget_bytes=4 * 2048 + 1023)
+@pytest.mark.parametrize(
+    ("specs", "budget", "least", "fitting"),
+    [
+        ([KV, STATE], 4 * 2048 + 1023, 9_216, 48),
+        ([KV], 2048, 8_192, 16),
+        ([KV], 2047, 8_192, None),
+        ([KV, STATE], 1000, 9_216, None),
+        ([STATE], 1023, 1_024, None),
+    ],
+)
+def test_a_budget_below_one_request_is_told_the_length_and_the_budget_that_fit(
+    specs: list[KVSpec | StateSpec | None], budget: int, least: int, fitting: int | None
+) -> None:
+    def size(max_model_len: int, budget: int) -> object:
+        options = {"block_size": 16, "max_requests": 3}
+        return memory_size(specs, **options, max_model_len=max_model_len, budget_bytes=budget)
+
+    with pytest.raises(ConfigError, match=f"one such request takes {least:,}") as raised:
+        size(64, budget)
+    assert f"memory_bytes of at least {least:,} (--memory-mib 1)" in raised.value.fix
+    size(64, least)
+    if fitting is None:
+        assert "No length fits" in raised.value.fix
+    else:
+        assert f"max_model_len (--max-model-len) of at most {fitting}," in raised.value.fix
+        size(fitting, budget)
+        with pytest.raises(ConfigError):
+            size(fitting + 1, budget)

@@ -216,9 +216,32 @@ def test_a_declaration_of_memory_that_cannot_be_allocated_is_refused(specs, foun
         def memory_specs(self):
             return specs
 
+        def step(self, batch, memory):
+            raise AssertionError
+
     with pytest.raises(ConfigError, match=found) as caught:
         engine_for(Wrong())
     assert "memory_specs" in caught.value.asked
+
+
+class NoStep:
+    def memory_specs(self):
+        return []
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (torch.nn.Linear(3, 3), r"a Linear without memory_specs\(\) and step\(\)"),
+        (NoStep(), r"a NoStep without step\(\)"),
+        (ToyModel, "the class ToyModel"),
+    ],
+    ids=["module", "no step", "class"],
+)
+def test_an_object_that_is_no_model_is_told_which_methods_one_has(model, found):
+    with pytest.raises(ConfigError, match=found) as caught:
+        engine_for(model)
+    assert "step(batch, memory)" in caught.value.why
 
 
 def test_aborted_requests_leave_at_once_also_while_they_wait():

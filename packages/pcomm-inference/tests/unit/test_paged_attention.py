@@ -355,6 +355,32 @@ def test_a_scale_and_blocks_of_another_dtype() -> None:
     assert_as_accurate(rows, tokens.dense(torch.float32, scale=0.5), exact, num_terms=8)
 
 
+def test_alibi_is_one_more_dimension_of_queries_and_keys() -> None:
+    # As the README says.
+    length, heads, width = 70, 4, 16
+    tokens = Tokens(length, (heads, heads), torch.float32, 0)
+    slopes, positions = 0.5 ** torch.arange(1.0, heads + 1), torch.arange(float(length))
+    distances = positions - positions[:, None]
+    bias = (slopes[:, None, None] * distances).masked_fill(distances > 0, -torch.inf)
+
+    def biased(dtype: torch.dtype) -> Tensor:
+        q, k, v = (x.to(dtype).transpose(0, 1)[None] for x in (tokens.q, tokens.k, tokens.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(dtype))
+        return mixed[0].transpose(0, 1)
+
+    exact, plain = biased(torch.float64), biased(torch.float32)
+    more = torch.ones(length, heads, 1)
+    tokens.q = torch.cat([tokens.q, more * slopes[:, None] * width**0.5], -1)
+    tokens.k = torch.cat([tokens.k, more * positions[:, None, None]], -1)
+    tokens.v = torch.cat([tokens.v, 0 * more], -1)
+    pool = Pool((heads, heads), torch.float32, 16, head_dim=width + 1)
+    rows = [pool.step([(tokens, new)], scale=width**-0.5)[0] for new in (60, 1, 9)]
+    found = torch.cat(rows)[..., :width]
+    # Scores are rounded at up to slope * position, at most length / 2, in two products and a sum;
+    # a softmax may double what they are off by.
+    assert_as_accurate(found, plain, exact, num_terms=3 * length)
+
+
 @pytest.mark.parametrize("wrong", ["heads", "width", "queries"])
 def test_shapes_that_do_not_fit_are_refused(wrong: str) -> None:
     pool = Pool((6, 2), torch.float32, 16)

@@ -54,7 +54,8 @@ def memory_size(
         budget_bytes: Bytes for both pools.
 
     Raises:
-        ConfigError: The budget has no room for one request of `max_model_len` tokens.
+        ConfigError: The budget has no room for one request of `max_model_len` tokens; the message
+            says which length has room.
     """
     block = sum(
         2 * block_size * spec.heads * spec.head_dim * spec.dtype.itemsize
@@ -70,11 +71,16 @@ def memory_size(
     blocks_each = -(-max_model_len // block_size) if block else 0
     least = blocks_each * block + slot
     if least > budget_bytes:
+        fitting = (budget_bytes - slot) // block * block_size if block else 0
+        # A token of the prompt, and one that follows it.
+        has_fitting = fitting >= 2
+        smaller = f"Give a max_model_len (--max-model-len) of at most {fitting}, or"
         raise ConfigError(
             f"LLM: memory for requests of {max_model_len} tokens",
             found=f"{budget_bytes:,} bytes, and one such request takes {least:,}",
             why="Keys, values and states of a request are in memory together.",
-            fix="Give a smaller max_model_len, or a larger memory_bytes.",
+            fix=f"{smaller if has_fitting else 'No length fits. Give'} memory_bytes of at least "
+            f"{least:,} (--memory-mib {-(-least // 2**20)}), times the number of ranks.",
         )
     slots = 1
     if slot:

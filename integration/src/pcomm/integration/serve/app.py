@@ -24,7 +24,7 @@ from pcomm.integration.serve.completion_request import CompletionRequest
 from pcomm.integration.serve.gate import Gate
 from pcomm.integration.serve.service import Service
 from pcomm.integration.serve.settings import ServeSettings
-from pcomm.integration.serve.validation import validation_error
+from pcomm.integration.serve.validation import unreadable_body, validation_error
 
 __all__ = ["Served", "create_app"]
 
@@ -144,12 +144,20 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        found = validation_error(error.errors(), body=error.body, path=request.url.path)
+        found = validation_error(
+            error.errors(),
+            body=error.body,
+            path=request.url.path,
+            content_type=request.headers.get("content-type"),
+        )
         return error_response(found)
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
         codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+        if error.status_code == 400:
+            # FastAPI raises this status for a body alone, which it could not read.
+            return error_response(unreadable_body(error.__cause__))
         code = codes.get(error.status_code, "invalid_request")
         message = f"{error.detail}: {request.method} {request.url.path!r:.200}"
         headers = dict(error.headers or {})

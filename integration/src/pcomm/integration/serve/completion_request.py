@@ -14,7 +14,10 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class CompletionRequest(RequestFields):
-    """Continue one prompt or several, each `n` times. `echo` and `best_of` only take no effect."""
+    """Continue one prompt or several, each `n` times.
+
+    `echo`, `best_of` and `suffix` take the values that ask for nothing.
+    """
 
     prompt: (
         str
@@ -25,6 +28,7 @@ class CompletionRequest(RequestFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt by itself."""

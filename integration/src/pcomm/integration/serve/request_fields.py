@@ -27,6 +27,7 @@ class StreamOptions(Fields):
     """What a stream has beside the text."""
 
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class TextFormat(Fields):

@@ -13,7 +13,7 @@ from pcomm.integration.serve.chat_request import ChatRequest
 from pcomm.integration.serve.completion_request import CompletionRequest
 from pcomm.integration.serve.request_fields import JsonSchemaFormat, RequestFields
 
-__all__ = ["chat_params", "check_model", "completion_params", "room_for"]
+__all__ = ["chat_params", "check_model", "check_prompt_ids", "completion_params", "room_for"]
 
 # As in the OpenAI API, where completions are short unless more is asked for.
 _COMPLETION_TOKENS = 16
@@ -65,6 +65,26 @@ def room_for(prompt: Sequence[int], max_model_len: int, param: str) -> int:
     return room
 
 
+def check_prompt_ids(prompt: Sequence[int], vocabulary: int) -> None:
+    """Refuse token ids that the model does not have. Local.
+
+    Args:
+        prompt: Token ids that a client has sent, none below 0.
+        vocabulary: Number of token ids of the model.
+
+    Raises:
+        ApiError: A token id is not below `vocabulary`.
+    """
+    wrong = [token for token in prompt if token >= vocabulary]
+    if wrong:
+        raise ApiError(
+            400,
+            f"prompt: this model has the token ids 0 to {vocabulary - 1}, and not {wrong[0]}.",
+            param="prompt",
+            code="invalid_value",
+        )
+
+
 def completion_params(request: CompletionRequest, room: int) -> list[SamplingParams]:
     """Settings of each of the `n` texts of one prompt. Local.
 
@@ -88,7 +108,7 @@ def chat_params(request: ChatRequest, room: int, stop: tuple[str, ...]) -> list[
         stop: Strings that end an answer of this model beside those that are asked for.
 
     Raises:
-        ApiError: `top_logprobs` without `logprobs`.
+        ApiError: `top_logprobs` without `logprobs`, or two different limits of tokens.
         PcommError: A value cannot be used.
     """
     if request.top_logprobs is not None and not request.logprobs:
@@ -96,6 +116,15 @@ def chat_params(request: ChatRequest, room: int, stop: tuple[str, ...]) -> list[
             400,
             "top_logprobs is for requests with logprobs=true.",
             param="top_logprobs",
+            code="invalid_value",
+        )
+    limits = {request.max_completion_tokens, request.max_tokens} - {None}
+    if len(limits) > 1:
+        raise ApiError(
+            400,
+            "max_tokens is the older name of max_completion_tokens; with different values it is "
+            "not clear which one is meant. Send one of them.",
+            param="max_tokens",
             code="invalid_value",
         )
     limit = request.max_completion_tokens or request.max_tokens or room

@@ -29,6 +29,7 @@ from pcomm.integration.serve.request_fields import MOST_CHOICES, RequestFields
 from pcomm.integration.serve.sampling import (
     chat_params,
     check_model,
+    check_prompt_ids,
     completion_params,
     room_for,
 )
@@ -200,11 +201,17 @@ class Service:
             )
 
     def _encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        loaded = self._llm.loaded
-        try:
-            return [loaded.prompt_ids(one) if isinstance(one, str) else one for one in prompts]
-        except ConfigError as error:
-            raise ApiError(400, str(error), param="prompt", code="invalid_value") from error
+        loaded, ids = self._llm.loaded, list[list[int]]()
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                try:
+                    ids.append(loaded.prompt_ids(prompt))
+                except ConfigError as error:
+                    raise ApiError(400, str(error), param="prompt", code="invalid_value") from error
+            else:
+                check_prompt_ids(prompt, loaded.vocabulary)
+                ids.append(prompt)
+        return ids
 
     def _room(self, prompt: Sequence[int], param: str) -> int:
         return room_for(prompt, self._llm.max_model_len, param)

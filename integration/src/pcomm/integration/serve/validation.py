@@ -11,7 +11,7 @@ from pcomm.integration.serve.chat_request import ChatRequest
 from pcomm.integration.serve.completion_request import CompletionRequest
 from pcomm.integration.serve.request_fields import RequestFields
 
-__all__ = ["validation_error"]
+__all__ = ["unreadable_body", "validation_error"]
 
 _UNSUPPORTED = frozenset(
     {
@@ -20,10 +20,11 @@ _UNSUPPORTED = frozenset(
         "echo",
         "function_call",
         "functions",
-        "metadata",
         "modalities",
-        "parallel_tool_calls",
+        "moderation",
         "prediction",
+        "prompt_cache_options",
+        "prompt_cache_retention",
         "reasoning_effort",
         "service_tier",
         "store",
@@ -36,8 +37,10 @@ _UNSUPPORTED = frozenset(
         "web_search_options",
     }
 )
-"""Fields of the OpenAI API that this server knows and refuses."""
+"""Fields of the OpenAI API that this server refuses, unless their value changes nothing."""
 
+_KINDS = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+"""Words for the JSON that is no object; any other is a number."""
 
 _REQUESTS: dict[str, type[RequestFields]] = {
     "/v1/completions": CompletionRequest,
@@ -45,26 +48,26 @@ _REQUESTS: dict[str, type[RequestFields]] = {
 }
 
 
-def validation_error(errors: Sequence[Mapping[str, Any]], *, body: Any, path: str) -> ApiError:
+def validation_error(
+    errors: Sequence[Mapping[str, Any]], *, body: Any, path: str, content_type: str | None
+) -> ApiError:
     """The answer to a body that is no request. Local.
 
     Args:
         errors: Errors that pydantic and FastAPI have found, at least one.
-        body: The body as JSON was read from it.
+        body: The body as JSON was read from it; the bytes of one that is not sent as JSON.
         path: Path of the route.
+        content_type: Header of this name; None for none.
     """
     # A field of several types has errors for each of them.
     first = min(errors, key=_misfit)
     if first["type"] == "json_invalid":
         reason = (first.get("ctx") or {}).get("error", "")
-        return ApiError(400, f"The body is no JSON: {reason}", code="invalid_json")
+        message = f"The body is no JSON: {reason} at character {first['loc'][-1]}."
+        return ApiError(400, message, code="invalid_json")
     place = _place(first, body)
     if not place:
-        return ApiError(
-            400,
-            "The body is a JSON object, sent with `Content-Type: application/json`.",
-            code="invalid_type",
-        )
+        return _no_object(first, body, content_type)
     param = ".".join(str(part) for part in place)[:200]
     field = str(place[-1])
     if first["type"] == "extra_forbidden":
@@ -75,10 +78,40 @@ def validation_error(errors: Sequence[Mapping[str, Any]], *, body: Any, path: st
         return ApiError(400, message, param=param, code=code)
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing.", param=param, code="missing_parameter")
-    if field in _UNSUPPORTED:
+    if any(part in _UNSUPPORTED for part in place):
         message, code = f"{param} with this value is not supported.", "unsupported_parameter"
         return ApiError(400, message, param=param, code=code)
     return ApiError(400, f"{param}: {first['msg']}.", param=param, code="invalid_value")
+
+
+def unreadable_body(cause: BaseException | None) -> ApiError:
+    """The answer to a body from which no JSON could be read. Local.
+
+    Args:
+        cause: Exception that the reading raised; None for one that is not known.
+    """
+    if isinstance(cause, RecursionError):
+        reason = "arrays or objects are nested too deeply"
+    elif isinstance(cause, UnicodeDecodeError):
+        reason = f"byte {cause.start} is no {cause.encoding.upper()}"
+    else:
+        # The one other error of Python's reader: an integer with thousands of digits.
+        reason = "a number in it is too long" if isinstance(cause, ValueError) else "unreadable"
+    return ApiError(400, f"The body is no JSON: {reason}.", code="invalid_json")
+
+
+def _no_object(error: Mapping[str, Any], body: Any, content_type: str | None) -> ApiError:
+    """The answer to a body that has no fields, or a field whose name is no text."""
+    if error["type"] == "string_unicode":
+        name = ascii(error["input"])[:100]
+        message = f"The name of the field {name} has half of a surrogate pair, which is no text."
+    elif isinstance(body, bytes):
+        sent = f"with Content-Type {content_type!r:.100}" if content_type else "without a type"
+        message = f"The body is sent {sent}; send it with `Content-Type: application/json`."
+    else:
+        found = "empty" if error["type"] == "missing" else _KINDS.get(type(body), "a number")
+        message = f"The body is {found}; send a JSON object."
+    return ApiError(400, message, code="invalid_type")
 
 
 def _misfit(error: Mapping[str, Any]) -> bool:

@@ -48,7 +48,8 @@ def paged_attention(
         `[T, H, K]`, contiguous, dtype of `q_THK`.
 
     Raises:
-        ConfigError: Shapes of queries, keys and blocks do not fit together.
+        ConfigError: The layer has no keys and values, or shapes of queries, keys and blocks do not
+            fit together.
 
     Source:
         Kwon et al., Efficient Memory Management for Large Language Model Serving with
@@ -85,7 +86,16 @@ def _write(k_TGK: Tensor, v_TGK: Tensor, memory: KVMemory, batch: StepBatch) -> 
     values.index_copy_(0, batch.kv_slots_T, v_TGK)
 
 
-def _check(q_THK: Tensor, k_TGK: Tensor, memory: KVMemory) -> None:
+def _check(q_THK: Tensor, k_TGK: Tensor, memory: object) -> None:
+    if not isinstance(memory, KVMemory):
+        kind = type(memory).__name__
+        raise ConfigError(
+            "paged_attention: memory",
+            found="that of a layer with nothing in memory" if memory is None else f"a {kind}",
+            why="Keys and values lie in the blocks of a layer that declares a KVSpec.",
+            fix="Declare a KVSpec for this layer, or pass the memory of the layer that declares "
+            "one: they come in the order of memory_specs().",
+        )
     num_tokens, num_heads, head_dim = q_THK.shape
     blocks = memory.keys.shape
     if k_TGK.shape != (num_tokens, *blocks[2:]) or blocks[3] != head_dim or num_heads % blocks[2]:

@@ -11,6 +11,7 @@ from pcomm.inference.engine.engine_settings import EngineSettings
 from pcomm.inference.engine.engine_stats import EngineStats
 from pcomm.inference.engine.live_request import LiveRequest
 from pcomm.inference.engine.memory.engine_memory import EngineMemory
+from pcomm.inference.engine.memory.memory_specs import check_model
 from pcomm.inference.engine.request import Request, RequestOutput
 from pcomm.inference.engine.request_checks import check_request
 from pcomm.inference.engine.request_queue import RequestQueue
@@ -63,7 +64,8 @@ class Engine:
             chosen; None if it met none. Its requests are computed again, or have ended with it.
 
     Raises:
-        ConfigError: A number is too small, or the model declares memory that cannot be allocated.
+        ConfigError: A number is too small, the model has no `memory_specs()` or no `step()`, or it
+            declares memory that cannot be allocated.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Engine:
         device: str | torch.device = "cpu",
         meter: BandwidthMeter | None = None,
     ) -> None:
+        check_model(model)
         specs, device = model.memory_specs(), torch.device(device)
         self._settings = settings = EngineSettings(
             vocabulary=vocabulary,

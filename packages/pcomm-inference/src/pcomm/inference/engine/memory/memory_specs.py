@@ -9,7 +9,33 @@ import torch
 from pcomm.core.errors import ConfigError
 from pcomm.inference.model import KVSpec, StateSpec
 
-__all__ = ["check_memory_specs"]
+__all__ = ["check_memory_specs", "check_model"]
+
+
+def check_model(model: object) -> None:
+    """Refuse an object without the two methods of a `Model`. Local.
+
+    Args:
+        model: Object that an engine was made with.
+
+    Raises:
+        ConfigError: It has no `memory_specs()` or no `step()`, or is a class.
+    """
+    methods = ("memory_specs", "step")
+    missing = [name for name in methods if not callable(getattr(model, name, None))]
+    if isinstance(model, type):
+        found = f"the class {model.__name__}"
+    elif missing:
+        found = f"a {type(model).__name__} without {' and '.join(f'{n}()' for n in missing)}"
+    else:
+        return
+    raise ConfigError(
+        "Engine: model",
+        found=found,
+        why="A model says by memory_specs() what each layer keeps of a request, and computes the "
+        "tokens of a step by step(batch, memory).",
+        fix="Give an object with both methods; the README of pcomm-inference begins with one.",
+    )
 
 
 def check_memory_specs(specs: object) -> None:
