@@ -49,7 +49,7 @@ class LLM:
         dtype: Dtype of the weights: `float32`, `bfloat16`, `float16`, or `auto` for that of the
             directory and fp32 for a run.
         quantization: `int8` to keep the weights of linear layers as int8 with a scale for each
-            output, which decodes one text at a time faster on a CPU; None for `dtype`.
+            output, which decodes one to four texts at once faster on a CPU; None for `dtype`.
         device: Device of the model, such as `cpu` or `cuda:0`; with `ranks`, `cpu` or `cuda`.
         max_model_len: Most tokens of a prompt and its text together; None for what the model was
             made for.
