@@ -55,7 +55,7 @@ def add_placement_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         metavar="NAME",
-        help="int8: weights of linear layers in half the bytes, for one to four texts at once on a CPU",
+        help="int8: linear layers in half the bytes, for one to four texts at once on a CPU",
     )
 
 
