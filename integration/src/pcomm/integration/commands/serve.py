@@ -100,8 +100,8 @@ class ServeCommand:
             print(f"{settings.model_name} at {listen(bound)}", flush=True)
             serve(served, bound)
             print_summary(llm)
-            error = served.service.loop.error
-            reason = llm.failure if error is None else f"{type(error).__name__}: {error}"
+            failed = served.service.loop.error
+            reason = llm.failure if failed is None else f"{type(failed).__name__}: {failed}"
             if reason:
                 print(f"pcomm serve: the model had failed: {reason}", file=sys.stderr)
                 return 1
