@@ -32,7 +32,7 @@ class OpenRequests:
         self._outputs: dict[str, deque[RequestOutput]] = {}
         # Outputs of a step that no request has yet.
         self._undelivered: list[RequestOutput] = []
-        # Requests that nobody reads any more, to be ended by the next call.
+        # Requests without a reader, to be ended by the next call.
         self._given_up: deque[str] = deque()
         self._callers: dict[str, threading.Thread] = {}
         self._last_caller = threading.current_thread()
