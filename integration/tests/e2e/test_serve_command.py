@@ -27,6 +27,7 @@ from pcomm.integration.testing.tiny_runs import tiny_run
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
 
+from pcomm.integration.serve.app import Served  # noqa: E402
 from pcomm.integration.serve.server import bind, listen  # noqa: E402
 from pcomm.integration.serve.service import Service  # noqa: E402
 from pcomm.integration.serve.settings import ServeSettings  # noqa: E402
@@ -122,6 +123,26 @@ def test_a_model_that_cannot_be_asked_is_served_until_health_says_so(
     with LLM(run, memory_bytes=2**22) as llm:
         monkeypatch.setattr(llm, "stats", failed)
         assert asyncio.run(started(Service(llm, ServeSettings(model_name="run")))) == (True, "ok")
+
+
+@pytest.mark.parametrize(("is_lost", "code"), [(False, 0), (True, 1)])
+def test_the_exit_code_tells_that_the_model_had_failed(
+    is_lost: bool,
+    code: int,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = PeerError("step", found="a rank that died", why="It is gone.", fix="Start again.")
+
+    def stopped(served: Served, bound: socket.socket) -> None:
+        if is_lost:
+            served.service.loop.error = error
+
+    monkeypatch.setattr("pcomm.integration.serve.server.serve", stopped)
+    assert main(["serve", str(run), "--port", "0", "--memory-mib", "4"]) == code
+    said = capsys.readouterr().err
+    assert ("the model had failed: PeerError: step: a rank that died" in said) == is_lost
 
 
 def test_two_servers_that_start_together_do_not_share_a_port() -> None:

@@ -313,12 +313,17 @@ def test_a_rank_that_is_killed_while_idle_is_told_at_once_and_disturbs_no_other_
     llm: LLM, runs: Callable[[str], Path]
 ) -> None:
     (expected,) = llm.generate("word1", GREEDY)
+    gc.collect()
+    files = len(os.listdir("/proc/self/fd"))
     with LLM(runs("hybrid"), ranks=2, **OPTIONS) as other:
         os.kill(pids_of(other)[1], signal.SIGKILL)
         wait_until(lambda: other.failure == "rank 1 of 2 died", "the end of rank 1")
-        with pytest.raises(PeerError, match="rank 1 of 2 died: killed by SIGKILL"):
+        with pytest.raises(PeerError, match="rank 1 of 2 died: killed by SIGKILL") as caught:
             other.generate("word1", GREEDY)
-        assert llm.generate("word1", GREEDY)[0].token_ids == expected.token_ids
+    # Also while the error, and what it refers to, is kept.
+    assert caught.value.__traceback__ is not None
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert llm.generate("word1", GREEDY)[0].token_ids == expected.token_ids
 
 
 def test_health_of_a_server_tells_that_a_rank_has_died(runs: Callable[[str], Path]) -> None:

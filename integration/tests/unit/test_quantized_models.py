@@ -184,7 +184,7 @@ def test_what_cannot_be_quantised_is_refused_before_it_is_read(llama: Path) -> N
         LLM(llama, quantization="int4")
     with pytest.raises(UnsupportedError, match="device cuda"):
         load_model(llama, quantization="int8", device="cuda")
-    with pytest.raises(UnsupportedError, match="dtype bfloat16"):
+    with pytest.raises(UnsupportedError, match="--dtype bfloat16, or dtype='bfloat16' in"):
         LLM(llama, quantization="int8", dtype="float16")
 
 

@@ -192,8 +192,51 @@ def test_an_interrupt_within_a_message_is_an_error_from_then_on(
     with pytest.raises(KeyboardInterrupt):
         session.send("1")
     monkeypatch.undo()
-    with pytest.raises(RankError, match="cut short by an interrupt"):
+    # At once, and not with the next call.
+    assert session.failure.startswith("send was cut short by KeyboardInterrupt")
+    with pytest.raises(RankError, match="cut short by KeyboardInterrupt"):
         session.answers()
+
+
+@pytest.mark.parametrize("method", ["send_bytes", "recv"])
+def test_a_ctrl_c_within_a_message_comes_after_it(
+    method: str, session: RankSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(session._ranks._connections[1])
+    plain, calls = getattr(kind, method), [0]
+
+    def interrupted(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(*arguments)
+
+    before = session.num_sent
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(kind, method, interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            session.ask("rank + 5")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert session.num_sent == before + 1
+    assert values(session.answers()) == [5, 6]
+    assert values(session.ask("add(1)")) == [2.0, 2.0]
+
+
+def test_lost_ranks_leave_no_file_open_while_their_errors_are_kept(ranks: LocalRanks) -> None:
+    gc.collect()
+    count, errors = len(os.listdir("/proc/self/fd")), []
+    for _ in range(2):
+        with LocalRanks(2) as lost:
+            session = lost.open(Loop())
+            pids = values(session.answers())
+            os.kill(pids[1], signal.SIGKILL)
+            with pytest.raises(RankError) as caught:
+                session.ask("1")
+            session.close()
+        errors.append((caught.value, lost))
+    assert len(os.listdir("/proc/self/fd")) == count
 
 
 def test_requests_to_stop_are_for_the_process_that_sends_the_messages(session: RankSession) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from pcomm.core.errors import ConfigError, UnsupportedError
@@ -56,7 +57,12 @@ class ServeCommand:
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Load, print the address, serve, and log how fast that was; 0 after an orderly end."""
+        """Load, print the address, serve, and log how fast that was.
+
+        Returns:
+            0 after an orderly end; 1 if the model had failed before it, so that no request could
+            be answered any more.
+        """
         key = _key(arguments.api_key_file)
         try:
             from pcomm.integration.serve.app import create_app
@@ -94,6 +100,11 @@ class ServeCommand:
             print(f"{settings.model_name} at {listen(bound)}", flush=True)
             serve(served, bound)
             print_summary(llm)
+            failed = served.service.loop.error
+            reason = llm.failure if failed is None else f"{type(failed).__name__}: {failed}"
+            if reason:
+                print(f"pcomm serve: the model had failed: {reason}", file=sys.stderr)
+                return 1
         return 0
 
 

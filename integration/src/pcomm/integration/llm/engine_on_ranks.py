@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +15,9 @@ from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, PcommEr
 from pcomm.core.process import Answer, LocalRanks, RankError
 from pcomm.inference import Request, RequestOutput
 from pcomm.inference.engine import EngineStats
+from pcomm.integration.llm.caller import claim
 from pcomm.integration.llm.engine_options import EngineOptions
+from pcomm.integration.llm.leftover import NOTHING_LEFT, Leftover, PendingCall
 from pcomm.integration.llm.rank_engine import MEET, serve_engine
 
 __all__ = ["EngineOnRanks"]
@@ -30,6 +34,10 @@ class EngineOnRanks:
     decide alike, since they are deterministic and have the same calls and the same logits; replies
     carry a digest of what was decided, and another one is an error, not another text. This process
     takes part in no collective, so it does not hang with a rank that died or failed alone.
+
+    An interrupt comes before a message is sent or while the answers are waited for. The next call
+    finishes what it has left, from the number of messages that were sent. One thread calls at a
+    time; only `failure` may be read by others.
 
     Args:
         path: Folder of the model.
@@ -60,9 +68,8 @@ class EngineOnRanks:
         _check_device(device, ranks)
         self._what = f"LLM({str(path)!r}, ranks={ranks})"
         self._is_closed = self._is_lost = self._has_work = False
-        # The call that is not answered yet: an interrupt may come while this process waits.
-        self._pending = ""
-        self._late: list[RequestOutput] = []
+        self._left = Leftover()
+        self._callers: dict[str, threading.Thread] = {}
         threads = max(1, (os.cpu_count() or 1) // ranks)
         self._ranks = LocalRanks(ranks, threads=threads, preload=_PRELOADED, imports_main=False)
         try:
@@ -89,7 +96,7 @@ class EngineOnRanks:
         """Whether a request runs or waits, or the ranks are lost, so that `step` raises."""
         if self._is_closed:
             return False
-        return bool(self._has_work or self._is_lost or self._pending or self._late)
+        return bool(self._has_work or self._is_lost or self._left.pending or self._left.outputs)
 
     @property
     def failure(self) -> str:
@@ -102,19 +109,21 @@ class EngineOnRanks:
         self._call("add", request)
 
     def step(self) -> list[RequestOutput]:
-        """Compute the next tokens; see `Engine.step`. An interrupt loses none.
+        """Compute the next tokens; see `Engine.step`.
+
+        An interrupt loses none: the next call returns what was computed. Outputs are handed over
+        with the last line, where Python looks for no signal. From then on they are the caller's.
 
         Raises:
             PeerError: A rank died, or failed while the others did not.
             DivergenceError: The ranks have decided differently.
+            UnsupportedError: Another thread is within a call; so for all calls.
         """
         self._check_open("step")
-        self._settle()
-        if self._late:
-            outputs, self._late = self._late, []
-            return outputs
-        found: list[RequestOutput] = self._call("step")
-        return found
+        self._call("step")
+        # Python looks for signals at calls: nothing comes between these lines.
+        outputs, self._left = self._left.outputs, NOTHING_LEFT
+        return outputs
 
     def abort(self, request_id: str) -> bool:
         """End a request on all ranks; see `Engine.abort`. Local once the ranks are lost."""
@@ -133,70 +142,83 @@ class EngineOnRanks:
         if self._is_closed:
             return
         self._is_closed = True
-        if not self._pending:
+        if self._left.pending is None:
             self._session.close()
         self._ranks.close()
 
-    def _call(self, method: str, *arguments: object) -> Any:
-        self._settle()
-        # An interrupt while a request is added takes it back: see `_settle`.
-        added = [one.request_id for one in arguments if isinstance(one, Request)]
-        self._pending = " ".join([method, *added])
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """The result of a call on all ranks; the outputs of a step are left for `step`."""
+        claim(self._callers, self._what)
         try:
-            self._session.send((method, arguments))
-        except RankError as error:
-            self._fail(error)
-        return self._reply()
+            self._settle()
+            if method == "step" and self._left.outputs:
+                return None
+            self._left = Leftover(self._next(method, *arguments), self._left.outputs)
+            return self._finish()
+        finally:
+            # Not a call, at which an interrupt could come after a request was added.
+            self._callers = {}
+
+    def _next(self, method: str, *arguments: Any, is_owed: bool = False) -> PendingCall:
+        return PendingCall(self._session.num_sent + 1, method, arguments, is_owed)
 
     def _settle(self) -> None:
-        """Finish a call that an interrupt has left without its answer."""
-        method, _, name = self._pending.partition(" ")
-        if not method:
+        """Finish or drop a call that an interrupt has left without its result."""
+        pending = self._left.pending
+        if pending is None:
+            return
+        if self._session.num_sent < pending.number and not pending.is_owed:
+            self._left = Leftover(None, self._left.outputs)
             return
         try:
-            value = self._reply()
-        except PcommError:
+            self._finish(is_given_up=True)
+        except Exception:
             # The call was given up, and its error with it.
             if self.failure:
                 raise
-            return
-        if method == "step":
-            self._late += value
-        elif name:
-            self._call("abort", name)
 
-    def _reply(self) -> Any:
-        """The result of the pending call, of which all ranks have said the same."""
-        try:
-            answers = self._session.answers()
-        except RankError as error:
-            self._fail(error)
-        self._pending = ""
-        self._check_same(answers)
-        met, reply = answers[0].error, answers[0].value
+    def _finish(self, *, is_given_up: bool = False) -> Any:
+        """The result of the pending call, of which all ranks have said the same.
+
+        With `is_given_up` a request that was added is taken back.
+        """
+        pending = self._left.pending
+        assert pending is not None
+        answers = self._answers_to(pending)
+        error, reply = answers[0].error, answers[0].value
         self._has_work = reply.has_work
-        if met is None:
-            return reply.value
-        if reply.has_raised:
-            raise met
-        self._late += reply.value
-        self._meet(met)
-        value, self._late = self._late, []
-        return value
+        outputs, follows = self._left.outputs, None
+        if not reply.has_raised:
+            if pending.method == "step":
+                outputs = [*outputs, *reply.value]
+                if error is not None:
+                    follows = replace(self._next(MEET, is_owed=True), cause=error)
+            elif pending.method == "add" and is_given_up:
+                follows = self._next("abort", pending.arguments[0].request_id, is_owed=True)
+        # The result of a call that is not followed is returned from here without another call, at
+        # which an interrupt could come: a request is either added for the caller or pending.
+        self._left = Leftover(follows, outputs)
+        if follows is not None:
+            self._finish()
+        elif reply.has_raised:
+            assert error is not None
+            raise error
+        return reply.value
 
-    def _meet(self, cause: BaseException) -> None:
-        """Go on after a step that failed on all ranks, if it has left none within a collective."""
-        self._pending = MEET
-        met, lost = None, None
+    def _answers_to(self, pending: PendingCall) -> list[Answer]:
+        """The answers to a call, which is sent unless it was; ranks that differ are lost."""
         try:
-            answers = self._session.ask((MEET, ()), _MEETING_S)
-            met = answers[0].value.value
+            if self._session.num_sent < pending.number:
+                self._session.send((pending.method, pending.arguments))
+            answers = self._session.answers(None if pending.cause is None else _MEETING_S)
         except RankError as error:
-            lost = error
-        self._pending = ""
-        if met != list(range(self._ranks.size)):
-            words = f"a step failed within a collective: {type(cause).__name__}: {cause}"
-            self._fail(RankError(words if lost is None else f"{words}\n{lost}", cause))
+            self._fail(error if pending.cause is None else _within(pending.cause, error))
+        if pending.cause is None:
+            self._check_same(answers)
+        # A meeting after a failed step: a rank or a message was left within another collective.
+        elif answers[0].value.value != list(range(self._ranks.size)):
+            self._fail(_within(pending.cause))
+        return answers
 
     def _check_same(self, answers: Sequence[Answer]) -> None:
         digests = [answer.value.digest for answer in answers]
@@ -243,6 +265,11 @@ class EngineOnRanks:
                 why="close() has ended its ranks.",
                 fix="Make a new LLM.",
             )
+
+
+def _within(cause: BaseException, lost: RankError | None = None) -> RankError:
+    words = f"a step failed within a collective: {type(cause).__name__}: {cause}"
+    return RankError(words if lost is None else f"{words}\n{lost}", cause)
 
 
 def _check_device(device: torch.device, ranks: int) -> None:

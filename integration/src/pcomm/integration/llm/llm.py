@@ -20,6 +20,7 @@ from pcomm.integration.llm.engine_options import EngineOptions
 from pcomm.integration.llm.generation import Delta, Generation, joined
 from pcomm.integration.llm.loading import LoadedText, load_model, load_text
 from pcomm.integration.llm.memory_size import agreed_bytes
+from pcomm.integration.llm.open_requests import OpenRequests
 from pcomm.integration.llm.settings import settings_of, with_stop
 from pcomm.integration.llm.step_engine import StepEngine
 from pcomm.integration.llm.weight_form import weight_form
@@ -35,12 +36,20 @@ class LLM:
 
     Everything happens in the caller's thread: the engine makes a step while the caller waits for a
     text or for the next part of one. Several `stream`s of one `LLM` may be read in turn; each step
-    continues all of them. For many threads or clients there is `pcomm serve`.
+    continues all of them. For many threads or clients there is `pcomm serve`: a call while another
+    thread is within one is an `UnsupportedError`.
+
+    Ctrl-C ends the text that is read, and the other streams lose nothing. An exception from the
+    handler of another signal does the same, unless it comes while the outputs of a step are given
+    to the streams: one output may then be given twice.
 
     With `ranks` the model is shared by as many processes of this machine, which are started here
-    and end with `close`; the texts are the same. A rank that dies is a `PeerError` of the call that
-    needs it, and `failure` says so at once. With `group` the program has its ranks already: each
-    makes an `LLM` with the same arguments, and the same calls in the same order.
+    and end with `close`. The texts are those of one rank up to rounding: sums over a row are sums
+    of each rank's shard of it, so that bf16 texts may differ where two tokens are nearly as
+    likely. With int8 the weights differ, too: each rank has scales for its shard of a row. A rank
+    that dies is a `PeerError` of the call that needs it, and `failure` says so at once. With
+    `group` the program has its ranks already: each makes an `LLM` with the same arguments, and the
+    same calls in the same order.
 
     Args:
         path: A run of `pcomm train`, or a Hugging Face directory.
@@ -144,7 +153,7 @@ class LLM:
                 memory_bytes=memory_bytes,
                 options=options,
             )
-        self._outputs: dict[str, deque[RequestOutput]] = {}
+        self._open = OpenRequests(self.engine)
         self._num_requests = 0
         self._is_closed = False
 
@@ -180,24 +189,26 @@ class LLM:
             while waiting or places:
                 while waiting:
                     place, request = waiting[0]
+                    # Before it is added, so that an interrupt finds it here.
+                    places[request.request_id] = place
                     try:
-                        self._add(request)
+                        self._open.add(request)
                     except QueueFullError:
+                        del places[request.request_id]
                         break
                     waiting.popleft()
-                    places[request.request_id] = place
-                self._step(list(places))
+                self._open.step(list(places))
                 for name in list(places):
-                    found = self._outputs.get(name)
+                    found = self._open.outputs_of(name)
                     outputs[places[name]].extend(found or ())
                     if found is None or any(output.finish_reason for output in found):
-                        self._forget(name)
+                        self._open.forget(name)
                         del places[name]
                     else:
                         found.clear()
         finally:
             for name in places:
-                self._forget(name)
+                self._open.forget(name)
         return [joined(prompt, parts) for prompt, parts in zip(ids, outputs, strict=True)]
 
     def stream(
@@ -269,9 +280,7 @@ class LLM:
         Returns:
             False if there is none of this name.
         """
-        if self._outputs.pop(request_id, None) is None:
-            return False
-        return self.engine.abort(request_id)
+        return self._open.abort(request_id)
 
     @property
     def failure(self) -> str:
@@ -283,13 +292,12 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters, use of memory and speed, see `Engine.stats`; those of one rank. Local."""
-        return self.engine.stats()
+        return self._open.stats()
 
     def close(self) -> None:
         """End all texts and free the memory of requests; a second call does nothing."""
         self._is_closed = True
-        self._outputs.clear()
-        self.engine.close()
+        self._open.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -303,13 +311,13 @@ class LLM:
         self.close()
 
     def _deltas(self, request: Request) -> Iterator[Delta]:
-        self._add(request)
         name = request.request_id
+        self._open.add(request)
         try:
-            while (mine := self._outputs.get(name)) is not None:
+            while (mine := self._open.outputs_of(name)) is not None:
                 self._check_open("stream")
                 if not mine:
-                    self._step([name])
+                    self._open.step([name])
                     continue
                 output = mine.popleft()
                 if output.error is not None:
@@ -318,7 +326,7 @@ class LLM:
                 if output.finish_reason:
                     return
         finally:
-            self._forget(name)
+            self._open.forget(name)
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.loaded.prompt_ids(prompt) if isinstance(prompt, str) else prompt)
@@ -328,22 +336,6 @@ class LLM:
     ) -> Request:
         self._num_requests += 1
         return Request(name or f"text {self._num_requests}", prompt, params)
-
-    def _add(self, request: Request) -> None:
-        self.engine.add(request)
-        self._outputs[request.request_id] = deque()
-
-    def _step(self, names: Sequence[str]) -> None:
-        """One step, unless a text of `names` has something to be read already."""
-        if any(self._outputs.get(name) for name in names):
-            return
-        for output in self.engine.step():
-            if (mine := self._outputs.get(output.request_id)) is not None:
-                mine.append(output)
-
-    def _forget(self, name: str) -> None:
-        if self._outputs.pop(name, None) is not None:
-            self.engine.abort(name)
 
     def _check_open(self, method: str) -> None:
         if self._is_closed:

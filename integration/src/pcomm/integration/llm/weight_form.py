@@ -36,8 +36,12 @@ class WeightForm:
 
         The layers of a form for all are read into memory that they share, so that only one of them
         is there as it was stored.
+
+        Raises:
+            UnsupportedError: The form does not exist for the dtype of the model.
         """
         if self.is_for_all:
+            _check_dtype(model.norm.weight.dtype)
             _share_memory(model)
 
         def filled(name: str) -> None:
@@ -88,6 +92,16 @@ def _int8(model: nn.Module, names: Collection[str] | None) -> None:
         # Those that are left, of which there may be none.
         names = [name for name, _ in model.named_modules()]
     quantize_int8(model, only=names)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype == torch.float16:
+        raise UnsupportedError(
+            "LLM: quantization int8 with dtype float16",
+            found="a model in fp16",
+            why="Scales have the dtype of the activations, and those of small rows vanish in fp16.",
+            fix="Load the model in bf16: --dtype bfloat16, or dtype='bfloat16' in Python.",
+        )
 
 
 def _share_memory(model: LanguageModel) -> None:

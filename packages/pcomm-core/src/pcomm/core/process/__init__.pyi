@@ -1,3 +1,4 @@
+from pcomm.core.process.interrupts import deferred_interrupt as deferred_interrupt
 from pcomm.core.process.local_ranks import LocalRanks as LocalRanks
 from pcomm.core.process.local_ranks import run_local as run_local
 from pcomm.core.process.logs import RankFilter as RankFilter

@@ -319,6 +319,8 @@ def _end(
         if process.is_alive():
             process.kill()
         process.join()
+        # Its files would stay open as long as an error refers to the process.
+        process.close()
     folder.cleanup()
 
 

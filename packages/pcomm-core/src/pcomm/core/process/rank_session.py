@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pcomm.core.process.interrupts import deferred_interrupt
 from pcomm.core.process.messages import Answer, End
 from pcomm.core.process.rank_error import RankError, end_of
 from pcomm.core.process.rank_process import Report
@@ -34,15 +35,24 @@ class RankSession:
     collective: a rank that dies or hangs is noticed here, and nothing here hangs with it.
 
     Once a rank is lost, all are stopped, and each further call raises the same error.
+
+    Ctrl-C comes before a message is sent, or while the answers are waited for, and neither loses
+    anything. A second one while bytes are sent or received ends the session, as does an exception
+    of another signal's handler there; `failure` tells it at once.
+
+    Attributes:
+        num_sent: Number of messages that were sent. It grows together with the sending, so that
+            a caller that was interrupted in `send` can tell whether the ranks got the message.
     """
 
     def __init__(
         self, ranks: LocalRanks, task: Callable[..., Any], args: Sequence[object] = ()
     ) -> None:
         self._ranks = ranks
+        self.num_sent = 0
         self._answers: dict[int, Answer] = {}
         self._lost: Exception | None = None
-        # The call that sends or receives bytes now, or that an interrupt has cut short.
+        # The call that sends or receives bytes now, or that an exception has cut short.
         self._cut = ""
         ranks._start(task, args, is_session=True)
 
@@ -54,7 +64,12 @@ class RankSession:
         if not self._ranks.is_usable:
             return "the ranks were stopped"
         for rank, process in enumerate(self._ranks._processes):
-            if connection.wait([process.sentinel], 0):
+            try:
+                sentinel = process.sentinel
+            except ValueError:
+                # Closed by another thread meanwhile.
+                return "the ranks were stopped"
+            if connection.wait([sentinel], 0):
                 return f"rank {rank} of {self._ranks.size} died"
         return ""
 
@@ -67,13 +82,13 @@ class RankSession:
         payload = pickle.dumps(message)
         self._check()
         assert not self._missing, "each message is answered before the next one"
-        self._answers = {}
-        self._cut = "send"
-        for rank_connection in self._ranks._connections:
-            # A rank that is gone is found by `answers`, where its end is told.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                rank_connection.send_bytes(payload)
-        self._cut = ""
+        with self._whole("send"):
+            self._answers = {}
+            self.num_sent += 1
+            for rank_connection in self._ranks._connections:
+                # A rank that is gone is found by `answers`, where its end is told.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    rank_connection.send_bytes(payload)
 
     def answers(self, timeout_s: float | None = None) -> list[Answer]:
         """What each rank says to the last message, or to the start, in rank order.
@@ -154,15 +169,14 @@ class RankSession:
         for ready in connection.wait(list(waited), min(max(left_s, 0.0), _LONGEST_WAIT_S)):
             rank = waited[ready]
             if rank not in self._answers and ranks._connections[rank].poll():
-                self._cut = "answers"
-                try:
-                    found = ranks._connections[rank].recv()
-                except (EOFError, ConnectionResetError):
-                    self._lose_dead(rank)
-                self._cut = ""
-                if isinstance(found, Report):
-                    self._lose_ended(rank, found)
-                self._answers[rank] = found
+                with self._whole("answers"):
+                    try:
+                        found = ranks._connections[rank].recv()
+                    except (EOFError, ConnectionResetError):
+                        self._lose_dead(rank)
+                    if isinstance(found, Report):
+                        self._lose_ended(rank, found)
+                    self._answers[rank] = found
             elif isinstance(ready, int):
                 self._lose_dead(rank)
 
@@ -191,13 +205,29 @@ class RankSession:
         self._ranks.close()
         raise self._lost
 
-    def _check(self) -> None:
-        if self._cut and self._lost is None:
+    @contextlib.contextmanager
+    def _whole(self, call: str) -> Iterator[None]:
+        """A block that sends or receives bytes: what cuts it short ends the session."""
+        with deferred_interrupt():
+            self._cut = call
+            try:
+                yield
+            except BaseException as error:
+                self._end_cut(error)
+                raise
+            self._cut = ""
+
+    def _end_cut(self, error: BaseException | None = None) -> None:
+        if self._lost is None:
             self._lost = RankError(
-                f"{self._cut} was cut short by an interrupt, so messages and answers no longer "
-                "belong together."
+                f"{self._cut} was cut short by {type(error).__name__ if error else 'a signal'}, so "
+                "messages and answers no longer belong together."
             )
             self._ranks.close()
+
+    def _check(self) -> None:
+        if self._cut:
+            self._end_cut()
         if self._lost is None and not self._ranks.is_usable:
             self._lost = RankError("These ranks were stopped; start new ones.")
         if self._lost is not None:
