@@ -148,7 +148,7 @@ def isolated(session: nox.Session) -> None:
     What a wheel lacks, or asks for and does not declare, shows when a test imports it; so all are
     collected. What they find in numbers does not depend on where the package was installed.
     """
-    install_once(session, lambda: pip_install(session, *group("build"), "torch"))
+    install_once(session, lambda: pip_install(session, *group("build"), "torch", "pytest-xdist"))
     build_into_dist(session)
     for package in PACKAGES:
         run_tests_alone(session, package)
@@ -175,7 +175,8 @@ def run_tests_alone(session: nox.Session, package: Path) -> None:
         pytest = ["-m", "pytest", "-c", os.devnull, "--rootdir", ".", "--import-mode=importlib"]
         # Imports every test, also those that only the session `tests` runs.
         session.run("python", "-P", *pytest, "-qq", "--collect-only", "tests", silent=True)
-        session.run("python", "-P", *pytest, f"--timeout={limit}", "-q", *chosen)
+        at_once = ["-n", "2", "--dist", "loadfile"]
+        session.run("python", "-P", *pytest, f"--timeout={limit}", "-q", *at_once, *chosen)
 
 
 def build_into_dist(session: nox.Session) -> None:
