@@ -1,0 +1,159 @@
+"""The barrier between the same block of every rank: numbered signals, a limit on the wait.
+
+Each rank has a row of signals for every block, one word for each rank. A barrier writes its number
+into this rank's word of every row, and waits until all words of its own row have that number or a
+later one. So nothing is reset, a replayed graph goes on counting, the number of ranks is
+any, and a wait that is too long names the rank that is missing.
+
+The numbers are counted on the device, in words that are private to this rank.
+
+Source of the ordering: PTX ISA, memory consistency model. What all threads of the block wrote is
+ordered before the signal by the barrier of the block and the release, and what they read after it
+by the acquire and the second barrier of the block.
+"""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from pcomm.nvls.primitives.emulated_wait import wait_for_signal
+from pcomm.nvls.primitives.emulation import EMULATED
+
+__all__ = ["barrier"]
+
+# $1 table of buffers, $2 multicast address, $3 offset of the row, $4 rank, $5 ranks, $6 number,
+# $7 word of the failure on the device, $8 the same for the host, $9 limit in ns. Thread t of the
+# block signals rank t, and waits for it.
+_HEAD = """{
+    .reg .pred %idle, %there, %early;
+    .reg .b32 %peer, %seen, %ahead;
+    .reg .b64 %place, %other, %now, %end;
+    mov.u32 %peer, %tid.x;
+    mov.b32 $0, 0;
+    setp.ge.u32 %idle, %peer, $5;
+    @%idle bra DONE;
+    ld.relaxed.gpu.global.u32 %seen, [$7];
+    setp.ne.u32 %idle, %seen, 0;
+    @%idle bra DONE;
+    mul.wide.u32 %other, $4, 4;
+"""
+_SIGNAL_EACH = """
+    mul.wide.u32 %place, %peer, 8;
+    add.u64 %place, %place, $1;
+    ld.global.u64 %place, [%place];
+    add.u64 %place, %place, $3;
+    add.u64 %place, %place, %other;
+    st.release.sys.global.u32 [%place], $6;
+"""
+_SIGNAL_ALL = """
+    setp.ne.u32 %idle, %peer, 0;
+    add.u64 %place, $2, $3;
+    add.u64 %place, %place, %other;
+    @!%idle multimem.st.release.sys.global.u32 [%place], $6;
+"""
+_WAIT = """
+    mul.wide.u32 %place, $4, 8;
+    add.u64 %place, %place, $1;
+    ld.global.u64 %place, [%place];
+    mul.wide.u32 %other, %peer, 4;
+    add.u64 %place, %place, $3;
+    add.u64 %place, %place, %other;
+    mov.u64 %end, %globaltimer;
+    add.u64 %end, %end, $9;
+WAIT:
+    ld.acquire.sys.global.u32 %seen, [%place];
+    sub.u32 %ahead, %seen, $6;
+    setp.ge.s32 %there, %ahead, 0;
+    @%there bra DONE;
+    mov.u64 %now, %globaltimer;
+    setp.lt.u64 %early, %now, %end;
+    @%early bra WAIT;
+    add.u32 %peer, %peer, 1;
+    st.relaxed.gpu.global.u32 [$7], %peer;
+    st.release.sys.global.u32 [$8], %peer;
+DONE:
+}"""
+_EACH = tl.constexpr(_HEAD + _SIGNAL_EACH + _WAIT)
+_ALL = tl.constexpr(_HEAD + _SIGNAL_ALL + _WAIT)
+_OPERANDS = tl.constexpr("=&r,l,l,l,r,r,r,l,l,l")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def barrier(
+    buffers: tl.tensor,
+    multicast: tl.tensor,
+    epochs: tl.tensor,
+    failure: tl.tensor,
+    signals: tl.tensor,
+    limit_ns: tl.tensor,
+    rank: tl.tensor,
+    block: tl.tensor,
+    WORLD: tl.constexpr,
+    WAY: tl.constexpr,
+) -> None:
+    """Wait until this block of every rank has come here.
+
+    Args:
+        buffers: Table of the addresses of the ranks' buffers.
+        multicast: Multicast address of the buffers; any number where `WAY` is "peers".
+        epochs: Words of this rank alone: that of a failure, then one a block.
+        failure: Address of a word for the host: place of the missing rank, plus 1.
+        signals: Byte offset of the signals in a buffer.
+        limit_ns: Longest wait.
+        rank: Place of this rank.
+        block: Place of this block.
+        WORLD: Number of ranks, at most the threads of a block.
+        WAY: "multicast" or "peers".
+    """
+    row = (signals + block * (WORLD * 4)).to(tl.int64)
+    number = tl.load(epochs + 1 + block) + 1
+    # All threads have read the number, and finished what is to be seen after the barrier.
+    tl.debug_barrier()
+    if EMULATED:
+        for peer in range(WORLD):
+            place = tl.load(buffers + peer) + row + rank * 4
+            tl.store(place.to(tl.pointer_type(tl.int32)), number)
+        own = tl.load(buffers + rank) + row
+        for peer in range(WORLD):
+            wait_for_signal(own + peer * 4, number, limit_ns, failure, peer)
+    elif WAY == "multicast":
+        tl.inline_asm_elementwise(
+            _ALL,
+            _OPERANDS,
+            [
+                buffers.to(tl.int64),
+                multicast.to(tl.int64),
+                row,
+                rank,
+                WORLD,
+                number,
+                epochs.to(tl.int64),
+                failure.to(tl.int64),
+                limit_ns.to(tl.int64),
+            ],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.inline_asm_elementwise(
+            _EACH,
+            _OPERANDS,
+            [
+                buffers.to(tl.int64),
+                multicast.to(tl.int64),
+                row,
+                rank,
+                WORLD,
+                number,
+                epochs.to(tl.int64),
+                failure.to(tl.int64),
+                limit_ns.to(tl.int64),
+            ],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    tl.debug_barrier()
+    tl.store(epochs + 1 + block, number)

@@ -1,0 +1,1 @@
+"""What tests of the kernels need on a machine without a GPU."""
