@@ -5,19 +5,44 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pcomm.nvls.kernels.segments import place_in_whole
 from pcomm.nvls.primitives.access import get, load, put_all, store
 from pcomm.nvls.primitives.barrier import barrier
 
-__all__ = ["all_gather_coalesced_kernel"]
+__all__ = ["MOST_TENSORS", "all_gather_coalesced_kernel"]
+
+MOST_TENSORS = 8
+"""Most tensors of one launch: each has three arguments of the kernel."""
+
+# Not a tuple: Triton would compile anew for a length of 1, and for each multiple of 16 in it.
+_LENGTHS = [f"n{i}" for i in range(MOST_TENSORS)]
 
 
-@triton.jit(do_not_specialize=["num_vectors", "row_vectors", "rank"])  # type: ignore[untyped-decorator]
-def all_gather_coalesced_kernel(
-    xs: tl.tuple,
-    outs: tl.tuple,
-    num_vectors: tl.tuple,
-    row_vectors: tl.tuple,
+@triton.jit(do_not_specialize=[*_LENGTHS, "rank"])  # type: ignore[untyped-decorator]
+def all_gather_coalesced_kernel(  # noqa: D417
+    x0: tl.tensor,
+    x1: tl.tensor,
+    x2: tl.tensor,
+    x3: tl.tensor,
+    x4: tl.tensor,
+    x5: tl.tensor,
+    x6: tl.tensor,
+    x7: tl.tensor,
+    out0: tl.tensor,
+    out1: tl.tensor,
+    out2: tl.tensor,
+    out3: tl.tensor,
+    out4: tl.tensor,
+    out5: tl.tensor,
+    out6: tl.tensor,
+    out7: tl.tensor,
+    n0: tl.tensor,
+    n1: tl.tensor,
+    n2: tl.tensor,
+    n3: tl.tensor,
+    n4: tl.tensor,
+    n5: tl.tensor,
+    n6: tl.tensor,
+    n7: tl.tensor,
     buffers: tl.tensor,
     multicast: tl.tensor,
     epochs: tl.tensor,
@@ -25,6 +50,7 @@ def all_gather_coalesced_kernel(
     slot: tl.tensor,
     limit_ns: tl.tensor,
     rank: tl.tensor,
+    TENSORS: tl.constexpr,
     WORLD: tl.constexpr,
     WAY: tl.constexpr,
     ENTRY: tl.constexpr,
@@ -35,11 +61,9 @@ def all_gather_coalesced_kernel(
     The tensors begin with different blocks, so that small ones are not all done by the first.
 
     Args:
-        xs: Addresses of this rank's shards.
-        outs: Addresses of the results.
-        num_vectors: Length of each shard, in 16 bytes.
-        row_vectors: Length of a row of each shard, in 16 bytes; the shard's where shards follow
-            each other.
+        x0, x1, x2, x3, x4, x5, x6, x7: Addresses of this rank's shards; any where there is none.
+        out0, out1, out2, out3, out4, out5, out6, out7: Addresses of the results.
+        n0, n1, n2, n3, n4, n5, n6, n7: Length of each shard, in 16 bytes.
         buffers: Table of the addresses of the ranks' buffers.
         multicast: Multicast address of the buffers, or 0.
         epochs: See `barrier`.
@@ -47,6 +71,7 @@ def all_gather_coalesced_kernel(
         slot: Byte offset of the slot in a buffer; the signals are at offset 0.
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.
+        TENSORS: Number of shards.
         WORLD: Number of ranks.
         WAY: "multicast" or "peers".
         ENTRY: True where the operation before may have used the same slot.
@@ -58,8 +83,11 @@ def all_gather_coalesced_kernel(
     step = blocks * BLOCK
     if ENTRY:
         barrier(buffers, multicast, epochs, failure, 0, limit_ns, rank, block, WORLD, WAY)
-    segment = slot
-    for i in tl.static_range(len(xs)):
+    xs = (x0, x1, x2, x3, x4, x5, x6, x7)
+    outs = (out0, out1, out2, out3, out4, out5, out6, out7)
+    num_vectors = (n0, n1, n2, n3, n4, n5, n6, n7)
+    segment = slot.to(tl.int64)
+    for i in tl.static_range(TENSORS):
         for start in range((block + i) % blocks * BLOCK, num_vectors[i], step):
             index = (start + lanes).to(tl.int64)
             inside = index < num_vectors[i]
@@ -69,13 +97,12 @@ def all_gather_coalesced_kernel(
         segment += num_vectors[i].to(tl.int64) * (WORLD * 16)
     barrier(buffers, multicast, epochs, failure, 0, limit_ns, rank, block, WORLD, WAY)
     segment = tl.load(buffers + rank) + slot
-    for i in tl.static_range(len(xs)):
+    for i in tl.static_range(TENSORS):
         for peer in range(WORLD):
             for start in range((block + i) % blocks * BLOCK, num_vectors[i], step):
-                index = start + lanes
+                index = (start + lanes).to(tl.int64)
                 inside = index < num_vectors[i]
-                place = segment + (peer * num_vectors[i].to(tl.int64) + index) * 16
-                w0, w1, w2, w3 = get(place, inside)
-                to = place_in_whole(index, peer, row_vectors[i], WORLD) * 16
-                store(outs[i] + to, w0, w1, w2, w3, inside)
+                place = (peer * num_vectors[i] + index) * 16
+                w0, w1, w2, w3 = get(segment + place, inside)
+                store(outs[i] + place, w0, w1, w2, w3, inside)
         segment += num_vectors[i].to(tl.int64) * (WORLD * 16)
