@@ -8,13 +8,10 @@ import triton.language as tl  # type: ignore[import-untyped]
 from pcomm.nvls.primitives.access import get, load, put_all, store
 from pcomm.nvls.primitives.barrier import barrier
 
-__all__ = ["MOST_TENSORS", "all_gather_coalesced_kernel"]
-
-MOST_TENSORS = 8
-"""Most tensors of one launch: each has three arguments of the kernel."""
+__all__ = ["all_gather_coalesced_kernel"]
 
 # Not a tuple: Triton would compile anew for a length of 1, and for each multiple of 16 in it.
-_LENGTHS = [f"n{i}" for i in range(MOST_TENSORS)]
+_LENGTHS = [f"n{i}" for i in range(8)]
 
 
 @triton.jit(do_not_specialize=[*_LENGTHS, "rank"])  # type: ignore[untyped-decorator]
