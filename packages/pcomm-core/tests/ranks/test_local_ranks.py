@@ -325,10 +325,14 @@ def test_tasks_that_are_over_at_once_disturb_nobody() -> None:
 
 
 def test_a_task_may_end_the_default_group_itself() -> None:
-    source = "dist.destroy_process_group()"
+    world = "__import__('torch').distributed"
+    end = f"({PID}, {world}.destroy_process_group(), {world}.is_initialized())"
     with LocalRanks(2) as ranks:
-        for _ in range(2):
-            ranks.run(exec, program(source))
+        first = ranks.run(eval, (end,))
+        assert [is_there for _, _, is_there in first] == [False, False]
+        # The next task has a world again, in the same processes, and may end it as well.
+        assert ranks.run(eval, (f"({PID}, {RANK})",)) == [(first[r][0], r) for r in range(2)]
+        assert ranks.run(eval, (end,)) == first
 
 
 STUCK = {
