@@ -95,22 +95,6 @@ def test_streams_that_are_read_in_turn_do_not_disturb_each_other(llm: LLM) -> No
     assert [tuple(tokens) for tokens in found] == [first.token_ids, second.token_ids]
 
 
-def test_what_is_aborted_closed_or_dropped_frees_its_memory(llm: LLM) -> None:
-    long = SamplingParams(max_tokens=100, ignore_eos=True)
-    aborted = llm.stream("word1", long, request_id="mine")
-    closed, dropped = llm.stream("word2", long), llm.stream("word3", long)
-    for stream in (aborted, closed, dropped):
-        next(stream)
-    assert llm.stats().running == 3
-    assert llm.abort("mine")
-    assert not llm.abort("mine")
-    assert list(aborted) == []
-    closed.close()
-    del dropped, stream
-    stats = llm.stats()
-    assert (stats.running, stats.blocks.used, stats.state_slots.used) == (0, 0, 0)
-
-
 def test_a_chat_is_the_template_and_stops_before_the_next_question(llm: LLM) -> None:
     messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "word1"}]
     ids, settings = llm.chat_prompt(messages, GREEDY)
