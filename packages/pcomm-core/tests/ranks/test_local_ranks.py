@@ -324,6 +324,16 @@ def test_tasks_that_are_over_at_once_disturb_nobody() -> None:
             assert ranks.run(eval, (str(step),)) == [step] * 4
 
 
+@pytest.mark.parametrize("imports_main", [True, False])
+def test_collections_leave_out_what_the_server_has_imported(imports_main: bool) -> None:
+    """Not what a program's file has made: referrers of its objects can be found."""
+    frozen = "__import__('gc').get_freeze_count()"
+    with LocalRanks(2, imports_main=imports_main) as ranks:
+        counts = ranks.run(eval, (frozen,))
+    # All functions of torch, at least.
+    assert [count > 50_000 for count in counts] == [not imports_main] * 2
+
+
 def test_a_task_may_end_the_default_group_itself() -> None:
     world = "__import__('torch').distributed"
     end = f"({PID}, {world}.destroy_process_group(), {world}.is_initialized())"
