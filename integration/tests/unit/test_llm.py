@@ -15,7 +15,7 @@ from pcomm.inference import KVSpec, SamplingParams, StateSpec
 from pcomm.integration import Writer
 from pcomm.integration.huggingface.convert import run_to_directory
 from pcomm.integration.llm import LLM, load_model
-from pcomm.integration.llm.memory_size import memory_size
+from pcomm.integration.llm.memory_size import memory_size, rank_bytes
 from pcomm.integration.testing.tiny_runs import PATTERNS, tiny_run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -240,3 +240,15 @@ def test_a_budget_below_one_request_is_told_the_length_and_the_budget_that_fit(
         size(fitting, budget)
         with pytest.raises(ConfigError):
             size(fitting + 1, budget)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_bytes", "expected"),
+    [("cpu", None, 33), ("cuda", None, 100), ("cpu", 400, 133), ("cuda", 400, 133)],
+)
+def test_ranks_on_cpus_share_what_is_free_and_devices_have_their_own(
+    device: str, memory_bytes: int | None, expected: int
+) -> None:
+    place = torch.device(device)
+    assert rank_bytes(place, memory_bytes, 100, ranks=3) == expected
+    assert rank_bytes(place, memory_bytes, 100, ranks=1) == (memory_bytes or 100)
