@@ -11,6 +11,7 @@ import argparse
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pcomm.core.command.bench.options import (
     add_numbers,
@@ -76,8 +77,8 @@ class ServingBenchmark:
 
 def _settings(arguments: argparse.Namespace) -> Settings:
     base = QUICK if arguments.quick else _DEFAULT
-    changes: dict[str, object] = {}
-    changes |= given_numbers("serving", arguments, ("streams", "contexts", "threads"))
+    options = ("streams", "contexts", "threads")
+    changes: dict[str, Any] = {**given_numbers("serving", arguments, options)}
     if arguments.parts is not None:
         changes["parts"] = tuple(arguments.parts.split(","))
     if arguments.rounds is not None:
@@ -91,7 +92,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
                 fix="Give such a directory, or leave --model out for random weights.",
             )
         changes["model"] = arguments.model
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 command = ServingBenchmark()

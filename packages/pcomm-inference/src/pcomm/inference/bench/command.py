@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from pcomm.core.command.bench.options import (
     add_numbers,
@@ -70,10 +71,11 @@ class InferenceBenchmark:
 
 def _settings(arguments: argparse.Namespace) -> Settings:
     base = _QUICK if arguments.quick else _DEFAULT
-    if arguments.rounds is not None:
-        base = replace(base, rounds=arguments.rounds)
     options = ("streams", "contexts", "rows", "threads")
-    return replace(base, **given_numbers("inference", arguments, options))
+    changes: dict[str, Any] = {**given_numbers("inference", arguments, options)}
+    if arguments.rounds is not None:
+        changes["rounds"] = arguments.rounds
+    return replace(base, **changes)
 
 
 command = InferenceBenchmark()

@@ -33,7 +33,7 @@ def add_numbers(
     Args:
         parser: Parser of the benchmark.
         option: Name of the option with its dashes.
-        words: What is counted, for the help.
+        words: Subject of the numbers, for the help.
         default: Numbers without the option, for the help.
         metavar: Form of the value, for the help.
     """
