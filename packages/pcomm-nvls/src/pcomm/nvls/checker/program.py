@@ -38,6 +38,8 @@ class Program:
         readers: Set of the steps that must find a value in an element.
         arrivals: Set of the steps that arrive at a block.
         thresholds: Number of arrivals that each `Wait` waits for.
+        filled: Elements that a step stores data to, and not the sentinel.
+        polled: Elements that each `Poll` waits for.
     """
 
     operations: tuple[Operation, ...]
@@ -50,6 +52,8 @@ class Program:
     readers: dict[tuple[Cell, Value], int] = field(default_factory=dict)
     arrivals: dict[int, int] = field(default_factory=dict)
     thresholds: dict[int, int] = field(default_factory=dict)
+    filled: list[tuple[Cell, ...]] = field(default_factory=list)
+    polled: dict[int, tuple[Cell, ...]] = field(default_factory=dict)
 
     def add(self, event: Event, before: int) -> int:
         """Append a step, and return it as a set."""
@@ -59,7 +63,10 @@ class Program:
         step = event.step
         self.reads.append(tuple(step.values.items()) if isinstance(step, Read | Poll) else ())
         self.writes.append(tuple(step.values.items()) if isinstance(step, Write) else ())
+        self.filled.append(tuple(c for c, value in self.writes[-1] if value is not None))
         number = len(self.events) - 1
+        if isinstance(step, Poll):
+            self.polled[number] = tuple(step.values)
         while before:
             bit = before & -before
             self.after[bit.bit_length() - 1].append(number)

@@ -97,11 +97,11 @@ def _alone(program: Program, number: int, state: State) -> bool:
             if conflicts >> other & 1:
                 return False
             done |= 1 << other
-            written.update(cell for cell, value in program.writes[other] if value is not None)
+            written.update(program.filled[other])
             ready += [n for n in program.after[other] if not program.before[n] & ~done]
         else:
             waiting |= 1 << other
-        if not ready:
+        if waiting and not ready:
             ready = [n for n in bits(waiting) if passes(program, n, done, written.__contains__)]
             waiting &= ~sum(1 << n for n in ready)
     return True

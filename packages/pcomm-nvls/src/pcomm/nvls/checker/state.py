@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pcomm.nvls.checker.program import Program
-from pcomm.nvls.checker.steps import Cell, Poll, Value, Wait
+from pcomm.nvls.checker.steps import Cell, Value, Wait
 from pcomm.nvls.checker.violation import OVERWRITTEN, STALE, Problem
 
 
@@ -31,12 +31,12 @@ def start(program: Program) -> State:
 
 def passes(program: Program, number: int, done: int, holds: Callable[[Cell], object]) -> bool:
     """True if a ready step need not wait for other ranks, given what the elements hold."""
+    if number in program.polled:
+        return all(map(holds, program.polled[number]))
     step = program.events[number].step
     if isinstance(step, Wait):
         arrived = (done & program.arrivals.get(step.block, 0)).bit_count()
         return arrived >= program.thresholds[number]
-    if isinstance(step, Poll):
-        return all(holds(cell) for cell in step.values)
     return True
 
 

@@ -20,16 +20,16 @@ class Cell(NamedTuple):
         rank: Rank whose memory it is.
         memory: Name of a part of the workspace, such as "barrier"; parts do not overlap.
         slot: Number of the slot in that part.
-        index: Number of the element in the slot. Negative numbers are flags.
+        element: Number of the element in the slot. Negative numbers are flags.
     """
 
     rank: int
     memory: str
     slot: int
-    index: int
+    element: int
 
     def __str__(self) -> str:
-        name = f"flag {-self.index - 1}" if self.index < 0 else f"element {self.index}"
+        name = f"flag {-self.element - 1}" if self.element < 0 else f"element {self.element}"
         return f"{name} of {self.memory} slot {self.slot} on rank {self.rank}"
 
 

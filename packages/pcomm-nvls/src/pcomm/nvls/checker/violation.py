@@ -96,7 +96,7 @@ def _cells(cells: tuple[Cell, ...]) -> str:
     """The elements by slot: `elements 2, 3 of barrier slot 0 on ranks 0, 1`."""
     by_slot: dict[tuple[int, str, int], list[int]] = {}
     for cell in cells:
-        by_slot.setdefault((cell.rank, cell.memory, cell.slot), []).append(cell.index)
+        by_slot.setdefault((cell.rank, cell.memory, cell.slot), []).append(cell.element)
     on: dict[tuple[str, int, str], list[int]] = {}
     for (rank, memory, slot), indices in by_slot.items():
         data, flags = [i for i in indices if i >= 0], [-1 - i for i in indices if i < 0]
