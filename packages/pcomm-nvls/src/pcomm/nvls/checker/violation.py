@@ -22,8 +22,8 @@ class Problem(NamedTuple):
         kind: `STALE`, `OVERWRITTEN`, or `DEADLOCK`, which has none of the rest.
         number: Number of the step.
         cell: Element in question.
-        held: What it held.
-        wanted: What it should have held, or what was stored to it.
+        held: Value in it at that moment, or None for the sentinel.
+        wanted: Value that the step expects in it, or stores to it.
         reader: Number of the step that had yet to read what it held.
     """
 
