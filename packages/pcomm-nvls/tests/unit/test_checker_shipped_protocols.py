@@ -1,5 +1,6 @@
 """The protocols of a workspace have no counterexample within these bounds."""
 
+import random
 from dataclasses import replace
 from itertools import product
 
@@ -10,6 +11,7 @@ from pcomm.nvls.checker.protocols import BARRIER_KINDS, LAMPORT_KINDS
 
 SHIPPED = WorkspaceProtocol(slots=2, lamport_slots=3)
 KINDS = (*BARRIER_KINDS, *LAMPORT_KINDS)
+NUM_LONG = 200
 
 
 def alphabet(kinds, *counts, ctas=(1,)):
@@ -93,3 +95,41 @@ def test_more_slots_than_needed(slots, lamport_slots):
     protocol = WorkspaceProtocol(slots, lamport_slots, clear_ahead=2)
     letters = [Operation("all_gather", (1, 1)), Operation("lamport_all_gather", (1, 1))]
     assert proven(check_sequences(protocol, letters, 6), sequences(2, 6))
+
+
+class AlwaysFlags(WorkspaceProtocol):
+    """Flags in every Lamport operation, as where the host does not know the counts."""
+
+    def sends_flags(self, operation):
+        return True
+
+
+def test_flags_that_are_not_needed():
+    letters = alphabet(LAMPORT_KINDS, (1, 1), (0, 2))
+    assert proven(check_sequences(AlwaysFlags(2, 3), letters, 3), sequences(6, 3))
+    assert proven(check_sequences(AlwaysFlags(2, 3), letters[::3], 5), sequences(2, 5))
+
+
+def test_all_operations_with_all_counts_and_grids():
+    letters = alphabet(KINDS, (1, 2), (0, 1), ctas=(1, 2))
+    assert proven(check_sequences(SHIPPED, letters, 2), sequences(32, 2))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_long_sequences_of_anything(size):
+    chance = random.Random(size)
+    for _ in range(NUM_LONG // size):
+        operations = [
+            Operation(
+                chance.choice(KINDS),
+                tuple(chance.choices((0, 1, 2), k=size)),
+                ctas=chance.choice((1, 1, 2, 3)),
+                root=chance.randrange(size),
+            )
+            for _ in range(7)
+        ]
+        # From there on, slots begin again in any one, as in a graph.
+        at = chance.randrange(7)
+        operations[at] = replace(operations[at], seam=True, slot=chance.randrange(2))
+        violation = check(SHIPPED, operations)
+        assert violation is None, str(violation)

@@ -7,6 +7,9 @@ family have no barrier: data are written over a sentinel, and the receiver polls
 CTA `b` of a rank touches the same elements of every segment, before and after the barrier, so that
 it has to meet CTA `b` of the other ranks alone. The parts of the CTAs of an operation are those of
 its own number of CTAs; the next operation may have another number.
+
+Fused and coalesced operations take the steps of one of these: reduce-scatter, norm and all-gather
+in one kernel are those of a two-shot all-reduce.
 """
 
 from __future__ import annotations

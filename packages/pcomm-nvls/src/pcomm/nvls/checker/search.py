@@ -61,7 +61,7 @@ def search(program: Program, max_states: int) -> tuple[int, tuple[list[int], Pro
                 break
             [(state, path)] = after
         if not numbers and state.ready:
-            return visited, (bits(state.ready), Problem(DEADLOCK))
+            return visited, (bits(state.ready), Problem(DEADLOCK, done=state.done))
     return visited, None
 
 

@@ -19,12 +19,13 @@ class Problem(NamedTuple):
     """A step that must not be possible.
 
     Args:
-        kind: `STALE`, `OVERWRITTEN`, or `DEADLOCK`, which has none of the rest.
+        kind: `STALE`, `OVERWRITTEN` or `DEADLOCK`.
         number: Number of the step.
         cell: Element in question.
         held: Value in it at that moment, or None for the sentinel.
         wanted: Value that the step expects in it, or stores to it.
         reader: Number of the step that had yet to read what it held.
+        done: Set of the steps that were done before a deadlock.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Problem(NamedTuple):
     held: Value | None = None
     wanted: Value | None = None
     reader: int = -1
+    done: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def describe(program: Program, trace: Sequence[int], problem: Problem) -> Violat
         message = f"{problem.cell} still holds {problem.held}, and still to come is\n"
         message += f"  {text(program, problem.reader)}"
     else:
-        lines = [text(program, step) for step in trace]
+        lines = [text(program, step) + _came(program, step, problem.done) for step in trace]
         message = "no step is left that any rank could take"
     return Violation(problem.kind, program.operations, tuple(lines), message)
 
@@ -90,6 +92,13 @@ def _action(program: Program, number: int) -> str:
     if isinstance(step, Wait):
         return f"waits for {program.thresholds[number]} arrivals at barrier {step.block}"
     return f"{step.verb} {_cells(tuple(step.values))}"
+
+
+def _came(program: Program, number: int, done: int) -> str:
+    step = program.events[number].step
+    if not isinstance(step, Wait):
+        return ""
+    return f" ({(done & program.arrivals.get(step.block, 0)).bit_count()} came)"
 
 
 def _cells(cells: tuple[Cell, ...]) -> str:
