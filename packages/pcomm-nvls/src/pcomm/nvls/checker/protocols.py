@@ -76,11 +76,9 @@ class WorkspaceProtocol:
     def slot(self, operations: Sequence[Operation], number: int) -> int:
         """Slot of an operation with a barrier."""
         fixed = operations[number].slot
-        return (
-            len(_earlier(BARRIER_KINDS, operations, number)) % self.slots
-            if fixed is None
-            else fixed
-        )
+        if fixed is not None:
+            return fixed
+        return len(_earlier(BARRIER_KINDS, operations, number)) % self.slots
 
     def enters(self, operations: Sequence[Operation], number: int) -> bool:
         """True if an operation begins with a barrier."""
