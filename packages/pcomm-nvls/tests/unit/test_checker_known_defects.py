@@ -8,6 +8,7 @@ import pytest
 from pcomm.nvls.checker import (
     Arrive,
     Operation,
+    Place,
     Poll,
     Read,
     Wait,
@@ -193,8 +194,11 @@ def test_the_seam_of_a_graph_with_an_odd_number_of_operations():
     assert found.kind == LATE
     assert "barrier slot 0" in found.message
     assert check(SHIPPED, replayed(2, 0, 1, 0)) is None
-    # An even number needs none.
+    # An even number needs none, but the first operation cannot know what ran before.
     assert check(wrong, replayed(2, 0, 1)) is None
+    first, second = [list(SHIPPED(replayed(1, 0, 1), Place(n, 0, 0))) for n in (0, 1)]
+    assert [type(step) for step in first] == [Arrive, Wait, Write, Arrive, Wait, Read]
+    assert [type(step) for step in second] == [Write, Arrive, Wait, Read]
 
 
 class KnownSeams(WorkspaceProtocol):
