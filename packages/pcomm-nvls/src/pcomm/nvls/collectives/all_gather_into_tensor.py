@@ -1,0 +1,117 @@
+"""All-gather: every rank gets the shards of all ranks, in rank order along a dimension."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from pcomm.core.errors import LayoutError
+from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, result_in, way_of
+from pcomm.nvls.policy.choose import Choice
+from pcomm.nvls.policy.facts import Question
+from pcomm.nvls.policy.operations import Algorithm
+from pcomm.nvls.references.all_gather_into_tensor import all_gather_into_tensor as reference
+from pcomm.nvls.workspace.launch import Launch
+from pcomm.nvls.workspace.workspace import Workspace
+
+__all__ = ["all_gather_into_tensor", "all_gather_launch"]
+
+_NAME = "all_gather_into_tensor"
+
+
+def all_gather_into_tensor(
+    out: Tensor | None,
+    x: Tensor,
+    *,
+    workspace: Workspace,
+    dim: int = 0,
+    algo: Algorithm | Literal["auto"] = "auto",
+    strict: bool = False,
+) -> Tensor:
+    """The shards of all ranks, in rank order along `dim`. Collective; no synchronisation.
+
+    Args:
+        out: Tensor for the result, of any strides; None for a new one.
+        x: This rank's shard, of any dtype and strides; the same shape on all ranks.
+        workspace: Workspace of the group.
+        dim: Dimension along which the shards lie: 0, or the last one. Both are written in place;
+            another one goes through torch.distributed.
+        algo: "lamport", "multimem", "p2p", "dist", or "auto" for the choice of the table.
+        strict: True raises where only torch.distributed can be used.
+
+    Returns:
+        `[..., n * size, ...]`, dtype and device of `x`: bit for bit what the ranks passed.
+
+    Raises:
+        UnsupportedError: Gradients are recorded for `x`, or `algo` or `strict` cannot be met.
+        LayoutError: `out` does not fit, or `x` is on another device.
+        PeerTimeoutError: A rank did not come; see `Workspace.check`.
+    """
+    check_input(_NAME, x, workspace.device)
+    along = _kernel_dim(x, dim)
+    shape = _result_shape(x, dim, workspace.group.size)
+    row_bytes = x.shape[-1] * x.itemsize if along == -1 else None
+    question = Question(
+        _NAME, x.nbytes, x.dtype, along, row_bytes, workspace.deterministic, algo
+    )  # fmt: skip
+    choice = workspace.choose(question, strict=strict)
+    if choice.algorithm == "dist":
+        return reference(out, x, collectives=workspace.group.collectives, dim=dim)
+    result = result_in(_NAME, out, shape, x)
+    if x.numel():
+        launch = all_gather_launch(workspace, choice, result, dense(x), along)
+        workspace.run(launch)
+    return result if out is None or result is out else out.copy_(result)
+
+
+def all_gather_launch(
+    workspace: Workspace, choice: Choice, out: Tensor, x: Tensor, dim: int
+) -> Launch:
+    """The launch that a choice asks for. Takes a turn of the workspace."""
+    from pcomm.nvls.kernels.all_gather import all_gather_kernel
+
+    turn = workspace.turn()
+    num_vectors = x.nbytes // VECTOR_BYTES
+    row_vectors = x.shape[-1] * x.itemsize // VECTOR_BYTES if dim == -1 else num_vectors
+    arguments = {
+        **workspace.shared_arguments(),
+        "x": x.data_ptr(),
+        "out": out.data_ptr(),
+        "num_vectors": num_vectors,
+        "row_vectors": row_vectors,
+        "slot": workspace.regions.slot(turn.slot),
+        "WAY": way_of(choice),
+        "ENTRY": turn.needs_entry,
+        "COPY_OUT": True,
+        "BLOCK": 32 * choice.num_warps,
+    }
+    return Launch(
+        all_gather_kernel,
+        choice.num_blocks,
+        choice.num_warps,
+        arguments,
+        workspace.device,
+        (x, out),
+    )
+
+
+def _kernel_dim(x: Tensor, dim: int) -> int:
+    """`dim` as kernels know it: 0, or -1 for the last of several."""
+    if dim in (-1, x.dim() - 1):
+        return 0 if x.dim() <= 1 else -1
+    return dim
+
+
+def _result_shape(x: Tensor, dim: int, size: int) -> tuple[int, ...]:
+    shape = list(x.shape)
+    try:
+        shape[dim] *= size
+    except IndexError:
+        raise LayoutError(
+            f"{_NAME}: dim={dim}",
+            found=f"a tensor of shape {tuple(x.shape)}",
+            why="Shards lie along a dimension of the tensor.",
+            fix="Name a dimension that it has; give a single number one by x.view(1).",
+        ) from None
+    return tuple(shape)

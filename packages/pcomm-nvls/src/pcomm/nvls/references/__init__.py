@@ -1,0 +1,1 @@
+"""Each operation made of torch operations and core's collectives: the fallback and the oracle."""

@@ -1,0 +1,41 @@
+"""A kernel with its grid and its arguments as one object.
+
+So what is launched can be compiled where there is no GPU, and looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel, its grid and its arguments.
+
+    Args:
+        kernel: Triton kernel of `pcomm.nvls.kernels`.
+        num_blocks: Number of thread blocks.
+        num_warps: Number of warps of a block.
+        arguments: Arguments of the kernel, by name.
+        device: Device of the memory.
+        tensors: Tensors whose addresses are among the arguments: they live until it has run.
+    """
+
+    kernel: Any
+    num_blocks: int
+    num_warps: int
+    arguments: dict[str, Any]
+    device: torch.device
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    def run(self) -> None:
+        """Enqueue it on the current stream of its device; under the interpreter, do it."""
+        on_cuda = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():
+            self.kernel[(self.num_blocks,)](**self.arguments, num_warps=self.num_warps)

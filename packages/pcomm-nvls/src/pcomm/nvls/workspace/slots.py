@@ -1,0 +1,98 @@
+"""Which slot an operation uses, and whether it has to wait for all ranks before it writes there.
+
+An operation writes one slot on all ranks and has a barrier before it reads. With two slots in turn
+that is enough: slot k is written again by operation k + 2, after the barrier of operation k + 1,
+which each rank reaches after it has read what operation k left. `pcomm.nvls.checker` explores this.
+
+A replayed CUDA graph breaks the turn: its operations use the slots that they were captured with,
+whatever came before. So an operation in a graph, and one that may follow a replay, has a barrier
+before it writes too, unless the operation before it is known: `Rotation.sequence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pcomm.core.errors import ConfigError
+
+__all__ = ["SLOTS", "Rotation", "Turn"]
+
+SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The part of one operation in a workspace.
+
+    Args:
+        slot: Place of its slot.
+        needs_entry: True where all ranks have to meet before it writes.
+        generation: Number of operations before it.
+    """
+
+    slot: int
+    needs_entry: bool
+    generation: int
+
+
+class Rotation:
+    """Turns of the operations of one workspace, in the order of their calls. Pure.
+
+    Args:
+        num_slots: Number of slots, at least 1; with one, each operation but the first waits.
+    """
+
+    def __init__(self, num_slots: int = SLOTS) -> None:
+        if num_slots < 1:
+            raise ConfigError(
+                f"Workspace: slots={num_slots}",
+                found="less than one slot",
+                why="An operation writes into a slot.",
+                fix=f"Pass {SLOTS}, or 1 to save memory for one more barrier an operation.",
+            )
+        self.num_slots = num_slots
+        self._generation = 0
+        self._was_captured = False
+        self._in_sequence = self._follows = False
+
+    def next(self, *, is_captured: bool) -> Turn:
+        """The turn of the next operation.
+
+        Args:
+            is_captured: True if the operation goes into a CUDA graph.
+        """
+        self._was_captured |= is_captured
+        # A graph may be replayed before anything else, and after any operation.
+        may_repeat = self._was_captured and not self._follows
+        waits = may_repeat or (self.num_slots == 1 and self._generation > 0)
+        turn = Turn(self._generation % self.num_slots, waits, self._generation)
+        self._generation += 1
+        self._follows = self._in_sequence
+        return turn
+
+    @property
+    def generation(self) -> int:
+        """Number of turns so far."""
+        return self._generation
+
+    @contextmanager
+    def sequence(self) -> Iterator[None]:
+        """Operations in this block always run one after another, with none between them.
+
+        Such as those of one CUDA graph. Only the first of them waits for all ranks before it
+        writes.
+        """
+        if self._in_sequence:
+            raise ConfigError(
+                "Workspace.sequence",
+                found="a sequence within a sequence",
+                why="What follows what is known once.",
+                fix="Leave the inner one out.",
+            )
+        self._in_sequence, self._follows = True, False
+        try:
+            yield
+        finally:
+            self._in_sequence = self._follows = False

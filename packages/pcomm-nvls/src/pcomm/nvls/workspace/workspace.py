@@ -1,0 +1,384 @@
+"""The symmetric memory in which the operations of one group take turns.
+
+A workspace is opened by all ranks of a group together. It votes on what they can do, allocates, and
+compares what each rank would choose by. Where anything of that fails on any rank, all of them use
+torch.distributed, and `capability.reasons` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pcomm.core.control.control import Control
+from pcomm.core.errors import ClosedError, ConfigError, PcommError, PeerTimeoutError
+from pcomm.core.groups.agreement import agree_in_group
+from pcomm.core.groups.group import Group
+from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
+from pcomm.nvls.capability import Capability, capability
+from pcomm.nvls.policy.choose import Choice
+from pcomm.nvls.policy.chooser import Chooser
+from pcomm.nvls.policy.facts import Facts, Question
+from pcomm.nvls.policy.table import Table
+from pcomm.nvls.workspace.launch import Launch
+from pcomm.nvls.workspace.regions import MAX_BLOCKS, Regions
+from pcomm.nvls.workspace.slots import SLOTS, Rotation, Turn
+
+__all__ = ["Workspace"]
+
+
+class Workspace:
+    """Symmetric memory, signals and slots for the operations of a group.
+
+    A context manager; collective to open, local to close. Its operations run one after another on
+    one stream of the device, in the same order on all ranks.
+
+    Args:
+        group: Group of the ranks that call the operations.
+        max_bytes: Size of the largest tensor, in bytes: the result of an all-gather, the input of
+            a reduce-scatter or an all-reduce. Larger ones go through torch.distributed.
+        slots: Number of slots; 1 saves half of the memory for one more barrier an operation.
+        deterministic: True sums in rank order in fp32 and never in the switch.
+        device: Device of the tensors; by default the current CUDA device, or the CPU without one.
+        table: Table of the sizes at which another algorithm is chosen; by default the package's.
+        debug: True compares each call between the ranks before it runs, and refuses views of a
+            slot that was written again since.
+        timeout_s: Longest wait of an operation for another rank, in seconds.
+        control: Control by which the ranks agree; by default that of `group`.
+
+    Attributes:
+        capability: What the ranks can do together.
+        memory: Their memory; None where they can only use torch.distributed.
+
+    Raises:
+        ConfigError: A size or a time that is not positive, or no slot.
+        DivergenceError: Ranks ask for different workspaces; on all, naming the difference.
+        PeerError: Another rank has one of these errors.
+        PeerTimeoutError: A rank did not come.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        max_bytes: int,
+        *,
+        slots: int = SLOTS,
+        deterministic: bool = False,
+        device: torch.device | None = None,
+        table: Table | None = None,
+        debug: bool = False,
+        timeout_s: float = 30.0,
+        control: Control | None = None,
+    ) -> None:
+        self.group, self.device = group, _default_device() if device is None else device
+        self.max_bytes, self.deterministic, self.debug = max_bytes, deterministic, debug
+        self._control, self._timeout_s = control, timeout_s
+        lines = [f"max_bytes {max_bytes}", f"slots {slots}", f"deterministic {deterministic}"]
+        lines += [f"debug {debug}", f"timeout_s {timeout_s:g}", f"device {self.device.type}"]
+        error: PcommError | None = None
+        try:
+            _check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
+            self._rotation = Rotation(slots)
+            chooser_table = Table.load() if table is None else table
+        except PcommError as problem:
+            error = problem
+        self._agree("workspace", lines, error)
+        self.regions = Regions(group.size, max_bytes, slots)
+        self.memory: SymmetricMemory | None = None
+        self.capability: Capability = capability(group, device=self.device, control=control)
+        if self.capability.is_usable:
+            self._open_memory()
+        facts = Facts(
+            self.capability.architecture,
+            group.size,
+            self.capability.multicast,
+            self.capability.peers,
+            max_bytes if self.memory is not None else 0,
+            self.capability.multicast_reason,
+            self.capability.peers_reason,
+        )
+        self._agree("policy", facts.agreed_lines(chooser_table))
+        self._chooser = Chooser(facts, chooser_table)
+        self._stream: int | None = None
+        self._prepared: Turn | None = None
+        self._generations: dict[int, int] = {}
+        self._is_closed = False
+        find = weakref.ref(self)
+        self._forget = group.before_close(lambda: _close(find()))
+
+    # -- what operations use -------------------------------------------------------------
+
+    def choose(self, question: Question, *, strict: bool = False) -> Choice:
+        """The algorithm of one call, the same on all ranks. Local, or collective with `debug`.
+
+        Args:
+            question: The call; equal on all ranks.
+            strict: True refuses torch.distributed.
+
+        Raises:
+            ConfigError: An unknown algorithm.
+            UnsupportedError: The algorithm that is wanted cannot be used, or `strict` is in force.
+            ClosedError: The workspace is closed.
+            PeerTimeoutError: An operation before had to wait for a rank for too long.
+            DivergenceError: With `debug`, ranks make different calls.
+        """
+        if self._is_closed:
+            raise _closed(question.operation)
+        self.check()
+        if self.debug:
+            self._agree("operation", [f"{question}, strict={strict}"])
+        return self._chooser.choose(question, strict=strict)
+
+    def turn(self) -> Turn:
+        """The turn of the operation that is launched next. Local; once for each operation.
+
+        Raises:
+            ConfigError: It is on another stream than the operations before.
+        """
+        turn, self._prepared = self._prepared, None
+        return self._next_turn() if turn is None else turn
+
+    def shared_arguments(self) -> dict[str, Any]:
+        """The arguments that all kernels take. Local."""
+        memory = self.memory
+        assert memory is not None
+        return {
+            "buffers": memory.buffer_table,
+            "multicast": memory.multicast_ptr or 0,
+            "epochs": self._epochs,
+            "failure": self._failure.data_ptr(),
+            "limit_ns": int(self._timeout_s * 1e9),
+            "rank": self.group.rank,
+            "WORLD": self.group.size,
+        }
+
+    def run(self, launch: Launch) -> None:
+        """Enqueue a launch; under the interpreter, which has done it then, look at the outcome."""
+        launch.run()
+        if self.device.type == "cpu":
+            self.check()
+
+    def is_in_slot(self, x: Tensor, turn: Turn) -> bool:
+        """Whether `x` is what `empty` returned for this turn, so that it need not be copied.
+
+        Raises:
+            ConfigError: It lies elsewhere in the memory of the workspace, which is written again.
+        """
+        memory = self.memory
+        assert memory is not None
+        start = memory.buffer_ptrs[self.group.rank]
+        offset = x.data_ptr() - start
+        if not 0 <= offset < self.regions.num_bytes:
+            return False
+        if offset == self.regions.slot(turn.slot) and x.is_contiguous():
+            return True
+        raise ConfigError(
+            "an operation on a view of the workspace",
+            found=f"a tensor at byte {offset} of it, and the turn of the slot at byte "
+            f"{self.regions.slot(turn.slot)}",
+            why="Other ranks write into that memory while the operation runs.",
+            fix="Use what workspace.empty() returned last, or a copy of the view.",
+        )
+
+    def slot_view(self, turn: Turn, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The slot of a turn as a tensor. Local; valid until that slot has its turn again."""
+        memory = self.memory
+        assert memory is not None
+        num_bytes = math.prod(shape) * dtype.itemsize
+        start = self.regions.slot(turn.slot)
+        view = memory.buffer()[start : start + num_bytes].view(dtype).view(*shape)
+        self._generations[view.data_ptr()] = turn.generation
+        return view
+
+    # -- what callers use ----------------------------------------------------------------
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for the input of the next operation, which then need not copy it. Local.
+
+        Such as the `out` of the matrix product before a reduce-scatter. Without symmetric memory it
+        is a new tensor.
+
+        Args:
+            shape: Shape of that input.
+            dtype: Type of its numbers.
+
+        Raises:
+            ConfigError: It is larger than `max_bytes`.
+        """
+        if self._is_closed:
+            raise _closed("Workspace.empty")
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > self.max_bytes:
+            raise ConfigError(
+                f"Workspace.empty: shape {tuple(shape)} of {dtype}",
+                found=f"{num_bytes} bytes, and max_bytes={self.max_bytes}",
+                why="A slot has max_bytes.",
+                fix="Open a larger workspace, or allocate the tensor with torch.empty.",
+            )
+        if self.memory is None:
+            return torch.empty(*shape, dtype=dtype, device=self.device)
+        if self._prepared is None:
+            turn = self._next_turn()
+            if turn.needs_entry:
+                # Before the caller writes there: other ranks may still read what was in it.
+                self._wait_for_all()
+            self._prepared = Turn(turn.slot, False, turn.generation)
+        return self.slot_view(self._prepared, shape, dtype)
+
+    def sequence(self) -> AbstractContextManager[None]:
+        """Operations in this block always run one after another, as those of one CUDA graph do.
+
+        In a graph each operation waits for all ranks before it writes, since the one before it is
+        not known. Within this block only the first one does.
+        """
+        return self._rotation.sequence()
+
+    def check(self) -> None:
+        """Raise if an operation had to wait for a rank for too long. Local, without waiting.
+
+        On a GPU that is seen once the device has got there: after a synchronisation for certain.
+        What such an operation returned is not valid.
+
+        Raises:
+            PeerTimeoutError: The rank that did not come.
+        """
+        if self.memory is None or not self._failure_word.value:
+            return
+        missing = self.group.ranks[self._failure_word.value - 1]
+        raise PeerTimeoutError(
+            "an operation of pcomm.nvls",
+            found=f"rank {missing} did not signal within {self._timeout_s:g} s",
+            why="Every rank of the group makes the same operations in the same order.",
+            fix=f"Look for an earlier error on rank {missing}. The workspace cannot be used any "
+            "more: close it and open a new one.",
+        )
+
+    def check_view(self, view: Tensor) -> None:
+        """Raise if the slot that a view lies in has had another turn since. Local.
+
+        Raises:
+            ConfigError: It has, so that the view shows another operation's numbers.
+        """
+        memory = self.memory
+        generation = self._generations.get(view.data_ptr())
+        if memory is None or generation is None:
+            return
+        newest = self._rotation.generation
+        if newest - generation > self._rotation.num_slots:
+            raise ConfigError(
+                f"a view of operation {generation} of the workspace",
+                found=f"{newest} operations so far, with {self._rotation.num_slots} slots",
+                why="Its slot has been written again.",
+                fix="Use the view before the next operation but one, or ask for a copy.",
+            )
+
+    def explain(self, question: Question) -> str:
+        """Which algorithm a call would use, why, and why not each faster one. Local."""
+        return self._chooser.explain(question)
+
+    def close(self) -> None:
+        """Give the memory back. Local; calling it again does nothing.
+
+        Operations under way on the device are waited for.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._forget()
+        if self.memory is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.memory.close()
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- how it is done ------------------------------------------------------------------
+
+    def _open_memory(self) -> None:
+        """Allocate on all ranks, or on none; then the reasons say why."""
+        try:
+            self.memory = SymmetricMemory.open(
+                self.group, self.regions.num_bytes, device=self.device, control=self._control
+            )
+        except PcommError as problem:
+            self.capability = self.capability.without_memory(str(problem))
+            return
+        self.memory.buffer()[: self.regions.signal_bytes].zero_()
+        self._epochs = torch.zeros(1 + MAX_BLOCKS, dtype=torch.int32, device=self.device)
+        # The host reads it without a word to the device, also after that has stopped.
+        on_cuda = self.device.type == "cuda"
+        self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=on_cuda)
+        self._failure_word = ctypes.c_int32.from_address(self._failure.data_ptr())
+        if on_cuda:
+            torch.cuda.synchronize(self.device)
+        # No rank signals before all have cleared their signals.
+        self._agree("workspace is clear", [])
+
+    def _wait_for_all(self) -> None:
+        from pcomm.nvls.kernels.wait_for_all import wait_for_all_kernel
+
+        way = "multicast" if self.capability.multicast else "peers"
+        arguments = {**self.shared_arguments(), "WAY": way}
+        self.run(Launch(wait_for_all_kernel, 1, 4, arguments, self.device))
+
+    def _next_turn(self) -> Turn:
+        is_captured = False
+        if self.device.type == "cuda":
+            is_captured = torch.cuda.is_current_stream_capturing()
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            if self._stream is None and not is_captured:
+                self._stream = stream
+            if not is_captured and stream != self._stream:
+                raise ConfigError(
+                    "an operation on a workspace",
+                    found="another stream than that of the operations before",
+                    why="Operations of one workspace take turns in its memory in stream order.",
+                    fix="Open a workspace for each stream.",
+                )
+        return self._rotation.next(is_captured=is_captured)
+
+    def _agree(self, what: str, lines: Sequence[str], error: PcommError | None = None) -> None:
+        topic = f"nvls: {what}"
+        agree_in_group(self.group, topic, lines, error=error, control=self._control)
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ConfigError(
+                f"Workspace: {name}={value}",
+                found="a number that is not positive",
+                why="Memory and waits have a size.",
+                fix=f"Pass {name} > 0.",
+            )
+
+
+def _close(workspace: Workspace | None) -> None:
+    if workspace is not None:
+        workspace.close()
+
+
+def _closed(operation: str) -> ClosedError:
+    return ClosedError(
+        operation,
+        found="the workspace is closed",
+        why="Its memory has been given back, on this rank at least.",
+        fix="Use it within its `with` block, and before its groups close.",
+    )
