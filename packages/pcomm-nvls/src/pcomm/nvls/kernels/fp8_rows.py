@@ -30,9 +30,7 @@ def row_scale(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _emulated_byte(number: tl.tensor) -> Any:
-    """What the device's conversion gives for a number within the range, which the interpreter
-    cuts off: to nearest, ties to even.
-    """
+    """A number within the range, rounded to nearest, ties to even; the interpreter cuts off."""
     whole = number.to(tl.uint32, bitcast=True)
     sign = (whole >> 24) & 0x80
     magnitude = whole & 0x7FFFFFFF

@@ -108,10 +108,7 @@ def reduce_scatter_add_rmsnorm_all_gather_kernel(
         if FP8 == "no":
             put_all(buffers, multicast, place, w0, w1, w2, w3, inside, WORLD, WAY)
         else:
-            if FP8 == "rows":
-                scale = row_scale(w0, w1, w2, w3, KIND)
-            else:
-                scale = tl.load(scales)
+            scale = row_scale(w0, w1, w2, w3, KIND) if FP8 == "rows" else tl.load(scales)
             # Half as many bytes, and behind them a vector with the scale.
             half = tl.arange(0, BLOCK // 2)
             w0, w1, w2, w3 = fp8_words(w0, w1, w2, w3, scale, KIND, BLOCK)

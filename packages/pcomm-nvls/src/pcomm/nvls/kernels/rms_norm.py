@@ -57,9 +57,7 @@ def add_residual(
 ) -> Any:
     """The numbers of both rows, added in fp32 and rounded to their own type."""
     a0, a1, a2, a3, a4, a5, a6, a7 = floats_of(w0, w1, w2, w3, KIND)
-    a0, a1, a2, a3, a4, a5, a6, a7 = add_words(
-        a0, a1, a2, a3, a4, a5, a6, a7, r0, r1, r2, r3, KIND
-    )
+    a0, a1, a2, a3, a4, a5, a6, a7 = add_words(a0, a1, a2, a3, a4, a5, a6, a7, r0, r1, r2, r3, KIND)
     s0, s1, s2, s3 = words_of(a0, a1, a2, a3, a4, a5, a6, a7, KIND)
     return s0, s1, s2, s3
 
@@ -80,12 +78,8 @@ def rms_norm(
 ) -> Any:
     """The row `w` over its root mean square, times the weight `v`, rounded once.
 
-    Args:
-        w0, w1, w2, w3: Words of the row.
-        v0, v1, v2, v3: Words of the weight.
-        hidden: Length of the row, in numbers, as fp32.
-        eps: Number that is added to the mean square.
-        KIND: Numbers of both: "bf16", "fp16" or "fp32".
+    Both are words of numbers of `KIND`. `hidden` is the length of the row, in numbers, as fp32, and
+    `eps` is added to the mean square.
     """
     a0, a1, a2, a3, a4, a5, a6, a7 = floats_of(w0, w1, w2, w3, KIND)
     squares = a0 * a0 + a1 * a1 + a2 * a2 + a3 * a3 + a4 * a4 + a5 * a5 + a6 * a6 + a7 * a7
