@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pcomm.core.errors import ConfigError
 
+from pcomm.core.errors import ConfigError
 from pcomm.nvls.workspace.regions import MAX_BLOCKS, Regions
 from pcomm.nvls.workspace.slots import Rotation
 
@@ -35,7 +37,11 @@ def test_what_is_captured_and_what_may_follow_a_replay_waits() -> None:
 def test_in_a_sequence_only_the_first_operation_waits() -> None:
     rotation = Rotation()
     with rotation.sequence():
-        assert [rotation.next(is_captured=True).needs_entry for _ in range(3)] == [True, False, False]
+        assert [rotation.next(is_captured=True).needs_entry for _ in range(3)] == [
+            True,
+            False,
+            False,
+        ]
     with rotation.sequence():
         assert [rotation.next(is_captured=False).needs_entry for _ in range(2)] == [True, False]
     assert rotation.next(is_captured=False).needs_entry
@@ -53,7 +59,7 @@ def test_a_slot_is_never_repeated_without_waiting(graphs: list[list[bool]]) -> N
     for first in (*sequences, [eager[0]], [eager[1]]):
         for second in (*sequences, [eager[0]], [eager[1]]):
             run = [*first, *second]
-            for before, after in zip(run, run[1:], strict=False):
+            for before, after in itertools.pairwise(run):
                 assert after.needs_entry or after.slot != before.slot
 
 
@@ -69,9 +75,7 @@ def test_what_cannot_be_is_refused() -> None:
         assert not rotation.next(is_captured=False).needs_entry
 
 
-@given(
-    st.integers(1, 72), st.integers(1, 1 << 24), st.integers(1, 3), st.integers(0, 1 << 20)
-)
+@given(st.integers(1, 72), st.integers(1, 1 << 24), st.integers(1, 3), st.integers(0, 1 << 20))
 def test_regions_follow_each_other(world: int, slot: int, slots: int, low: int) -> None:
     regions = Regions(world, slot, slots, low)
     starts = [0, *(regions.slot(place) for place in range(slots)), regions.low_latency]
@@ -80,4 +84,3 @@ def test_regions_follow_each_other(world: int, slot: int, slots: int, low: int) 
     for start, length, end in zip(starts, lengths, ends, strict=True):
         assert start % 4096 == 0
         assert start + length <= end < start + length + 4096
-
