@@ -75,7 +75,13 @@ def runs(facts: Facts, question: Question, name: str) -> bool:
     segments = 1 if question.operation.startswith("all_reduce") else facts.world_size
     slot = {"lamport": 2 * facts.world_size, "multimem": segments, "p2p": segments}
     without = {
-        "lamport": {"all_gather_v", "reduce_scatter_v", "reduce_scatter_add_rmsnorm_all_gather"},
+        "lamport": {
+            "all_gather_v",
+            "all_reduce_add_rmsnorm",
+            "gather_to_rank",
+            "reduce_scatter_v",
+            "reduce_scatter_add_rmsnorm_all_gather",
+        },
         "multimem": {"gather_to_rank"},
         "p2p": set(),
     }

@@ -69,7 +69,7 @@ _ALL = (
     ),
     Operation(
         "all_gather_v",
-        "the largest input that a rank may have",
+        "an equal share of the rows that there is place for",
         reduces=False,
         is_segment=True,
         algorithms=("multimem", "p2p"),
@@ -79,13 +79,13 @@ _ALL = (
         "the input of one rank",
         reduces=False,
         is_segment=True,
-        algorithms=("lamport", "p2p"),
+        algorithms=("p2p",),
         dims=(0, -1),
     ),
     Operation("reduce_scatter_tensor", "the output of one rank", reduces=True, is_segment=True),
     Operation(
         "reduce_scatter_v",
-        "the largest output that a rank may have",
+        "an equal share of the rows that there is place for",
         reduces=True,
         is_segment=True,
         algorithms=("multimem", "p2p"),
@@ -98,7 +98,13 @@ _ALL = (
         is_segment=True,
         algorithms=("multimem", "p2p"),
     ),
-    Operation("all_reduce_add_rmsnorm", "the whole tensor", reduces=True, is_segment=False),
+    Operation(
+        "all_reduce_add_rmsnorm",
+        "the whole tensor",
+        reduces=True,
+        is_segment=False,
+        algorithms=("multimem", "p2p"),
+    ),
 )
 OPERATIONS = MappingProxyType({operation.name: operation for operation in _ALL})
 
