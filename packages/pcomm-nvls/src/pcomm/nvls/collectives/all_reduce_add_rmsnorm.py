@@ -69,7 +69,7 @@ def all_reduce_add_rmsnorm(
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_rows(_NAME, x, residual, weight, 1, workspace)
-    threads = row_threads(x.shape[1] * x.itemsize // VECTOR_BYTES)
+    threads = row_threads(x.shape[1], x.itemsize)
     choice = choose_for_rows(_NAME, x, x.nbytes, threads, workspace, algo, strict)
     shape = (len(x), x.shape[1])
     rows = new_or(_NAME, out, shape, x, workspace)
@@ -108,6 +108,7 @@ def all_reduce_add_rmsnorm_launch(
         "out": tensors.out.data_ptr(),
         "num_rows": len(x),
         "row_vectors": x.shape[1] * x.itemsize // VECTOR_BYTES,
+        "inverse_hidden": 1 / x.shape[1],
         "eps": eps,
         "slot": workspace.regions.slot(turn.slot),
         "KIND": kind_of(x.dtype),

@@ -85,7 +85,7 @@ def reduce_scatter_add_rmsnorm_all_gather(
     size = workspace.group.size
     check_rows(_NAME, x, residual, weight, size, workspace)
     _check_fp8(x, fp8)
-    threads = row_threads(x.shape[1] * x.itemsize // VECTOR_BYTES, halves=fp8 is not None)
+    threads = row_threads(x.shape[1], x.itemsize, halves=fp8 is not None)
     choice = choose_for_rows(_NAME, x, x.nbytes // size, threads, workspace, algo, strict)
     like = x if fp8 is None else x.new_empty((), dtype=torch.float8_e4m3fn)
     rows = new_or(_NAME, out, (len(x), x.shape[1]), like, workspace)
@@ -154,6 +154,7 @@ def reduce_scatter_add_rmsnorm_all_gather_launch(
         "scales": x.data_ptr() if scales is None else scales,
         "num_rows": len(tensors.residual),
         "row_vectors": x.shape[1] * x.itemsize // VECTOR_BYTES,
+        "inverse_hidden": 1 / x.shape[1],
         "eps": eps,
         "slot": workspace.regions.slot(turn.slot),
         "KIND": kind_of(x.dtype),

@@ -25,8 +25,8 @@ __all__ = [
     "row_threads",
 ]
 
-_MOST_VECTORS = 4096
-"""Longest row of the kernels, in 16 bytes: what a thread has of it stays in registers."""
+_MOST_NUMBERS = 16384
+"""Longest row of the kernels, in numbers: what a thread has of it stays in its registers."""
 
 # A block has at least as many threads as there may be ranks, and what one has of a row is short.
 _FEWEST_WARPS, _MOST_WARPS = 4, 16
@@ -45,15 +45,17 @@ class RowThreads:
     num_warps: int
 
 
-def row_threads(row_vectors: int, *, halves: bool = False) -> RowThreads | None:
+def row_threads(hidden: int, itemsize: int, *, halves: bool = False) -> RowThreads | None:
     """The threads for rows of a length, or None where no kernel takes them.
 
     Args:
-        row_vectors: Length of a row, in 16 bytes.
+        hidden: Length of a row, in numbers.
+        itemsize: Bytes of a number.
         halves: True where a row is also written with half as many bytes: each thread then has at
             least two vectors.
     """
-    if not 0 < row_vectors <= _MOST_VECTORS or (halves and row_vectors % 2):
+    row_vectors = hidden * itemsize // VECTOR_BYTES
+    if not row_vectors or hidden > _MOST_NUMBERS:
         return None
     per_thread = 2 if halves else 1
     block = max(1 << (row_vectors - 1).bit_length(), 32 * _FEWEST_WARPS * per_thread)
@@ -176,8 +178,8 @@ def choose_for_rows(
         return workspace.choose(question, strict=strict)
     if strict or algo not in ("auto", "dist"):
         raise LayoutError(
-            f"{operation}: rows of {row_bytes} bytes, algo={algo!r}, strict={strict}",
-            found=f"more than {_MOST_VECTORS * VECTOR_BYTES} bytes",
+            f"{operation}: rows of {x.shape[1]} numbers, algo={algo!r}, strict={strict}",
+            found=f"more than {_MOST_NUMBERS} numbers",
             why="A row stays in the registers of one block.",
             fix='Pass algo="dist", or "auto" without strict.',
         )

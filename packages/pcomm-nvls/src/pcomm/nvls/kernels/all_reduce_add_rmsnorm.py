@@ -13,7 +13,7 @@ __all__ = ["all_reduce_add_rmsnorm_kernel"]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_rows", "row_vectors", "eps", "rank"]
+    do_not_specialize=["num_rows", "row_vectors", "inverse_hidden", "eps", "rank"]
 )
 def all_reduce_add_rmsnorm_kernel(
     x: tl.tensor,
@@ -23,6 +23,7 @@ def all_reduce_add_rmsnorm_kernel(
     out: tl.tensor,
     num_rows: tl.tensor,
     row_vectors: tl.tensor,
+    inverse_hidden: tl.tensor,
     eps: tl.tensor,
     buffers: tl.tensor,
     multicast: tl.tensor,
@@ -49,6 +50,7 @@ def all_reduce_add_rmsnorm_kernel(
         out: Address of the normed rows; may be `x`.
         num_rows: Number of rows.
         row_vectors: Length of a row, in 16 bytes; at most `BLOCK`.
+        inverse_hidden: 1 over the length of a row, in numbers.
         eps: Number that is added to the mean square.
         buffers: Table of the addresses of the ranks' buffers.
         multicast: Multicast address of the buffers, or 0.
@@ -73,7 +75,6 @@ def all_reduce_add_rmsnorm_kernel(
     inside = lanes < row_vectors
     at_lane = lanes.to(tl.int64) * 16
     row_bytes = row_vectors.to(tl.int64) * 16
-    hidden = (row_vectors * (4 if KIND == "fp32" else 8)).to(tl.float32)
     own = tl.load(buffers + rank) + slot
     if ENTRY:
         barrier(buffers, multicast, epochs, failure, 0, limit_ns, rank, block, WORLD, WAY)
@@ -101,5 +102,5 @@ def all_reduce_add_rmsnorm_kernel(
         r0, r1, r2, r3 = load(residual + place, inside)
         r0, r1, r2, r3 = add_residual(w0, w1, w2, w3, r0, r1, r2, r3, KIND)
         store(new_residual + place, r0, r1, r2, r3, inside)
-        w0, w1, w2, w3 = rms_norm(r0, r1, r2, r3, v0, v1, v2, v3, hidden, eps, KIND)
+        w0, w1, w2, w3 = rms_norm(r0, r1, r2, r3, v0, v1, v2, v3, inverse_hidden, eps, KIND)
         store(out + place, w0, w1, w2, w3, inside)

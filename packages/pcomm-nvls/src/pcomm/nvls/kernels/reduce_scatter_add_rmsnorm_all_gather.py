@@ -14,7 +14,7 @@ __all__ = ["reduce_scatter_add_rmsnorm_all_gather_kernel"]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_rows", "row_vectors", "eps", "rank"]
+    do_not_specialize=["num_rows", "row_vectors", "inverse_hidden", "eps", "rank"]
 )
 def reduce_scatter_add_rmsnorm_all_gather_kernel(
     x: tl.tensor,
@@ -25,6 +25,7 @@ def reduce_scatter_add_rmsnorm_all_gather_kernel(
     scales: tl.tensor,
     num_rows: tl.tensor,
     row_vectors: tl.tensor,
+    inverse_hidden: tl.tensor,
     eps: tl.tensor,
     buffers: tl.tensor,
     multicast: tl.tensor,
@@ -59,6 +60,7 @@ def reduce_scatter_add_rmsnorm_all_gather_kernel(
             written; one for all with "given", which is read. Not used without `FP8`.
         num_rows: Rows of each rank.
         row_vectors: Length of a row of the addends, in 16 bytes; at most `BLOCK`.
+        inverse_hidden: 1 over the length of a row, in numbers.
         eps: Number that is added to the mean square.
         buffers: Table of the addresses of the ranks' buffers.
         multicast: Multicast address of the buffers, or 0.
@@ -84,7 +86,6 @@ def reduce_scatter_add_rmsnorm_all_gather_kernel(
     inside = lanes < row_vectors
     at_lane = lanes.to(tl.int64) * 16
     row_bytes = row_vectors.to(tl.int64) * 16
-    hidden = (row_vectors * (4 if KIND == "fp32" else 8)).to(tl.float32)
     own = tl.load(buffers + rank) + slot
     if ENTRY:
         barrier(buffers, multicast, epochs, failure, 0, limit_ns, rank, block, WORLD, WAY)
@@ -104,7 +105,7 @@ def reduce_scatter_add_rmsnorm_all_gather_kernel(
         r0, r1, r2, r3 = load(residual + here, inside)
         r0, r1, r2, r3 = add_residual(w0, w1, w2, w3, r0, r1, r2, r3, KIND)
         store(new_residual + here, r0, r1, r2, r3, inside)
-        w0, w1, w2, w3 = rms_norm(r0, r1, r2, r3, v0, v1, v2, v3, hidden, eps, KIND)
+        w0, w1, w2, w3 = rms_norm(r0, r1, r2, r3, v0, v1, v2, v3, inverse_hidden, eps, KIND)
         if FP8 == "no":
             put_all(buffers, multicast, place, w0, w1, w2, w3, inside, WORLD, WAY)
         else:

@@ -72,18 +72,18 @@ def rms_norm(
     v1: tl.tensor,
     v2: tl.tensor,
     v3: tl.tensor,
-    hidden: tl.tensor,
+    inverse_hidden: tl.tensor,
     eps: tl.tensor,
     KIND: tl.constexpr,
 ) -> Any:
     """The row `w` over its root mean square, times the weight `v`, rounded once.
 
-    Both are words of numbers of `KIND`. `hidden` is the length of the row, in numbers, as fp32, and
-    `eps` is added to the mean square.
+    Both are words of numbers of `KIND`. `inverse_hidden` is 1 over the length of the row, in
+    numbers, and `eps` is added to the mean square.
     """
     a0, a1, a2, a3, a4, a5, a6, a7 = floats_of(w0, w1, w2, w3, KIND)
     squares = a0 * a0 + a1 * a1 + a2 * a2 + a3 * a3 + a4 * a4 + a5 * a5 + a6 * a6 + a7 * a7
-    mean = tl.div_rn(_over_lanes(squares, False), hidden)
+    mean = _over_lanes(squares, False) * inverse_hidden
     root = tl.sqrt_rn(mean + eps)
     inverse = tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)
     b0, b1, b2, b3, b4, b5, b6, b7 = floats_of(v0, v1, v2, v3, KIND)

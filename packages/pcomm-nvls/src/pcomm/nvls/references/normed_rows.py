@@ -34,10 +34,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / rms(x) * weight` over the last dimension, in fp32 and rounded once. Local.
 
     That of `torch.nn.functional.rms_norm`, with a root that is rounded as IEEE 754 says on every
-    device, as in the kernels. Only the order in which squares are added may differ from theirs.
+    device, as in the kernels. The mean is the sum times the reciprocal of the length, as in torch's
+    kernels for GPUs. Only the order in which squares are added may differ from ours.
     """
     wide = x.float()
-    mean = wide.square().sum(-1, keepdim=True) / x.shape[-1]
+    mean = wide.square().sum(-1, keepdim=True) * (1 / max(1, x.shape[-1]))
     # Torch's root of fp32 on a CPU may be off by one digit; through fp64 it is not.
     inverse = (mean + eps).double().sqrt().float().reciprocal()
     return (wide * inverse * weight.float()).to(x.dtype)
@@ -52,14 +53,16 @@ def fp8_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
             magnitude becomes 448.
 
     Returns:
-        Numbers over their scale, cut off at 448, and the scales, fp32 `[tokens]` or `scale`.
+        Numbers times the reciprocal of their scale, cut off at 448, and the scales, fp32
+        `[tokens]` or `scale`.
     """
     wide = x.float()
     if scale is None:
         largest = wide.abs().amax(-1)
+        # Not the maximum: that of a row with NaN would be NaN.
         scales = torch.fmax(largest / LARGEST_E4M3, largest.new_tensor(_SMALLEST_SCALE))
-        divisor = scales[:, None]
+        factor = scales.reciprocal()[:, None]
     else:
-        scales, divisor = scale, scale
-    cut = (wide / divisor).clamp(-LARGEST_E4M3, LARGEST_E4M3)
+        scales, factor = scale, scale.reciprocal()
+    cut = (wide * factor).clamp(-LARGEST_E4M3, LARGEST_E4M3)
     return cut.to(torch.float8_e4m3fn), scales
