@@ -66,6 +66,7 @@ _ALL = (
         "the inputs of one rank, all tensors together",
         reduces=False,
         is_segment=True,
+        algorithms=("multimem", "p2p"),
     ),
     Operation(
         "all_gather_v",
@@ -82,7 +83,13 @@ _ALL = (
         algorithms=("p2p",),
         dims=(0, -1),
     ),
-    Operation("reduce_scatter_tensor", "the output of one rank", reduces=True, is_segment=True),
+    Operation(
+        "reduce_scatter_tensor",
+        "the output of one rank",
+        reduces=True,
+        is_segment=True,
+        dims=(0, -1),
+    ),
     Operation(
         "reduce_scatter_v",
         "an equal share of the rows that there is place for",
