@@ -87,7 +87,12 @@ def any_arguments(world: int, way: str) -> dict[str, Any]:
 
 
 def compile_kernel(
-    kernel: Any, arguments: Mapping[str, Any], capability: int, *, num_warps: int
+    kernel: Any,
+    arguments: Mapping[str, Any],
+    capability: int,
+    *,
+    num_warps: int,
+    max_registers: int | None = None,
 ) -> CompiledKernel:
     """Compile a kernel as a launch with these arguments would. Local, needs no GPU.
 
@@ -97,6 +102,7 @@ def compile_kernel(
             4 GiB: the type of an integer follows from its value.
         capability: Architecture, 90 for Hopper.
         num_warps: Number of warps of a block.
+        max_registers: See `Launch`.
 
     Raises:
         ValueError: `BLOCK` is no multiple of the threads: each copy of an element would store.
@@ -117,7 +123,7 @@ def compile_kernel(
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = bind(**arguments)
-    given = {"num_warps": num_warps}
+    given = {"num_warps": num_warps, "maxnreg": max_registers}
     options, *source = kernel._pack_args(backend, given, bound, specialization, {})
     made = compile(ASTSource(kernel, *source), target=target, options=vars(options))
     return CompiledKernel(capability, made.asm["ptx"], made.asm["cubin"], made.metadata.shared)
@@ -138,7 +144,9 @@ def accesses(ptx: str) -> Counter[str]:
     """Number of instructions of each kind that access global memory, by full name."""
     found = (_ACCESS.match(line.strip()) for line in ptx.splitlines())
     names = Counter(match[1] for match in found if match)
-    return Counter({name: n for name, n in names.items() if ".param" not in name})
+    return Counter(
+        {name: n for name, n in names.items() if not re.search(r"\.(?:param|shared)\b", name)}
+    )
 
 
 def problems_of(
@@ -182,7 +190,7 @@ def _unguarded(block: str) -> list[str]:
     for line in (line.strip() for line in block.splitlines()):
         jumped |= bool(re.match(r"@!?%\w+ bra\b", line))
         name = _ACCESS.match(line)
-        if name is None or not _EFFECT.match(name[1]):
+        if name is None or not _EFFECT.match(name[1]) or ".shared" in name[1]:
             continue
         if not (jumped or line.startswith("@")):
             problems.append(f"every thread stores: {line}")
