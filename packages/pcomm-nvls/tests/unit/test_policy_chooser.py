@@ -21,7 +21,7 @@ from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
 
 SHIPPED = Table.load()
-FACTS = Facts("emulated", 4, multicast=True, peers=True, slot_bytes=1 << 20)
+FACTS = Facts("emulated", 4, multicast=True, peers=True, slot_bytes=1 << 20, lamport_bytes=1 << 20)
 WITHOUT = replace(FACTS, multicast=False, multicast_reason="rank 2: CONFIDENTIAL")
 SMALL = Question("all_reduce", 512, torch.bfloat16)
 MIDDLE, LARGE, HUGE = (SMALL._replace(num_bytes=n) for n in (4096, 8192, 16384))
@@ -73,22 +73,21 @@ def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     chooser = Chooser(WITHOUT)
     for size in range(0, 40000, 16):
         chooser.choose(SMALL._replace(num_bytes=size))
-        chooser.choose(SMALL._replace(num_bytes=size, operation="all_reduce_add_rmsnorm"))
+        chooser.choose(SMALL._replace(num_bytes=size, operation="reduce_scatter_tensor"))
     told = [
         (record.levelname, record.getMessage().split(" (first")[0]) for record in caplog.records
     ]
     assert told == [
-        ("INFO", "not lamport: all_reduce_add_rmsnorm has no such kernel"),
-        ("WARNING", "not multimem: the group has no multicast address (rank 2: CONFIDENTIAL)"),
         ("INFO", "not lamport: it is preferred up to 1024 bytes"),
+        ("WARNING", "not multimem: the group has no multicast address (rank 2: CONFIDENTIAL)"),
         ("INFO", "not multimem: it is preferred up to 4096 bytes"),
         ("INFO", "not p2p: it is preferred up to 8192 bytes"),
     ]
     assert {record.name for record in caplog.records} == {"pcomm.nvls"}
-    assert "all_reduce takes p2p" in caplog.records[2].getMessage()
+    assert "all_reduce takes p2p" in caplog.records[1].getMessage()
     # Another workspace has reasons of its own.
     Chooser(WITHOUT).choose(MIDDLE)
-    assert len(caplog.records) == 7
+    assert len(caplog.records) == 6
 
 
 def test_strict_refuses_dist_and_nothing_else() -> None:
@@ -187,6 +186,7 @@ def test_ranks_with_the_same_facts_and_rows_agree() -> None:
         ({"multicast": False}, "multicast False"),
         ({"peers": False}, "peers False"),
         ({"slot_bytes": 64}, "slot bytes 64"),
+        ({"lamport_bytes": 64}, "lamport bytes 64"),
     ],
 )
 def test_another_fact_on_one_rank_is_an_error_on_all(change: dict, line: str) -> None:

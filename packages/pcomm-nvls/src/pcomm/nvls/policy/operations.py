@@ -38,18 +38,15 @@ class Operation:
     def slot_bytes(self, algorithm: Algorithm, num_bytes: int, world_size: int) -> int:
         """Bytes of a slot that an algorithm needs, on every rank.
 
-        A Lamport slot has room for a message from each rank, each word with its flag. Otherwise
-        the slot holds the whole tensor.
+        The slot holds the whole tensor.
 
         Args:
-            algorithm: Algorithm that runs; `dist` needs no slot.
+            algorithm: Algorithm that runs; `dist` needs no slot, and `lamport` has other memory.
             num_bytes: Size of the message in bytes, as `message` says.
             world_size: Number of ranks of the group.
         """
-        if algorithm == "dist":
+        if algorithm in ("dist", "lamport"):
             return 0
-        if algorithm == "lamport":
-            return 2 * world_size * num_bytes
         return world_size * num_bytes if self.is_segment else num_bytes
 
 
@@ -70,7 +67,7 @@ _ALL = (
     ),
     Operation(
         "all_gather_v",
-        "an equal share of the rows that there is place for",
+        "the largest input that a rank may have",
         reduces=False,
         is_segment=True,
         algorithms=("multimem", "p2p"),
@@ -80,6 +77,7 @@ _ALL = (
         "the input of one rank",
         reduces=False,
         is_segment=True,
+        # Not `lamport`: it needs data of every rank on every rank.
         algorithms=("p2p",),
         dims=(0, -1),
     ),
@@ -92,7 +90,7 @@ _ALL = (
     ),
     Operation(
         "reduce_scatter_v",
-        "an equal share of the rows that there is place for",
+        "the largest output that a rank may have",
         reduces=True,
         is_segment=True,
         algorithms=("multimem", "p2p"),

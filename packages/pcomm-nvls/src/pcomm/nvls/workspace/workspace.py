@@ -27,6 +27,7 @@ from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.chooser import Chooser
 from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
+from pcomm.nvls.workspace.lamport import LAMPORT_BYTES, LamportState, lamport_region_bytes
 from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.regions import MAX_BLOCKS, Regions
 from pcomm.nvls.workspace.slots import SLOTS, Rotation, Turn
@@ -45,6 +46,8 @@ class Workspace:
         max_bytes: Size of the largest tensor, in bytes: the result of an all-gather, the input of
             a reduce-scatter or an all-reduce. Larger ones go through torch.distributed.
         slots: Number of slots; 1 saves half of the memory for one more barrier an operation.
+        lamport_bytes: Room for what a rank sends to another without a barrier, in bytes; 0 for no
+            such operations. The memory has three times as much for each rank.
         deterministic: True sums in rank order in fp32 and never in the switch.
         device: Device of the tensors; by default the current CUDA device, or the CPU without one.
         table: Table of the sizes at which another algorithm is chosen; by default the package's.
@@ -70,6 +73,7 @@ class Workspace:
         max_bytes: int,
         *,
         slots: int = SLOTS,
+        lamport_bytes: int = LAMPORT_BYTES,
         deterministic: bool = False,
         device: torch.device | None = None,
         table: Table | None = None,
@@ -81,6 +85,7 @@ class Workspace:
         self.max_bytes, self.deterministic, self.debug = max_bytes, deterministic, debug
         self._control, self._timeout_s = control, timeout_s
         lines = [f"max_bytes {max_bytes}", f"slots {slots}", f"deterministic {deterministic}"]
+        lines += [f"lamport_bytes {lamport_bytes}"]
         lines += [f"debug {debug}", f"timeout_s {timeout_s:g}", f"device {self.device.type}"]
         error: PcommError | None = None
         try:
@@ -90,7 +95,9 @@ class Workspace:
         except PcommError as problem:
             error = problem
         self._agree("workspace", lines, error)
-        self.regions = Regions(group.size, max_bytes, slots)
+        region = lamport_region_bytes(group.size, lamport_bytes)
+        self.regions = Regions(group.size, max_bytes, slots, region)
+        self._lamport_bytes = lamport_bytes
         self.memory: SymmetricMemory | None = None
         self.capability: Capability = capability(group, device=self.device, control=control)
         if self.capability.is_usable:
@@ -103,6 +110,7 @@ class Workspace:
             max_bytes if self.memory is not None else 0,
             self.capability.multicast_reason,
             self.capability.peers_reason,
+            lamport_bytes if self.memory is not None else 0,
         )
         self._agree("policy", facts.agreed_lines(chooser_table))
         self._chooser = Chooser(facts, chooser_table)
@@ -158,6 +166,11 @@ class Workspace:
             "rank": self.group.rank,
             "WORLD": self.group.size,
         }
+
+    def lamport_arguments(self) -> dict[str, Any]:
+        """The arguments that kernels without barriers take, and `WAY`. Local."""
+        way = "multicast" if self.capability.multicast else "peers"
+        return {**self.shared_arguments(), **self._lamport.arguments(), "WAY": way}
 
     def run(self, launch: Launch) -> None:
         """Enqueue a launch; under the interpreter, which has done it then, look at the outcome."""
@@ -323,6 +336,9 @@ class Workspace:
             self.capability = self.capability.without_memory(str(problem))
             return
         self.memory.buffer()[: self.regions.signal_bytes].zero_()
+        offset, room = self.regions.low_latency, self._lamport_bytes
+        self._lamport = LamportState(offset, self.group.size, room, device=self.device)
+        self._lamport.clear(self.memory.buffer())
         self._epochs = torch.zeros(1 + MAX_BLOCKS, dtype=torch.int32, device=self.device)
         # The host reads it without a word to the device, also after that has stopped.
         on_cuda = self.device.type == "cuda"
