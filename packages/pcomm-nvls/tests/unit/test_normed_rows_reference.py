@@ -1,4 +1,4 @@
-"""The norm and the 8-bit floats of the reference, against those of torch, and the threads of a row."""
+"""The norm and the 8-bit floats of the reference against those of torch, and threads of a row."""
 
 from __future__ import annotations
 
