@@ -9,6 +9,7 @@ For each topic the store holds
 
 - `now`: the number of the round under way;
 - `at/RANK`: the number of the last round of a rank, with a mark once it is through;
+- `said/RANK`: the text of a rank in its last vote;
 - `NUMBER/...`: the messages of a round, and its outcome; deleted when a later one completes.
 """
 
@@ -60,7 +61,7 @@ class AgreementRound:
     ) -> None:
         self._store, self._prefix, self._topic = store, prefix, topic
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
-        self._check_fence = check_fence
+        self._check_fence, self._gathers = check_fence, False
         check_fence()
         self._end_s = time.monotonic() + timeout_s
         self._number = self._under_way()
@@ -100,6 +101,16 @@ class AgreementRound:
             pause_s = min(2 * pause_s, longest_s)
         return self._store.get(self._key(name)).decode()
 
+    def say_to_all(self, text: str) -> None:
+        """Write `text` for `texts`, in a key that the next round writes again."""
+        self._store.set(self._said(self._rank), text)
+        self._gathers = True
+
+    def texts(self) -> list[str]:
+        """What each rank gave to `say_to_all`, in the order of the ranks; after `finish`."""
+        texts: list[str] = json.loads(self._store.get(self._key("outcome")))["texts"]
+        return texts
+
     # -- how it ends ---------------------------------------------------------------------
 
     def finish(self) -> dict[str, str]:
@@ -123,7 +134,9 @@ class AgreementRound:
             for kind, key in said.items()
             if self._store.check([key])
         }
-        outcome = json.dumps({"problems": problems})
+        # Before the outcome, since each rank writes its text anew in the next round.
+        texts = [self._store.get(self._said(r)).decode() for r in self._ranks if self._gathers]
+        outcome = json.dumps({"problems": problems, "texts": texts})
         if self._store.compare_set(self._key("outcome"), "", outcome).decode() == outcome:
             # All ranks are here, so none of them reads an earlier round any more.
             earlier = self._number - 1
@@ -179,6 +192,9 @@ class AgreementRound:
 
     def _is_decided(self) -> bool:
         return self._store.check([self._key("outcome")])
+
+    def _said(self, rank: int) -> str:
+        return f"{self._prefix}/said/{rank}"
 
     def _key(self, name: str, number: int | None = None) -> str:
         return f"{self._prefix}/{self._number if number is None else number}/{name}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import time
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from pcomm.core.control import generations
 from pcomm.core.control.agreement_round import AgreementRound, Missed
 from pcomm.core.control.rank_sets import spelled, word_for
+from pcomm.core.control.votes import Vote
 from pcomm.core.errors import (
     DivergenceError,
     FencedError,
@@ -205,14 +207,8 @@ class Control:
             if error is not None:
                 raise error
             return f"{self.prefix}/{topic}"
-        while True:
-            try:
-                return self._agree(self.store, topic, lines, error, self.wait_s(timeout_s))
-            except Missed:
-                continue
-            except (PeerTimeoutError, FencedError) as problem:
-                # What went wrong here is the better explanation of the two.
-                raise error or problem from None
+        round_ = self._meet(self.store, topic, topic, lines, None, error, self.wait_s(timeout_s))
+        return round_.name
 
     def agree_on_lines(
         self, topic: str, lines: Sequence[str], *, timeout_s: float | None = None
@@ -226,19 +222,79 @@ class Control:
         """Raise on every rank if any rank has an error. Collective; see `agree`."""
         self.agree(topic, error=error, timeout_s=timeout_s)
 
+    def vote(
+        self,
+        topic: str,
+        value: int,
+        reason: str = "",
+        *,
+        error: Exception | None = None,
+        timeout_s: float | None = None,
+    ) -> Vote:
+        """Give every rank the value and the reason of all ranks. Collective.
+
+        Every rank gets an equal result, so all of them can decide by it without a further word.
+        Either every rank raises or none does. A rank alone gets its own value at once.
+
+        Args:
+            topic: Subject of the vote, the same on every rank, from a fixed set of words; a topic
+                of `agree` by the same name is another one.
+            value: Number that this rank votes for.
+            reason: Text for the other ranks, such as the reason of the value.
+            error: Error that this rank found before; its value does not matter then.
+            timeout_s: Seconds to wait for the others; by default as for the control.
+
+        Raises:
+            Exception: This rank's own `error`.
+            PeerError: Another rank's.
+            PeerTimeoutError: Ranks did not arrive; names them.
+            FencedError: A newer generation has begun.
+        """
+        if self.store is None or len(self.ranks) == 1:
+            if error is not None:
+                raise error
+            return Vote(value, (value,), (reason,))
+        said = json.dumps([value, reason])
+        wait_s = self.wait_s(timeout_s)
+        round_ = self._meet(self.store, f"vote/{topic}", topic, None, said, error, wait_s)
+        values, reasons = zip(*map(json.loads, round_.texts()), strict=True)
+        return Vote(min(values), values, reasons)
+
     # -- how it is done ------------------------------------------------------------------
 
-    def _agree(
+    def _meet(
         self,
         store: dist.Store,
+        key: str,
         topic: str,
         lines: Sequence[str] | None,
+        said: str | None,
         error: Exception | None,
         timeout_s: float,
-    ) -> str:
+    ) -> AgreementRound:
+        """A round that all ranks were in and that found no problem."""
+        while True:
+            try:
+                return self._one_round(store, key, topic, lines, said, error, timeout_s)
+            except Missed:
+                continue
+            except (PeerTimeoutError, FencedError) as problem:
+                # What went wrong here is the better explanation of the two.
+                raise error or problem from None
+
+    def _one_round(
+        self,
+        store: dist.Store,
+        key: str,
+        topic: str,
+        lines: Sequence[str] | None,
+        said: str | None,
+        error: Exception | None,
+        timeout_s: float,
+    ) -> AgreementRound:
         round_ = AgreementRound(
             store,
-            f"{self.prefix}/{topic}",
+            f"{self.prefix}/{key}",
             topic,
             self.rank,
             self.ranks,
@@ -250,6 +306,8 @@ class Control:
             round_.say_first("error", told)
         if lines is not None:
             self._compare(round_, "\n".join(lines))
+        if said is not None:
+            round_.say_to_all(said)
         problems = round_.finish()
         if error is not None:
             raise error
@@ -268,7 +326,7 @@ class Control:
                 "other.",
                 fix="Compute it from the same configuration on every rank.",
             )
-        return round_.name
+        return round_
 
     def _compare(self, round_: AgreementRound, text: str) -> None:
         reference_rank = self.ranks[0]

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from pcomm.core.control.control import Control
 from pcomm.core.control.default import control_of_group
+from pcomm.core.control.votes import Vote
 from pcomm.core.groups.group import Group
 
-__all__ = ["agree_in_group"]
+__all__ = ["agree_in_group", "vote"]
 
 
 def agree_in_group(
@@ -46,6 +47,52 @@ def agree_in_group(
         if error is not None:
             raise error
         return
-    # Groups of the same ranks may agree about the same topic one after another.
-    topic = f"{topic}: group {group.key}"
+    topic = _topic(group, topic)
     control_of_group(group, control).agree(topic, lines, error=error, timeout_s=timeout_s)
+
+
+def vote(
+    group: Group,
+    topic: str,
+    value: int,
+    reason: str = "",
+    *,
+    error: Exception | None = None,
+    timeout_s: float | None = None,
+    control: Control | None = None,
+) -> Vote:
+    """Give every rank of the group the value and the reason of all of them; see `Control.vote`.
+
+    Collective over the group, through a store and so without a communicator. A rank alone gets
+    its own value at once.
+
+    Args:
+        group: Group whose ranks take part.
+        topic: Subject of the vote; part of the keys and of errors.
+        value: Number that this rank votes for.
+        reason: Text for the other ranks, such as the reason of the value.
+        error: Error that this rank found before.
+        timeout_s: Seconds to wait for the others; by default that of `control`, or
+            `PCOMM_TIMEOUT_S`.
+        control: Control by which the ranks agree, such as `groups.control`; by default they agree
+            in the store of torch.distributed.
+
+    Returns:
+        Minimum, values and reasons, in the order of the group's ranks; equal on all of them.
+
+    Raises:
+        Exception: This rank's own `error`.
+        PeerError: Another rank's.
+        PeerTimeoutError: A rank did not arrive.
+        FencedError: A newer generation than that of `control` has begun.
+    """
+    if group.size == 1:
+        agreeing = Control(None, group.ranks, group.ranks[0])
+    else:
+        agreeing = control_of_group(group, control)
+    return agreeing.vote(_topic(group, topic), value, reason, error=error, timeout_s=timeout_s)
+
+
+def _topic(group: Group, topic: str) -> str:
+    # Groups of the same ranks may agree about the same topic one after another.
+    return f"{topic}: group {group.key}"

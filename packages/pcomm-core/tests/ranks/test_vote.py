@@ -1,0 +1,102 @@
+"""A vote: every rank learns what all ranks said, and decides the same by it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch.distributed as dist
+
+from pcomm.core.control.control import Control
+from pcomm.core.control.votes import Vote
+from pcomm.core.errors import ConfigError, PeerError, PeerTimeoutError
+from pcomm.core.groups.agreement import agree_in_group, vote
+from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.topology import Topology
+
+WAIT_S, SHORT_S = 120.0, 0.1
+
+
+def together(call: Callable[[int], object], callers: Iterable[int]) -> dict[int, object]:
+    """What `call` returns or raises on each rank, with ranks as threads around one store."""
+    found: dict[int, object] = {}
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = call(rank)
+        except Exception as problem:
+            found[rank] = problem
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in callers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def mistake() -> ConfigError:
+    return ConfigError("bytes", found="0", why="None.", fix="Use 1.")
+
+
+@ranks(3)
+def test_every_rank_gets_the_values_and_reasons_of_all(rank: int) -> None:
+    with open_groups(Topology({"tp": 3}), ["tp"], timeout_s=WAIT_S) as groups:
+        for turn in range(3):
+            # The smallest is another rank's at each turn; texts are as hard as any.
+            value = (rank + turn) % 3 - 1
+            reason = f'rank {rank} "\n' if rank else ""
+            got = vote(groups["tp"], "switch", value, reason, timeout_s=WAIT_S)
+            values = tuple((r + turn) % 3 - 1 for r in range(3))
+            assert got == Vote(-1, values, ("", 'rank 1 "\n', 'rank 2 "\n'))
+        # The same topic, compared instead of collected, is another one.
+        agree_in_group(groups["tp"], "switch", ["same"], timeout_s=WAIT_S)
+        error = mistake() if rank == 1 else None
+        with pytest.raises(ConfigError if rank == 1 else PeerError, match="bytes: 0"):
+            vote(groups["tp"], "switch", rank, error=error, timeout_s=WAIT_S)
+        assert vote(groups["tp"], "switch", rank, timeout_s=WAIT_S).values == (0, 1, 2)
+
+
+def test_alone_there_is_nobody_to_ask() -> None:
+    group = Group("tp", (5,), None)
+    assert vote(group, "switch", 3, "it is there") == Vote(3, (3,), ("it is there",))
+    with pytest.raises(ConfigError, match="bytes: 0"):
+        vote(group, "switch", 3, error=mistake())
+    store = dist.HashStore()
+    assert Control(store, [5], 5).vote("switch", 1).values == (1,)
+    assert store.num_keys() == 0
+
+
+def test_missing_ranks_are_named_and_old_votes_are_not_heard() -> None:
+    store = dist.HashStore()
+    three = [Control(store, range(3), rank, timeout_s=WAIT_S) for rank in range(3)]
+    for problem in together(
+        lambda r: three[r].vote("switch", 7, timeout_s=SHORT_S), (0, 2)
+    ).values():
+        assert isinstance(problem, PeerTimeoutError)
+        assert "switch: ranks [1] of 3 did not arrive within 0.1 s" in str(problem)
+    found = together(lambda rank: three[rank].vote("switch", rank), range(3))
+    assert set(found.values()) == {Vote(0, (0, 1, 2), ("", "", ""))}
+    # A part of the ranks votes about the same topic by itself.
+    pair = together(lambda rank: three[rank].among([1, 2]).vote("switch", 9 - rank), (1, 2))
+    assert set(pair.values()) == {Vote(7, (8, 7), ("", ""))}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_votes_do_not_fill_the_store(size: int) -> None:
+    store = dist.HashStore()
+    all_ranks = [Control(store, range(size), rank, timeout_s=WAIT_S) for rank in range(size)]
+
+    def round_of_everything() -> int:
+        together(lambda rank: all_ranks[rank].vote("switch", rank, "r" * rank), range(size))
+        together(lambda rank: all_ranks[rank].vote("switch", 0, error=mistake()), range(size))
+        with pytest.raises(PeerTimeoutError):
+            all_ranks[0].vote("switch", 0, timeout_s=0.02)
+        together(lambda rank: all_ranks[rank].vote("switch", rank), range(size))
+        return store.num_keys()
+
+    first = round_of_everything()
+    assert [round_of_everything() for _ in range(3)] == [first] * 3
