@@ -1,0 +1,1 @@
+"""The choice of an algorithm: a pure function of facts that all ranks share, and its text."""

@@ -1,0 +1,344 @@
+"""The choice of an algorithm: by hand, at every threshold of the package's table, and at random."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pcomm.core.errors import ConfigError
+from pcomm.nvls.policy.bands import Band, Row
+from pcomm.nvls.policy.choose import Choice, choose
+from pcomm.nvls.policy.facts import Facts, Question
+from pcomm.nvls.policy.operations import OPERATIONS, operation_named
+from pcomm.nvls.policy.table import Table
+
+KIB, MIB = 1024, 1024 * 1024
+SHIPPED = Table.load()
+H100 = Facts("sm_90", 8, multicast=True, peers=True, slot_bytes=1 << 40)
+REDUCE = Question("all_reduce", 4096, torch.bfloat16)
+GATHER = Question("all_gather_into_tensor", 4096, torch.uint8)
+GATHERS = {"all_gather_into_tensor", "all_gather_coalesced", "all_gather_v", "gather_to_rank"}
+KERNELS = ("lamport", "multimem", "p2p")
+
+
+def algorithm(facts: Facts, question: Question) -> str:
+    return choose(facts, question, SHIPPED).algorithm
+
+
+# -- random facts, questions and tables -------------------------------------------------------
+
+SIZES = st.one_of(st.integers(0, 40), st.integers(0, 40).map(lambda n: 16 * n))
+FACTS = st.builds(
+    Facts,
+    architecture=st.sampled_from(["sm_90", "sm_90", "sm_90", "sm_80"]),
+    world_size=st.integers(1, 9),
+    multicast=st.booleans(),
+    peers=st.booleans(),
+    slot_bytes=st.one_of(st.integers(0, 5000), st.just(1 << 40)),
+)
+QUESTIONS = st.builds(
+    Question,
+    operation=st.sampled_from(list(OPERATIONS)),
+    num_bytes=SIZES,
+    dtype=st.sampled_from(
+        [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8]
+    ),
+    dim=st.sampled_from([0, -1, 1]),
+    row_bytes=st.one_of(st.none(), SIZES),
+    deterministic=st.booleans(),
+    algorithm=st.sampled_from(["auto", *KERNELS, "dist"]),
+)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    """One band, for sm_90 alone; its rows have 1, 2, 3 ... blocks, and those of `dist` none."""
+    largest: dict[str, int] = {}
+    rows = []
+    for i, name in enumerate(draw(st.lists(st.sampled_from([*KERNELS, "dist"]), max_size=6))):
+        largest[name] = largest.get(name, -1) + draw(st.integers(1, 300))
+        blocks, warps = (0, 0) if name == "dist" else (i + 1, 4)
+        rows.append(Row(name, largest[name], blocks, warps, "drawn"))
+    world_sizes = (2, draw(st.integers(2, 9)))
+    return Table((Band(("sm_90",), tuple(OPERATIONS), world_sizes, tuple(rows)),))
+
+
+def runs(facts: Facts, question: Question, name: str) -> bool:
+    """Whether an algorithm can run, from the words of the decision: nothing but conditions."""
+    segments = 1 if question.operation.startswith("all_reduce") else facts.world_size
+    slot = {"lamport": 2 * facts.world_size, "multimem": segments, "p2p": segments}
+    without = {
+        "lamport": {"all_gather_v", "reduce_scatter_v", "reduce_scatter_add_rmsnorm_all_gather"},
+        "multimem": {"gather_to_rank"},
+        "p2p": set(),
+    }
+    is_sum = question.operation not in GATHERS
+    last_too = question.operation in {"all_gather_into_tensor", "gather_to_rank"}
+    aligned = question.num_bytes % 16 == 0 and (question.row_bytes or 0) % 16 == 0
+    return (
+        (facts.multicast if name == "multimem" else facts.peers)
+        and question.operation not in without[name]
+        and question.dim in ({0, -1} if last_too else {0})
+        and not (is_sum and question.dtype in {torch.float64, torch.int8})
+        and not (is_sum and question.deterministic and name == "multimem")
+        and aligned
+        and slot[name] * question.num_bytes <= facts.slot_bytes
+    )
+
+
+def expected(facts: Facts, question: Question, table: Table) -> tuple[str, int]:
+    """Algorithm and blocks, by a search through conditions."""
+    rows = table.rows(facts.architecture, question.operation, facts.world_size)
+    small = [row for row in rows if question.num_bytes <= row.max_bytes]
+    if question.algorithm != "auto":
+        own = [row for row in rows if row.algorithm == question.algorithm != "dist"]
+        if not own or not runs(facts, question, question.algorithm):
+            return "dist", 0
+        fitting = [row for row in own if row in small] or own[-1:]
+        return question.algorithm, fitting[0].num_blocks
+    for row in small:
+        useless = row.algorithm == "multimem" and facts.world_size == 2
+        if row.algorithm == "dist" or (not useless and runs(facts, question, row.algorithm)):
+            return row.algorithm, row.num_blocks
+    return "dist", 0
+
+
+@given(FACTS, QUESTIONS, tables())
+def test_every_call_has_the_choice_that_a_plain_search_finds(
+    facts: Facts, question: Question, table: Table
+) -> None:
+    choice = choose(facts, question, table)
+    assert (choice.algorithm, choice.num_blocks) == expected(facts, question, table)
+    assert set(choice.losses) <= set(choice.reasons)
+    names = [reason.split(":")[0] for reason in choice.reasons]
+    assert len(set(names)) == len(names)
+    assert choice.algorithm not in names
+    if choice.because == "no other algorithm is left":
+        assert set(names) == set(KERNELS)
+
+
+@given(FACTS, QUESTIONS, tables())
+def test_later_rows_are_for_larger_messages(facts: Facts, question: Question, table: Table) -> None:
+    rows = table.rows(facts.architecture, question.operation, facts.world_size)
+
+    def place(num_bytes: int) -> int:
+        asked = question._replace(num_bytes=num_bytes, algorithm="auto")
+        choice = choose(facts, asked, table)
+        if choice.because.startswith("no other") or facts.world_size == 1:
+            return len(rows)
+        key = (choice.algorithm, choice.num_blocks)
+        at = [i for i, row in enumerate(rows) if (row.algorithm, row.num_blocks) == key]
+        # Several rows of dist look alike.
+        return next(i for i in at if rows[i].max_bytes >= num_bytes)
+
+    places = [place(num_bytes) for num_bytes in range(0, 2000, 16)]
+    assert places == sorted(places)
+
+
+@given(FACTS, QUESTIONS, tables())
+def test_ranks_choose_alike_from_equal_arguments(
+    facts: Facts, question: Question, table: Table
+) -> None:
+    before = copy.deepcopy((facts, question, table))
+    here = choose(facts, question, table)
+    again = choose(*pickle.loads(pickle.dumps((facts, question, table))))
+    assert here == again
+    assert (facts, question, table) == before
+
+
+# -- the package's table ------------------------------------------------------------------------
+
+PLACES = [
+    (architecture, operation, band.world_sizes[1], row)
+    for band in SHIPPED.bands
+    for architecture, operation in product(band.architectures, band.operations)
+    for row in band.rows
+]
+
+
+def test_both_sides_of_every_threshold_of_the_package() -> None:
+    assert len(PLACES) > 300
+    for architecture, operation, world_size, row in PLACES:
+        rows = SHIPPED.rows(architecture, operation, world_size)
+        question = Question(operation, row.max_bytes, torch.bfloat16)
+        own = replace(H100, architecture=architecture, world_size=world_size)
+        able = [one for one in rows if one.algorithm in OPERATIONS[operation].algorithms]
+        if world_size == 2:
+            able = [one for one in able if one.algorithm != "multimem"]
+        if row not in able:
+            continue
+        # Without multicast if the row would be hidden by larger ones of multimem.
+        if row.algorithm == "p2p" and architecture != "emulated":
+            own = replace(own, multicast=False)
+            able = [one for one in able if one.algorithm != "multimem"]
+        at, above = (
+            choose(own, question._replace(num_bytes=row.max_bytes + more), SHIPPED)
+            for more in (0, 16)
+        )
+        assert (at.algorithm, at.num_blocks, at.num_warps) == (
+            row.algorithm,
+            row.num_blocks,
+            row.num_warps,
+        )
+        following = next((one for one in able if one.max_bytes > row.max_bytes), None)
+        assert above.algorithm == (following.algorithm if following else "dist")
+        assert above.num_blocks == (following.num_blocks if following else 0)
+
+
+def test_the_package_has_rows_for_each_operation_up_to_72_ranks() -> None:
+    for architecture in ("sm_90", "sm_100", "sm_103", "emulated"):
+        for operation, world_size in product(OPERATIONS, range(2, 73)):
+            rows = SHIPPED.rows(architecture, operation, world_size)
+            assert {row.algorithm for row in rows} == set(KERNELS)
+            few = range(2, 5) if architecture == "emulated" else range(4, 17)
+            assert all(row.num_blocks in few for row in rows)
+        assert SHIPPED.rows(architecture, "all_reduce", 73) == ()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "operation", "num_bytes", "name"),
+    [
+        # Single tokens and small batches of a hidden size of 8192, then chunks of a prompt.
+        (8, "all_reduce", 16 * KIB, "lamport"),
+        (8, "all_reduce", MIB, "multimem"),
+        (8, "all_reduce", 512 * MIB, "multimem"),
+        (8, "all_reduce", 512 * MIB + 16, "dist"),
+        (8, "all_gather_into_tensor", 128 * KIB, "lamport"),
+        (8, "all_gather_into_tensor", 8 * MIB, "multimem"),
+        (8, "all_gather_into_tensor", 64 * MIB, "dist"),
+        (8, "reduce_scatter_tensor", 8 * MIB, "multimem"),
+        (8, "reduce_scatter_tensor", 32 * MIB, "dist"),
+        (2, "all_reduce", 16 * KIB, "lamport"),
+        (2, "all_reduce", MIB, "p2p"),
+        (72, "all_reduce", 16 * KIB, "multimem"),
+        (6, "reduce_scatter_v", 16 * KIB, "multimem"),
+        (6, "gather_to_rank", MIB, "p2p"),
+        (1, "all_reduce", 16 * KIB, "dist"),
+    ],
+)
+def test_by_hand(world_size: int, operation: str, num_bytes: int, name: str) -> None:
+    question = Question(operation, num_bytes, torch.bfloat16)
+    assert algorithm(replace(H100, world_size=world_size), question) == name
+
+
+# -- reasons, one at a time ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "question", "reason"),
+    [
+        ({"peers": False}, REDUCE, "the group has no pointers to peers"),
+        ({"peers": False, "peers_reason": "rank 3: no P2P"}, REDUCE, "peers (rank 3: no P2P)"),
+        ({}, REDUCE._replace(num_bytes=4088), "the message is no multiple of 16 bytes"),
+        ({}, REDUCE._replace(row_bytes=24), "a row is no multiple of 16 bytes"),
+        ({}, REDUCE._replace(dtype=torch.float64), "kernels do not add torch.float64"),
+        ({}, REDUCE._replace(dim=-1), "all_reduce has kernels for dimension 0, not for -1"),
+        ({}, GATHER._replace(dim=1), "kernels for dimension 0 and -1, not for 1"),
+        ({"slot_bytes": 4096}, REDUCE, "it needs more than a slot of the workspace, 4096 bytes"),
+        ({"architecture": "sm_80"}, REDUCE, "all_reduce between 8 ranks of sm_80"),
+    ],
+)
+def test_what_lamport_cannot_do_is_told(facts: dict, question: Question, reason: str) -> None:
+    choice = choose(replace(H100, **facts), question, SHIPPED)
+    (told,) = [line for line in choice.reasons if line.startswith("lamport: ")]
+    assert reason in told
+    assert told in choice.losses
+    assert choice.algorithm != "lamport"
+
+
+def test_a_slot_is_as_large_as_the_message_needs() -> None:
+    sizes = {
+        ("all_reduce", "lamport"): 16,
+        ("all_reduce", "multimem"): 1,
+        ("all_gather_into_tensor", "lamport"): 16,
+        ("all_gather_into_tensor", "p2p"): 8,
+        ("reduce_scatter_v", "multimem"): 8,
+    }
+    for (operation, name), messages in sizes.items():
+        question = Question(operation, 4096, torch.bfloat16, algorithm=name)
+        assert operation_named(operation).slot_bytes(name, 4096, 8) == 4096 * messages
+        enough = replace(H100, slot_bytes=4096 * messages)
+        assert algorithm(enough, question) == name
+        assert algorithm(replace(enough, slot_bytes=4096 * messages - 1), question) == "dist"
+    assert operation_named("all_reduce").slot_bytes("dist", 4096, 8) == 0
+
+
+def test_sums_in_the_order_of_the_ranks_are_no_matter_of_the_switch() -> None:
+    large = REDUCE._replace(num_bytes=MIB)
+    assert algorithm(H100, large) == "multimem"
+    choice = choose(H100, large._replace(deterministic=True), SHIPPED)
+    assert choice.algorithm == "p2p"
+    assert "multimem: the switch does not add in the order of the ranks" in choice.reasons
+    assert choice.losses == ()
+    assert algorithm(H100, REDUCE._replace(deterministic=True)) == "lamport"
+    named = large._replace(deterministic=True, algorithm="multimem")
+    assert algorithm(H100, named) == "dist"
+    # A gather adds nothing.
+    copied = GATHER._replace(num_bytes=MIB, deterministic=True)
+    assert algorithm(H100, copied) == "multimem"
+
+
+def test_any_dtype_is_gathered_and_three_are_added() -> None:
+    dtypes = [torch.bool, torch.int64, torch.float64, torch.float8_e4m3fn, torch.complex64]
+    for dtype in (*dtypes, torch.bfloat16, torch.float16, torch.float32):
+        added = algorithm(H100, REDUCE._replace(dtype=dtype))
+        assert added == ("dist" if dtype in dtypes else "lamport")
+        assert algorithm(H100, GATHER._replace(dtype=dtype)) == "lamport"
+
+
+def test_what_is_missing_leaves_the_rest() -> None:
+    large = GATHER._replace(num_bytes=MIB)
+    reason = "rank 3: TORCH_SYMM_MEM_DISABLE_MULTICAST is set"
+    without = replace(H100, multicast=False, multicast_reason=reason)
+    choice = choose(without, large, SHIPPED)
+    assert choice.algorithm == "p2p"
+    assert choice.losses == (f"multimem: the group has no multicast address ({reason})",)
+    assert algorithm(without, GATHER) == "lamport"
+    nothing = replace(without, peers=False)
+    assert all(algorithm(nothing, GATHER._replace(num_bytes=16 * n)) == "dist" for n in range(9))
+
+
+def test_two_ranks_use_multicast_only_by_name() -> None:
+    two = replace(H100, world_size=2)
+    for operation, size in product(OPERATIONS, (16, 64 * KIB, MIB, 8 * MIB)):
+        question = Question(operation, size, torch.bfloat16)
+        assert algorithm(two, question) != "multimem"
+        if "multimem" in OPERATIONS[operation].algorithms:
+            assert algorithm(two, question._replace(algorithm="multimem")) == "multimem"
+
+
+def test_a_named_algorithm_is_taken_at_every_size() -> None:
+    for name in OPERATIONS["all_reduce"].algorithms:
+        for size in (0, 16, 4096, 1 << 30):
+            choice = choose(H100, REDUCE._replace(algorithm=name, num_bytes=size), SHIPPED)
+            assert (choice.algorithm, choice.reasons) == (name, ())
+            assert 4 <= choice.num_blocks <= 16
+    assert choose(H100, REDUCE._replace(algorithm="dist"), SHIPPED) == Choice(
+        "dist", 0, 0, "it was asked for by name"
+    )
+
+
+@pytest.mark.parametrize(
+    ("question", "fix"),
+    [
+        (REDUCE._replace(operation="allreduce"), "'all_reduce'"),
+        (REDUCE._replace(algorithm="multimen"), "'multimem'"),
+        (REDUCE._replace(num_bytes=-16), "from 0 on"),
+        (REDUCE._replace(row_bytes=-16), "from 0 on"),
+    ],
+)
+def test_mistakes_are_errors(question: Question, fix: str) -> None:
+    with pytest.raises(ConfigError) as problem:
+        choose(H100, question, SHIPPED)
+    assert fix in problem.value.fix
+    with pytest.raises(ConfigError, match="world_size=0"):
+        replace(H100, world_size=0)
+    with pytest.raises(ConfigError, match="slot_bytes=-1"):
+        replace(H100, slot_bytes=-1)
