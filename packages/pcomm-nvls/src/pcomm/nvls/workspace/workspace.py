@@ -7,7 +7,6 @@ torch.distributed, and `capability.reasons` says why.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import weakref
 from collections.abc import Sequence
@@ -23,12 +22,14 @@ from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
 from pcomm.nvls.capability import Capability, capability
+from pcomm.nvls.hardware.rank_facts import Probe
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.chooser import Chooser
 from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
 from pcomm.nvls.workspace.launch import Launch
-from pcomm.nvls.workspace.regions import MAX_BLOCKS, Regions
+from pcomm.nvls.workspace.opening import open_memory
+from pcomm.nvls.workspace.regions import Regions
 from pcomm.nvls.workspace.slots import SLOTS, Rotation, Turn
 
 __all__ = ["Workspace"]
@@ -52,10 +53,12 @@ class Workspace:
             slot that was written again since.
         timeout_s: Longest wait of an operation for another rank, in seconds.
         control: Control by which the ranks agree; by default that of `group`.
+        probe: Source of the facts about this rank; by default this process and its device.
 
     Attributes:
         capability: What the ranks can do together.
         memory: Their memory; None where they can only use torch.distributed.
+        num_launches: Number of kernels that were launched so far.
 
     Raises:
         ConfigError: A size or a time that is not positive, or no slot.
@@ -76,6 +79,7 @@ class Workspace:
         debug: bool = False,
         timeout_s: float = 30.0,
         control: Control | None = None,
+        probe: Probe | None = None,
     ) -> None:
         self.group, self.device = group, _default_device() if device is None else device
         self.max_bytes, self.deterministic, self.debug = max_bytes, deterministic, debug
@@ -92,9 +96,11 @@ class Workspace:
         self._agree("workspace", lines, error)
         self.regions = Regions(group.size, max_bytes, slots)
         self.memory: SymmetricMemory | None = None
-        self.capability: Capability = capability(group, device=self.device, control=control)
+        self.capability: Capability = capability(
+            group, device=self.device, control=control, probe=probe
+        )
         if self.capability.is_usable:
-            self._open_memory()
+            self._open_memory(control)
         facts = Facts(
             self.capability.architecture,
             group.size,
@@ -109,7 +115,7 @@ class Workspace:
         self._stream: int | None = None
         self._prepared: Turn | None = None
         self._generations: dict[int, int] = {}
-        self._is_closed = False
+        self.num_launches, self._is_closed = 0, False
         find = weakref.ref(self)
         self._forget = group.before_close(lambda: _close(find()))
 
@@ -162,6 +168,7 @@ class Workspace:
     def run(self, launch: Launch) -> None:
         """Enqueue a launch; under the interpreter, which has done it then, look at the outcome."""
         launch.run()
+        self.num_launches += 1
         if self.device.type == "cpu":
             self.check()
 
@@ -305,25 +312,17 @@ class Workspace:
 
     # -- how it is done ------------------------------------------------------------------
 
-    def _open_memory(self) -> None:
-        """Allocate on all ranks, or on none; then the reasons say why."""
-        try:
-            self.memory = SymmetricMemory.open(
-                self.group, self.regions.num_bytes, device=self.device, control=self._control
+    def _open_memory(self, control: Control | None) -> None:
+        opened, self.capability = open_memory(
+            self.group, self.regions, self.device, self.capability, control
+        )
+        if opened is not None:
+            self.memory, self._epochs, self._failure = (
+                opened.symmetric,
+                opened.epochs,
+                opened.failure,
             )
-        except PcommError as problem:
-            self.capability = self.capability.without_memory(str(problem))
-            return
-        self.memory.buffer()[: self.regions.signal_bytes].zero_()
-        self._epochs = torch.zeros(1 + MAX_BLOCKS, dtype=torch.int32, device=self.device)
-        # The host reads it without a word to the device, also after that has stopped.
-        on_cuda = self.device.type == "cuda"
-        self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=on_cuda)
-        self._failure_word = ctypes.c_int32.from_address(self._failure.data_ptr())
-        if on_cuda:
-            torch.cuda.synchronize(self.device)
-        # No rank signals before all have cleared their signals.
-        self._agree("workspace is clear", [])
+            self._failure_word = opened.failure_word
 
     def _wait_for_all(self) -> None:
         from pcomm.nvls.kernels.wait_for_all import wait_for_all_kernel
