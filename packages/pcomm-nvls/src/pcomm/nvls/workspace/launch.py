@@ -24,6 +24,7 @@ class Launch:
         num_warps: Number of warps of a block.
         arguments: Arguments of the kernel, by name.
         device: Device of the memory.
+        tensors: Tensors whose addresses are among the arguments: they live until it has run.
     """
 
     kernel: Any
@@ -31,6 +32,7 @@ class Launch:
     num_warps: int
     arguments: dict[str, Any]
     device: torch.device
+    tensors: tuple[torch.Tensor, ...] = ()
 
     def run(self) -> None:
         """Enqueue it on the current stream of its device; under the interpreter, do it."""

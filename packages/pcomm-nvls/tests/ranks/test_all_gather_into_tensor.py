@@ -1,0 +1,132 @@
+"""All-gather under emulation, against torch.distributed: every dtype, dimension and algorithm."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    LayoutError,
+    PeerError,
+    PeerTimeoutError,
+    UnsupportedError,
+)
+from pcomm.core.groups.agreement import agree_in_group
+from pcomm.core.groups.group import Group
+from pcomm.core.testing import ranks
+from pcomm.core.testing.default_group import default_group
+from pcomm.nvls.testing.emulation import emulate
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool]
+
+
+def shard(
+    generator: random.Random, rank: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """Bytes that differ between ranks and calls; any bit pattern but for booleans."""
+    torch.manual_seed(generator.randrange(1 << 30) * 8 + rank)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (num_bytes,), dtype=torch.uint8)
+    return raw.view(dtype).view(shape)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def run_cases(rank: int, size: int, num_cases: int) -> None:
+    emulate()
+    from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    group, generator = Group.from_process_group("tp", default_group()), random.Random(size)
+    with Workspace(group, 1 << 16) as workspace:
+        for case in range(num_cases):
+            dtype, dim = generator.choice(DTYPES), generator.choice([0, -1, 1])
+            rows, columns = generator.randrange(1, 9), 16 * generator.randrange(1, 9)
+            algo = generator.choice(["multimem", "p2p", "dist"])
+            shape = (rows, columns) if dim != 1 else (rows, 2, columns)
+            x = shard(generator, rank, dtype, shape)
+            if generator.random() < 0.3:
+                x = x.transpose(0, 1).contiguous().transpose(0, 1)
+            if generator.randrange(size * 3) == rank:
+                time.sleep(0.01)
+            inner = group.collectives.all_gather(x, dim=dim)
+            out = torch.empty_like(inner) if generator.random() < 0.5 else None
+            found = all_gather_into_tensor(
+                out, x, workspace=workspace, dim=dim, algo=algo if dim != 1 else "auto"
+            )
+            assert same_bits(found, inner), (case, dtype, dim, algo, shape)
+            assert out is None or found is out
+
+
+@ranks(2)
+def test_two_ranks_gather_what_torch_gathers(rank: int) -> None:
+    run_cases(rank, 2, 40)
+
+
+@ranks(3)
+def test_three_ranks_gather_what_torch_gathers(rank: int) -> None:
+    run_cases(rank, 3, 20)
+
+
+@ranks(2)
+def test_bad_input_is_refused_on_all_ranks_and_the_workspace_goes_on(rank: int) -> None:
+    emulate()
+    from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor as gather
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    group = Group.from_process_group("tp", default_group())
+    x = torch.full((4, 8), rank, dtype=torch.float32)
+    with Workspace(group, 1 << 12) as workspace:
+        with pytest.raises(UnsupportedError, match="no backward"):
+            gather(None, x.clone().requires_grad_(), workspace=workspace)
+        with pytest.raises(LayoutError, match="a result of shape"):
+            gather(torch.empty(4, 8), x, workspace=workspace)
+        with pytest.raises(LayoutError, match="dim=2"):
+            gather(None, x, workspace=workspace, dim=2)
+        with pytest.raises(ConfigError, match="nccl"):
+            gather(None, x, workspace=workspace, algo="nccl")  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedError, match="slot"):
+            gather(None, torch.zeros(1 << 11), workspace=workspace, strict=True)
+        # One byte more than 16: the choice of all ranks is torch.distributed.
+        odd = torch.full((17,), rank, dtype=torch.uint8)
+        assert gather(None, odd, workspace=workspace).tolist() == [0] * 17 + [1] * 17
+        assert "multiple of 16" in workspace.explain(question_of(odd))
+        assert gather(None, x[:, :0], workspace=workspace).shape == (8, 0)
+        found = gather(None, x, workspace=workspace, algo="p2p")
+        assert found[:, 0].tolist() == [0.0] * 4 + [1.0] * 4
+    with pytest.raises(ClosedError, match="workspace is closed"):
+        gather(None, x, workspace=workspace)
+    with pytest.raises(ConfigError if rank else PeerError, match="max_bytes"):
+        Workspace(group, 0 if rank else 1 << 12)
+
+
+def question_of(x: Tensor) -> Any:
+    from pcomm.nvls.policy.facts import Question
+
+    return Question("all_gather_into_tensor", x.nbytes, x.dtype)
+
+
+@ranks(2)
+def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
+    emulate()
+    from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor as gather
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    group = Group.from_process_group("tp", default_group())
+    x = torch.full((4, 8), float(rank))
+    with Workspace(group, 1 << 12, timeout_s=0.2) as workspace:
+        gather(None, x, workspace=workspace, algo="multimem")
+        if rank == 0:
+            for _ in range(2):
+                with pytest.raises(PeerTimeoutError, match="rank 1 did not signal within 0.2 s"):
+                    gather(None, x, workspace=workspace, algo="multimem")
+        agree_in_group(group, "test: rank 0 is through", [])
