@@ -5,4 +5,3 @@ from pcomm.core.control.default import control_of_group as control_of_group
 from pcomm.core.control.default import default_control as default_control
 from pcomm.core.control.failure_flag import FailureFlag as FailureFlag
 from pcomm.core.control.votes import Vote as Vote
-from pcomm.core.groups.agreement import vote as vote

@@ -1,4 +1,4 @@
-"""Memory that communicators know of: registered pools."""
+"""Memory that communicators know of: registered pools, and memory that ranks share by address."""
 
 from pcomm.core.face import face
 

@@ -15,7 +15,8 @@ from enum import Enum
 
 import torch.distributed as dist
 
-from pcomm.core.errors import ConfigError, PcommError, UnsupportedError
+from pcomm.core.control.transaction import all_or_none
+from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import Groups
@@ -139,39 +140,35 @@ class PoolRegistry:
             PeerError: One of these on another rank.
         """
         pairs: list[Binding] = []
-        lines: list[str] = []
-        error: Exception | None = None
-        try:
+        done: list[Binding] = []
+
+        def prepare() -> list[str]:
             self._check_open("bind")
-            pairs = self._new_pairs(arena, groups, across_roles)
+            pairs.extend(self._new_pairs(arena, groups, across_roles))
             lines = [f"arena {arena.name!r}, symmetric {symmetric}", *arena.signature()]
             lines += [f"communicator of {pair.group}" for pair in pairs]
             # A window is registered by all ranks together, which nothing else may interrupt.
             self._backend.quiesce()
-        except Exception as problem:
-            error = problem
-        self._agree("bind", lines, error)
-        failure: Exception | None = None
-        done: list[Binding] = []
-        for pair in pairs:
-            # Noted before the attempt: one that fails half-way leaves something to undo.
-            done.append(pair)
-            try:
-                pair.communicator.registrar.register_mem_pool(arena.pool, symmetric)
-            except Exception as problem:
-                failure = _failed("register", pair, problem)
-                break
-        try:
-            self._agree("bound", [], failure)
-        except PcommError as problem:
+            return lines
+
+        def register() -> None:
+            for pair in pairs:
+                # Noted before the attempt: one that fails half-way leaves something to undo.
+                done.append(pair)
+                try:
+                    pair.communicator.registrar.register_mem_pool(arena.pool, symmetric)
+                except Exception as problem:
+                    raise _failed("register", pair, problem) from problem
+
+        def undo(failure: Exception | None) -> list[UnsupportedError]:
             # Only what failed half-way may have missing segments; torch stops at the first of
             # them, which is where registration stopped, so nothing stays registered.
-            half = done.pop() if failure is not None else None
-            if half is not None:
-                _undo_half(half)
-            for broken in self._deregister(done):
-                problem.add_note(str(broken))
-            raise
+            if failure is not None and done:
+                _undo_half(done.pop())
+            return self._deregister(done)
+
+        all_or_none(prepare, lambda lines, error: self._agree("bind", lines or [], error), undo)
+        all_or_none(register, lambda _, error: self._agree("bound", [], error), undo)
         for pair in pairs:
             pair.state = State.BOUND
             self._bindings[arena.name, pair.communicator.uid] = pair

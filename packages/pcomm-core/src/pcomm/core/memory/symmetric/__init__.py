@@ -1,0 +1,1 @@
+"""Memory of every rank of a group that all of them read and write by address."""

@@ -1,0 +1,128 @@
+"""GPUs: symmetric memory of torch, whose interface is alpha; nothing else of pcomm knows of it.
+
+It stands on `empty`, `rendezvous`, `set_signal_pad_size` of `torch.distributed._symmetric_memory`
+and on five fields of the handle. Never run on several GPUs yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pcomm.core.errors import UnsupportedError
+from pcomm.core.memory.symmetric.address import tensor_at
+from pcomm.core.memory.symmetric.segments import Segments
+
+__all__ = ["TorchMemory"]
+
+
+class TorchMemory:
+    """The `Backing` of torch's symmetric memory.
+
+    Args:
+        process_group: Torch's group of the ranks.
+        rank: Place of this rank in the group.
+        segments: Sizes.
+        device: GPU of this rank.
+        module: Module with the functions of `torch.distributed._symmetric_memory`; None for that.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        rank: int,
+        segments: Segments,
+        device: torch.device,
+        module: Any = None,
+    ) -> None:
+        self.device, self._process_group = device, process_group
+        self._rank, self._segments, self._module = rank, segments, module
+        self._tensor: torch.Tensor | None = None
+        self._handle: Any = None
+        self.buffer_ptrs: tuple[int, ...] = ()
+        self.signal_pad_ptrs: tuple[int, ...] = ()
+        self.multicast_ptr: int | None = None
+
+    def allocate(self) -> str:
+        """Allocate the buffer, with a signal pad of the size that was asked for.
+
+        Raises:
+            UnsupportedError: Torch refused, or has no symmetric memory.
+        """
+        try:
+            if self._module is None:
+                self._module = importlib.import_module("torch.distributed._symmetric_memory")
+            # For the whole process, and read at each allocation.
+            self._module.set_signal_pad_size(self._segments.signal_bytes)
+            self._tensor = self._module.empty(
+                self._segments.num_bytes, dtype=torch.uint8, device=self.device
+            )
+        except (AttributeError, ImportError, RuntimeError) as problem:
+            raise self._failed("allocate", f"{type(problem).__name__}: {problem}") from problem
+        return ""
+
+    def rendezvous(self, texts: Sequence[str]) -> None:
+        """Map the memory of all ranks.
+
+        Raises:
+            UnsupportedError: Torch refused, or returned other ranks or addresses than it says.
+        """
+        try:
+            handle = self._module.rendezvous(self._tensor, self._process_group)
+            place = handle.rank, handle.world_size
+            self.buffer_ptrs = tuple(map(int, handle.buffer_ptrs))
+            self.signal_pad_ptrs = tuple(map(int, handle.signal_pad_ptrs))
+            # Zero where the system has no multicast, although the rendezvous went well.
+            self.multicast_ptr = int(handle.multicast_ptr) or None
+        except (AttributeError, RuntimeError, TypeError) as problem:
+            raise self._failed("rendezvous", f"{type(problem).__name__}: {problem}") from problem
+        self._handle = handle
+        size = self._segments.size
+        pointers = len(self.buffer_ptrs), len(self.signal_pad_ptrs)
+        if place != (self._rank, size) or pointers != (size, size):
+            found = f"rank {place[0]} of {place[1]}, with {pointers[0]} and {pointers[1]} addresses"
+            raise self._failed("rendezvous", found)
+        if not all(self.buffer_ptrs + self.signal_pad_ptrs):
+            raise self._failed("rendezvous", "an address that is zero")
+        self.signal_pad(self._rank).zero_()
+        self.quiesce()
+
+    def finish(self) -> None:
+        """There is nothing to give back."""
+
+    def buffer(self, rank: int) -> torch.Tensor:
+        """The buffer of a rank, at its address in this process."""
+        return self._at(self.buffer_ptrs[rank], self._segments.num_bytes)
+
+    def signal_pad(self, rank: int) -> torch.Tensor:
+        """The signal pad of a rank, at its address in this process."""
+        pad = self._at(self.signal_pad_ptrs[rank], self._segments.signal_bytes)
+        return pad.view(torch.int32)
+
+    def quiesce(self) -> None:
+        """Wait for all streams of this rank's GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def release(self) -> None:
+        """Drop the allocation and the handle, which the last tensor keeps."""
+        self._tensor = self._handle = None
+
+    def _at(self, address: int, num_bytes: int) -> torch.Tensor:
+        return tensor_at(address, num_bytes, self.device, (self._handle, self._tensor))
+
+    def _failed(self, what: str, found: str) -> UnsupportedError:
+        sizes = f"{self._segments.num_bytes} bytes for each of {self._segments.size} ranks"
+        return UnsupportedError(
+            f"SymmetricMemory.open: {sizes} by torch, {what}",
+            found=found,
+            why="Torch's symmetric memory needs GPUs that reach each other's memory.",
+            fix="Look at `pcomm doctor` for peer access and multicast; or use a group within one "
+            "NVLink domain.",
+        )
