@@ -127,6 +127,6 @@ def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
         gather(None, x, workspace=workspace, algo="multimem")
         if rank == 0:
             for _ in range(2):
-                with pytest.raises(PeerTimeoutError, match="rank 1 did not signal within 0.2 s"):
+                with pytest.raises(PeerTimeoutError, match=r"rank 1 did not signal within 0\.2 s"):
                     gather(None, x, workspace=workspace, algo="multimem")
         agree_in_group(group, "test: rank 0 is through", [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,7 +59,7 @@ def test_a_slot_is_never_repeated_without_waiting(graphs: list[list[bool]]) -> N
     for first in (*sequences, [eager[0]], [eager[1]]):
         for second in (*sequences, [eager[0]], [eager[1]]):
             run = [*first, *second]
-            for before, after in zip(run, run[1:], strict=False):
+            for before, after in itertools.pairwise(run):
                 assert after.needs_entry or after.slot != before.slot
 
 

@@ -7,7 +7,14 @@ from typing import Literal
 from torch import Tensor
 
 from pcomm.core.errors import LayoutError
-from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, result_in, way_of
+from pcomm.nvls.collectives.inputs import (
+    VECTOR_BYTES,
+    check_input,
+    dense,
+    kernel_dim,
+    result_in,
+    way_of,
+)
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -49,7 +56,7 @@ def all_gather_into_tensor(
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_input(_NAME, x, workspace.device)
-    along = _kernel_dim(x, dim)
+    along = kernel_dim(x, dim)
     shape = _result_shape(x, dim, workspace.group.size)
     row_bytes = x.shape[-1] * x.itemsize if along == -1 else None
     question = Question(
@@ -94,13 +101,6 @@ def all_gather_launch(
         workspace.device,
         (x, out),
     )
-
-
-def _kernel_dim(x: Tensor, dim: int) -> int:
-    """`dim` as kernels know it: 0, or -1 for the last of several."""
-    if dim in (-1, x.dim() - 1):
-        return 0 if x.dim() <= 1 else -1
-    return dim
 
 
 def _result_shape(x: Tensor, dim: int, size: int) -> tuple[int, ...]:

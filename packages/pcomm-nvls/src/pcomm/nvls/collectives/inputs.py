@@ -12,7 +12,15 @@ from torch import Tensor
 from pcomm.core.errors import LayoutError, UnsupportedError
 from pcomm.nvls.policy.choose import Choice
 
-__all__ = ["VECTOR_BYTES", "check_input", "dense", "result_in", "way_of"]
+__all__ = [
+    "VECTOR_BYTES",
+    "check_input",
+    "dense",
+    "kernel_dim",
+    "kind_of",
+    "result_in",
+    "way_of",
+]
 
 VECTOR_BYTES = 16
 """Bytes that a thread moves at a time; addresses are multiples of it."""
@@ -79,3 +87,16 @@ def result_in(operation: str, out: Tensor | None, shape: tuple[int, ...], like: 
 def way_of(choice: Choice) -> str:
     """How the kernels of a choice reach other ranks: "multicast" or "peers"."""
     return "multicast" if choice.algorithm == "multimem" else "peers"
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """How the kernels that add call a dtype: "bf16", "fp16" or "fp32"; the choice has no other."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+
+
+def kernel_dim(x: Tensor, dim: int) -> int:
+    """`dim` as kernels know it: 0, or -1 for the last of several; others as they are."""
+    if not -x.dim() <= dim < x.dim():
+        return dim
+    place = dim % x.dim()
+    return -1 if place and place == x.dim() - 1 else place

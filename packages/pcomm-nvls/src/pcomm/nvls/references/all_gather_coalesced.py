@@ -1,0 +1,18 @@
+"""All-gathers of several tensors by the group's own collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pcomm.core.collectives.protocol import Collectives
+
+__all__ = ["all_gather_coalesced"]
+
+
+def all_gather_coalesced(
+    outs: Sequence[Tensor | None], xs: Sequence[Tensor], *, collectives: Collectives
+) -> list[Tensor]:
+    """See `pcomm.nvls.all_gather_coalesced`. Collective: one operation a tensor."""
+    return [collectives.all_gather(x, out=out) for out, x in zip(outs, xs, strict=True)]
