@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from pcomm.core.collectives.out import not_over
 from pcomm.core.errors import LayoutError
 from pcomm.nvls.collectives.inputs import (
     VECTOR_BYTES,
@@ -67,8 +68,10 @@ def all_gather_into_tensor(
         return reference(out, x, collectives=workspace.group.collectives, dim=dim)
     result = result_in(_NAME, out, shape, x)
     if x.numel():
-        launch = all_gather_launch(workspace, choice, result, dense(x), along)
-        workspace.run(launch)
+        # A block writes its own place in the result after it has read there, others before.
+        place = workspace.group.rank * x.nbytes if along == 0 else None
+        x = not_over(dense(x), result, place)
+        workspace.run(all_gather_launch(workspace, choice, result, x, along))
     return result if out is None or result is out else out.copy_(result)
 
 

@@ -82,7 +82,13 @@ _ALL = (
         algorithms=("lamport", "p2p"),
         dims=(0, -1),
     ),
-    Operation("reduce_scatter_tensor", "the output of one rank", reduces=True, is_segment=True),
+    Operation(
+        "reduce_scatter_tensor",
+        "the output of one rank",
+        reduces=True,
+        is_segment=True,
+        dims=(0, -1),
+    ),
     Operation(
         "reduce_scatter_v",
         "the largest output that a rank may have",
