@@ -155,5 +155,6 @@ def barrier(
             is_pure=False,
             pack=1,
         )
-    tl.debug_barrier()
+    # Before the threads part: each of them reads the number again in the next barrier.
     tl.store(epochs + 1 + block, number)
+    tl.debug_barrier()

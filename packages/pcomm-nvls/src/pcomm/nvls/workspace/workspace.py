@@ -38,7 +38,7 @@ __all__ = ["Workspace"]
 class Workspace:
     """Symmetric memory, signals and slots for the operations of a group.
 
-    A context manager; collective to open, local to close. Its operations run one after another on
+    A context manager; collective to open and to close. Its operations run one after another on
     one stream of the device, in the same order on all ranks.
 
     Args:
@@ -291,24 +291,32 @@ class Workspace:
         return self._chooser.explain(question)
 
     def close(self) -> None:
-        """Give the memory back. Local; calling it again does nothing.
+        """Give the memory back, once all ranks have come. Collective; again it does nothing.
 
-        Operations under way on the device are waited for.
+        Operations under way on the device are waited for. The memory of this rank is given back
+        also where another rank does not come.
+
+        Raises:
+            PeerTimeoutError: A rank did not come.
         """
         if self._is_closed:
             return
         self._is_closed = True
         self._forget()
         if self.memory is not None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
             self.memory.close()
 
     def __enter__(self) -> Workspace:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, value: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except Exception as problem:
+            if value is None:
+                raise
+            # The error of the block is the cause of this one.
+            value.add_note(f"closing the workspace: {type(problem).__name__}: {problem}")
 
     # -- how it is done ------------------------------------------------------------------
 
