@@ -66,6 +66,7 @@ _ALL = (
         "the inputs of one rank, all tensors together",
         reduces=False,
         is_segment=True,
+        algorithms=("multimem", "p2p"),
     ),
     Operation(
         "all_gather_v",

@@ -1,0 +1,276 @@
+"""Reduce-scatter, all-reduce and coalesced all-gather under emulation, in random order.
+
+What they return is compared with sums in fp64 of what all ranks passed, which every rank makes
+from the same seed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
+from pcomm.core.groups.group import Group
+from pcomm.core.testing import ranks
+from pcomm.core.testing.default_group import default_group
+from pcomm.nvls.testing.emulation import emulate
+
+SUMMED = [torch.bfloat16, torch.float16, torch.float32]
+# A block moves 128 vectors of 16 bytes at a time, and 2 or 4 blocks a launch do it in turn.
+VECTORS = [1, 2, 127, 128, 129, 255, 257, 300, 513]
+
+
+def tensors(case: random.Random, dtype: torch.dtype, shape: tuple[int, ...], size: int) -> Tensor:
+    """What each rank passes: integers whose sums are exact, or numbers of all magnitudes."""
+    generator = torch.Generator().manual_seed(case.randrange(1 << 30))
+    if case.random() < 0.3:
+        return torch.randint(-9, 10, (size, *shape), generator=generator).to(dtype)
+    magnitude = torch.randn(size, *shape, generator=generator).exp2()
+    return (torch.randn(size, *shape, generator=generator) * magnitude).to(dtype)
+
+
+def check_sum(found: Tensor, of_ranks: Tensor) -> None:
+    """A sum in fp32 that was rounded once, against one in fp64.
+
+    Each of the additions rounds by 2^-24 of a sum that is at most that of the magnitudes; the end
+    result by half a unit in its last place, or in that of the smallest number.
+    """
+    exact = of_ranks.double().sum(0)
+    unit = torch.finfo(found.dtype)
+    added = len(of_ranks) * 2.0**-24 * of_ranks.double().abs().sum(0)
+    rounded = (exact.abs() + added) * unit.eps / 2 + unit.smallest_normal * unit.eps
+    assert found.shape == exact.shape
+    assert ((found.double() - exact).abs() <= added + rounded).all()
+
+
+def as_passed(case: random.Random, x: Tensor) -> Tensor:
+    """The tensor dense, with other strides, or at an address that is no multiple of 16."""
+    way = case.randrange(4)
+    if way == 0 and x.dim() > 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if way == 1:
+        return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+    return x.clone()
+
+
+class Case:
+    """One random call, equal on all ranks, and its check on this one."""
+
+    def __init__(self, random: random.Random, workspaces: list[Any], rank: int) -> None:
+        self.random, self.rank = random, rank
+        self.workspace = random.choice(workspaces)
+        self.size = self.workspace.group.size
+        algos = ["auto", "p2p"] if self.workspace.deterministic else ["auto", "multimem", "p2p"]
+        self.named = {"workspace": self.workspace, "algo": random.choice(algos)}
+        self.dtype = random.choice(SUMMED)
+        self.vector = 16 // self.dtype.itemsize
+
+    def input(self, x: Tensor) -> Tensor:
+        if self.random.random() < 0.2:
+            return self.workspace.empty(x.shape, x.dtype).copy_(x)
+        return as_passed(self.random, x)
+
+    def result(self, shape: tuple[int, ...]) -> Tensor | None:
+        if self.random.random() < 0.3:
+            return None
+        return as_passed(self.random, torch.full(shape, 7.0, dtype=self.dtype))
+
+    def reduce_scatter(self) -> str:
+        from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+
+        vectors, dim = self.random.choice(VECTORS), self.random.choice([0, -1])
+        rows = self.random.choice([n for n in (1, 2, 3, 9, vectors) if vectors % n == 0])
+        columns = vectors // rows * self.vector
+        whole = (rows * self.size, columns) if dim == 0 else (rows, columns * self.size)
+        all_x = tensors(self.random, self.dtype, whole, self.size)
+        x = self.input(all_x[self.rank])
+        out = self.result((rows, columns))
+        if self.random.random() < 0.2:
+            # Over the own segment of the input, or over another one.
+            place = (self.rank + self.random.randrange(2)) % self.size
+            x = all_x[self.rank].clone()
+            out = x.chunk(self.size, dim)[place]
+        found = reduce_scatter_tensor(out, x, dim=dim, **self.named)
+        assert out is None or found is out
+        check_sum(found, all_x.chunk(self.size, dim % 2 + 1)[self.rank])
+        return f"{whole} dim {dim}"
+
+    def all_reduce(self) -> str:
+        from pcomm.nvls.collectives.all_reduce import all_reduce
+
+        shape = (self.random.choice(VECTORS) * self.vector,)
+        all_x = tensors(self.random, self.dtype, shape, self.size)
+        x = self.input(all_x[self.rank])
+        out = self.result(shape)
+        if self.random.random() < 0.4:
+            # In place, or over a part of the input.
+            more = torch.cat([all_x[self.rank], all_x.new_zeros(2 * self.vector)])
+            x = more[: shape[0]]
+            out = x if self.random.random() < 0.5 else more[2 * self.vector :]
+        found = all_reduce(out, x, **self.named)
+        assert out is None or found is out
+        check_sum(found, all_x)
+        return f"{shape}"
+
+    def all_gather(self) -> str:
+        from pcomm.nvls.collectives.all_gather_coalesced import all_gather_coalesced
+
+        vectors = [self.random.choice([0, 1, 2, 130]) for _ in range(self.random.randrange(1, 10))]
+        all_xs = [tensors(self.random, self.dtype, (n * self.vector,), self.size) for n in vectors]
+        xs = [as_passed(self.random, all_x[self.rank]) for all_x in all_xs]
+        outs = [self.result((self.size * len(x),)) for x in xs]
+        found = all_gather_coalesced(outs, xs, **self.named)
+        for out, one, all_x in zip(outs, found, all_xs, strict=True):
+            assert out is None or one is out
+            assert torch.equal(one, all_x.flatten())
+        return f"{vectors}"
+
+
+def run_cases(rank: int, size: int, num_cases: int) -> None:
+    with workspaces() as both:
+        shared = random.Random(size)
+        for number in range(num_cases):
+            case = Case(shared, both, rank)
+            kind = shared.choice([case.reduce_scatter, case.all_reduce, case.all_gather])
+            if shared.randrange(3 * size) == rank:
+                time.sleep(0.01)
+            try:
+                kind()
+            except AssertionError as error:
+                error.add_note(f"case {number}: {kind.__name__}, {case.named}, {case.dtype}")
+                raise
+
+
+@contextmanager
+def workspaces(max_bytes: int = 1 << 17) -> Iterator[list[Any]]:
+    """Two of one group: with two slots, and with one that adds in rank order."""
+    emulate()
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    group = Group.from_process_group("tp", default_group())
+    with (
+        Workspace(group, max_bytes) as first,
+        Workspace(group, max_bytes, slots=1, deterministic=True) as second,
+    ):
+        yield [first, second]
+
+
+@ranks(2)
+def test_two_ranks(rank: int) -> None:
+    run_cases(rank, 2, 50)
+
+
+@ranks(3)
+def test_three_ranks(rank: int) -> None:
+    run_cases(rank, 3, 25)
+
+
+@ranks(4)
+def test_four_ranks(rank: int) -> None:
+    run_cases(rank, 4, 12)
+
+
+@ranks(3)
+def test_kernels_that_read_from_peers_add_as_the_reference_does(rank: int) -> None:
+    """Bit for bit, and on every rank the same; also what fp32 cannot hold exactly."""
+    with workspaces() as (_, ordered):
+        from pcomm.nvls.collectives.all_reduce import all_reduce
+        from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+
+        named = {"workspace": ordered}
+        for dtype in SUMMED:
+            # Sums of these depend on their order, and bf16 and fp16 overflow.
+            values = torch.tensor([1e30, 1.0, -1e30, 3e-39, float("inf"), -0.0, 60000.0, 1e-8])
+            x = values.to(dtype).roll(rank).repeat(3 * 24)
+            for vectors in (9, 72):
+                x_cut = x[: 16 // dtype.itemsize * vectors]
+                for dim in (0, -1):
+                    y = x_cut.view(3, -1)
+                    found = reduce_scatter_tensor(None, y, dim=dim, algo="p2p", **named)
+                    expected = reduce_scatter_tensor(None, y, dim=dim, algo="dist", **named)
+                    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+                found = all_reduce(None, x_cut, algo="p2p", **named)
+                expected = all_reduce(None, x_cut, algo="dist", **named)
+                torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        # Without kernels for its type.
+        integers = torch.arange(6).view(3, 2) + rank
+        assert reduce_scatter_tensor(None, integers, **named).tolist() == [
+            [6 * rank + 3, 6 * rank + 6]
+        ]
+        assert all_reduce(None, integers, **named).flatten().tolist() == list(range(3, 21, 3))
+
+
+@ranks(2)
+def test_numbers_of_barriers(rank: int) -> None:
+    """One for eight tensors, one for a small all-reduce, two for a large one."""
+    with workspaces() as (workspace, _):
+        from pcomm.nvls.collectives.all_gather_coalesced import all_gather_coalesced
+        from pcomm.nvls.collectives.all_reduce import all_reduce
+        from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+
+        def barriers() -> int:
+            return int(workspace.shared_arguments()["epochs"][1])
+
+        named = {"workspace": workspace, "algo": "multimem"}
+        before = barriers()
+        for number, passed in ((1, 1), (8, 1), (9, 2), (16, 2), (17, 3), (0, 0)):
+            all_gather_coalesced(None, [torch.ones(4)] * number, **named)
+            assert barriers() - before == passed
+            before = barriers()
+        reduce_scatter_tensor(None, torch.ones(8), **named)
+        assert barriers() - before == 1
+        # 2 ranks: half of the bytes more than in two steps, which is a barrier's 1,024.
+        for num_bytes, passed in ((2048, 1), (2064, 2)):
+            before = barriers()
+            assert all_reduce(None, torch.ones(num_bytes // 4), **named)[-1] == 2
+            assert barriers() - before == passed
+
+
+@ranks(2)
+def test_what_does_not_fit_is_refused(rank: int) -> None:
+    with workspaces(1 << 12) as (workspace, _):
+        from pcomm.nvls.collectives.all_gather_coalesced import all_gather_coalesced
+        from pcomm.nvls.collectives.all_reduce import all_reduce
+        from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+
+        named = {"workspace": workspace}
+        x = torch.ones(4, 8)
+        for dim in (0, 1):
+            with pytest.raises(LayoutError, match=f"dim={dim} among 2 ranks"):
+                reduce_scatter_tensor(None, torch.ones(3, 7), dim=dim, **named)
+        with pytest.raises(LayoutError, match="dim=2"):
+            reduce_scatter_tensor(None, x, dim=2, **named)
+        with pytest.raises(LayoutError, match="a result of shape"):
+            reduce_scatter_tensor(torch.empty(4, 8), x, **named)
+        with pytest.raises(LayoutError, match="a result of shape"):
+            all_reduce(torch.empty(32), x, **named)
+        with pytest.raises(LayoutError, match="1 tensors for the results"):
+            all_gather_coalesced([None], [x, x], **named)
+        with pytest.raises(LayoutError, match=r"a tensor of shape \(\)"):
+            all_gather_coalesced(None, [torch.tensor(1.0)], **named)
+        for operation in (all_reduce, reduce_scatter_tensor):
+            with pytest.raises(UnsupportedError, match="no backward"):
+                operation(None, x.clone().requires_grad_(), **named)
+            with pytest.raises(UnsupportedError, match="do not add"):
+                operation(None, x.long(), strict=True, **named)
+        with pytest.raises(UnsupportedError, match="slot"):
+            all_gather_coalesced(None, [torch.ones(512)] * 2, strict=True, **named)
+        # One byte more than a multiple of 16 in one tensor, with a sum that is one.
+        odd = [torch.full((n,), rank, dtype=torch.uint8) for n in (17, 31)]
+        with pytest.raises(UnsupportedError, match="multiple of 16"):
+            all_gather_coalesced(None, odd, strict=True, **named)
+        assert [one.sum().item() for one in all_gather_coalesced(None, odd, **named)] == [17, 31]
+        view = workspace.empty((4, 8), torch.float32).fill_(rank + 1)
+        with pytest.raises(ConfigError, match="out at byte"):
+            all_reduce(view, view, algo="p2p", **named)
+        assert all_reduce(None, view, algo="p2p", **named).unique().tolist() == [3.0]
+        with pytest.raises(ConfigError, match="a view of the workspace"):
+            all_reduce(None, view, algo="p2p", **named)
+        assert all_reduce(x[:, :0], x[:, :0], **named).shape == (4, 0)
