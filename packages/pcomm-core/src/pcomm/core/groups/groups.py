@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.control.control import Control
+from pcomm.core.control.transaction import all_or_none
 from pcomm.core.errors import PcommError, TopologyError, near_misses
 from pcomm.core.groups.closing import Closing
 from pcomm.core.groups.communicators import close_communicator, new_communicator
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.open_checks import callers_of, check_callers, wanted_groups
 from pcomm.core.groups.options import Granted, Rails, grant
+from pcomm.core.groups.own_collectives import with_own_collectives
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.groups.table import table_of_groups
 from pcomm.core.process import environment
@@ -171,6 +173,7 @@ def open_groups(
     backend: str = "gloo",
     timeout_s: float | None = None,
     control: Control | None = None,
+    collectives: Callable[[Group], Collectives] | None = None,
 ) -> Groups:
     """Open the groups that this rank belongs to. Collective: every rank of the topology calls it.
 
@@ -183,6 +186,14 @@ def open_groups(
     alone. So the first ranks of a job open groups of their own with
     `control=default_control(topology.ranks)`.
 
+    With `collectives` every group communicates through what that returns for its communicator. It
+    is called once for each communicator, after all are connected, in the order of their creation
+    and on every member, so it may be collective over the group. It gets the first group of the
+    communicator, with torch's operations. Where the result has a `close`, that is called before
+    the communicators close, the last one made first. If it raises on one rank, every rank raises
+    and everything is closed again; the other ranks then call a `close` that this rank does not, so
+    it should not communicate. One rank needs no communicator, and none is made for it.
+
     Args:
         topology: Axes, sizes and order; its ranks that have not failed are those that call it.
         specs: Groups by axes, `(axes, role)`, or `GroupSpec`. The order is the creation order.
@@ -190,12 +201,15 @@ def open_groups(
         timeout_s: Seconds to wait for other ranks; by default that of `control`, or
             `PCOMM_TIMEOUT_S`.
         control: Control of the ranks that call it.
+        collectives: Function from a group to its collectives, such as those of another package;
+            None for the operations of torch.distributed.
 
     Raises:
         ConfigError: A `PCOMM_*` variable cannot be used.
         TopologyError: Unknown axes, a group named twice, or other ranks than those that call.
         UnsupportedError: An option of a strict `CommOptions` is not granted.
-        PeerError: Another rank has one of these errors, or could not make a communicator.
+        PeerError: Another rank has one of these errors, or could not make a communicator or its
+            collectives.
         DivergenceError: Ranks ask for different groups; names the first difference, on every rank.
         PeerTimeoutError: A rank did not arrive.
         FencedError: A newer generation than that of `control` has begun.
@@ -217,22 +231,37 @@ def open_groups(
     rails = Rails()
     lines += [spec.describe(rails) for spec in wanted]
     agreement = callers.agree("open_groups", lines, error=error, timeout_s=wait_s)
-    opened: list[Group] = []
     closing = Closing()
     made: dict[tuple[object, ...], dist.ProcessGroup] = {}
-    failure: Exception | None = None
-    with contextlib.ExitStack() as undo:
-        undo.callback(lambda: Groups([], owned=list(made.values())).close())
+
+    def connect() -> list[Group]:
+        return [
+            _open(topology, spec, grants, callers, agreement, made, closing)
+            for spec, grants in zip(wanted, granted, strict=True)
+        ]
+
+    def undo(_: Exception | None) -> list[Exception]:
         try:
-            for spec, grants in zip(wanted, granted, strict=True):
-                group = _open(topology, spec, grants, callers, agreement, made, closing)
-                opened.append(group)
-        except Exception as problem:  # raised on every rank by `fail_together`
-            failure = problem
-        # A communicator that is closed while a peer still connects to it is an error there, so
-        # no rank goes on before all are done.
-        callers.fail_together("open_groups: connecting", failure, timeout_s=wait_s)
-        undo.pop_all()
+            Groups([], owned=list(made.values()), closing=closing).close()
+        except Exception as problem:
+            return [problem]
+        return []
+
+    # A communicator that is closed while a peer still connects to it is an error there, so no
+    # rank goes on before all are done.
+    opened, _ = all_or_none(
+        connect,
+        lambda _, error: callers.fail_together("open_groups: connecting", error, timeout_s=wait_s),
+        undo,
+    )
+    if collectives is not None:
+        opened, _ = all_or_none(
+            lambda: with_own_collectives(opened, collectives, timeout_s=wait_s),
+            lambda _, error: callers.fail_together(
+                "open_groups: collectives", error, timeout_s=wait_s
+            ),
+            undo,
+        )
     return Groups(
         opened,
         owned=list(made.values()),
