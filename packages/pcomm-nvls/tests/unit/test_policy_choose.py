@@ -63,7 +63,10 @@ def tables(draw: st.DrawFn) -> Table:
     largest: dict[str, int] = {}
     rows = []
     for i, name in enumerate(draw(st.lists(st.sampled_from([*KERNELS, "dist"]), max_size=6))):
-        largest[name] = largest.get(name, -1) + draw(st.integers(1, 300))
+        # Mostly sizes that messages have, so that both sides of a threshold are met.
+        largest[name] = largest.get(name, 0) + draw(st.integers(1, 12)) * draw(
+            st.sampled_from([16, 16, 16, 9])
+        )
         blocks, warps = (0, 0) if name == "dist" else (i + 1, 4)
         rows.append(Row(name, largest[name], blocks, warps, "drawn"))
     world_sizes = (2, draw(st.integers(2, 9)))
@@ -320,9 +323,46 @@ def test_a_named_algorithm_is_taken_at_every_size() -> None:
             choice = choose(H100, REDUCE._replace(algorithm=name, num_bytes=size), SHIPPED)
             assert (choice.algorithm, choice.reasons) == (name, ())
             assert 4 <= choice.num_blocks <= 16
+    without_rows = replace(H100, architecture="sm_80")
+    choice = choose(without_rows, REDUCE._replace(algorithm="p2p"), SHIPPED)
+    reason = "p2p: the table has no row of it for all_reduce between 8 ranks of sm_80"
+    assert choice == Choice("dist", 0, 0, "p2p cannot run", (reason,), (reason,))
     assert choose(H100, REDUCE._replace(algorithm="dist"), SHIPPED) == Choice(
         "dist", 0, 0, "it was asked for by name"
     )
+
+
+def test_a_launch_grows_with_the_message_within_an_algorithm() -> None:
+    here = replace(H100, architecture="emulated", world_size=4)
+    launches = [(2048, 2), (2064, 4), (4096, 4)]
+    for size, blocks in launches:
+        choice = choose(here, REDUCE._replace(num_bytes=size), SHIPPED)
+        assert (choice.algorithm, choice.num_blocks) == ("multimem", blocks)
+        # The row of multimem that was too small is no reason against multimem.
+        assert choice.reasons == ("lamport: it is preferred up to 1024 bytes",)
+    for size, blocks in [(0, 2), *launches, (4112, 4), (1 << 30, 4)]:
+        named = choose(here, REDUCE._replace(num_bytes=size, algorithm="multimem"), SHIPPED)
+        assert (named.algorithm, named.num_blocks) == ("multimem", blocks)
+
+
+def test_a_table_may_prefer_dist_between_others() -> None:
+    rows = [Row("dist", 64, 0, 0, "by hand"), Row("p2p", 128, 4, 8, "by hand")]
+    table = SHIPPED.with_rows("sm_90", "all_reduce", (8, 8), rows)
+    found = {n: choose(H100, REDUCE._replace(num_bytes=n), table) for n in (64, 80, 128, 144)}
+    assert [choice.algorithm for choice in found.values()] == ["dist", "p2p", "p2p", "dist"]
+    assert found[64] == Choice("dist", 0, 0, "it is preferred up to 64 bytes (by hand)")
+    assert found[80].reasons == ("dist: it is preferred up to 64 bytes",)
+    assert found[144].reasons == (
+        "p2p: it is preferred up to 128 bytes",
+        "lamport: the table has no row of it for all_reduce between 8 ranks of sm_90",
+        "multimem: the table has no row of it for all_reduce between 8 ranks of sm_90",
+    )
+    assert found[144].losses == ()
+
+
+def test_one_rank_lacks_nothing() -> None:
+    alone = Facts("sm_80", 1, multicast=False, peers=False, slot_bytes=0)
+    assert choose(alone, REDUCE, SHIPPED) == Choice("dist", 0, 0, "one rank has nothing to move")
 
 
 @pytest.mark.parametrize(

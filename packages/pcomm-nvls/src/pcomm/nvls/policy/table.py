@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 from pcomm.core.errors import ConfigError
@@ -38,13 +39,12 @@ class Table:
 
     def __post_init__(self) -> None:
         for band in self.bands:
-            for key in band.architectures:
-                for operation in band.operations:
-                    self._add(band, key, operation)
+            for architecture, operation in product(band.architectures, band.operations):
+                self._add(band, architecture, operation)
 
     def _add(self, band: Band, architecture: str, operation: str) -> None:
         beside = self._index.setdefault((architecture, operation), [])
-        (least, largest) = band.world_sizes
+        least, largest = band.world_sizes
         for other in beside:
             if least <= other.world_sizes[1] and other.world_sizes[0] <= largest:
                 ranges = [f"{one} to {last}" for one, last in (other.world_sizes, (least, largest))]

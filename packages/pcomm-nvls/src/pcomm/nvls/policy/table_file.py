@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,9 +86,9 @@ def _band(path: Path, place: str, content: Any) -> Band:
     rows = []
     for i, row in enumerate(content["rows"]):
         _check_keys(path, f"{place}.rows[{i}]", row, _ROW)
-        rows.append(_made(path, f"{place}.rows[{i}]", lambda values=row: Row(**values)))
+        rows.append(_made(path, f"{place}.rows[{i}]", partial(Row, **row)))
     lists = {key: tuple(value) for key, value in content.items()}
-    return _made(path, place, lambda: Band(**{**lists, "rows": tuple(rows)}))
+    return _made(path, place, partial(Band, **{**lists, "rows": tuple(rows)}))
 
 
 def _made(path: Path, place: str, make: Callable[[], _T]) -> _T:
