@@ -21,7 +21,7 @@ from pcomm.nvls.policy.table import Table
 
 KIB, MIB = 1024, 1024 * 1024
 SHIPPED = Table.load()
-H100 = Facts("sm_90", 8, multicast=True, peers=True, slot_bytes=1 << 40)
+H100 = Facts("sm_90", 8, multicast=True, peers=True, slot_bytes=1 << 40, lamport_bytes=1 << 40)
 REDUCE = Question("all_reduce", 4096, torch.bfloat16)
 GATHER = Question("all_gather_into_tensor", 4096, torch.uint8)
 GATHERS = {"all_gather_into_tensor", "all_gather_coalesced", "all_gather_v", "gather_to_rank"}
@@ -42,6 +42,7 @@ FACTS = st.builds(
     multicast=st.booleans(),
     peers=st.booleans(),
     slot_bytes=st.one_of(st.integers(0, 5000), st.just(1 << 40)),
+    lamport_bytes=st.one_of(st.integers(0, 1000), st.just(1 << 40)),
 )
 QUESTIONS = st.builds(
     Question,
@@ -76,9 +77,15 @@ def tables(draw: st.DrawFn) -> Table:
 def runs(facts: Facts, question: Question, name: str) -> bool:
     """Whether an algorithm can run, from the words of the decision: nothing but conditions."""
     segments = 1 if question.operation.startswith("all_reduce") else facts.world_size
-    slot = {"lamport": 2 * facts.world_size, "multimem": segments, "p2p": segments}
+    # Types whose numbers have one zero: without a sign or with it.
+    times = 1 if question.dtype in {torch.bfloat16, torch.float16, torch.float32} else 2
+    if name == "lamport":
+        has_room = times * question.num_bytes <= facts.lamport_bytes
+    else:
+        has_room = segments * question.num_bytes <= facts.slot_bytes
     without = {
-        "lamport": {"all_gather_v", "reduce_scatter_v", "reduce_scatter_add_rmsnorm_all_gather"},
+        "lamport": set(OPERATIONS)
+        - {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"},
         "multimem": {"gather_to_rank"},
         "p2p": set(),
     }
@@ -92,7 +99,7 @@ def runs(facts: Facts, question: Question, name: str) -> bool:
         and not (is_sum and question.dtype in {torch.float64, torch.int8})
         and not (is_sum and question.deterministic and name == "multimem")
         and aligned
-        and slot[name] * question.num_bytes <= facts.slot_bytes
+        and has_room
     )
 
 
@@ -244,7 +251,8 @@ def test_by_hand(world_size: int, operation: str, num_bytes: int, name: str) -> 
         ({}, REDUCE._replace(dtype=torch.float64), "kernels do not add torch.float64"),
         ({}, REDUCE._replace(dim=-1), "all_reduce has kernels for dimension 0, not for -1"),
         ({}, GATHER._replace(dim=1), "kernels for dimension 0 and -1, not for 1"),
-        ({"slot_bytes": 4096}, REDUCE, "it needs more than a slot of the workspace, 4096 bytes"),
+        ({"lamport_bytes": 4095}, REDUCE, "sends more than lamport_bytes of the workspace, 4095"),
+        ({"lamport_bytes": 8191}, GATHER, "sends more than lamport_bytes of the workspace, 8191"),
         ({"architecture": "sm_80"}, REDUCE, "all_reduce between 8 ranks of sm_80"),
     ],
 )
@@ -258,9 +266,8 @@ def test_what_lamport_cannot_do_is_told(facts: dict, question: Question, reason:
 
 def test_a_slot_is_as_large_as_the_message_needs() -> None:
     sizes = {
-        ("all_reduce", "lamport"): 16,
+        ("all_reduce", "lamport"): 0,
         ("all_reduce", "multimem"): 1,
-        ("all_gather_into_tensor", "lamport"): 16,
         ("all_gather_into_tensor", "p2p"): 8,
         ("reduce_scatter_v", "multimem"): 8,
     }
@@ -269,7 +276,8 @@ def test_a_slot_is_as_large_as_the_message_needs() -> None:
         assert operation_named(operation).slot_bytes(name, 4096, 8) == 4096 * messages
         enough = replace(H100, slot_bytes=4096 * messages)
         assert algorithm(enough, question) == name
-        assert algorithm(replace(enough, slot_bytes=4096 * messages - 1), question) == "dist"
+        if messages:
+            assert algorithm(replace(enough, slot_bytes=4096 * messages - 1), question) == "dist"
     assert operation_named("all_reduce").slot_bytes("dist", 4096, 8) == 0
 
 

@@ -21,7 +21,7 @@ from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
 
 SHIPPED = Table.load()
-FACTS = Facts("emulated", 4, multicast=True, peers=True, slot_bytes=1 << 20)
+FACTS = Facts("emulated", 4, multicast=True, peers=True, slot_bytes=1 << 20, lamport_bytes=1 << 20)
 WITHOUT = replace(FACTS, multicast=False, multicast_reason="rank 2: CONFIDENTIAL")
 SMALL = Question("all_reduce", 512, torch.bfloat16)
 MIDDLE, LARGE, HUGE = (SMALL._replace(num_bytes=n) for n in (4096, 8192, 16384))
@@ -73,7 +73,7 @@ def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     chooser = Chooser(WITHOUT)
     for size in range(0, 40000, 16):
         chooser.choose(SMALL._replace(num_bytes=size))
-        chooser.choose(SMALL._replace(num_bytes=size, operation="all_reduce_add_rmsnorm"))
+        chooser.choose(SMALL._replace(num_bytes=size, operation="reduce_scatter_tensor"))
     told = [
         (record.levelname, record.getMessage().split(" (first")[0]) for record in caplog.records
     ]
@@ -186,6 +186,7 @@ def test_ranks_with_the_same_facts_and_rows_agree() -> None:
         ({"multicast": False}, "multicast False"),
         ({"peers": False}, "peers False"),
         ({"slot_bytes": 64}, "slot bytes 64"),
+        ({"lamport_bytes": 64}, "lamport bytes 64"),
     ],
 )
 def test_another_fact_on_one_rank_is_an_error_on_all(change: dict, line: str) -> None:

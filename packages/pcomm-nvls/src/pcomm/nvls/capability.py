@@ -15,7 +15,7 @@ from pcomm.core.groups.group import Group
 from pcomm.nvls.hardware.rank_facts import MULTICAST, NOTHING, PEERS, Probe
 from pcomm.nvls.hardware.this_rank import ThisRank
 
-__all__ = ["MAX_RANKS", "Capability", "capability", "reasons_by_rank"]
+__all__ = ["MAX_RANKS", "Capability", "capability", "default_device", "reasons_by_rank"]
 
 MAX_RANKS = 72
 """Largest group: the ranks of one NVLink domain."""
@@ -86,7 +86,7 @@ def capability(
         return Capability(False, False, "cpu", 1, alone, alone)
     level, told = NOTHING, _Told()
     try:
-        where = _default_device() if device is None else device
+        where = default_device() if device is None else device
         facts = (ThisRank() if probe is None else probe).facts(where)
         level, reason = facts.level()
         told = _Told(
@@ -187,7 +187,8 @@ def _ranks(found: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, found))}"
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
+    """The current CUDA device, or the CPU without one. Local."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -16,6 +16,7 @@ from pcomm.nvls.collectives.inputs import (
     result_in,
     way_of,
 )
+from pcomm.nvls.collectives.lamport_launches import lamport_all_gather_launch
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -79,6 +80,8 @@ def all_gather_launch(
     workspace: Workspace, choice: Choice, out: Tensor, x: Tensor, dim: int
 ) -> Launch:
     """The launch that a choice asks for. Takes a turn of the workspace."""
+    if choice.algorithm == "lamport":
+        return lamport_all_gather_launch(workspace, choice, out, x, dim)
     from pcomm.nvls.kernels.all_gather import all_gather_kernel
 
     turn = workspace.turn()

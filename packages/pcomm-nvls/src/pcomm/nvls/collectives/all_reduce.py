@@ -15,6 +15,7 @@ from pcomm.nvls.collectives.inputs import (
     result_in,
     way_of,
 )
+from pcomm.nvls.collectives.lamport_launches import lamport_all_reduce_launch
 from pcomm.nvls.collectives.outputs import check_outside
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
@@ -79,6 +80,8 @@ def all_reduce(
 
 def all_reduce_launch(workspace: Workspace, choice: Choice, out: Tensor, x: Tensor) -> Launch:
     """The launch that a choice asks for. Takes a turn of the workspace."""
+    if choice.algorithm == "lamport":
+        return lamport_all_reduce_launch(workspace, choice, out, x)
     from pcomm.nvls.kernels.all_reduce import one_shot_all_reduce_kernel, two_shot_all_reduce_kernel
 
     turn = workspace.turn()

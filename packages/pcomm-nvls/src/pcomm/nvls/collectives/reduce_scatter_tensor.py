@@ -17,6 +17,7 @@ from pcomm.nvls.collectives.inputs import (
     result_in,
     way_of,
 )
+from pcomm.nvls.collectives.lamport_launches import lamport_reduce_scatter_launch
 from pcomm.nvls.collectives.outputs import check_outside
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
@@ -91,6 +92,8 @@ def reduce_scatter_launch(
     workspace: Workspace, choice: Choice, out: Tensor, x: Tensor, dim: int
 ) -> Launch:
     """The launch that a choice asks for. Takes a turn of the workspace."""
+    if choice.algorithm == "lamport":
+        return lamport_reduce_scatter_launch(workspace, choice, out, x, dim)
     from pcomm.nvls.kernels.reduce_scatter import reduce_scatter_kernel
 
     turn = workspace.turn()

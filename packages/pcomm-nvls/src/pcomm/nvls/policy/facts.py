@@ -29,6 +29,7 @@ class Facts:
         slot_bytes: Size of one slot of the workspace, in bytes.
         multicast_reason: Reason that the vote gave if there is no multicast address.
         peers_reason: Reason that the vote gave if there are no pointers.
+        lamport_bytes: Room for what one rank sends to another without a barrier, in bytes.
 
     Raises:
         ConfigError: A group without ranks, or a slot of negative size.
@@ -41,6 +42,7 @@ class Facts:
     slot_bytes: int
     multicast_reason: str = ""
     peers_reason: str = ""
+    lamport_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.slot_bytes < 0:
@@ -66,6 +68,7 @@ class Facts:
             f"multicast {self.multicast}",
             f"peers {self.peers}",
             f"slot bytes {self.slot_bytes}",
+            f"lamport bytes {self.lamport_bytes}",
             *table.lines(self.architecture, self.world_size),
             f"table {table.digest}",
         ]

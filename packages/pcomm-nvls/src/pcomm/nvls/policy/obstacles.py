@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.operations import Algorithm, operation_named
+from pcomm.nvls.primitives.lamport_numbers import sent_bytes
 
 __all__ = ["Reason", "obstacle"]
 
@@ -68,6 +69,9 @@ def _in_the_call(facts: Facts, question: Question, algorithm: Algorithm) -> str 
         return f"the message is no multiple of {_WORD_BYTES} bytes"
     if row_bytes % _WORD_BYTES:
         return f"a row is no multiple of {_WORD_BYTES} bytes"
+    sent = sent_bytes(question.num_bytes, question.dtype)
+    if algorithm == "lamport" and sent > facts.lamport_bytes:
+        return f"a rank sends more than lamport_bytes of the workspace, {facts.lamport_bytes} bytes"
     if operation.slot_bytes(algorithm, question.num_bytes, facts.world_size) > facts.slot_bytes:
         return f"it needs more than a slot of the workspace, {facts.slot_bytes} bytes"
     return None

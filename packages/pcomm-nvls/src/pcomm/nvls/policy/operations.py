@@ -38,18 +38,15 @@ class Operation:
     def slot_bytes(self, algorithm: Algorithm, num_bytes: int, world_size: int) -> int:
         """Bytes of a slot that an algorithm needs, on every rank.
 
-        A Lamport slot has room for a message from each rank, each word with its flag. Otherwise
-        the slot holds the whole tensor.
+        The slot holds the whole tensor.
 
         Args:
-            algorithm: Algorithm that runs; `dist` needs no slot.
+            algorithm: Algorithm that runs; `dist` needs no slot, and `lamport` has other memory.
             num_bytes: Size of the message in bytes, as `message` says.
             world_size: Number of ranks of the group.
         """
-        if algorithm == "dist":
+        if algorithm in ("dist", "lamport"):
             return 0
-        if algorithm == "lamport":
-            return 2 * world_size * num_bytes
         return world_size * num_bytes if self.is_segment else num_bytes
 
 
@@ -80,7 +77,8 @@ _ALL = (
         "the input of one rank",
         reduces=False,
         is_segment=True,
-        algorithms=("lamport", "p2p"),
+        # Not `lamport`: it needs data of every rank on every rank.
+        algorithms=("p2p",),
         dims=(0, -1),
     ),
     Operation(
@@ -105,7 +103,13 @@ _ALL = (
         is_segment=True,
         algorithms=("multimem", "p2p"),
     ),
-    Operation("all_reduce_add_rmsnorm", "the whole tensor", reduces=True, is_segment=False),
+    Operation(
+        "all_reduce_add_rmsnorm",
+        "the whole tensor",
+        reduces=True,
+        is_segment=False,
+        algorithms=("multimem", "p2p"),
+    ),
 )
 OPERATIONS = MappingProxyType({operation.name: operation for operation in _ALL})
 

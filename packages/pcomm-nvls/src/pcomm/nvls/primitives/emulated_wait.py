@@ -1,4 +1,4 @@
-"""The wait for a word that another process writes, as the interpreter does it: in plain Python."""
+"""Waits for words that another process writes, as the interpreter does them: in plain Python."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import ctypes
 import time
 from typing import Any
 
-__all__ = ["wait_for_signal"]
+import numpy as np
+
+from pcomm.nvls.primitives.lamport_numbers import NOTHING_HERE
+
+__all__ = ["wait_for_payload", "wait_for_signal"]
 
 # A rank that waits gives its core to those it waits for; the pause grows up to this one.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
@@ -30,11 +34,41 @@ def wait_for_signal(address: Any, number: Any, limit_ns: Any, failure: Any, peer
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
+def wait_for_payload(address: Any, mask: Any, limit_ns: Any, failure: Any, peer: Any) -> None:
+    """Wait until no word of the 16 bytes at each address, where `mask`, is the one for nothing.
+
+    The limit and the failure are those of `wait_for_signal`; `peer` is the rank of each address.
+    """
+    mask, address = np.broadcast_arrays(_array(mask), _array(address).astype(np.int64))
+    places = address[mask]
+    if not places.size:
+        return
+    first = int(places.min())
+    memory = (ctypes.c_uint32 * ((int(places.max()) - first) // 4 + 4)).from_address(first)
+    # Only the words asked for: others between them may belong to somebody else.
+    words, wanted = np.frombuffer(memory, np.uint32), (places - first)[:, None] // 4 + np.arange(4)
+    failed = ctypes.c_int32.from_address(_integer(failure))
+    pause_s, end_ns = _FIRST_PAUSE_S, time.monotonic_ns() + _integer(limit_ns)
+    while (is_missing := (words[wanted] == NOTHING_HERE).any(axis=1)).any() and not failed.value:
+        if time.monotonic_ns() > end_ns:
+            peers = np.broadcast_to(_array(peer), mask.shape)[mask]
+            failed.value = int(peers[is_missing][0]) + 1
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _array(value: Any) -> Any:
+    """The numbers in a tensor of the interpreter, or a number."""
+    return np.asarray(value.handle.data if hasattr(value, "handle") else value)
+
+
 def _integer(value: Any) -> int:
     """The number in a scalar of the interpreter, or the number itself."""
     return int(value.handle.data.item()) if hasattr(value, "handle") else int(value)
 
 
 # Triton follows the names in a kernel also where a branch is not compiled, and takes functions of
-# its own alone. This one is called by the interpreter only.
+# its own alone. These are called by the interpreter only.
+wait_for_payload.__triton_builtin__ = True  # type: ignore[attr-defined]
 wait_for_signal.__triton_builtin__ = True  # type: ignore[attr-defined]

@@ -87,7 +87,12 @@ def any_arguments(world: int, way: str) -> dict[str, Any]:
 
 
 def compile_kernel(
-    kernel: Any, arguments: Mapping[str, Any], capability: int, *, num_warps: int
+    kernel: Any,
+    arguments: Mapping[str, Any],
+    capability: int,
+    *,
+    num_warps: int,
+    max_registers: int | None = None,
 ) -> CompiledKernel:
     """Compile a kernel as a launch with these arguments would. Local, needs no GPU.
 
@@ -97,6 +102,7 @@ def compile_kernel(
             4 GiB: the type of an integer follows from its value.
         capability: Architecture, 90 for Hopper.
         num_warps: Number of warps of a block.
+        max_registers: See `Launch`.
 
     Raises:
         ValueError: `BLOCK` is no multiple of the threads: each copy of an element would store.
@@ -117,7 +123,7 @@ def compile_kernel(
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = bind(**arguments)
-    given = {"num_warps": num_warps}
+    given = {"num_warps": num_warps, "maxnreg": max_registers}
     options, *source = kernel._pack_args(backend, given, bound, specialization, {})
     made = compile(ASTSource(kernel, *source), target=target, options=vars(options))
     return CompiledKernel(capability, made.asm["ptx"], made.asm["cubin"], made.metadata.shared)

@@ -25,6 +25,8 @@ class Launch:
         arguments: Arguments of the kernel, by name.
         device: Device of the memory.
         tensors: Tensors whose addresses are among the arguments: they live until it has run.
+        max_registers: Number of registers of a thread that the compiler may use; None for its own
+            choice, which may put a few into local memory so that more blocks fit on a processor.
     """
 
     kernel: Any
@@ -33,9 +35,12 @@ class Launch:
     arguments: dict[str, Any]
     device: torch.device
     tensors: tuple[torch.Tensor, ...] = ()
+    max_registers: int | None = None
 
     def run(self) -> None:
         """Enqueue it on the current stream of its device; under the interpreter, do it."""
         on_cuda = self.device.type == "cuda"
         with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():
-            self.kernel[(self.num_blocks,)](**self.arguments, num_warps=self.num_warps)
+            self.kernel[(self.num_blocks,)](
+                **self.arguments, num_warps=self.num_warps, maxnreg=self.max_registers
+            )

@@ -14,6 +14,7 @@ from pcomm.core.groups.group import Group
 from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
 from pcomm.nvls.capability import Capability, reasons_by_rank
 from pcomm.nvls.hardware.rank_facts import MULTICAST, NOTHING, PEERS
+from pcomm.nvls.workspace.lamport import LamportState
 from pcomm.nvls.workspace.regions import MAX_BLOCKS, Regions
 
 __all__ = ["WorkspaceMemory", "open_memory"]
@@ -26,12 +27,14 @@ class WorkspaceMemory:
     Args:
         symmetric: Memory that all ranks reach.
         epochs: Words of this rank alone: int32, that of a failure, then one a block.
+        lamport: State of the barrier-free operations.
         failure: Word that the host reads without asking the device, also after that has stopped:
             int32, place of a missing rank plus 1.
     """
 
     symmetric: SymmetricMemory
     epochs: torch.Tensor
+    lamport: LamportState
     failure: torch.Tensor
 
     @property
@@ -43,6 +46,7 @@ class WorkspaceMemory:
 def open_memory(
     group: Group,
     regions: Regions,
+    lamport_bytes: int,
     device: torch.device,
     capability: Capability,
     control: Control | None,
@@ -52,6 +56,7 @@ def open_memory(
     Args:
         group: Ranks that share the memory.
         regions: Places in it.
+        lamport_bytes: Size of the largest tensor of a barrier-free operation, in bytes.
         device: Device of the memory.
         capability: What the ranks said that they can do.
         control: Control by which the ranks agree; by default that of `group`.
@@ -65,7 +70,7 @@ def open_memory(
         return None, capability.without_memory(f"{problem.asked}: {problem.found}")
     level, reason, mine = NOTHING, "", None
     try:
-        mine = _prepare(memory, regions)
+        mine = _prepare(memory, group, regions, lamport_bytes)
         level, reason = _level(memory)
     except RuntimeError as problem:  # this rank's memory is full, and that of others perhaps not
         reason = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
@@ -81,12 +86,18 @@ def open_memory(
     return mine, capability
 
 
-def _prepare(memory: SymmetricMemory, regions: Regions) -> WorkspaceMemory:
+def _prepare(
+    memory: SymmetricMemory, group: Group, regions: Regions, lamport_bytes: int
+) -> WorkspaceMemory:
+    offset = regions.low_latency
+    lamport = LamportState(offset, group.size, lamport_bytes, device=memory.device)
+    lamport.clear(memory.buffer())
     memory.buffer()[: regions.signal_bytes].zero_()
     on_cuda = memory.device.type == "cuda"
     made = WorkspaceMemory(
         memory,
         torch.zeros(1 + MAX_BLOCKS, dtype=torch.int32, device=memory.device),
+        lamport,
         torch.zeros(1, dtype=torch.int32, pin_memory=on_cuda),
     )
     if on_cuda:

@@ -21,12 +21,13 @@ from pcomm.core.errors import ClosedError, ConfigError, PcommError, PeerTimeoutE
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
-from pcomm.nvls.capability import Capability, capability
+from pcomm.nvls.capability import Capability, capability, default_device
 from pcomm.nvls.hardware.rank_facts import Probe
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.chooser import Chooser
 from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
+from pcomm.nvls.workspace.lamport import LAMPORT_BYTES, lamport_region_bytes
 from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.opening import open_memory
 from pcomm.nvls.workspace.regions import Regions
@@ -46,6 +47,8 @@ class Workspace:
         max_bytes: Size of the largest tensor, in bytes: the result of an all-gather, the input of
             a reduce-scatter or an all-reduce. Larger ones go through torch.distributed.
         slots: Number of slots; 1 saves half of the memory for one more barrier an operation.
+        lamport_bytes: Room for what a rank sends to another without a barrier, in bytes; 0 for no
+            such operations. The memory has three times as much for each rank.
         deterministic: True sums in rank order in fp32 and never in the switch.
         device: Device of the tensors; by default the current CUDA device, or the CPU without one.
         table: Table of the sizes at which another algorithm is chosen; by default the package's.
@@ -73,6 +76,7 @@ class Workspace:
         max_bytes: int,
         *,
         slots: int = SLOTS,
+        lamport_bytes: int = LAMPORT_BYTES,
         deterministic: bool = False,
         device: torch.device | None = None,
         table: Table | None = None,
@@ -81,10 +85,11 @@ class Workspace:
         control: Control | None = None,
         probe: Probe | None = None,
     ) -> None:
-        self.group, self.device = group, _default_device() if device is None else device
+        self.group, self.device = group, default_device() if device is None else device
         self.max_bytes, self.deterministic, self.debug = max_bytes, deterministic, debug
         self._control, self._timeout_s = control, timeout_s
         lines = [f"max_bytes {max_bytes}", f"slots {slots}", f"deterministic {deterministic}"]
+        lines += [f"lamport_bytes {lamport_bytes}"]
         lines += [f"debug {debug}", f"timeout_s {timeout_s:g}", f"device {self.device.type}"]
         error: PcommError | None = None
         try:
@@ -94,13 +99,14 @@ class Workspace:
         except PcommError as problem:
             error = problem
         self._agree("workspace", lines, error)
-        self.regions = Regions(group.size, max_bytes, slots)
+        region = lamport_region_bytes(group.size, lamport_bytes)
+        self.regions = Regions(group.size, max_bytes, slots, region)
         self.memory: SymmetricMemory | None = None
         self.capability: Capability = capability(
             group, device=self.device, control=control, probe=probe
         )
         if self.capability.is_usable:
-            self._open_memory(control)
+            self._open_memory(lamport_bytes, control)
         facts = Facts(
             self.capability.architecture,
             group.size,
@@ -109,6 +115,7 @@ class Workspace:
             max_bytes if self.memory is not None else 0,
             self.capability.multicast_reason,
             self.capability.peers_reason,
+            lamport_bytes if self.memory is not None else 0,
         )
         self._agree("policy", facts.agreed_lines(chooser_table))
         self._chooser = Chooser(facts, chooser_table)
@@ -164,6 +171,11 @@ class Workspace:
             "rank": self.group.rank,
             "WORLD": self.group.size,
         }
+
+    def lamport_arguments(self) -> dict[str, Any]:
+        """The arguments that kernels without barriers take, and `WAY`. Local."""
+        way = "multicast" if self.capability.multicast else "peers"
+        return {**self.shared_arguments(), **self._lamport.arguments(), "WAY": way}
 
     def run(self, launch: Launch) -> None:
         """Enqueue a launch; under the interpreter, which has done it then, look at the outcome."""
@@ -320,16 +332,13 @@ class Workspace:
 
     # -- how it is done ------------------------------------------------------------------
 
-    def _open_memory(self, control: Control | None) -> None:
+    def _open_memory(self, lamport_bytes: int, control: Control | None) -> None:
         opened, self.capability = open_memory(
-            self.group, self.regions, self.device, self.capability, control
+            self.group, self.regions, lamport_bytes, self.device, self.capability, control
         )
         if opened is not None:
-            self.memory, self._epochs, self._failure = (
-                opened.symmetric,
-                opened.epochs,
-                opened.failure,
-            )
+            self.memory, self._lamport = opened.symmetric, opened.lamport
+            self._epochs, self._failure = opened.epochs, opened.failure
             self._failure_word = opened.failure_word
 
     def _wait_for_all(self) -> None:
@@ -358,12 +367,6 @@ class Workspace:
     def _agree(self, what: str, lines: Sequence[str], error: PcommError | None = None) -> None:
         topic = f"nvls: {what}"
         agree_in_group(self.group, topic, lines, error=error, control=self._control)
-
-
-def _default_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _check_positive(**values: float) -> None:

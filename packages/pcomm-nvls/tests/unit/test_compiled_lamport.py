@@ -1,0 +1,182 @@
+"""The barrier-free kernels as they are compiled for Hopper and Blackwell, without a GPU.
+
+What is compiled are the launches that the operations make, on stand-ins for a workspace.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton has wheels for Linux only")
+
+from pcomm.nvls.collectives import lamport_launches as launches
+from pcomm.nvls.policy.choose import Choice
+from pcomm.nvls.testing.compiled import (
+    CompiledKernel,
+    accesses,
+    any_arguments,
+    compile_kernel,
+    problems_of,
+)
+from pcomm.nvls.workspace.lamport import LamportState
+from pcomm.nvls.workspace.launch import Launch
+
+CHOICE = Choice("lamport", 4, 8, "test")
+BF16, FP16, FP32, BYTES = torch.bfloat16, torch.float16, torch.float32, torch.uint8
+# Of each case, as stored by multicast: vectors of 16 bytes for one of the shard.
+CASES = {
+    ("all_gather", BF16): 1,
+    ("all_gather", BYTES): 2,
+    ("all_reduce", BF16): 1,
+    ("all_reduce", FP16): 1,
+    ("all_reduce", FP32): 1,
+    ("reduce_scatter", BF16): 0,
+    ("reduce_scatter", FP32): 0,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of its own: kernels are compiled here, not found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
+
+
+def launch_of(name: str, dtype: torch.dtype, way: str, world: int) -> Launch:
+    """The launch of an operation whose shards have 4 rows of 128 bytes."""
+    shared = any_arguments(world, way)
+    del shared["slot"]
+    state = LamportState(1 << 20, world, 1 << 17, device=torch.device("cpu"))
+    workspace: Any = SimpleNamespace(
+        group=SimpleNamespace(size=world),
+        device=torch.device("cpu"),
+        lamport_arguments=lambda: {**shared, **state.arguments()},
+        turn=lambda: None,
+        is_in_slot=lambda x, turn: False,
+    )
+    columns = 128 // dtype.itemsize
+    shard, whole = (
+        torch.empty(4, columns, dtype=dtype),
+        torch.empty(4, world * columns, dtype=dtype),
+    )
+    if name == "all_gather":
+        return launches.lamport_all_gather_launch(workspace, CHOICE, whole, shard, -1)
+    if name == "all_reduce":
+        return launches.lamport_all_reduce_launch(workspace, CHOICE, shard, shard)
+    return launches.lamport_reduce_scatter_launch(workspace, CHOICE, shard, whole, -1)
+
+
+@cache
+def compiled(
+    name: str, dtype: torch.dtype, way: str, capability: int, world: int = 8
+) -> CompiledKernel:
+    launch = launch_of(name, dtype, way, world)
+    return compile_kernel(
+        launch.kernel,
+        launch.arguments,
+        capability,
+        num_warps=launch.num_warps,
+        max_registers=launch.max_registers,
+    )
+
+
+def problems(ptx: str) -> list[str]:
+    """What breaks the rules of all kernels, and those of waits for data."""
+    blocks = re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.DOTALL)
+    waits = [block for block in blocks if "%globaltimer" in block]
+    # State: number and length are read; number, ticket and length written; one ticket taken. A
+    # wait reads the word of the failure before it, and writes both at its end.
+    control = {"ld.global.b32": 2, "st.global.b32": 3, "atom.global.gpu.relaxed.add.u32": 1}
+    control |= {f"{kind}.global.b32": len(waits) for kind in ("ld.relaxed.gpu", "st.relaxed.gpu")}
+    control["st.relaxed.sys.global.b32"] = len(waits)
+    found = list(problems_of(ptx, barriers=0, control=control))
+    for wait in waits:
+        before, inside = wait.split("WAIT:")
+        for part in (before, inside):
+            words = re.findall(r"setp\.eq(?:\.or)?\.u32 +%missing, (%r\d+), 0x80000000", part)
+            if len(set(words)) != 4:
+                found.append(f"{len(set(words))} words are looked at")
+        if accesses(inside)["ld.relaxed.sys.global.v4.b32"] != 1:
+            found.append("a wait reads something else")
+    if not waits or accesses(ptx)["ld.relaxed.sys.global.v4.b32"] != 2 * len(waits):
+        found.append(f"{len(waits)} waits, and other reads")
+    return found
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("way", ["multicast", "peers"])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_kernels_keep_the_rules(name: str, dtype: torch.dtype, way: str, capability: int) -> None:
+    kernel = compiled(name, dtype, way, capability)
+    assert f".target sm_{capability}a" in kernel.ptx
+    assert problems(kernel.ptx) == []
+    multimem = [kind for kind in accesses(kernel.ptx) if "multimem" in kind]
+    puts = CASES[name, dtype] if way == "multicast" else 0
+    assert multimem == ["multimem.st.relaxed.sys.global.v4.f32"] * bool(puts)
+    assert kernel.ptx.count("multimem.st") == puts
+    resources_are_bounded(kernel)
+
+
+def resources_are_bounded(kernel: CompiledKernel) -> None:
+    usage = kernel.resources()
+    # Two blocks of 8 warps at a time; in shared memory the ticket alone.
+    assert usage["REG"] <= 128
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert kernel.shared_bytes <= 16
+
+
+@pytest.mark.parametrize("world", [2, 3, 72])
+@pytest.mark.parametrize("name", ["all_gather", "all_reduce", "reduce_scatter"])
+def test_any_number_of_ranks_compiles(name: str, world: int) -> None:
+    kernel = compiled(name, BYTES if name == "all_gather" else FP32, "peers", 90, world)
+    assert problems(kernel.ptx) == []
+    resources_are_bounded(kernel)
+
+
+@pytest.mark.parametrize("capability", [103, 120])
+def test_other_architectures_compile(capability: int) -> None:
+    assert problems(compiled("all_reduce", BF16, "multicast", capability).ptx) == []
+
+
+def test_no_fence_is_waited_for() -> None:
+    code = compiled("all_reduce", BF16, "multicast", 90).machine_code()
+    assert re.search(r"\bLDG\.E\.128\.STRONG\.SYS\b", code)
+    assert re.search(r"\bSTG\.E\.128\.STRONG\.SYS\b", code)
+    assert not re.search(r"\b(?:MEMBAR|ERRBAR|CCTL|LDL|STL)\b", code)
+
+
+@pytest.mark.parametrize(
+    ("found", "instead", "problem"),
+    [
+        ("@%inside multimem.st", "multimem.st", "every thread stores: multimem"),
+        ("@%inside st.relaxed", "st.relaxed", "every thread stores: st.relaxed"),
+        ("@%idle bra DONE", "// @%idle bra DONE", "every thread stores: st.relaxed.gpu"),
+        ("@!%missing bra DONE", "// @!%missing bra DONE", "every thread stores: st.relaxed.gpu"),
+        ("WAIT:\n    ld.relaxed.sys.global.v4", "WAIT:\n    ld.global.v4", "reads something else"),
+        (r"setp.eq.or.u32 %missing, (%r\d+), 0x80000000, %missing", "", "1 words are looked at"),
+        ("0x80000000", "0x80000001", "0 words are looked at"),
+        ("relaxed.add", "acq_rel.add", "acq_rel"),
+    ],
+)
+def test_a_broken_rule_is_found(found: str, instead: str, problem: str) -> None:
+    ptx = compiled("all_reduce", BF16, "multicast", 90).ptx
+    broken = re.sub(found, instead, ptx)
+    if "bra DONE" in found:
+        # Both jumps guard the stores at the end of a wait.
+        broken = re.sub(r"@!?%(?:idle|missing|early) bra", "// bra", ptx)
+    assert broken != ptx
+    assert problem in "\n".join(problems(broken))
+
+
+def test_no_more_blocks_than_there_are_data_for() -> None:
+    # A shard of 4 rows of 128 bytes has 32 vectors, and a block moves 256.
+    assert launch_of("all_gather", BF16, "peers", 8).num_blocks == 1
