@@ -144,7 +144,9 @@ def accesses(ptx: str) -> Counter[str]:
     """Number of instructions of each kind that access global memory, by full name."""
     found = (_ACCESS.match(line.strip()) for line in ptx.splitlines())
     names = Counter(match[1] for match in found if match)
-    return Counter({name: n for name, n in names.items() if ".param" not in name})
+    return Counter(
+        {name: n for name, n in names.items() if not re.search(r"\.(?:param|shared)\b", name)}
+    )
 
 
 def problems_of(
@@ -188,7 +190,7 @@ def _unguarded(block: str) -> list[str]:
     for line in (line.strip() for line in block.splitlines()):
         jumped |= bool(re.match(r"@!?%\w+ bra\b", line))
         name = _ACCESS.match(line)
-        if name is None or not _EFFECT.match(name[1]):
+        if name is None or not _EFFECT.match(name[1]) or ".shared" in name[1]:
             continue
         if not (jumped or line.startswith("@")):
             problems.append(f"every thread stores: {line}")

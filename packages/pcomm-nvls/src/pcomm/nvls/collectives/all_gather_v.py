@@ -1,0 +1,129 @@
+"""All-gather of variable counts: every rank gets the rows of all ranks, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from pcomm.core.collectives.out import not_over
+from pcomm.core.errors import LayoutError
+from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, result_in, way_of
+from pcomm.nvls.collectives.outputs import check_outside
+from pcomm.nvls.collectives.row_counts import RowCounts, check_counts, counts_on
+from pcomm.nvls.policy.choose import Choice
+from pcomm.nvls.policy.facts import Question
+from pcomm.nvls.policy.operations import Algorithm
+from pcomm.nvls.references.all_gather_v import all_gather_v as reference
+from pcomm.nvls.workspace.launch import Launch
+from pcomm.nvls.workspace.workspace import Workspace
+
+__all__ = ["all_gather_v", "all_gather_v_launch"]
+
+_NAME = "all_gather_v"
+
+
+def all_gather_v(
+    out: Tensor | None,
+    x: Tensor,
+    counts: Tensor | Sequence[int],
+    *,
+    workspace: Workspace,
+    algo: Algorithm | Literal["auto"] = "auto",
+    strict: bool = False,
+) -> Tensor:
+    """The rows of all ranks, in rank order and without gaps. Collective; no synchronisation.
+
+    With counts on the device the host need not know them, and neither grid nor shapes depend on
+    them, so that a CUDA graph may contain the call. Tensors then have a fixed number of rows, of
+    which the first ones count: those of `out` behind the last one that was gathered are left as
+    they were. Counts are cut off at the rows of `x`, and rows that `out` has no place for are left
+    out, without an error.
+
+    Args:
+        out: Tensor for the result, of any strides; None for a new one. With counts on the device it
+            may have any number of rows, the same on all ranks; a new one has place for all.
+        x: This rank's rows `[rows, hidden]`, of any dtype and strides. With counts on the device
+            the same shape on all ranks; otherwise `counts[rank]` rows.
+        counts: Number of rows of each rank, the same on all ranks: an int32 tensor `[size]` on the
+            device, or numbers.
+        workspace: Workspace of the group.
+        algo: "multimem", "p2p", "dist", or "auto" for the choice of the table.
+        strict: True raises where only torch.distributed can be used.
+
+    Returns:
+        `[sum(counts), hidden]`, or `out` as it is described above; bit for bit what ranks passed.
+
+    Raises:
+        UnsupportedError: Gradients are recorded for `x`, or `algo` or `strict` cannot be met.
+        LayoutError: `counts`, `x` and `out` do not fit together.
+        ConfigError: `out` lies in the workspace, or numbers on the host go into a CUDA graph.
+        PeerTimeoutError: A rank did not come; see `Workspace.check`.
+    """
+    check_input(_NAME, x, workspace.device)
+    check_counts(_NAME, x, counts, workspace)
+    size, hidden = workspace.group.size, x.shape[1]
+    limits = _limits(out, x, counts, workspace)
+    row_bytes = hidden * x.itemsize
+    num_bytes = limits.share_bytes(row_bytes, size)
+    question = Question(
+        _NAME, num_bytes, x.dtype, 0, row_bytes, workspace.deterministic, algo
+    )  # fmt: skip
+    choice = workspace.choose(question, strict=strict)
+    rows = len(out) if isinstance(counts, Tensor) and out is not None else limits.total_rows
+    result = result_in(_NAME, out, (rows, hidden), x)
+    if choice.algorithm == "dist":
+        return reference(out, x, counts, collectives=workspace.group.collectives)
+    check_outside(_NAME, result, workspace)
+    if out is not None and result is not out:
+        # Rows that are not written come back with the others.
+        result.copy_(out)
+    if limits.total_rows and hidden:
+        x = not_over(dense(x), result)
+        on_device = counts_on(_NAME, counts, x.device)
+        workspace.run(all_gather_v_launch(workspace, choice, result, x, on_device, limits))
+    return result if out is None or result is out else out.copy_(result)
+
+
+def all_gather_v_launch(
+    workspace: Workspace, choice: Choice, out: Tensor, x: Tensor, counts: Tensor, limits: RowCounts
+) -> Launch:
+    """The launch that a choice asks for. Takes a turn of the workspace."""
+    from pcomm.nvls.kernels.all_gather_v import all_gather_v_kernel
+
+    turn = workspace.turn()
+    arguments = {
+        **workspace.shared_arguments(),
+        "x": x.data_ptr(),
+        "out": out.data_ptr(),
+        "counts": counts,
+        "most_rows": limits.most_rows,
+        "total_rows": limits.total_rows,
+        "row_vectors": x.shape[1] * x.itemsize // VECTOR_BYTES,
+        "slot": workspace.regions.slot(turn.slot),
+        "WAY": way_of(choice),
+        "ENTRY": turn.needs_entry,
+        "COPY_OUT": True,
+        "BLOCK": 32 * choice.num_warps,
+    }
+    return Launch(
+        all_gather_v_kernel, choice.num_blocks, choice.num_warps, arguments, workspace.device
+    )
+
+
+def _limits(
+    out: Tensor | None, x: Tensor, counts: Tensor | Sequence[int], workspace: Workspace
+) -> RowCounts:
+    size, rank = workspace.group.size, workspace.group.rank
+    if isinstance(counts, Tensor):
+        rows = size * len(x)
+        return RowCounts(len(x), rows if out is None else min(rows, len(out)))
+    if counts[rank] != len(x):
+        raise LayoutError(
+            f"{_NAME}: counts {list(counts)}",
+            found=f"{len(x)} rows on the rank at place {rank}",
+            why="Numbers on the host say how many rows x has.",
+            fix="Pass x[: counts[rank]], or the counts as a tensor on the device.",
+        )
+    return RowCounts(max(counts), sum(counts))

@@ -1,0 +1,32 @@
+"""Gather to one rank by the group's own collectives."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pcomm.core.collectives.protocol import Collectives
+
+__all__ = ["gather_to_rank"]
+
+
+def gather_to_rank(
+    out: Tensor | None,
+    x: Tensor,
+    *,
+    collectives: Collectives,
+    destination: int = 0,
+    dim: int = 0,
+) -> Tensor | None:
+    """See `pcomm.nvls.gather_to_rank`. Collective: an all-to-all that is empty but for one rank."""
+    size, length = collectives.size, x.shape[dim]
+    is_here = collectives.rank == destination
+    send_sizes = [length * (rank == destination) for rank in range(size)]
+    receive_sizes = [length * is_here] * size
+    parts = collectives.all_to_all(
+        x,
+        send_sizes=send_sizes,
+        receive_sizes=receive_sizes,
+        dim=dim,
+        out=out if is_here else None,
+    )
+    return parts if is_here else None
