@@ -18,7 +18,7 @@ from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ClosedError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import assert_equal, ranks
-from pcomm.core.testing.default_group import default_collectives, default_group
+from pcomm.core.testing.default_group import default_collectives, default_group, run_twin
 from pcomm.nvls.testing.emulation import emulate
 
 CORE_TESTS = Path(__file__).parents[3] / "pcomm-core" / "tests" / "ranks"
@@ -132,19 +132,42 @@ def test_kernels_run_where_they_can_and_all_else_is_passed_on(rank: int) -> None
                 y = x.repeat(1, 1, 2)
                 assert kernels_of(made, f"reduce_scatter{twin}", y, dim=dim) == 1
             assert kernels_of(made, f"all_reduce{twin}", x) == 1
-            # A middle dimension, a maximum, another type, uneven shards, 4 bytes, other operations.
+            # A middle dimension, a maximum, another type, 4 bytes, other operations.
             assert kernels_of(made, f"all_gather{twin}", x, dim=1) == 0
             assert kernels_of(made, f"reduce_scatter{twin}", x, dim=1) == 0
             assert kernels_of(made, f"all_reduce{twin}", x, op="max") == 0
             assert kernels_of(made, f"all_reduce{twin}", x.long()) == 0
-            mine = x[: rank + 1].contiguous()
-            assert kernels_of(made, f"all_gather{twin}", mine, sizes=[1, 2]) == 0
-            assert kernels_of(made, f"all_gather{twin}", x, sizes=[2, 2]) == 1 - bool(twin)
+            assert kernels_of(made, f"all_gather{twin}", x, sizes=[2, 2]) == 1
+            # Uneven shards, whose kernels move rows; those of torch.distributed may overlap.
+            for dim in (0, 1, 2):
+                mine = x.narrow(dim, 0, rank + 1)
+                expected = not twin and dim != 2
+                assert (
+                    kernels_of(made, f"all_gather{twin}", mine, dim=dim, sizes=[1, 2]) == expected
+                )
+            y = torch.cat([x, x[:1]])
+            assert kernels_of(made, f"reduce_scatter{twin}", y, sizes=[2, 1]) == (not twin)
             assert kernels_of(made, f"all_reduce{twin}", x[0, 0, :1]) == 0
             assert kernels_of(made, f"all_to_all{twin}", x) == 0
             assert kernels_of(made, f"broadcast{twin}", x, source=1) == 0
             # More than a slot.
             assert kernels_of(made, f"all_reduce{twin}", torch.ones(1 << 13)) == 0
+
+
+@ranks(3)
+def test_sums_of_a_deterministic_workspace_are_rounded_once_whichever_way(rank: int) -> None:
+    """Where bf16 is rounded after each addend, 256 + 1 + 1 is 256."""
+    with opened(deterministic=True) as made:
+        wide = [torch.tensor([256.0, 1, 1, 2] * 6).roll(r).view(3, 8) for r in range(3)]
+        total, mine = torch.stack(wide).sum(0).bfloat16(), wide[rank].bfloat16()
+        assert not torch.equal(default_collectives().all_reduce(mine), total)
+        for is_async in (False, True):
+            for sizes in ([1, 1, 1], [2, 0, 1]):
+                found = run_twin(made, "reduce_scatter", is_async, mine, sizes=sizes)
+                assert_equal(found, total.split(sizes)[rank])
+            found = run_twin(made, "reduce_scatter", is_async, mine.view(1, 3, 8), dim=1)
+            assert_equal(found, total[rank].view(1, 1, 8))
+            assert_equal(run_twin(made, "all_reduce", is_async, mine), total)
 
 
 @ranks(2)

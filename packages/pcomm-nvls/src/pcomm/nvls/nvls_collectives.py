@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,17 @@ from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.out import check_out, deliver, is_dense
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.groups.group import Group
-from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
-from pcomm.nvls.collectives.all_reduce import all_reduce
-from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+from pcomm.nvls.collectives.all_gather_into_tensor import (
+    all_gather_into_tensor,
+    all_gather_question,
+)
+from pcomm.nvls.collectives.all_gather_v import all_gather_v
+from pcomm.nvls.collectives.all_reduce import all_reduce, all_reduce_question
+from pcomm.nvls.collectives.reduce_scatter_tensor import (
+    reduce_scatter_question,
+    reduce_scatter_tensor,
+)
+from pcomm.nvls.collectives.reduce_scatter_v import reduce_scatter_v
 from pcomm.nvls.workspace.workspace import Workspace
 
 __all__ = ["DEFAULT_MAX_BYTES", "NvlsCollectives", "nvls_collectives"]
@@ -29,9 +37,9 @@ DEFAULT_MAX_BYTES = 8 << 20
 class NvlsCollectives(InstrumentedCollectives):
     """The `Collectives` of one communicator, of which some are kernels; results have no gradient.
 
-    All-gathers and reduce-scatters of equal shards along the first or the last dimension, and sums
-    over all ranks, go where the table of the workspace sends them. All else, and what the table
-    sends to torch.distributed, goes to `inner`. An operation that is started is in stream order,
+    All-gathers, reduce-scatters and sums over all ranks go where the table of the workspace sends
+    them; if that is deterministic, all sums are. All else goes to `inner`, as does what the table
+    sends to torch.distributed. An operation that is started is in the order of the current stream,
     and so ready at once, unless it is one of `inner`'s.
 
     Args:
@@ -55,53 +63,69 @@ class NvlsCollectives(InstrumentedCollectives):
                 return self._all_gather(call)
             case "reduce_scatter":
                 return self._reduce_scatter(call)
-            case "all_reduce":
-                return self._all_reduce(call)
+            case "all_reduce" if call.op == "sum":
+                check_out(call)
+                x, out = _plain(call)
+                return _delivered(all_reduce(out, x, workspace=self.workspace), call)
             case _:
                 return self.inner.run(call)
 
     def start(self, call: Call) -> Pending:
         """Issue an operation; a kernel is ready at once, in the order of the current stream."""
-        is_kernel = self._has_kernel(call) and call.x.device.type == self.workspace.device.type
-        return Pending.ready(self.run(call)) if is_kernel else self.inner.start(call)
+        return Pending.ready(self.run(call)) if self._is_ours(call) else self.inner.start(call)
 
     def close(self) -> None:
         """Give the memory of the workspace back. Collective."""
         self.workspace.close()
 
-    def _has_kernel(self, call: Call) -> bool:
+    def _is_ours(self, call: Call) -> bool:
+        """Whether a call that is started has a kernel, or a sum that has to be in rank order."""
+        x, workspace = call.x, self.workspace
+        is_reduction = call.operation in ("all_reduce", "reduce_scatter") and call.op == "sum"
+        if x.device.type != workspace.device.type:
+            return False
+        if is_reduction and workspace.deterministic:
+            return True
         match call.operation:
-            case "all_gather" | "reduce_scatter":
-                return _is_at_an_end(call) and call.sizes is None
-            case "all_reduce":
-                return call.op == "sum"
+            case "all_gather" if gather_sizes(call, self.rank, self.size)[1] is None:
+                question = all_gather_question(x, call.dim, workspace)
+            case "reduce_scatter" if scatter_sizes(call, self.rank, self.size)[1] is None:
+                question = reduce_scatter_question(x, call.dim, workspace)
+            case "all_reduce" if is_reduction:
+                question = all_reduce_question(x, workspace)
             case _:
                 return False
+        return workspace.choose(question).algorithm != "dist"
 
     def _all_gather(self, call: Call) -> Tensor:
         length, uneven = gather_sizes(call, self.rank, self.size)
-        if uneven is not None or not _is_at_an_end(call):
-            return self.inner.run(call)
         check_out(call, length)
+        if uneven is not None:
+            return self._by_rows(all_gather_v, call, uneven)
         x, out = _plain(call)
         result = all_gather_into_tensor(out, x, workspace=self.workspace, dim=call.dim)
         return _delivered(result, call)
 
     def _reduce_scatter(self, call: Call) -> Tensor:
         length, uneven = scatter_sizes(call, self.rank, self.size)
-        if uneven is not None or not _is_at_an_end(call):
-            return self.inner.run(call)
         check_out(call, length)
+        if uneven is not None:
+            return self._by_rows(reduce_scatter_v, call, uneven)
         x, out = _plain(call)
         result = reduce_scatter_tensor(out, x, workspace=self.workspace, dim=call.dim)
         return _delivered(result, call)
 
-    def _all_reduce(self, call: Call) -> Tensor:
-        if call.op != "sum":
+    def _by_rows(self, run: Callable[..., Tensor], call: Call, sizes: Sequence[int]) -> Tensor:
+        """An operation on uneven shards, which has a kernel for rows."""
+        x = call.x
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            # Its numbers go to the device, which a graph would do once.
             return self.inner.run(call)
-        check_out(call)
-        x, out = _plain(call)
-        return _delivered(all_reduce(out, x, workspace=self.workspace), call)
+        front = x.detach().movedim(call.dim, 0)
+        rows = front.flatten(1) if front.dim() > 1 else front.unsqueeze(1)
+        found = run(None, rows, sizes, workspace=self.workspace)
+        result = found.view(len(found), *front.shape[1:]).movedim(0, call.dim)
+        return deliver(result, call.out)
 
 
 def nvls_collectives(
@@ -143,11 +167,6 @@ def _device_of(group: Group) -> torch.device:
     if "nccl" in dist.get_backend(group.process_group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _is_at_an_end(call: Call) -> bool:
-    """Whether shards lie along the first or the last dimension."""
-    return call.dim in (0, -1, -call.x.dim(), call.x.dim() - 1)
 
 
 def _plain(call: Call) -> tuple[Tensor, Tensor | None]:
