@@ -11,16 +11,16 @@ from faces import ERRORS, faces, homes, summary
 
 def face_pages() -> dict[str, str]:
     """The text of each page by its name under docs/."""
-    packages = [module for module in faces() if module.count(".") == 1]
+    packages = sorted({".".join(module.split(".")[:2]) for module in faces()})
     return {f"reference/{name.split('.')[1]}.md": page(name) for name in packages}
 
 
 def page(package: str) -> str:
-    """The reference of one package: its face, those of its rooms, and its errors."""
-    rooms = [module for module in faces() if module.startswith(f"{package}.")]
+    """The reference of one package: its face if it has one, those of its rooms, and its errors."""
+    shown = [m for m in faces() if m == package or m.startswith(f"{package}.")]
     described: set[str] = set()
     lines = [f"# The names of {package}"]
-    for module in (package, *rooms):
+    for module in shown:
         lines += _section(module, described)
     if ERRORS.startswith(f"{package}."):
         lines += ["", f"## {ERRORS}", "", f"::: {ERRORS}"]

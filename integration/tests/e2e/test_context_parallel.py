@@ -1,4 +1,7 @@
-"""`pcomm train` with sequences shared by two ranks gives the numbers of one process."""
+"""`pcomm train` with sequences shared by two ranks gives the numbers of one process.
+
+Attention alone, and a hybrid of all mixers; `test_parallel_losses` has each of them alone.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("pattern", ["A", "M", "G", "GGGA"])
+@pytest.mark.parametrize("pattern", ["A", "GMGA"])
 def test_cp_2_gives_the_numbers_of_one_process(train: Train, tmp_path: Path, pattern: str) -> None:
     one, two, sums = (tmp_path / name for name in ("one", "two", "sums"))
     shared = settings(SETTINGS, f"model.pattern={pattern}")
@@ -40,7 +43,7 @@ def test_cp_2_gives_the_numbers_of_one_process(train: Train, tmp_path: Path, pat
     allowed = allowed_by_rounding(one, sums)
     assert train(two, *shared, "--ranks", "2", "--set", "parallel.cp=2") == 0
     assert_same_numbers(two, one, allowed)
-    if pattern == "GGGA":
+    if pattern == "GMGA":
         # What two ranks saved half-way is read by one, which goes on to the same end.
         shutil.rmtree(checkpoints(two)[-1].folder)
         assert [checkpoint.step for checkpoint in checkpoints(two)] == [2]

@@ -73,6 +73,13 @@ def hybrid_run(runs: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
+def alone(runs: Callable[[str], Path]) -> Iterator[LLM]:
+    """The same hybrid in this process."""
+    with LLM(runs("hybrid"), **OPTIONS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def llm(runs: Callable[[str], Path]) -> Iterator[LLM]:
     """A hybrid on two ranks, for the tests that leave it as it was."""
     with LLM(runs("hybrid"), ranks=2, **OPTIONS) as found:
@@ -106,10 +113,10 @@ def test_two_ranks_write_the_texts_of_one(kind: str, runs: Callable[[str], Path]
                 theirs.finish_reason,
                 theirs.cached_tokens,
             )
-            for a, b in ((mine.logprobs, theirs.logprobs),):
-                assert [entry.token_id for entry in a] == [entry.token_id for entry in b]
-                # Sums of two halves round otherwise than one sum.
-                assert [e.logprob for e in a] == pytest.approx([e.logprob for e in b], abs=1e-4)
+            a, b = mine.logprobs, theirs.logprobs
+            assert [entry.token_id for entry in a] == [entry.token_id for entry in b]
+            # Sums of two halves round otherwise than one sum.
+            assert [e.logprob for e in a] == pytest.approx([e.logprob for e in b], abs=1e-4)
             assert len(mine.prompt_logprobs) == len(theirs.prompt_logprobs)
         ours, whole = two.stats(), one.stats()
         assert (ours.steps, ours.accepted_tokens) == (whole.steps, whole.accepted_tokens)
@@ -120,7 +127,11 @@ def test_two_ranks_write_the_texts_of_one(kind: str, runs: Callable[[str], Path]
         assert is_idle(two)
 
 
-def test_streams_end_aborted_closed_or_dropped_and_their_memory_is_free(llm: LLM) -> None:
+@pytest.mark.parametrize("place", ["alone", "llm"])
+def test_streams_end_aborted_closed_or_dropped_and_their_memory_is_free(
+    place: str, request: pytest.FixtureRequest
+) -> None:
+    llm: LLM = request.getfixturevalue(place)
     (expected,) = llm.generate("word1", GREEDY)
     aborted = llm.stream("word1", LONG, request_id="mine")
     closed, dropped = llm.stream("word2", LONG), llm.stream("word3", LONG)

@@ -40,8 +40,8 @@ def run(words: Sequence[str]) -> int:
     [
         (["--parts", "stream"], "no part of that name"),
         (["--streams", "0"], "a number below 1"),
-        (["--contexts", "4,-1"], "a number below 1"),
-        (["--threads", "1;2"], "words that are no numbers"),
+        (["--contexts", "1;2"], "words that are no numbers"),
+        (["--threads", "4,-1"], "a number below 1"),
         (["--rounds", "2"], "fewer than 3 rounds"),
         (["--model", "nowhere"], r"no config\.json there"),
     ],

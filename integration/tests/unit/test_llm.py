@@ -15,7 +15,7 @@ from pcomm.inference import KVSpec, SamplingParams, StateSpec
 from pcomm.integration import Writer
 from pcomm.integration.huggingface.convert import run_to_directory
 from pcomm.integration.llm import LLM, load_model
-from pcomm.integration.llm.memory_size import memory_size
+from pcomm.integration.llm.memory_size import memory_size, rank_bytes
 from pcomm.integration.testing.tiny_runs import PATTERNS, tiny_run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -93,22 +93,6 @@ def test_streams_that_are_read_in_turn_do_not_disturb_each_other(llm: LLM) -> No
     for place, stream in enumerate(streams):
         found[place] += [token for delta in stream for token in delta.token_ids]
     assert [tuple(tokens) for tokens in found] == [first.token_ids, second.token_ids]
-
-
-def test_what_is_aborted_closed_or_dropped_frees_its_memory(llm: LLM) -> None:
-    long = SamplingParams(max_tokens=100, ignore_eos=True)
-    aborted = llm.stream("word1", long, request_id="mine")
-    closed, dropped = llm.stream("word2", long), llm.stream("word3", long)
-    for stream in (aborted, closed, dropped):
-        next(stream)
-    assert llm.stats().running == 3
-    assert llm.abort("mine")
-    assert not llm.abort("mine")
-    assert list(aborted) == []
-    closed.close()
-    del dropped, stream
-    stats = llm.stats()
-    assert (stats.running, stats.blocks.used, stats.state_slots.used) == (0, 0, 0)
 
 
 def test_a_chat_is_the_template_and_stops_before_the_next_question(llm: LLM) -> None:
@@ -256,3 +240,15 @@ def test_a_budget_below_one_request_is_told_the_length_and_the_budget_that_fit(
         size(fitting, budget)
         with pytest.raises(ConfigError):
             size(fitting + 1, budget)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_bytes", "expected"),
+    [("cpu", None, 33), ("cuda", None, 100), ("cpu", 400, 133), ("cuda", 400, 133)],
+)
+def test_ranks_on_cpus_share_what_is_free_and_devices_have_their_own(
+    device: str, memory_bytes: int | None, expected: int
+) -> None:
+    place = torch.device(device)
+    assert rank_bytes(place, memory_bytes, 100, ranks=3) == expected
+    assert rank_bytes(place, memory_bytes, 100, ranks=1) == (memory_bytes or 100)

@@ -324,11 +324,25 @@ def test_tasks_that_are_over_at_once_disturb_nobody() -> None:
             assert ranks.run(eval, (str(step),)) == [step] * 4
 
 
+@pytest.mark.parametrize("imports_main", [True, False])
+def test_collections_leave_out_what_the_server_has_imported(imports_main: bool) -> None:
+    """Not what a program's file has made: referrers of its objects can be found."""
+    frozen = "__import__('gc').get_freeze_count()"
+    with LocalRanks(2, imports_main=imports_main) as ranks:
+        counts = ranks.run(eval, (frozen,))
+    # All functions of torch, at least.
+    assert [count > 50_000 for count in counts] == [not imports_main] * 2
+
+
 def test_a_task_may_end_the_default_group_itself() -> None:
-    source = "dist.destroy_process_group()"
+    world = "__import__('torch').distributed"
+    end = f"({PID}, {world}.destroy_process_group(), {world}.is_initialized())"
     with LocalRanks(2) as ranks:
-        for _ in range(2):
-            ranks.run(exec, program(source))
+        first = ranks.run(eval, (end,))
+        assert [is_there for _, _, is_there in first] == [False, False]
+        # The next task has a world again, in the same processes, and may end it as well.
+        assert ranks.run(eval, (f"({PID}, {RANK})",)) == [(first[r][0], r) for r in range(2)]
+        assert ranks.run(eval, (end,)) == first
 
 
 STUCK = {

@@ -22,8 +22,8 @@ from pcomm.core.testing.default_group import default_collectives, default_group,
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
-# Elements of fp32: 64 bytes, 292 KiB, 4 MiB.
-LENGTHS = [16, 75_000, 1 << 20]
+# Of two fp32 numbers: 128 bytes, 0.6 MB, and 2.4 MB, whose shards are more than eight chunks.
+LENGTHS = [16, 75_000, 300_000]
 OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 
 

@@ -50,14 +50,21 @@ def cases(size: int) -> dict[str, LayerCase]:
     }
 
 
-def check(case: LayerCase, collectives: Collectives, *, seed: int = 0) -> None:
-    """The layer does what the plain one does, up to the rounding of the sums, in every dtype."""
+def check(case: LayerCase, collectives: Collectives, *, seed: int = 0) -> list[str]:
+    """The layer does what the plain one does, up to the rounding of the sums, in every dtype.
+
+    Returns:
+        Names of the results that were compared, each dtype's after the other's.
+    """
+    names = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for found in compare_layer(case, collectives, dtype, seed=seed):
             # The longest sum is over inputs, outputs or tokens, then over ranks, then a bias.
             # A part of it may be rounded to the dtype once more, when a matrix product ends.
             terms = max(case.layout.length, case.width, case.tokens) + 2 * collectives.size + 1
             assert_close(found.actual, found.exact, num_terms=terms, magnitude=found.magnitude)
+            names.append(found.name)
+    return names
 
 
 def check_accuracy(case: LayerCase, collectives: Collectives) -> None:
@@ -120,7 +127,11 @@ def layer_cases(draw: st.DrawFn) -> LayerCase:
 @given(layer_cases(), st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
 def test_layers_equal_plain_layers_however_they_are_cut(case: LayerCase, seed: int) -> None:
-    run_virtual(lambda collectives: check(case, collectives, seed=seed), case.layout.size)
+    size = case.layout.size
+    compared = run_virtual(lambda collectives: check(case, collectives, seed=seed), size)
+    gradients = ["input gradient"] * (case.kind != "embedding") + ["weight gradient"]
+    gradients += ["bias gradient"] * case.bias
+    assert compared == [3 * ["output", *gradients]] * size
 
 
 @ranks(3)

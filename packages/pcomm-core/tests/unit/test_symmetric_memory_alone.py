@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import importlib
+import inspect
+import os
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,6 +99,28 @@ def test_one_rank_needs_no_store(backend: str) -> None:
     assert closing.take_all() == []
 
 
+def test_a_full_file_system_is_told_before_memory_is_touched() -> None:
+    group = Group("tp", (0,), None)
+
+    def open_with(free: int) -> None:
+        room = SimpleNamespace(f_bavail=free, f_frsize=4096)
+        with mock.patch.object(os, "statvfs", return_value=room):
+            SymmetricMemory.open(group, 1, signal_bytes=4, backend="shm").close()
+
+    # A page for the buffer and one for the pad.
+    open_with(2)
+    with pytest.raises(UnsupportedError, match="has 4096 bytes free, of 8192 that are needed"):
+        open_with(1)
+    # It filled up between the check and the allocation.
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch.object(os, "posix_fallocate", side_effect=full),
+        pytest.raises(UnsupportedError, match=r"OSError: .*No space left"),
+    ):
+        open_with(2)
+    assert "/dev/shm" not in Path("/proc/self/maps").read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -121,8 +149,9 @@ def test_no_ranks_have_no_memory() -> None:
 class FakeSymmetricMemory:
     """The functions of torch's module that pcomm uses, for two ranks of this process."""
 
-    def __init__(self, multicast_ptr: int = 0) -> None:
-        self.multicast_ptr, self.pad_bytes = multicast_ptr, 0
+    def __init__(self, multicast_ptr: int = 0, offset: int = 0) -> None:
+        self.multicast_ptr, self.pad_bytes, self.offset = multicast_ptr, 0, offset
+        self._SymmetricMemory = self
         self.blocks: list[torch.Tensor] = []
         self.groups: list[Any] = []
         self.refuses = False
@@ -130,13 +159,16 @@ class FakeSymmetricMemory:
     def set_signal_pad_size(self, size: int) -> None:
         self.pad_bytes = size
 
-    def empty(self, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+    def empty_strided_p2p(
+        self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         assert self.pad_bytes
+        assert stride == (1,)
         (num_bytes,) = size
         # The pad at the end, as torch 2.11 has it, and one block for each rank.
         whole = num_bytes + self.pad_bytes
         self.blocks = [torch.full((whole,), 9, dtype=dtype, device=device) for _ in range(2)]
-        return self.blocks[1][:num_bytes]
+        return self.blocks[1][self.offset : self.offset + num_bytes]
 
     def rendezvous(self, tensor: torch.Tensor, group: Any) -> Any:
         if self.refuses:
@@ -151,6 +183,18 @@ class FakeSymmetricMemory:
             world_size=2,
             kept=self.blocks,
         )
+
+
+def test_torch_has_what_the_adapter_stands_on() -> None:
+    module = importlib.import_module("torch.distributed._symmetric_memory")
+    assert list(inspect.signature(module.set_signal_pad_size).parameters) == ["size"]
+    assert list(inspect.signature(module.rendezvous).parameters) == ["tensor", "group"]
+    handle = module._SymmetricMemory
+    told = handle.empty_strided_p2p.__doc__
+    places = [told.index(f"{name}: ") for name in ("size", "stride", "dtype", "device")]
+    assert places == sorted(places)
+    for field in ("buffer_ptrs", "signal_pad_ptrs", "multicast_ptr", "rank", "world_size"):
+        assert isinstance(getattr(handle, field), property), field
 
 
 def torch_memory(module: Any, rank: int = 1) -> TorchMemory:
@@ -202,7 +246,10 @@ def test_what_torch_refuses_is_told() -> None:
     module.refuses = False
     with pytest.raises(UnsupportedError, match=r"rank 1 of 2, with 2 and 2 addresses"):
         torch_memory(module, rank=0).rendezvous(["", ""])
-    without: Any = SimpleNamespace(empty=module.empty)
+    # As from a pool, where the addresses are those of the segment.
+    with pytest.raises(UnsupportedError, match="does not begin its allocation"):
+        torch_memory(FakeSymmetricMemory(offset=4)).rendezvous(["", ""])
+    without: Any = SimpleNamespace(_SymmetricMemory=module)
     with pytest.raises(UnsupportedError, match="allocate: AttributeError"):
         torch_memory(without)
 

@@ -9,9 +9,17 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from pcomm.core.command.bench.options import check_can_plot, numbers
+from pcomm.core.command.bench.options import (
+    add_numbers,
+    add_outputs,
+    check_can_plot,
+    given_numbers,
+)
+from pcomm.core.command.bench.results import write_results
 from pcomm.core.errors import ConfigError
 from pcomm.integration.bench.settings import PARTS, QUICK, Settings
 
@@ -38,13 +46,12 @@ class ServingBenchmark:
             help="a Llama for `streams` and `prompt` (random weights of the shape of "
             f"{_DEFAULT.models.large.name})",
         )
-        add("--streams", metavar="N,N", help=f"texts at once ({_list(_DEFAULT.streams)})")
-        add("--contexts", metavar="T,T", help=f"tokens of context ({_list(_DEFAULT.contexts)})")
-        add("--threads", metavar="N,N", help=f"threads of torch ({_list(_DEFAULT.threads)})")
+        add_numbers(parser, "--streams", "texts at once", _DEFAULT.streams)
+        add_numbers(parser, "--contexts", "tokens of context", _DEFAULT.contexts, metavar="T,T")
+        add_numbers(parser, "--threads", "threads of torch", _DEFAULT.threads)
         add("--rounds", type=int, metavar="R", help=f"turns of each case ({_DEFAULT.rounds})")
         add("--quick", action="store_true", help="tiny models and few rounds: no figures")
-        add("--csv", type=Path, metavar="FILE", help="replace the rows of these parts there")
-        add("--plot", type=Path, metavar="FILE", help="draw tokens/s and goals as a PNG")
+        add_outputs(parser, rows="these parts", picture="tokens/s and goals")
         add("--report", type=Path, metavar="FILE", help="write goals and what was reached there")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -53,7 +60,6 @@ class ServingBenchmark:
         if arguments.plot is not None:
             check_can_plot("serving")
         # torch is imported from here on.
-        from pcomm.core.testing.timing import save_rows
         from pcomm.integration.bench.measure import measure
         from pcomm.integration.bench.plot import plot_serving
         from pcomm.integration.bench.report import report_of, rows_of, tables_of
@@ -61,12 +67,7 @@ class ServingBenchmark:
         measured = measure(settings)
         print(tables_of(measured))
         print(f"\n{report_of(measured)}")
-        if arguments.csv is not None:
-            save_rows(arguments.csv, rows_of(measured))
-            print(f"rows: {arguments.csv}")
-        if arguments.plot is not None:
-            plot_serving(measured, arguments.plot)
-            print(f"picture: {arguments.plot}")
+        write_results(arguments, rows_of(measured), partial(plot_serving, measured))
         if arguments.report is not None:
             arguments.report.parent.mkdir(parents=True, exist_ok=True)
             arguments.report.write_text(report_of(measured) + "\n")
@@ -76,11 +77,8 @@ class ServingBenchmark:
 
 def _settings(arguments: argparse.Namespace) -> Settings:
     base = QUICK if arguments.quick else _DEFAULT
-    changes: dict[str, object] = {}
-    for option in ("streams", "contexts", "threads"):
-        text = getattr(arguments, option)
-        if text is not None:
-            changes[option] = numbers("serving", f"--{option}", text)
+    options = ("streams", "contexts", "threads")
+    changes: dict[str, Any] = {**given_numbers("serving", arguments, options)}
     if arguments.parts is not None:
         changes["parts"] = tuple(arguments.parts.split(","))
     if arguments.rounds is not None:
@@ -94,11 +92,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
                 fix="Give such a directory, or leave --model out for random weights.",
             )
         changes["model"] = arguments.model
-    return replace(base, **changes)  # type: ignore[arg-type]
-
-
-def _list(values: tuple[int, ...]) -> str:
-    return ",".join(map(str, values))
+    return replace(base, **changes)
 
 
 command = ServingBenchmark()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pcomm.core.command.bench.options import check_counts, check_rounds
 from pcomm.core.errors import ConfigError, near_misses
 from pcomm.integration.bench.models_measured import FULL, SMALL, Models
 
@@ -78,21 +79,8 @@ class Settings:
                     fix=near_misses(part, PARTS),
                 )
         counts = {"--streams": self.streams, "--contexts": self.contexts, "--threads": self.threads}
-        for option, values in counts.items():
-            if not values or min(values) < 1:
-                raise ConfigError(
-                    f"pcomm bench serving {option} {','.join(map(str, values))}",
-                    found="a number below 1, or none",
-                    why="There must be something to measure.",
-                    fix="Use numbers from 1 on with commas between them.",
-                )
-        if self.rounds < 3:
-            raise ConfigError(
-                f"pcomm bench serving --rounds {self.rounds}",
-                found="fewer than 3 rounds",
-                why="The median of so few rounds is a matter of luck on a shared machine.",
-                fix="Use at least 3, better 7.",
-            )
+        check_counts("serving", counts)
+        check_rounds("serving", self.rounds, fewest=3, better=7)
 
 
 QUICK = Settings(

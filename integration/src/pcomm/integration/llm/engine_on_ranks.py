@@ -18,6 +18,7 @@ from pcomm.inference.engine import EngineStats
 from pcomm.integration.llm.caller import claim
 from pcomm.integration.llm.engine_options import EngineOptions
 from pcomm.integration.llm.leftover import NOTHING_LEFT, Leftover, PendingCall
+from pcomm.integration.llm.memory_size import rank_bytes
 from pcomm.integration.llm.rank_engine import MEET, serve_engine
 
 __all__ = ["EngineOnRanks"]
@@ -76,12 +77,7 @@ class EngineOnRanks:
             task = (path.resolve(), dtype, quantization, device, options)
             self._session = self._ranks.open(serve_engine, task)
             free = min(answer.value for answer in self._session.answers())
-            if device.type == "cuda":
-                budget = free if memory_bytes is None else memory_bytes // ranks
-            else:
-                # All ranks see the memory of the same host.
-                budget = (free if memory_bytes is None else memory_bytes) // ranks
-            self._session.ask(budget)
+            self._session.ask(rank_bytes(device, memory_bytes, free, ranks=ranks))
         except RankError as error:
             self._ranks.close()
             if isinstance(error.error, PcommError):

@@ -13,7 +13,7 @@ from pcomm.core import Group
 from pcomm.core.errors import ConfigError
 from pcomm.inference import KVSpec, LayerSpec, StateSpec
 
-__all__ = ["MemorySize", "agreed_bytes", "free_bytes", "memory_size"]
+__all__ = ["MemorySize", "agreed_bytes", "free_bytes", "memory_size", "rank_bytes"]
 
 _HOST_SHARE, _DEVICE_SHARE = 0.25, 0.8
 
@@ -114,11 +114,23 @@ def agreed_bytes(device: torch.device, memory_bytes: int | None, group: Group | 
         memory_bytes: Bytes on all ranks together; None for a share of what is free.
         group: Ranks that share the model; None for this process alone.
     """
+    free = free_bytes(device)
     if group is None:
-        return memory_bytes or free_bytes(device)
-    if memory_bytes is not None:
-        return memory_bytes // group.size
-    mine = torch.tensor([free_bytes(device)], device=device)
+        return rank_bytes(device, memory_bytes, free, ranks=1)
+    mine = torch.tensor([free], device=device)
     least = int(group.collectives.all_gather(mine).min())
-    # Ranks on CPUs may all be on one host.
-    return least if device.type == "cuda" else least // group.size
+    return rank_bytes(device, memory_bytes, least, ranks=group.size)
+
+
+def rank_bytes(device: torch.device, memory_bytes: int | None, free: int, *, ranks: int) -> int:
+    """Bytes for requests on each of the ranks that share a model. Local.
+
+    Args:
+        device: Device of the model. Ranks on CPUs may all be on one host, and share what is free.
+        memory_bytes: Bytes on all ranks together; None for what is free.
+        free: Least `free_bytes` of all ranks.
+        ranks: Number of ranks.
+    """
+    if memory_bytes is not None:
+        return memory_bytes // ranks
+    return free if device.type == "cuda" else free // ranks

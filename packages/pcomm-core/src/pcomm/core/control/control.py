@@ -254,7 +254,7 @@ class Control:
             if error is not None:
                 raise error
             return Vote(value, (value,), (reason,))
-        said = json.dumps([value, reason])
+        said = json.dumps([int(value), reason])
         wait_s = self.wait_s(timeout_s)
         round_ = self._meet(self.store, f"vote/{topic}", topic, None, said, error, wait_s)
         values, reasons = zip(*map(json.loads, round_.texts()), strict=True)

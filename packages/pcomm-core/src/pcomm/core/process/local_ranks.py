@@ -86,7 +86,7 @@ class LocalRanks:
                     ours, theirs = context.Pipe()
                     process = context.Process(
                         target=serve,
-                        args=(theirs, rank, size, threads, str(self._stacks(rank))),
+                        args=(theirs, rank, size, threads, str(self._stacks(rank)), imports_main),
                         name=f"rank {rank} of {size}",
                         daemon=True,
                     )

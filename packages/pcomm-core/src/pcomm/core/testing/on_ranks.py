@@ -45,10 +45,11 @@ class RankPool:
     def run(self, task: Callable[..., Any], size: int, *args: object) -> list[Any]:
         """Call `task(*args)` on `size` ranks and return what each returned; see `LocalRanks.run`.
 
-        It may take `PCOMM_RANKS_TIMEOUT_S` seconds, and longer where the machine is busy.
+        Tasks are those of modules, not of the program's own file, which is pytest's. One may take
+        `PCOMM_RANKS_TIMEOUT_S` seconds, and longer where the machine is busy.
         """
         if size not in self._warm or not self._warm[size].is_usable:
-            self._warm[size] = LocalRanks(size, preload=_PRELOADED)
+            self._warm[size] = LocalRanks(size, preload=_PRELOADED, imports_main=False)
         return self._warm[size].run(task, args, timeout_s=rank_limit_s())
 
     def discard(self, size: int) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
-from pcomm.core.command.bench.options import check_can_plot, numbers
+from pcomm.core.command.bench.options import add_numbers, add_outputs, check_can_plot, numbers
+from pcomm.core.command.bench.results import write_results
 from pcomm.core.errors import ConfigError
 from pcomm.fsdp.bench.forms import FORMS
 from pcomm.fsdp.bench.settings import MODELS, Link, Settings
@@ -35,9 +36,8 @@ class FsdpBenchmark:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         add = parser.add_argument
-        ranks, models = ",".join(map(str, _DEFAULT.ranks)), ",".join(MODELS)
-        add("--ranks", metavar="N,N", help=f"data-parallel sizes ({ranks})")
-        add("--models", metavar="NAME,NAME", help=f"what is trained ({models})")
+        add_numbers(parser, "--ranks", "data-parallel sizes", _DEFAULT.ranks)
+        add("--models", metavar="NAME,NAME", help=f"what is trained ({','.join(MODELS)})")
         add(
             "--links",
             metavar="M[xB],...",
@@ -47,14 +47,12 @@ class FsdpBenchmark:
         add("--forms", metavar="KEY,KEY", help=f"what is compared (all of {keys})")
         add("--rounds", type=int, metavar="R", help=f"turns of each case ({_DEFAULT.rounds})")
         add("--quick", action="store_true", help="tiny models, few rounds: seconds, no figures")
-        add("--csv", type=Path, metavar="FILE", help="replace the rows of this benchmark there")
-        add("--plot", type=Path, metavar="FILE", help="draw the times as a PNG")
+        add_outputs(parser, picture="the times")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Measure, print tables, and write what was asked for."""
         settings = settings_of(arguments)
         # torch is imported from here on.
-        from pcomm.core.testing.timing import save_rows
         from pcomm.fsdp.bench.plot import plot_times
         from pcomm.fsdp.bench.report import rows_of, tables_of
 
@@ -62,12 +60,7 @@ class FsdpBenchmark:
             check_can_plot("fsdp")
         found = _measure(settings)
         print(tables_of(settings, found))
-        if arguments.csv is not None:
-            save_rows(arguments.csv, rows_of(found))
-            print(f"rows: {arguments.csv}")
-        if arguments.plot is not None:
-            plot_times(found, arguments.plot)
-            print(f"picture: {arguments.plot}")
+        write_results(arguments, rows_of(found), partial(plot_times, found))
         return 0
 
 

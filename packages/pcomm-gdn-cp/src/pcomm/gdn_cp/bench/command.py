@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
-from pcomm.core.command.bench.options import check_can_plot, numbers
+from pcomm.core.command.bench.options import add_numbers, add_outputs, check_can_plot, numbers
+from pcomm.core.command.bench.results import write_results
 from pcomm.core.errors import ConfigError
 from pcomm.gdn_cp.bench.settings import Settings
 
@@ -34,14 +35,13 @@ class GdnCpBenchmark:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         add = parser.add_argument
-        add("--ranks", metavar="N,N", help=f"context-parallel sizes ({_list(_DEFAULT.ranks)})")
-        add("--sequences", metavar="N,N", help=f"sequences ({_list(_DEFAULT.sequences)})")
+        add_numbers(parser, "--ranks", "context-parallel sizes", _DEFAULT.ranks)
+        add_numbers(parser, "--sequences", "sequences", _DEFAULT.sequences)
         add("--tokens", type=int, metavar="T", help=f"of a pack ({_DEFAULT.num_tokens})")
         add("--rounds", type=int, metavar="R", help=f"turns of each form ({_DEFAULT.rounds})")
         add("--no-plans", action="store_true", help="do not time how plans are made")
         add("--quick", action="store_true", help="small packs and few rounds: seconds, no figures")
-        add("--csv", type=Path, metavar="FILE", help="replace the rows of this benchmark there")
-        add("--plot", type=Path, metavar="FILE", help="draw the times as a PNG")
+        add_outputs(parser, picture="the times")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Measure, print tables, and write what was asked for."""
@@ -99,25 +99,15 @@ def _write(
     sizes: list[OfSize],
     plans: list[PlanTime],
 ) -> None:
-    from pcomm.core.testing.timing import save_rows
     from pcomm.gdn_cp.bench.plot import plot_times
     from pcomm.gdn_cp.bench.report import rows_of, tables_of
 
     print(tables_of(settings, sizes, plans))
-    if arguments.csv is not None:
-        save_rows(arguments.csv, rows_of(sizes, plans))
-        print(f"rows: {arguments.csv}")
-    if arguments.plot is not None:
-        plot_times(sizes, arguments.plot)
-        print(f"picture: {arguments.plot}")
+    write_results(arguments, rows_of(sizes, plans), partial(plot_times, sizes))
 
 
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _list(values: tuple[int, ...]) -> str:
-    return ",".join(map(str, values))
 
 
 command = GdnCpBenchmark()

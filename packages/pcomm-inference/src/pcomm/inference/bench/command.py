@@ -9,9 +9,17 @@ much on a machine that others use too.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from pcomm.core.command.bench.options import check_can_plot, numbers
+from pcomm.core.command.bench.options import (
+    add_numbers,
+    add_outputs,
+    check_can_plot,
+    given_numbers,
+)
+from pcomm.core.command.bench.results import write_results
 from pcomm.inference.bench.settings import SHAPES, Settings
 
 __all__ = ["InferenceBenchmark", "command"]
@@ -37,14 +45,13 @@ class InferenceBenchmark:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         add = parser.add_argument
-        add("--streams", metavar="N,N", help=f"texts at once ({_list(_DEFAULT.streams)})")
-        add("--contexts", metavar="T,T", help=f"tokens of context ({_list(_DEFAULT.contexts)})")
-        add("--rows", metavar="N,N", help=f"requests without a model ({_list(_DEFAULT.rows)})")
-        add("--threads", metavar="N,N", help=f"threads of torch ({_list(_DEFAULT.threads)})")
+        add_numbers(parser, "--streams", "texts at once", _DEFAULT.streams)
+        add_numbers(parser, "--contexts", "tokens of context", _DEFAULT.contexts, metavar="T,T")
+        add_numbers(parser, "--rows", "requests without a model", _DEFAULT.rows)
+        add_numbers(parser, "--threads", "threads of torch", _DEFAULT.threads)
         add("--rounds", type=int, metavar="R", help=f"steps of each case ({_DEFAULT.rounds})")
         add("--quick", action="store_true", help="a tiny model and few rounds: no figures")
-        add("--csv", type=Path, metavar="FILE", help="replace the rows of this benchmark there")
-        add("--plot", type=Path, metavar="FILE", help="draw ratios and tokens/s as a PNG")
+        add_outputs(parser, picture="ratios and tokens/s")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Measure, print tables, and write what was asked for."""
@@ -52,43 +59,23 @@ class InferenceBenchmark:
         if arguments.plot is not None:
             check_can_plot("inference")
         # torch is imported from here on.
-        from pcomm.core.testing.timing import save_rows
         from pcomm.inference.bench.measure import measure
         from pcomm.inference.bench.plot import plot_decoding
         from pcomm.inference.bench.report import rows_of, tables_of
 
         measured = measure(settings)
         print(tables_of(measured))
-        if arguments.csv is not None:
-            save_rows(arguments.csv, rows_of(measured))
-            print(f"rows: {arguments.csv}")
-        if arguments.plot is not None:
-            plot_decoding(measured, arguments.plot)
-            print(f"picture: {arguments.plot}")
+        write_results(arguments, rows_of(measured), partial(plot_decoding, measured))
         return 0
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
     base = _QUICK if arguments.quick else _DEFAULT
-
-    def chosen(option: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        text = getattr(arguments, option)
-        return default if text is None else numbers("inference", f"--{option}", text)
-
-    return Settings(
-        shapes=base.shapes,
-        streams=chosen("streams", base.streams),
-        contexts=chosen("contexts", base.contexts),
-        prompt=base.prompt,
-        rows=chosen("rows", base.rows),
-        product_rows=base.product_rows,
-        threads=chosen("threads", base.threads),
-        rounds=base.rounds if arguments.rounds is None else arguments.rounds,
-    )
-
-
-def _list(values: tuple[int, ...]) -> str:
-    return ",".join(map(str, values))
+    options = ("streams", "contexts", "rows", "threads")
+    changes: dict[str, Any] = {**given_numbers("inference", arguments, options)}
+    if arguments.rounds is not None:
+        changes["rounds"] = arguments.rounds
+    return replace(base, **changes)
 
 
 command = InferenceBenchmark()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pcomm.core.errors import ConfigError
+from pcomm.core.command.bench.options import check_counts, check_rounds
 
 __all__ = ["SHAPES", "Settings", "Shape"]
 
@@ -65,24 +65,11 @@ class Settings:
     rounds: int = 31
 
     def __post_init__(self) -> None:
-        numbers = {
+        counts = {
             "--streams": self.streams,
             "--contexts": self.contexts,
             "--threads": self.threads,
             "--rows": self.rows,
         }
-        for option, values in numbers.items():
-            if not values or min(values) < 1:
-                raise ConfigError(
-                    f"pcomm bench inference {option} {','.join(map(str, values))}",
-                    found="a number below 1, or none",
-                    why="There must be something to measure.",
-                    fix="Use numbers from 1 on with commas between them.",
-                )
-        if self.rounds < 7:
-            raise ConfigError(
-                f"pcomm bench inference --rounds {self.rounds}",
-                found="fewer than 7 rounds",
-                why="The median of so few rounds is a matter of luck on a shared machine.",
-                fix="Use at least 7, better 31.",
-            )
+        check_counts("inference", counts)
+        check_rounds("inference", self.rounds, fewest=7, better=31)

@@ -21,11 +21,11 @@ class Int8Weight:
     """`x W^T + b`, where a row of W is int8 numbers times a scale; activations stay wide. Local.
 
     Args:
-        weight_OI: bf16, fp32 or fp64 on a CPU; it is not kept.
+        weight_OI: Weight `[O, I]`, bf16, fp32 or fp64 on a CPU; it is not kept.
 
     Attributes:
-        numbers_OI: int8, from -127 to 127.
-        scales_O: Scales of the rows, positive, dtype of the weight.
+        numbers_OI: Numbers `[O, I]`, int8, from -127 to 127.
+        scales_O: Scales `[O]` of the rows, positive, dtype of the weight.
 
     Raises:
         ConfigError: A weight is NaN or infinite.

@@ -33,13 +33,13 @@ class PackedWeight:
     of a matrix without gaps; elsewhere the two differ by rounding.
 
     Args:
-        weight_OI: bf16 or fp32 on a CPU; it is copied.
+        weight_OI: Weight `[O, I]`, bf16 or fp32 on a CPU; its numbers are copied.
 
     Attributes:
-        nbytes: Bytes of the weight.
+        nbytes: Size of the weight, in bytes.
 
     Raises:
-        RuntimeError: What torch says of a dtype or a processor without such products.
+        RuntimeError: torch has no such product for the dtype or on this processor.
     """
 
     def __init__(self, weight_OI: Tensor) -> None:
@@ -125,7 +125,7 @@ def packed_weight(weight_OI: Tensor) -> PackedWeight | None:
     """A weight packed, if it is large enough to gain and can be packed here; None if not. Local.
 
     Args:
-        weight_OI: Weight of any dtype on any device.
+        weight_OI: Weight `[O, I]` of any dtype on any device; its numbers are copied.
     """
     fewest = _FEWEST_ELEMENTS.get(weight_OI.dtype)
     if fewest is None or weight_OI.device.type != "cpu" or weight_OI.numel() < fewest:

@@ -1,12 +1,59 @@
-"""What options of several benchmarks have in common. Needs no torch."""
+"""Options that several benchmarks have, and the checks of their values. Needs no torch."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 
-__all__ = ["check_can_plot", "numbers"]
+__all__ = [
+    "add_numbers",
+    "add_outputs",
+    "check_can_plot",
+    "check_counts",
+    "check_rounds",
+    "given_numbers",
+    "numbers",
+]
+
+
+def add_numbers(
+    parser: argparse.ArgumentParser,
+    option: str,
+    words: str,
+    default: Sequence[int],
+    *,
+    metavar: str = "N,N",
+) -> None:
+    """Declare an option such as `--streams 1,8`, which `given_numbers` reads.
+
+    Args:
+        parser: Parser of the benchmark.
+        option: Name of the option with its dashes.
+        words: Subject of the numbers, for the help.
+        default: Numbers without the option, for the help.
+        metavar: Form of the value, for the help.
+    """
+    shown = ",".join(map(str, default))
+    parser.add_argument(option, metavar=metavar, help=f"{words} ({shown})")
+
+
+def add_outputs(
+    parser: argparse.ArgumentParser, *, rows: str = "this benchmark", picture: str
+) -> None:
+    """Declare `--csv` and `--plot`, which `write_results` carries out.
+
+    Args:
+        parser: Parser of the benchmark.
+        rows: Source of the rows that are replaced in the CSV, for the help.
+        picture: Subject of the picture, for the help.
+    """
+    add = parser.add_argument
+    add("--csv", type=Path, metavar="FILE", help=f"replace the rows of {rows} there")
+    add("--plot", type=Path, metavar="FILE", help=f"draw {picture} as a PNG")
 
 
 def check_can_plot(benchmark: str) -> None:
@@ -47,3 +94,65 @@ def numbers(benchmark: str, option: str, text: str) -> tuple[int, ...]:
             why="The option takes numbers with commas between them.",
             fix=f"Write it like {option} 2,4.",
         ) from None
+
+
+def given_numbers(
+    benchmark: str, arguments: argparse.Namespace, options: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """The numbers of those options that were given, by name.
+
+    Args:
+        benchmark: Its name, for errors.
+        arguments: Parsed options.
+        options: Names of options of `add_numbers`, without dashes.
+
+    Raises:
+        ConfigError: A value is something else than numbers.
+    """
+    given = {option: getattr(arguments, option) for option in options}
+    return {
+        option: numbers(benchmark, f"--{option}", text)
+        for option, text in given.items()
+        if text is not None
+    }
+
+
+def check_counts(benchmark: str, counts: Mapping[str, Sequence[int]]) -> None:
+    """Refuse numbers below 1, and none at all.
+
+    Args:
+        benchmark: Its name, for the error.
+        counts: Numbers by the name of their option with its dashes.
+
+    Raises:
+        ConfigError: There are such numbers.
+    """
+    for option, values in counts.items():
+        if not values or min(values) < 1:
+            raise ConfigError(
+                f"pcomm bench {benchmark} {option} {','.join(map(str, values))}",
+                found="a number below 1, or none",
+                why="There must be something to measure.",
+                fix="Use numbers from 1 on with commas between them.",
+            )
+
+
+def check_rounds(benchmark: str, rounds: int, *, fewest: int, better: int) -> None:
+    """Refuse a number of rounds whose median means nothing.
+
+    Args:
+        benchmark: Its name, for the error.
+        rounds: Number of rounds.
+        fewest: Smallest number that is taken.
+        better: Number that the error recommends.
+
+    Raises:
+        ConfigError: There are fewer.
+    """
+    if rounds < fewest:
+        raise ConfigError(
+            f"pcomm bench {benchmark} --rounds {rounds}",
+            found=f"fewer than {fewest} rounds",
+            why="The median of so few rounds is a matter of luck on a shared machine.",
+            fix=f"Use at least {fewest}, better {better}.",
+        )

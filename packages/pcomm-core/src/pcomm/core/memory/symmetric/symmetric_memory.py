@@ -78,7 +78,8 @@ class SymmetricMemory:
         """Allocate memory on every rank of a group and map that of all of them. Collective.
 
         Either every rank gets it, or every rank raises and nothing stays allocated or mapped. It
-        closes with the groups that `group` belongs to, unless `close` was called before.
+        closes with the groups that `group` belongs to, unless `close` was called before. The owner
+        of a group of `Group.from_process_group` alone calls `close`.
 
         Args:
             group: Ranks that share the memory.

@@ -1,7 +1,10 @@
 """GPUs: symmetric memory of torch, whose interface is alpha; nothing else of pcomm knows of it.
 
-It stands on `empty`, `rendezvous`, `set_signal_pad_size` of `torch.distributed._symmetric_memory`
-and on five fields of the handle. Never run on several GPUs yet.
+It stands on `rendezvous`, `set_signal_pad_size` and `_SymmetricMemory.empty_strided_p2p` of
+`torch.distributed._symmetric_memory`, and on five fields of the handle. It does not use `empty`:
+in torch 2.13 that takes memory from a pool, whose segments keep the signal pad of their first
+allocation, in size and contents, stay mapped when they are freed, and have a rendezvous already on
+a rank that freed one earlier than its peers. Source: torch 2.13, read. Never run on GPUs yet.
 """
 
 from __future__ import annotations
@@ -60,8 +63,8 @@ class TorchMemory:
                 self._module = importlib.import_module("torch.distributed._symmetric_memory")
             # For the whole process, and read at each allocation.
             self._module.set_signal_pad_size(self._segments.signal_bytes)
-            self._tensor = self._module.empty(
-                self._segments.num_bytes, dtype=torch.uint8, device=self.device
+            self._tensor = self._module._SymmetricMemory.empty_strided_p2p(
+                (self._segments.num_bytes,), (1,), torch.uint8, self.device
             )
         except (AttributeError, ImportError, RuntimeError) as problem:
             raise self._failed("allocate", f"{type(problem).__name__}: {problem}") from problem
@@ -90,6 +93,9 @@ class TorchMemory:
             raise self._failed("rendezvous", found)
         if not all(self.buffer_ptrs + self.signal_pad_ptrs):
             raise self._failed("rendezvous", "an address that is zero")
+        assert self._tensor is not None
+        if self._tensor.data_ptr() != self.buffer_ptrs[self._rank]:
+            raise self._failed("rendezvous", "a buffer that does not begin its allocation")
         self.signal_pad(self._rank).zero_()
         self.quiesce()
 

@@ -1,0 +1,15 @@
+from pcomm.nvls.checker.operation import Operation as Operation
+from pcomm.nvls.checker.operation import Place as Place
+from pcomm.nvls.checker.operation import Protocol as Protocol
+from pcomm.nvls.checker.protocols import WorkspaceProtocol as WorkspaceProtocol
+from pcomm.nvls.checker.sequences import Report as Report
+from pcomm.nvls.checker.sequences import check as check
+from pcomm.nvls.checker.sequences import check_sequences as check_sequences
+from pcomm.nvls.checker.steps import Arrive as Arrive
+from pcomm.nvls.checker.steps import Cell as Cell
+from pcomm.nvls.checker.steps import Poll as Poll
+from pcomm.nvls.checker.steps import Read as Read
+from pcomm.nvls.checker.steps import Value as Value
+from pcomm.nvls.checker.steps import Wait as Wait
+from pcomm.nvls.checker.steps import Write as Write
+from pcomm.nvls.checker.violation import Violation as Violation
