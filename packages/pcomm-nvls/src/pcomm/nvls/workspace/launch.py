@@ -5,7 +5,6 @@ So what is launched can be compiled where there is no GPU, and looked at.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +35,3 @@ class Launch:
     device: torch.device
     tensors: tuple[torch.Tensor, ...] = ()
     max_registers: int | None = None
-
-    def run(self) -> None:
-        """Enqueue it on the current stream of its device; under the interpreter, do it."""
-        on_cuda = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():
-            self.kernel[(self.num_blocks,)](
-                **self.arguments, num_warps=self.num_warps, maxnreg=self.max_registers
-            )
