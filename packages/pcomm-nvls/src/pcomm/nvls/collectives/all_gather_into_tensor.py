@@ -22,7 +22,7 @@ from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
 from pcomm.nvls.references.all_gather_into_tensor import all_gather_into_tensor as reference
 from pcomm.nvls.workspace.launch import Launch
-from pcomm.nvls.workspace.repeats import again
+from pcomm.nvls.workspace.repeats import Call, again
 from pcomm.nvls.workspace.workspace import Workspace
 
 __all__ = ["all_gather_into_tensor", "all_gather_launch", "all_gather_question"]
@@ -84,7 +84,7 @@ def all_gather_into_tensor(
         place = workspace.group.rank * x.nbytes if along == 0 else None
         x = not_over(dense(x), result, place)
         launch = all_gather_launch(workspace, choice, result, x, along)
-        workspace.run(launch, (key, x, result, place))
+        workspace.run(launch, Call(key, x, result, place))
     return result if out is None or result is out else out.copy_(result)
 
 

@@ -23,7 +23,7 @@ from pcomm.nvls.policy.operations import Algorithm
 from pcomm.nvls.policy.shots import is_one_shot
 from pcomm.nvls.references.all_reduce import all_reduce as reference
 from pcomm.nvls.workspace.launch import Launch
-from pcomm.nvls.workspace.repeats import again
+from pcomm.nvls.workspace.repeats import Call, again
 from pcomm.nvls.workspace.workspace import Workspace
 
 __all__ = ["all_reduce", "all_reduce_launch", "all_reduce_question"]
@@ -76,7 +76,7 @@ def all_reduce(
     check_outside(_NAME, result, workspace)
     if x.numel():
         x = not_over(dense(x), result, 0)
-        workspace.run(all_reduce_launch(workspace, choice, result, x), (key, x, result, 0))
+        workspace.run(all_reduce_launch(workspace, choice, result, x), Call(key, x, result, 0))
     return result if out is None or result is out else out.copy_(result)
 
 

@@ -24,7 +24,7 @@ from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
 from pcomm.nvls.references.reduce_scatter_tensor import reduce_scatter_tensor as reference
 from pcomm.nvls.workspace.launch import Launch
-from pcomm.nvls.workspace.repeats import again
+from pcomm.nvls.workspace.repeats import Call, again
 from pcomm.nvls.workspace.workspace import Workspace
 
 __all__ = ["reduce_scatter_launch", "reduce_scatter_question", "reduce_scatter_tensor"]
@@ -86,7 +86,7 @@ def reduce_scatter_tensor(
         place = -workspace.group.rank * result.nbytes if along == 0 else None
         x = not_over(dense(x), result, place)
         launch = reduce_scatter_launch(workspace, choice, result, x, along)
-        workspace.run(launch, (key, x, result, place))
+        workspace.run(launch, Call(key, x, result, place))
     return result if out is None or result is out else out.copy_(result)
 
 

@@ -22,6 +22,7 @@ from pcomm.nvls.workspace.workspace import Workspace
 __all__ = ["FakeStream", "fake_driver", "fake_workspace"]
 
 STREAM = 7
+_BEFORE = 5
 
 
 class FakeStream:
@@ -83,8 +84,13 @@ class _Driver:
         if launches is None:
             return _do_nothing
 
-        def note(*arguments: Any) -> None:
-            launches.append((source.fn.fn.__name__, *arguments))
+        def note(grid: int, y: int, z: int, stream: int, *rest: Any) -> None:
+            # The function, its metadata and two hooks come before the arguments.
+            values = (
+                value.data_ptr() if isinstance(value, torch.Tensor) else value
+                for value in rest[_BEFORE:]
+            )
+            launches.append((source.fn.fn.__name__, grid, stream, *values))
 
         return note
 
@@ -103,8 +109,9 @@ def fake_driver(
 
     Args:
         capability: Architecture that kernels are compiled for, 90 for Hopper.
-        launches: List that gets the name of each kernel, grid, stream and arguments; None for
-            nothing, at no cost.
+        launches: List that gets the name of each kernel, number of blocks, stream, and
+            arguments with addresses for tensors;
+            None for nothing, at no cost.
     """
     config = triton.runtime.driver
     before = config._active

@@ -9,22 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pcomm.nvls.workspace.launch import Launch
-from pcomm.nvls.workspace.launcher import Launcher, Runner
+from pcomm.nvls.workspace.launcher import Launcher, Runner, is_interpreted
 from pcomm.nvls.workspace.slots import Turn
 
 if TYPE_CHECKING:
     from pcomm.nvls.workspace.workspace import Workspace
 
-__all__ = ["Repeat", "again", "remember"]
+__all__ = ["Call", "Repeat", "again", "remember"]
 
 _MOST_CALLS = 1024
 _ALIGNMENT = 15
+
+
+class Call(NamedTuple):
+    """A call that may come again.
+
+    Attributes:
+        key: Operation, shape and dtype of the input, and the arguments that are no tensors.
+        x: Input as it was launched, dense and aligned.
+        out: Result as it was launched, dense and aligned.
+        place: Distance in bytes from the result to the input at which the operation works in
+            place; None if it never does.
+    """
+
+    key: Hashable
+    x: Tensor
+    out: Tensor
+    place: int | None
 
 
 @dataclass(slots=True)
@@ -36,8 +53,7 @@ class Repeat:
         device: Device of its tensors.
         input_bytes: Size of the input, in bytes.
         result_bytes: Size of the result, in bytes.
-        place: Distance in bytes from the result to the input at which it works in place; None if
-            it never does.
+        place: See `Call`.
         variants: Launcher and arguments by slot and need of an entry barrier.
     """
 
@@ -56,7 +72,7 @@ def again(workspace: Workspace, key: Hashable, x: Tensor, out: Tensor | None) ->
 
     Args:
         workspace: Workspace of the call.
-        key: Operation, shape and dtype of `x`, and the arguments of the call that are no tensors.
+        key: See `Call`.
         x: Input.
         out: Tensor for the result; None for a new one.
 
@@ -104,29 +120,19 @@ def again(workspace: Workspace, key: Hashable, x: Tensor, out: Tensor | None) ->
 
 
 def remember(
-    repeats: dict[Hashable, Repeat],
-    key: Hashable,
-    launcher: Launcher,
-    launch: Launch,
-    turn: Turn,
-    x: Tensor,
-    out: Tensor,
-    place: int | None,
+    repeats: dict[Hashable, Repeat], call: Call, launcher: Launcher, launch: Launch, turn: Turn
 ) -> None:
     """Keep a call that was launched, for calls like it. Local.
 
     Args:
         repeats: Calls so far.
-        key: Key of `again`.
+        call: The call.
         launcher: Launcher that has compiled it.
-        launch: Its launch, with `x` and `out` among the arguments.
+        launch: Its launch, with the addresses of its tensors among the arguments.
         turn: Its turn.
-        x: Input, dense and aligned.
-        out: Result, dense and aligned.
-        place: See `Repeat`.
     """
-    names = getattr(launch.kernel, "arg_names", None)
-    if names is None or launch.arguments["x"] != x.data_ptr() or turn.is_prepared:
+    key, x, out, place = call
+    if is_interpreted(launch.kernel) or turn.is_prepared:
         return
     if x.layout is not torch.strided or x.dtype.is_complex:
         return
@@ -135,6 +141,7 @@ def remember(
     repeat = repeats.setdefault(
         key, Repeat(tuple(out.shape), x.device, x.nbytes, out.nbytes, place)
     )
+    names = launch.kernel.arg_names
     values = [launch.arguments[name] for name in names]
     variant = (launcher.runner(launch), values, names.index("x"), names.index("out"))
     repeat.variants[turn.slot, turn.needs_entry] = variant

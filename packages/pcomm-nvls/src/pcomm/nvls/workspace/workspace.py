@@ -28,21 +28,16 @@ from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.chooser import Chooser
 from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
+from pcomm.nvls.workspace import workspace_errors as errors
 from pcomm.nvls.workspace.device_stream import DeviceStream, stream_of
 from pcomm.nvls.workspace.lamport import LAMPORT_BYTES, lamport_region_bytes
 from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.launcher import Launcher
 from pcomm.nvls.workspace.opening import open_memory
 from pcomm.nvls.workspace.regions import Regions
-from pcomm.nvls.workspace.repeats import Repeat, remember
+from pcomm.nvls.workspace.repeats import Call, Repeat, remember
 from pcomm.nvls.workspace.slots import SLOTS, Rotation, Turn
 from pcomm.nvls.workspace.turns import Turns
-from pcomm.nvls.workspace.workspace_errors import (
-    check_positive,
-    is_closed,
-    rank_is_missing,
-    too_large,
-)
 
 __all__ = ["Workspace"]
 
@@ -112,7 +107,7 @@ class Workspace:
         lines += [f"debug {debug}", f"timeout_s {timeout_s:g}", f"device {self.device.type}"]
         error: PcommError | None = None
         try:
-            check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
+            errors.check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
             self._rotation = Rotation(slots)
             chooser_table = Table.load() if table is None else table
         except PcommError as problem:
@@ -165,7 +160,7 @@ class Workspace:
             DivergenceError: With `debug`, ranks make different calls.
         """
         if self._is_closed:
-            raise is_closed(question.operation)
+            raise errors.is_closed(question.operation)
         self.check()
         if self.debug:
             self._agree("operation", [f"{question}, strict={strict}"])
@@ -198,16 +193,12 @@ class Workspace:
         way = "multicast" if self.capability.multicast else "peers"
         return {**self.shared_arguments(), **self._lamport.arguments(), "WAY": way}
 
-    def run(
-        self,
-        launch: Launch,
-        call: tuple[Hashable, Tensor, Tensor, int | None] | None = None,
-    ) -> None:
+    def run(self, launch: Launch, call: Call | None = None) -> None:
         """Enqueue a launch; under the interpreter, which has done it then, look at the outcome.
 
         Args:
             launch: Kernel and arguments.
-            call: Key, input, result and place of a call that may come again; see `remember`.
+            call: A call that may come again.
 
         Raises:
             ConfigError: It would compile a kernel while a CUDA graph is captured.
@@ -220,8 +211,7 @@ class Workspace:
         self.num_launches += 1
         turn = self.turns.last
         if call is not None and turn is not None and not self.debug:
-            key, x, out, place = call
-            remember(self.repeats, key, self.launcher, launch, turn, x, out, place)
+            remember(self.repeats, call, self.launcher, launch, turn)
         if self.device.type == "cpu":
             self.check()
 
@@ -268,10 +258,10 @@ class Workspace:
             ConfigError: It is larger than `max_bytes`.
         """
         if self._is_closed:
-            raise is_closed("Workspace.empty")
+            raise errors.is_closed("Workspace.empty")
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.max_bytes:
-            raise too_large(shape, dtype, num_bytes, self.max_bytes)
+            raise errors.too_large(shape, dtype, num_bytes, self.max_bytes)
         if self.memory is None:
             return torch.empty(*shape, dtype=dtype, device=self.device)
         turn, needs_entry = self.turns.hand_out()
@@ -317,7 +307,7 @@ class Workspace:
         if self.memory is None or not self.failure_word.value:
             return
         missing = self.group.ranks[self.failure_word.value - 1]
-        raise rank_is_missing(missing, self._timeout_s)
+        raise errors.rank_is_missing(missing, self._timeout_s)
 
     def check_view(self, view: Tensor) -> None:
         """Raise if an operation has begun since that of which a view shows the slot. Local.
@@ -332,12 +322,7 @@ class Workspace:
         """
         generation, newest = self._generations.get(view), self._rotation.generation - 1
         if generation is not None and newest > generation:
-            raise ConfigError(
-                f"a view of operation {generation} of the workspace",
-                found=f"operation {newest} has begun",
-                why="Other ranks may write into that slot from then on.",
-                fix="Launch what reads the view before the next operation, or ask for a copy.",
-            )
+            raise errors.view_is_old(generation, newest)
 
     def explain(self, question: Question) -> str:
         """Which algorithm a call would use, why, and why not each faster one. Local."""
