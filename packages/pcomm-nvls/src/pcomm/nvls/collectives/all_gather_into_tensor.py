@@ -37,6 +37,7 @@ def all_gather_into_tensor(
     dim: int = 0,
     algo: Algorithm | Literal["auto"] = "auto",
     strict: bool = False,
+    copy: bool = True,
 ) -> Tensor:
     """The shards of all ranks, in rank order along `dim`. Collective; no synchronisation.
 
@@ -48,6 +49,9 @@ def all_gather_into_tensor(
             another one goes through torch.distributed.
         algo: "lamport", "multimem", "p2p", "dist", or "auto" for the choice of the table.
         strict: True raises where only torch.distributed can be used.
+        copy: False may return a view of the slot, without `out` and for `dim` 0. It has to be
+            read by what is launched before the next operation of the workspace;
+            `Workspace.check_view` tells when that was missed.
 
     Returns:
         `[..., n * size, ...]`, dtype and device of `x`: bit for bit what the ranks passed.
@@ -64,9 +68,15 @@ def all_gather_into_tensor(
     choice = workspace.choose(question, strict=strict)
     if choice.algorithm == "dist":
         return reference(out, x, collectives=workspace.group.collectives, dim=dim)
+    in_slot = not copy and out is None and along == 0 and choice.algorithm != "lamport"
+    if in_slot and x.numel():
+        x = dense(x)
+        workspace.run(all_gather_launch(workspace, choice, None, x, along))
+        return workspace.result_in_slot(shape, x.dtype)
     result = result_in(_NAME, out, shape, x)
     if x.numel():
-        # A block writes its own place in the result after it has read there, others before.
+        # A block writes its own place in the result after it has read there, others before. And a
+        # launch has the address alone: a copy has to live until it runs.
         place = workspace.group.rank * x.nbytes if along == 0 else None
         x = not_over(dense(x), result, place)
         workspace.run(all_gather_launch(workspace, choice, result, x, along))
@@ -83,10 +93,11 @@ def all_gather_question(
 
 
 def all_gather_launch(
-    workspace: Workspace, choice: Choice, out: Tensor, x: Tensor, dim: int
+    workspace: Workspace, choice: Choice, out: Tensor | None, x: Tensor, dim: int
 ) -> Launch:
-    """The launch that a choice asks for. Takes a turn of the workspace."""
+    """The launch that a choice asks for; without `out` the result stays in the slot. A turn."""
     if choice.algorithm == "lamport":
+        assert out is not None
         return lamport_all_gather_launch(workspace, choice, out, x, dim)
     from pcomm.nvls.kernels.all_gather import all_gather_kernel
 
@@ -96,13 +107,13 @@ def all_gather_launch(
     arguments = {
         **workspace.shared_arguments(),
         "x": x.data_ptr(),
-        "out": out.data_ptr(),
+        "out": 0 if out is None else out.data_ptr(),
         "num_vectors": num_vectors,
         "row_vectors": row_vectors,
         "slot": workspace.regions.slot(turn.slot),
         "WAY": way_of(choice),
         "ENTRY": turn.needs_entry,
-        "COPY_OUT": True,
+        "COPY_OUT": out is not None,
         "BLOCK": 32 * choice.num_warps,
     }
     return Launch(
@@ -111,7 +122,7 @@ def all_gather_launch(
         choice.num_warps,
         arguments,
         workspace.device,
-        (x, out),
+        (x,) if out is None else (x, out),
     )
 
 
