@@ -68,8 +68,9 @@ def all_gather_into_tensor(
         return reference(out, x, collectives=workspace.group.collectives, dim=dim)
     result = result_in(_NAME, out, shape, x)
     if x.numel():
-        launch = all_gather_launch(workspace, choice, result, dense(x), along)
-        workspace.run(launch)
+        # A launch has the address alone: a copy has to live until it runs.
+        x = dense(x)
+        workspace.run(all_gather_launch(workspace, choice, result, x, along))
     return result if out is None or result is out else out.copy_(result)
 
 
