@@ -90,6 +90,7 @@ class Workspace:
         error: PcommError | None = None
         try:
             _check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
+            _check_room(lamport_bytes)
             self._rotation = Rotation(slots)
             chooser_table = Table.load() if table is None else table
         except PcommError as problem:
@@ -169,7 +170,9 @@ class Workspace:
 
     def lamport_arguments(self) -> dict[str, Any]:
         """The arguments that kernels without barriers take, and `WAY`. Local."""
-        way = "multicast" if self.capability.multicast else "peers"
+        # Between two ranks the switch would send what a rank stores to that rank, too.
+        by_multicast = self.capability.multicast and self.group.size > 2
+        way = "multicast" if by_multicast else "peers"
         return {**self.shared_arguments(), **self._lamport.arguments(), "WAY": way}
 
     def run(self, launch: Launch) -> None:
@@ -392,6 +395,16 @@ def _check_positive(**values: float) -> None:
                 why="Memory and waits have a size.",
                 fix=f"Pass {name} > 0.",
             )
+
+
+def _check_room(lamport_bytes: int) -> None:
+    if lamport_bytes < 0:
+        raise ConfigError(
+            f"Workspace: lamport_bytes={lamport_bytes}",
+            found="a negative number",
+            why="It is the size of memory.",
+            fix="Pass 0 for a workspace without operations that have no barrier.",
+        )
 
 
 def _close(workspace: Workspace | None) -> None:
