@@ -54,7 +54,8 @@ def all_gather_into_tensor(
             `Workspace.check_view` tells when that was missed.
 
     Returns:
-        `[..., n * size, ...]`, dtype and device of `x`: bit for bit what the ranks passed.
+        `[..., n * size, ...]`, dtype and device of `x`: bit for bit what the ranks passed. But
+        "lamport" may return 0.0 for -0.0 of bf16, fp16, fp32, float8_e4m3fn and float8_e5m2.
 
     Raises:
         UnsupportedError: Gradients are recorded for `x`, or `algo` or `strict` cannot be met.
