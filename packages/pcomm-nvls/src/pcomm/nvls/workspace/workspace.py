@@ -61,7 +61,7 @@ class Workspace:
         probe: Source of the facts about this rank; by default this process and its device.
 
     Attributes:
-        capability: What the ranks can do together.
+        capability: Capability of the ranks together, with reasons.
         memory: Their memory; None where they can only use torch.distributed.
         num_launches: Number of kernels that were launched so far.
 
