@@ -47,7 +47,7 @@ def of_rank(rank: int, **changes: Any) -> RankFacts:
 # What the failing rank has; the level of the group, and words of its reason, which name that rank.
 FAILURES: list[tuple[dict[str, Any] | Exception, int, str]] = [
     ({"compute_capability": None}, 0, "rank {rank}: no CUDA device"),
-    ({"compute_capability": (8, 0)}, 0, "rank {rank}: compute capability of sm_80 is below 9.0"),
+    ({"compute_capability": (8, 9)}, 0, "rank {rank}: compute capability of sm_89 is below 9.0"),
     ({"symmetric_memory_error": "no such module"}, 0, "rank {rank}: torch has no symmetric"),
     ({"triton": "", "triton_error": "ImportError: x"}, 0, "rank {rank}: Triton cannot be"),
     ({"triton": "3.5.1"}, 0, "rank {rank}: Triton 3.5.1 is older than 3.6"),
@@ -189,7 +189,7 @@ def test_a_group_of_one_and_one_that_is_too_large() -> None:
 
     found = capability(Group("tp", (0,), None))
     assert not found.is_usable
-    assert found.peers_reason == "one rank has nobody to reach"
+    assert found.peers_reason == "one rank moves nothing"
     for size in (72, 73):
         told = [_Told("sm_100", "", "rack", f"GPU-{i}") for i in range(size)]
         found = _together(range(size), [2] * size, told)

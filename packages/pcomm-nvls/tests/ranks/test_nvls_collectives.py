@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.errors import ClosedError
+from pcomm.core.errors import ClosedError, DivergenceError
 from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing import assert_equal, ranks
 from pcomm.core.testing.default_group import default_collectives, default_group, run_twin
+from pcomm.core.topology import Topology
 from pcomm.nvls.testing.emulation import emulate
 
 CORE_TESTS = Path(__file__).parents[3] / "pcomm-core" / "tests" / "ranks"
@@ -185,6 +187,32 @@ def test_two_groups_at_once_and_many_one_after_the_other(rank: int) -> None:
             assert num_mapped() > mapped
             assert_equal(made.all_gather(x[:4]).sum(), torch.tensor(18.0))
     assert (num_mapped(), num_files()) == (mapped, files)
+
+
+@ranks(2)
+def test_groups_open_a_workspace_for_each_communicator_and_close_it(rank: int) -> None:
+    emulate()
+    from pcomm.nvls.nvls_collectives import NvlsCollectives, nvls_collectives
+
+    mapped, x = num_mapped(), torch.ones(4)
+    topology, names = Topology({"tp": 2, "pp": 1}), ["tp", ("tp", "gather"), "pp"]
+    with open_groups(topology, names, collectives=nvls_collectives(4096)) as groups:
+        first, second = groups["tp"].collectives, groups["tp", "gather"].collectives
+        assert isinstance(first, NvlsCollectives)
+        assert isinstance(second, NvlsCollectives)
+        assert not isinstance(groups["pp"].collectives, NvlsCollectives)
+        for _ in range(3):
+            assert_equal(groups["tp"].differentiable.all_reduce(x), 2 * x)
+            assert_equal(second.all_gather(x), torch.ones(8))
+        assert (first.workspace.num_launches, second.workspace.num_launches) == (3, 3)
+        assert num_mapped() > mapped
+    assert num_mapped() == mapped
+    with pytest.raises(ClosedError):
+        first.all_reduce(x)
+    # Ranks that ask for different ones get no groups, and leave nothing behind.
+    with pytest.raises(DivergenceError, match="max_bytes"):
+        open_groups(topology, ["tp"], collectives=nvls_collectives(4096 * (rank + 1)))
+    assert num_mapped() == mapped
 
 
 def num_mapped() -> int:

@@ -178,9 +178,11 @@ def test_kernels_that_read_from_peers_add_as_the_reference_does(rank: int) -> No
 
         named = {"workspace": ordered}
         for dtype in SUMMED:
-            # Sums of these depend on their order, and bf16 and fp16 overflow.
-            values = torch.tensor([1e30, 1.0, -1e30, 3e-39, float("inf"), -0.0, 60000.0, 1e-8])
-            x = values.to(dtype).roll(rank).repeat(3 * 24)
+            # Sums of these depend on their order, bf16 and fp16 overflow, and 257 and 2049 lie
+            # half-way between two numbers of theirs.
+            values = [1e30, 1.0, -1e30, 3e-39, float("inf"), -0.0, 60000.0, 1e-8]
+            values += [0.0, 256.0, 1.0, 0.0, 2048.0, 1.0, 0.0, 3.0]
+            x = torch.tensor(values).to(dtype).roll(rank).repeat(36)
             for vectors in (9, 72):
                 x_cut = x[: 16 // dtype.itemsize * vectors]
                 for dim in (0, -1):

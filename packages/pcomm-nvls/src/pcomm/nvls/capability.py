@@ -82,7 +82,7 @@ def capability(
         FencedError: A newer generation than that of the control has begun.
     """
     if group.size == 1:
-        alone = "one rank has nobody to reach"
+        alone = "one rank moves nothing"
         return Capability(False, False, "cpu", 1, alone, alone)
     level, told = NOTHING, _Told()
     try:

@@ -16,6 +16,10 @@ from torch import Tensor
 from pcomm.core.errors import ClosedError, LayoutError, UnsupportedError
 from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
 from pcomm.nvls.collectives.all_reduce import all_reduce
+from pcomm.nvls.collectives.all_reduce_add_rmsnorm import all_reduce_add_rmsnorm
+from pcomm.nvls.collectives.reduce_scatter_add_rmsnorm_all_gather import (
+    reduce_scatter_add_rmsnorm_all_gather,
+)
 from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
 from pcomm.nvls.workspace.workspace import Workspace
 
@@ -74,6 +78,36 @@ class WorkspaceOperators:
         result: Tensor = torch.ops.pcomm_nvls.all_reduce(x, self.number, self.size)
         return result
 
+    def all_reduce_add_rmsnorm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The normed rows and the new residual; see the operation of that name.
+
+        Args:
+            x: This rank's addends `[tokens, hidden]`.
+            residual: Residual `[tokens, hidden]`, the same on all ranks.
+            weight: Weight of the norm, `[hidden]`.
+            eps: Number that is added to the mean square.
+        """
+        arguments = (x, residual, weight, eps, self.number, self.size)
+        rows, new = torch.ops.pcomm_nvls.all_reduce_add_rmsnorm(*arguments)
+        return rows, new
+
+    def reduce_scatter_add_rmsnorm_all_gather(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The normed rows of all ranks, and this rank's new residual.
+
+        Args:
+            x: This rank's addends `[tokens, hidden]`.
+            residual: This rank's share of the residual, `[tokens / size, hidden]`.
+            weight: Weight of the norm, `[hidden]`.
+            eps: Number that is added to the mean square.
+        """
+        arguments = (x, residual, weight, eps, self.number, self.size)
+        rows, new = torch.ops.pcomm_nvls.reduce_scatter_add_rmsnorm_all_gather(*arguments)
+        return rows, new
+
 
 @torch.library.custom_op("pcomm_nvls::all_gather", mutates_args=())
 def _all_gather(x: Tensor, workspace: int, size: int, dim: int) -> Tensor:
@@ -90,6 +124,25 @@ def _reduce_scatter(x: Tensor, workspace: int, size: int, dim: int) -> Tensor:
 @torch.library.custom_op("pcomm_nvls::all_reduce", mutates_args=())
 def _all_reduce(x: Tensor, workspace: int, size: int) -> Tensor:
     return _new(all_reduce(None, x, workspace=_workspace(workspace, size)), x)
+
+
+@torch.library.custom_op("pcomm_nvls::all_reduce_add_rmsnorm", mutates_args=())
+def _all_reduce_add_rmsnorm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, workspace: int, size: int
+) -> tuple[Tensor, Tensor]:
+    found = _workspace(workspace, size)
+    rows, new, _ = all_reduce_add_rmsnorm(x, residual, weight, eps, workspace=found)
+    return rows.contiguous(), new.contiguous()
+
+
+@torch.library.custom_op("pcomm_nvls::reduce_scatter_add_rmsnorm_all_gather", mutates_args=())
+def _reduce_scatter_add_rmsnorm_all_gather(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, workspace: int, size: int
+) -> tuple[Tensor, Tensor]:
+    found = _workspace(workspace, size)
+    arguments = (x, residual, weight, eps)
+    rows, new, _ = reduce_scatter_add_rmsnorm_all_gather(*arguments, workspace=found)
+    return rows.contiguous(), new.contiguous()
 
 
 @_all_gather.register_fake
@@ -110,6 +163,14 @@ def _(x: Tensor, workspace: int, size: int, dim: int) -> Tensor:
 @_all_reduce.register_fake
 def _(x: Tensor, workspace: int, size: int) -> Tensor:
     return x.new_empty(x.shape)
+
+
+@_all_reduce_add_rmsnorm.register_fake
+@_reduce_scatter_add_rmsnorm_all_gather.register_fake
+def _(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, workspace: int, size: int
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), residual.new_empty(residual.shape)
 
 
 def _workspace(number: int, size: int) -> Workspace:
@@ -147,5 +208,11 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-for _operator in (_all_gather, _reduce_scatter, _all_reduce):
+for _operator in (
+    _all_gather,
+    _reduce_scatter,
+    _all_reduce,
+    _all_reduce_add_rmsnorm,
+    _reduce_scatter_add_rmsnorm_all_gather,
+):
     _operator.register_autograd(_refuse, setup_context=_refuse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -133,13 +134,9 @@ def all_gather_coalesced_launch(
         "ENTRY": turn.needs_entry,
         "BLOCK": 32 * choice.num_warps,
     }
-    return Launch(
-        all_gather_coalesced_kernel,
-        choice.num_blocks,
-        choice.num_warps,
-        arguments,
-        workspace.device,
-    )
+    blocks, warps, device = choice.num_blocks, choice.num_warps, workspace.device
+    used = tuple(chain.from_iterable(pairs))
+    return Launch(all_gather_coalesced_kernel, blocks, warps, arguments, device, used)
 
 
 def _result_shape(x: Tensor, size: int) -> tuple[int, ...]:

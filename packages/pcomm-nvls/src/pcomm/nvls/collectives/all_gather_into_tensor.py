@@ -55,7 +55,8 @@ def all_gather_into_tensor(
             `Workspace.check_view` tells when that was missed.
 
     Returns:
-        `[..., n * size, ...]`, dtype and device of `x`: bit for bit what the ranks passed.
+        `[..., n * size, ...]`, dtype and device of `x`: bit for bit what the ranks passed. But
+        "lamport" may return 0.0 for -0.0 of bf16, fp16, fp32, float8_e4m3fn and float8_e5m2.
 
     Raises:
         UnsupportedError: Gradients are recorded for `x`, or `algo` or `strict` cannot be met.
@@ -80,7 +81,8 @@ def all_gather_into_tensor(
         return workspace.result_in_slot(shape, x.dtype)
     result = result_in(_NAME, out, shape, x)
     if x.numel():
-        # A block writes its own place in the result after it has read there, others before.
+        # A block writes its own place in the result after it has read there, others before. And a
+        # launch has the address alone: a copy has to live until it runs.
         place = workspace.group.rank * x.nbytes if along == 0 else None
         x = not_over(dense(x), result, place)
         launch = all_gather_launch(workspace, choice, result, x, along)

@@ -58,7 +58,7 @@ def open_memory(
         regions: Places in it.
         lamport_bytes: Size of the largest tensor of a barrier-free operation, in bytes.
         device: Device of the memory.
-        capability: What the ranks said that they can do.
+        capability: Capability that the ranks have voted for.
         control: Control by which the ranks agree; by default that of `group`.
 
     Returns:

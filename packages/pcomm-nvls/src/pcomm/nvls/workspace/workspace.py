@@ -22,13 +22,14 @@ from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
-from pcomm.nvls.capability import Capability, capability, default_device
+from pcomm.nvls.capability import capability, default_device
 from pcomm.nvls.hardware.rank_facts import Probe
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.chooser import Chooser
 from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
 from pcomm.nvls.workspace import workspace_errors as errors
+from pcomm.nvls.workspace.checks import check_positive, check_room
 from pcomm.nvls.workspace.device_stream import DeviceStream, stream_of
 from pcomm.nvls.workspace.lamport import LAMPORT_BYTES, lamport_region_bytes
 from pcomm.nvls.workspace.launch import Launch
@@ -66,7 +67,7 @@ class Workspace:
         stream: What launches ask about the device; by default its current stream.
 
     Attributes:
-        capability: What the ranks can do together.
+        capability: Capability of the ranks together, with reasons.
         memory: Their memory; None where they can only use torch.distributed.
         stream: What launches ask about the device.
         launcher: Variants of kernels that were compiled for it.
@@ -103,11 +104,12 @@ class Workspace:
         self.max_bytes, self.deterministic, self.debug = max_bytes, deterministic, debug
         self._control, self._timeout_s = control, timeout_s
         lines = [f"max_bytes {max_bytes}", f"slots {slots}", f"deterministic {deterministic}"]
-        lines += [f"lamport_bytes {lamport_bytes}"]
         lines += [f"debug {debug}", f"timeout_s {timeout_s:g}", f"device {self.device.type}"]
+        lines.append(f"lamport_bytes {lamport_bytes}")
         error: PcommError | None = None
         try:
-            errors.check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
+            check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
+            check_room(lamport_bytes)
             self._rotation = Rotation(slots)
             chooser_table = Table.load() if table is None else table
         except PcommError as problem:
@@ -116,9 +118,7 @@ class Workspace:
         region = lamport_region_bytes(group.size, lamport_bytes)
         self.regions = Regions(group.size, max_bytes, slots, region)
         self.memory: SymmetricMemory | None = None
-        self.capability: Capability = capability(
-            group, device=self.device, control=control, probe=probe
-        )
+        self.capability = capability(group, device=self.device, control=control, probe=probe)
         if self.capability.is_usable:
             self._open_memory(lamport_bytes, control)
         facts = Facts(
@@ -190,7 +190,9 @@ class Workspace:
 
     def lamport_arguments(self) -> dict[str, Any]:
         """The arguments that kernels without barriers take, and `WAY`. Local."""
-        way = "multicast" if self.capability.multicast else "peers"
+        # Between two ranks the switch would send what a rank stores to that rank, too.
+        by_multicast = self.capability.multicast and self.group.size > 2
+        way = "multicast" if by_multicast else "peers"
         return {**self.shared_arguments(), **self._lamport.arguments(), "WAY": way}
 
     def run(self, launch: Launch, call: Call | None = None) -> None:

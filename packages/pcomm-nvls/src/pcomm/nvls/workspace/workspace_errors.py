@@ -8,19 +8,7 @@ import torch
 
 from pcomm.core.errors import ClosedError, ConfigError, PeerTimeoutError
 
-__all__ = ["check_positive", "is_closed", "rank_is_missing", "too_large", "view_is_old"]
-
-
-def check_positive(**values: float) -> None:
-    """Refuse numbers that are not positive; raises ConfigError with the name of the first."""
-    for name, value in values.items():
-        if not value > 0:
-            raise ConfigError(
-                f"Workspace: {name}={value}",
-                found="a number that is not positive",
-                why="Memory and waits have a size.",
-                fix=f"Pass {name} > 0.",
-            )
+__all__ = ["is_closed", "rank_is_missing", "too_large", "view_is_old"]
 
 
 def is_closed(operation: str) -> ClosedError:
