@@ -36,6 +36,7 @@ def all_gather_into_tensor(
     dim: int = 0,
     algo: Algorithm | Literal["auto"] = "auto",
     strict: bool = False,
+    copy: bool = True,
 ) -> Tensor:
     """The shards of all ranks, in rank order along `dim`. Collective; no synchronisation.
 
@@ -47,6 +48,9 @@ def all_gather_into_tensor(
             another one goes through torch.distributed.
         algo: "lamport", "multimem", "p2p", "dist", or "auto" for the choice of the table.
         strict: True raises where only torch.distributed can be used.
+        copy: False may return a view of the slot, without `out` and for `dim` 0. It has to be
+            read by what is launched before the next operation of the workspace;
+            `Workspace.check_view` tells when that was missed.
 
     Returns:
         `[..., n * size, ...]`, dtype and device of `x`: bit for bit what the ranks passed. But
@@ -67,18 +71,25 @@ def all_gather_into_tensor(
     choice = workspace.choose(question, strict=strict)
     if choice.algorithm == "dist":
         return reference(out, x, collectives=workspace.group.collectives, dim=dim)
+    in_slot = not copy and out is None and along == 0 and choice.algorithm != "lamport"
+    if in_slot and x.numel():
+        x = dense(x)
+        workspace.run(all_gather_launch(workspace, choice, None, x, along))
+        return workspace.result_in_slot(shape, x.dtype)
     result = result_in(_NAME, out, shape, x)
     if x.numel():
-        launch = all_gather_launch(workspace, choice, result, dense(x), along)
-        workspace.run(launch)
+        # A launch has the address alone: a copy has to live until it runs.
+        x = dense(x)
+        workspace.run(all_gather_launch(workspace, choice, result, x, along))
     return result if out is None or result is out else out.copy_(result)
 
 
 def all_gather_launch(
-    workspace: Workspace, choice: Choice, out: Tensor, x: Tensor, dim: int
+    workspace: Workspace, choice: Choice, out: Tensor | None, x: Tensor, dim: int
 ) -> Launch:
-    """The launch that a choice asks for. Takes a turn of the workspace."""
+    """The launch that a choice asks for; without `out` the result stays in the slot. A turn."""
     if choice.algorithm == "lamport":
+        assert out is not None
         return lamport_all_gather_launch(workspace, choice, out, x, dim)
     from pcomm.nvls.kernels.all_gather import all_gather_kernel
 
@@ -88,13 +99,13 @@ def all_gather_launch(
     arguments = {
         **workspace.shared_arguments(),
         "x": x.data_ptr(),
-        "out": out.data_ptr(),
+        "out": 0 if out is None else out.data_ptr(),
         "num_vectors": num_vectors,
         "row_vectors": row_vectors,
         "slot": workspace.regions.slot(turn.slot),
         "WAY": way_of(choice),
         "ENTRY": turn.needs_entry,
-        "COPY_OUT": True,
+        "COPY_OUT": out is not None,
         "BLOCK": 32 * choice.num_warps,
     }
     return Launch(
@@ -103,7 +114,7 @@ def all_gather_launch(
         choice.num_warps,
         arguments,
         workspace.device,
-        (x, out),
+        (x,) if out is None else (x, out),
     )
 
 

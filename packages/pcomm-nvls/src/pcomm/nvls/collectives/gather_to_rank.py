@@ -86,12 +86,13 @@ def gather_to_rank(
     if choice.algorithm == "dist":
         given = workspace.group.collectives
         return reference(out, x, collectives=given, destination=destination, dim=dim)
+    # A launch has the address alone: a copy has to live until it runs.
+    x = dense(x)
     if result is not None:
         check_outside(_NAME, result, workspace)
-        x = not_over(dense(x), result)
+        x = not_over(x, result)
     if x.numel():
-        launch = gather_to_rank_launch(workspace, choice, result, dense(x), destination, along)
-        workspace.run(launch)
+        workspace.run(gather_to_rank_launch(workspace, choice, result, x, destination, along))
     if out is None or result is None or result is out:
         return result
     return out.copy_(result)

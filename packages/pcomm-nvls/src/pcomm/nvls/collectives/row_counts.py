@@ -1,4 +1,4 @@
-"""How many rows each rank has: numbers on the host, or on the device where nobody waits for them.
+"""How many rows each rank has: numbers on the host, or on the device without a wait for them.
 
 A kernel gets them on the device in either case, with two numbers that all ranks have in common: the
 most rows of one rank, and of all together.

@@ -54,8 +54,8 @@ def all_reduce_add_rmsnorm_kernel(
         eps: Number that is added to the mean square.
         buffers: Table of the addresses of the ranks' buffers.
         multicast: Multicast address of the buffers, or 0.
-        epochs: See `barrier`.
-        failure: See `barrier`.
+        epochs: Words of this rank alone; see `barrier`.
+        failure: Address of the word of a failure; see `barrier`.
         slot: Byte offset of the slot in a buffer; the signals are at offset 0.
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.

@@ -45,8 +45,8 @@ def reduce_scatter_add_rmsnorm_all_gather_kernel(
 ) -> None:
     """`num_rows` rows for each rank; block b has the rows b, b + blocks, ... of each of them.
 
-    A rank adds its own rows, and stores the normed ones where the addends were: nobody else reads
-    these.
+    A rank adds its own rows, and stores the normed ones where the addends were: between the
+    barriers it is the only one that reads these.
 
     Args:
         x: Address of the addends: the rows of all ranks, one rank's after the other's. Not used
@@ -64,8 +64,8 @@ def reduce_scatter_add_rmsnorm_all_gather_kernel(
         eps: Number that is added to the mean square.
         buffers: Table of the addresses of the ranks' buffers.
         multicast: Multicast address of the buffers, or 0.
-        epochs: See `barrier`.
-        failure: See `barrier`.
+        epochs: Words of this rank alone; see `barrier`.
+        failure: Address of the word of a failure; see `barrier`.
         slot: Byte offset of the slot in a buffer; the signals are at offset 0.
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.

@@ -52,8 +52,8 @@ def reduce_scatter_v_kernel(
         row_vectors: Length of a row, in 16 bytes.
         buffers: Table of the addresses of the ranks' buffers.
         multicast: Multicast address of the buffers, or 0.
-        epochs: See `barrier`.
-        failure: See `barrier`.
+        epochs: Words of this rank alone; see `barrier`.
+        failure: Address of the word of a failure; see `barrier`.
         slot: Byte offset of the slot in a buffer; the signals are at offset 0.
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.

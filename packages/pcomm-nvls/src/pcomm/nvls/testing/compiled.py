@@ -173,6 +173,8 @@ def problems_of(
     waits = accesses(ptx)["ld.acquire.sys.global.u32"]
     if waits < barriers:
         problems.append(f"{waits} waits in {barriers} barriers")
+    if _numbers_overtaken(ptx):
+        problems.append("a thread may read the number of a barrier before another has stored it")
     problems += [f"local memory: {line}" for line in re.findall(r"\b(?:ld|st)\.local.*", ptx)]
     blocks = re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.DOTALL)
     for block in blocks:
@@ -182,6 +184,21 @@ def problems_of(
         f"outside of assembly: {name}" for name in accesses(outside) if _EFFECT.match(name)
     ]
     return tuple(problems)
+
+
+def _numbers_overtaken(ptx: str) -> bool:
+    """Whether a number may be read again while the one thread that stores it is on its way."""
+    is_stored = False
+    for line in (line.strip() for line in ptx.splitlines()):
+        if line.startswith("bar.sync"):
+            is_stored = False
+        name = _ACCESS.match(line)
+        if name is None or name[1] not in _EPOCHS:
+            continue
+        if name[1].startswith("ld") and is_stored:
+            return True
+        is_stored = name[1].startswith("st")
+    return False
 
 
 def _unguarded(block: str) -> list[str]:

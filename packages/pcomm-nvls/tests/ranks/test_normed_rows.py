@@ -1,0 +1,240 @@
+"""The fused operations under emulation, in random order, against the norm of exact sums.
+
+Every rank makes what all ranks pass from one seed. Addends and residual are integers, so that
+sums are exact in any order and kernels have to return the bits of the reference; its norm is
+tested against that of torch in `tests/unit`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
+from pcomm.core.groups.group import Group
+from pcomm.core.testing import ranks
+from pcomm.core.testing.default_group import default_group
+from pcomm.nvls.references.normed_rows import fp8_rows, rms_norm
+from pcomm.nvls.testing.emulation import emulate
+
+SUMMED = [torch.bfloat16, torch.float16, torch.float32]
+# A block holds 128 vectors of 16 bytes at least, with fp8 256.
+WIDTHS = [2, 6, 50, 128, 130, 258]
+EPS = 1e-5
+
+
+def as_passed(case: random.Random, x: Tensor) -> Tensor:
+    """The tensor dense, with other strides, or at an address that is no multiple of 16."""
+    way = case.randrange(4)
+    if way == 0:
+        return x.t().contiguous().t()
+    if way == 1:
+        return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+    return x.clone()
+
+
+class Case:
+    """One random call, equal on all ranks, and its check on this one."""
+
+    def __init__(self, case: random.Random, workspace: Any, rank: int) -> None:
+        self.random, self.rank, self.workspace = case, rank, workspace
+        self.size: int = workspace.group.size
+        self.named = {"workspace": workspace, "algo": case.choice(["multimem", "p2p", "dist"])}
+        self.dtype = case.choice(SUMMED)
+        self.hidden = case.choice(WIDTHS) * 16 // self.dtype.itemsize
+
+    def integers(self, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
+        return torch.randint(-9, 10, shape, generator=generator).to(self.dtype)
+
+    def weight(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
+        return torch.randn(self.hidden, generator=generator).to(self.dtype)
+
+    def input(self, x: Tensor) -> Tensor:
+        if self.random.random() < 0.3:
+            return self.workspace.empty(x.shape, x.dtype).copy_(x)
+        return as_passed(self.random, x)
+
+    def all_reduce(self) -> None:
+        from pcomm.nvls.collectives.all_reduce_add_rmsnorm import all_reduce_add_rmsnorm
+
+        shape = (self.random.randrange(1, 2 * self.size + 2), self.hidden)
+        addends, residual, weight = (
+            self.integers(self.size, *shape),
+            self.integers(*shape),
+            self.weight(),
+        )
+        stream = (addends.double().sum(0) + residual.double()).to(self.dtype)
+        x, old = self.input(addends[self.rank]), as_passed(self.random, residual)
+        in_place = self.random.random() < 0.4
+        out = residual_out = None
+        if in_place:
+            x = as_passed(self.random, addends[self.rank])
+            # Each in its own place, or the other way round.
+            out, residual_out = (x, old) if self.random.random() < 0.7 else (old, x)
+        row = as_passed(self.random, weight[None])[0]
+        found = all_reduce_add_rmsnorm(
+            x, old, row, EPS, out=out, residual_out=residual_out, **self.named
+        )
+        assert found.scales is None
+        assert not in_place or (found.rows is out and found.residual is residual_out)
+        assert torch.equal(found.residual, stream)
+        assert torch.equal(found.rows, rms_norm(stream, weight, EPS))
+
+    def reduce_scatter(self) -> None:
+        from pcomm.nvls.collectives.reduce_scatter_add_rmsnorm_all_gather import (
+            reduce_scatter_add_rmsnorm_all_gather,
+        )
+
+        share = self.random.randrange(1, 4 if self.hidden < 600 else 2)
+        shape = (share * self.size, self.hidden)
+        addends, residual, weight = (
+            self.integers(self.size, *shape),
+            self.integers(*shape),
+            self.weight(),
+        )
+        own = slice(self.rank * share, (self.rank + 1) * share)
+        stream = (addends.double().sum(0) + residual.double()).to(self.dtype)
+        rows, scales = rms_norm(stream, weight, EPS), None
+        fp8: Any = None
+        if self.dtype.itemsize == 2:
+            # Of the scales one cuts off most numbers, and with one they are subnormal.
+            given = torch.tensor([self.random.choice([0.001, 0.01, 100.0])])
+            fp8 = self.random.choice([None, "rows", given])
+        if fp8 is not None:
+            rows, scales = fp8_rows(rows, fp8 if isinstance(fp8, Tensor) else None)
+            scales = scales if fp8 == "rows" else None
+        x, old = self.input(addends[self.rank]), as_passed(self.random, residual[own])
+        out = residual_out = None
+        if self.random.random() < 0.4:
+            residual_out = old
+            x = as_passed(self.random, addends[self.rank])
+            out = x if fp8 is None else as_passed(self.random, torch.empty_like(rows))
+        found = reduce_scatter_add_rmsnorm_all_gather(
+            x, old, weight, EPS, out=out, residual_out=residual_out, fp8=fp8, **self.named
+        )
+        assert out is None or (found.rows is out and found.residual is residual_out)
+        assert torch.equal(found.residual, stream[own])
+        assert found.rows.dtype == rows.dtype
+        assert torch.equal(found.rows.contiguous().view(torch.uint8), rows.view(torch.uint8))
+        assert (found.scales is None) == (scales is None)
+        assert scales is None or found.scales is None or torch.equal(found.scales, scales)
+
+
+def run_cases(rank: int, size: int, num_cases: int) -> None:
+    emulate()
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    group, seeds = Group.from_process_group("tp", default_group()), random.Random(size)
+    delays = random.Random(rank)
+    with Workspace(group, 1 << 18) as workspace, Workspace(group, 1 << 18, slots=1) as narrow:
+        for number in range(num_cases):
+            case = Case(seeds, seeds.choice([workspace, narrow]), rank)
+            if delays.randrange(size * 3) == 0:
+                time.sleep(0.01)
+            try:
+                case.reduce_scatter() if number % 2 else case.all_reduce()
+            except AssertionError as problem:
+                raise AssertionError(f"{number}: {case.__dict__}") from problem
+
+
+@ranks(2)
+def test_two_ranks_add_and_norm_rows(rank: int) -> None:
+    run_cases(rank, 2, 24)
+
+
+@ranks(3)
+def test_three_ranks_add_and_norm_rows(rank: int) -> None:
+    run_cases(rank, 3, 12)
+
+
+@ranks(2)
+def test_rows_of_numbers_that_are_rounded_are_as_close_as_the_reference(rank: int) -> None:
+    """Each step against fp64, from what the step before returned."""
+    emulate()
+    from pcomm.nvls.collectives.all_reduce_add_rmsnorm import all_reduce_add_rmsnorm
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    group = Group.from_process_group("tp", default_group())
+    generator = torch.Generator().manual_seed(0)
+    with Workspace(group, 1 << 14, deterministic=True) as workspace:
+        for dtype in SUMMED:
+            unit = torch.finfo(dtype).eps / 2
+            numbers = torch.randn(4, 3, 200, generator=generator)
+            addends, residual, weight = (
+                numbers[:2].to(dtype),
+                numbers[2].to(dtype),
+                numbers[3, 0].to(dtype),
+            )
+            found = [
+                all_reduce_add_rmsnorm(
+                    addends[rank], residual, weight, EPS, workspace=workspace, algo=algo
+                )
+                for algo in ("p2p", "dist")
+            ]
+            # In rank order either way, so that the stream has the same bits.
+            assert torch.equal(found[0].residual, found[1].residual)
+            total = addends.double().sum(0)
+            largest = addends.double().abs().sum(0) + residual.double().abs()
+            off = (found[0].residual.double() - total - residual.double()).abs()
+            # The sum is rounded, then the stream; in fp32 both additions are of that precision.
+            assert (off <= 2.1 * unit * largest).all()
+            stream = found[0].residual.double()
+            exact = stream / (stream.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+            for one in found:
+                # fp32 has 200 additions of squares and five more roundings before the last one.
+                bound = (unit + 105 * 2.0**-24) * exact.abs() * 1.01
+                assert ((one.rows.double() - exact).abs() <= bound).all()
+
+
+@ranks(2)
+def test_rows_that_do_not_fit_are_refused_before_anything_is_sent(rank: int) -> None:
+    emulate()
+    from pcomm.nvls.collectives.all_reduce_add_rmsnorm import all_reduce_add_rmsnorm as reduce
+    from pcomm.nvls.collectives.reduce_scatter_add_rmsnorm_all_gather import (
+        reduce_scatter_add_rmsnorm_all_gather as scatter,
+    )
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    group = Group.from_process_group("tp", default_group())
+    x, weight = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(16, dtype=torch.bfloat16)
+    with Workspace(group, 1 << 18) as workspace:
+        named: dict[str, Any] = {"workspace": workspace}
+        for operation, residual in ((reduce, x), (scatter, x[:2])):
+            for wrong in ((x[None], residual), (x, x[:3]), (x, residual.float())):
+                with pytest.raises(LayoutError, match="all floating-point numbers of one dtype"):
+                    operation(*wrong, weight, EPS, **named)
+            with pytest.raises(LayoutError, match="all floating-point numbers of one dtype"):
+                operation(x, residual, weight[:8], EPS, **named)
+            with pytest.raises(UnsupportedError, match="no backward"):
+                operation(x, residual, weight.clone().requires_grad_(), EPS, **named)
+            with pytest.raises(LayoutError, match="a result of shape"):
+                operation(x, residual, weight, EPS, out=x[:1], **named)
+            inside = workspace.empty(residual.shape, x.dtype)
+            with pytest.raises(ConfigError, match="other ranks read"):
+                operation(x, residual, weight, EPS, residual_out=inside, **named)
+            with pytest.raises(UnsupportedError, match="no such kernel"):
+                operation(x, residual, weight, EPS, algo="lamport", **named)
+        with pytest.raises(LayoutError, match="all floating-point numbers of one dtype"):
+            scatter(x[:3], x[:1], weight, EPS, **named)
+        for fp8 in ("columns", torch.ones(2), torch.ones(1, dtype=torch.bfloat16)):
+            with pytest.raises(LayoutError, match='fp8="rows" or one fp32 number'):
+                scatter(x, x[:2], weight, EPS, fp8=fp8, **named)  # type: ignore[arg-type]
+        with pytest.raises(LayoutError, match="Sixteen numbers"):
+            scatter(x[:, :8], x[:2, :8], weight[:8], EPS, fp8="rows", **named)
+        # One number more than the longest row of a kernel goes through torch.distributed.
+        long = torch.ones(1, 16392)
+        with pytest.raises(LayoutError, match="more than 16384 numbers"):
+            reduce(long, long, long[0], EPS, strict=True, **named)
+        assert reduce(long, long, long[0], EPS, **named).residual.unique().tolist() == [3.0]
+        longest = torch.ones(1, 16384)
+        found = reduce(longest, longest, longest[0], 0.0, algo="p2p", **named)
+        assert found.residual.unique().tolist() == [3.0]
+        assert found.rows.unique().tolist() == [1.0]
+        assert reduce(x[:0], x[:0], weight, EPS, **named).rows.shape == (0, 16)
