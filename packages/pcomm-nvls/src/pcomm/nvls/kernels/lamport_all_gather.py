@@ -10,7 +10,7 @@ from pcomm.nvls.primitives.lamport import (
     advance,
     arrived,
     clear_previous,
-    gathered,
+    joined,
     looked_at,
     payload_of,
     slot_of,
@@ -104,8 +104,8 @@ def lamport_all_gather_kernel(
                 s0, s1, s2, s3 = arrived(
                     place + 16, s0, s1, s2, s3, peer, inside, epochs, failure, limit_ns
                 )
-                w0, w1 = gathered(w0, w1, w2, w3)
-                w2, w3 = gathered(s0, s1, s2, s3)
+                w0, w1 = joined(w0, w1, w2, w3)
+                w2, w3 = joined(s0, s1, s2, s3)
             else:
                 w0, w1, w2, w3 = arrived(
                     place, w0, w1, w2, w3, peer, inside, epochs, failure, limit_ns

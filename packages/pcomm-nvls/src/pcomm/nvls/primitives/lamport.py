@@ -51,7 +51,7 @@ __all__ = [
     "advance",
     "arrived",
     "clear_previous",
-    "gathered",
+    "joined",
     "looked_at",
     "payload_of",
     "slot_of",
@@ -117,7 +117,7 @@ def spread(w0: tl.tensor, w1: tl.tensor) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def gathered(s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor) -> Any:
+def joined(s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor) -> Any:
     """The two words that were `spread`."""
     return s0 | (s1 << 16), s2 | (s3 << 16)
 
