@@ -128,9 +128,11 @@ class Case:
 def run_cases(rank: int, size: int, num_cases: int) -> None:
     with workspaces() as both:
         shared = random.Random(size)
+        kinds: list[str] = []
         for number in range(num_cases):
             case = Case(shared, both, rank)
-            kind = shared.choice([case.reduce_scatter, case.all_reduce, case.all_gather])
+            kinds = kinds or shared.sample(["reduce_scatter", "all_reduce", "all_gather"], 3)
+            kind = getattr(case, kinds.pop())
             if shared.randrange(3 * size) == rank:
                 time.sleep(0.01)
             try:
@@ -167,6 +169,11 @@ def test_three_ranks(rank: int) -> None:
 @ranks(4)
 def test_four_ranks(rank: int) -> None:
     run_cases(rank, 4, 9)
+
+
+@ranks(8)
+def test_eight_ranks(rank: int) -> None:
+    run_cases(rank, 8, 3)
 
 
 @ranks(3)
