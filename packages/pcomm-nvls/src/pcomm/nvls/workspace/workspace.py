@@ -273,22 +273,23 @@ class Workspace:
         )
 
     def check_view(self, view: Tensor) -> None:
-        """Raise if the slot that a view lies in has had another turn since. Local.
+        """Raise if an operation has begun since that of which a view shows the slot. Local.
+
+        A rank that ends the next operation may write into the slot with the one after it.
 
         Args:
             view: Tensor that `empty` returned, or an operation without a copy; others pass.
 
         Raises:
-            ConfigError: It has, so that the view shows another operation's numbers.
+            ConfigError: One has, so that the view may show another operation's numbers.
         """
-        generation = self._generations.get(view)
-        newest, num_slots = self._rotation.generation, self._rotation.num_slots
-        if generation is not None and newest - generation > num_slots:
+        generation, newest = self._generations.get(view), self._rotation.generation - 1
+        if generation is not None and newest > generation:
             raise ConfigError(
                 f"a view of operation {generation} of the workspace",
-                found=f"{newest} operations so far, with {num_slots} slots",
-                why="Its slot has been written again.",
-                fix="Use the view before the next operation but one, or ask for a copy.",
+                found=f"operation {newest} has begun",
+                why="Other ranks may write into that slot from then on.",
+                fix="Launch what reads the view before the next operation, or ask for a copy.",
             )
 
     def explain(self, question: Question) -> str:
