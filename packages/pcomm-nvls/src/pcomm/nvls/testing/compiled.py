@@ -135,8 +135,14 @@ def assemble(ptx: str, capability: int) -> CompiledKernel:
     with tempfile.TemporaryDirectory() as folder:
         source, made = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        arguments = [f"-arch=sm_{capability}a", "-o", made, source]
-        subprocess.run([_tool(assembler), *arguments], capture_output=True, check=True)
+        command: list[str | Path] = [
+            _tool(assembler),
+            f"-arch=sm_{capability}a",
+            "-o",
+            made,
+            source,
+        ]
+        subprocess.run(command, capture_output=True, check=True)
         return CompiledKernel(capability, ptx, made.read_bytes(), 0)
 
 
@@ -230,5 +236,6 @@ def _run_tool(name: str, options: list[str], cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        command = [_tool(name), *options, file]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command: list[str | Path] = [_tool(name), *options, file]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout
