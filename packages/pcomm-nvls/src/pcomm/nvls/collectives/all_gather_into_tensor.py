@@ -17,6 +17,7 @@ from pcomm.nvls.collectives.inputs import (
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_all_gather_launch
+from pcomm.nvls.collectives.outputs import check_outside
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -43,7 +44,7 @@ def all_gather_into_tensor(
     """The shards of all ranks, in rank order along `dim`. Collective; no synchronisation.
 
     Args:
-        out: Tensor for the result, of any strides; None for a new one.
+        out: Tensor for the result, of any strides; None for a new one. It may lie over `x`.
         x: This rank's shard, of any dtype and strides; the same shape on all ranks.
         workspace: Workspace of the group.
         dim: Dimension along which the shards lie: 0, or the last one. Both are written in place;
@@ -61,6 +62,7 @@ def all_gather_into_tensor(
     Raises:
         UnsupportedError: Gradients are recorded for `x`, or `algo` or `strict` cannot be met.
         LayoutError: `out` does not fit, or `x` is on another device.
+        ConfigError: `out` lies in the workspace.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     key = (_NAME, x.shape, x.dtype, dim, algo)
@@ -80,6 +82,7 @@ def all_gather_into_tensor(
         workspace.run(all_gather_launch(workspace, choice, None, x, along))
         return workspace.result_in_slot(shape, x.dtype)
     result = result_in(_NAME, out, shape, x)
+    check_outside(_NAME, result, workspace)
     if x.numel():
         # A block writes its own place in the result after it has read there, others before. And a
         # launch has the address alone: a copy has to live until it runs.
