@@ -21,6 +21,9 @@ __all__ = ["Launcher", "Runner", "is_interpreted"]
 
 Runner = Callable[..., object]
 
+# In these the launcher takes grid, stream, function, metadata, and hooks with what they are told.
+_KNOWN_TRITON = ("3.6.", "3.7.")
+
 
 class Launcher:
     """Variants of kernels that were compiled for one device.
@@ -68,7 +71,7 @@ class Launcher:
             compiled = launch.kernel.warmup(**launch.arguments, grid=grid, **options)
             # A compiler with several threads gives a promise.
             compiled = compiled.result() if hasattr(compiled, "result") else compiled
-            found = self._runners[key] = compiled[grid]
+            found = self._runners[key] = _runner_of(compiled, grid)
             self.num_compiled += 1
         return found
 
@@ -91,6 +94,26 @@ def is_interpreted(kernel: Any) -> bool:
 def _launch_anew(launch: Launch) -> None:
     options = {"num_warps": launch.num_warps, "maxnreg": launch.max_registers}
     launch.kernel[(launch.num_blocks,)](**launch.arguments, **options)
+
+
+def _runner_of(compiled: Any, grid: tuple[int, int, int]) -> Runner:
+    """A function that launches a compiled kernel; in known versions without what hooks are told."""
+    import triton  # type: ignore[import-untyped]
+
+    public: Runner = compiled[grid]
+    if not triton.__version__.startswith(_KNOWN_TRITON):
+        return public
+    start, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    hooks = triton.knobs.runtime
+
+    def run(*arguments: Any, stream: int) -> None:
+        entry, end = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if (entry is not None and entry.calls) or (end is not None and end.calls):
+            public(*arguments, stream=stream)
+        else:
+            start(*grid, stream, function, packed, None, None, None, *arguments)
+
+    return run
 
 
 def _values(launch: Launch) -> list[Any]:
