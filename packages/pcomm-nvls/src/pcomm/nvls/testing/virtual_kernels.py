@@ -130,10 +130,9 @@ def virtual_all_reduce_kernel(
     SHOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """An all-reduce of each rank; arguments as those of `virtual_all_gather_kernel`.
+    """An all-reduce of each rank, in one step or two by `SHOTS`.
 
-    Args:
-        SHOTS: 1 for `one_shot_all_reduce_kernel`, 2 for `two_shot_all_reduce_kernel`.
+    The other arguments are as those of `virtual_all_gather_kernel`.
     """
     rank = tl.program_id(1)
     x, out = tl.load(xs + rank), tl.load(outs + rank)
