@@ -73,7 +73,7 @@ def filled(value: Any, **names: int) -> Any:
 
 @ranks(2)
 def test_what_one_rank_cannot_do_none_does_and_all_know_why(rank: int) -> None:
-    from pcomm.nvls.capability import capability
+    from pcomm.nvls._capability import capability
 
     group = Group.from_process_group("tp", default_group())
     for failing in range(2):
@@ -99,7 +99,7 @@ def test_what_one_rank_cannot_do_none_does_and_all_know_why(rank: int) -> None:
 def test_processes_without_a_gpu_say_how_to_emulate(rank: int) -> None:
     import os
 
-    from pcomm.nvls.capability import capability
+    from pcomm.nvls._capability import capability
     from pcomm.nvls.hardware.this_rank import ThisRank
 
     group = Group.from_process_group("tp", default_group())
@@ -108,7 +108,7 @@ def test_processes_without_a_gpu_say_how_to_emulate(rank: int) -> None:
         assert found.peers_reason == "ranks 0, 1: tensors are on the CPU: set TRITON_INTERPRET=1 " \
             "to emulate"  # fmt: skip
     emulate()
-    from pcomm.nvls.capability import capability as emulated_capability
+    from pcomm.nvls._capability import capability as emulated_capability
 
     found = emulated_capability(group, device=torch.device("cpu"))
     assert (found.multicast, found.peers, found.architecture) == (True, True, "emulated")
@@ -185,7 +185,7 @@ def test_a_rank_that_gets_no_memory_takes_all_to_the_fallback(rank: int) -> None
 
 
 def test_a_group_of_one_and_one_that_is_too_large() -> None:
-    from pcomm.nvls.capability import _together, _Told, capability
+    from pcomm.nvls._capability import _together, _Told, capability
 
     found = capability(Group("tp", (0,), None))
     assert not found.is_usable

@@ -77,7 +77,7 @@ def core_module(name: str) -> ModuleType:
 def opened(**options: Any) -> Iterator[Any]:
     """Collectives of the group of all ranks, under emulation."""
     emulate()
-    from pcomm.nvls.nvls_collectives import nvls_collectives
+    from pcomm.nvls._nvls_collectives import nvls_collectives
 
     group = Group.from_process_group("tp", default_group())
     made: Any = nvls_collectives(**{"max_bytes": 1 << 14, **options})(group)
@@ -192,7 +192,7 @@ def test_two_groups_at_once_and_many_one_after_the_other(rank: int) -> None:
 @ranks(2)
 def test_groups_open_a_workspace_for_each_communicator_and_close_it(rank: int) -> None:
     emulate()
-    from pcomm.nvls.nvls_collectives import NvlsCollectives, nvls_collectives
+    from pcomm.nvls._nvls_collectives import NvlsCollectives, nvls_collectives
 
     mapped, x = num_mapped(), torch.ones(4)
     topology, names = Topology({"tp": 2, "pp": 1}), ["tp", ("tp", "gather"), "pp"]
@@ -233,7 +233,7 @@ def test_ranks_that_have_no_kernels_keep_what_they_have(rank: int) -> None:
             return RankFacts(is_cuda=False, triton="", domain="host", triton_error="none")
 
     emulate()
-    from pcomm.nvls.nvls_collectives import nvls_collectives
+    from pcomm.nvls._nvls_collectives import nvls_collectives
 
     group = Group.from_process_group("tp", default_group())
     made = nvls_collectives(4096, probe=Nothing() if rank == 1 else None)(group)

@@ -34,7 +34,7 @@ def _self_test() -> list[tuple[str, str]]:
     import torch.distributed as dist
 
     from pcomm.core.groups.group import Group
-    from pcomm.nvls.self_test import self_test
+    from pcomm.nvls._self_test import self_test
     from pcomm.nvls.workspace.workspace import Workspace
 
     assert dist.group.WORLD is not None

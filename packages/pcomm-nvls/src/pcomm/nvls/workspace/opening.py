@@ -12,7 +12,7 @@ from pcomm.core.errors import PcommError
 from pcomm.core.groups.agreement import vote
 from pcomm.core.groups.group import Group
 from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
-from pcomm.nvls.capability import Capability, reasons_by_rank
+from pcomm.nvls._capability import Capability, reasons_by_rank
 from pcomm.nvls.hardware.rank_facts import MULTICAST, NOTHING, PEERS
 from pcomm.nvls.workspace.lamport import LamportState
 from pcomm.nvls.workspace.regions import MAX_BLOCKS, Regions

@@ -22,7 +22,7 @@ from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
-from pcomm.nvls.capability import capability, default_device
+from pcomm.nvls._capability import capability, default_device
 from pcomm.nvls.hardware.rank_facts import Probe
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.chooser import Chooser
