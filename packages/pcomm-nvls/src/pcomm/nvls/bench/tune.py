@@ -35,8 +35,7 @@ def tuned(table: Table, architecture: str, times: Sequence[RankTime], *, source:
         world = found[0].world
         before = table.rows(architecture, operation, world)
         rows = rows_from_times(operation, found, before, source=source)
-        if rows:
-            table = table.with_rows(architecture, operation, (world, world), rows)
+        table = table.with_rows(architecture, operation, (world, world), rows)
     return table
 
 
@@ -46,7 +45,8 @@ def rows_from_times(
     """Rows in ascending size: each is the fastest from the row before up to its own size.
 
     A boundary lies at the last measured size at which the algorithm was the fastest. Where
-    torch.distributed is the fastest from some size on, the last row ends before it.
+    torch.distributed is the fastest from some size on, the last row ends before it; where it
+    always is, the only row says so.
 
     Args:
         operation: Name of the operation.
@@ -73,7 +73,7 @@ def rows_from_times(
         blocks, warps = _grid(algorithm, num_bytes, before)
         name: Algorithm = next(known for known in ALGORITHMS if known == algorithm)
         rows.append(Row(name, num_bytes, blocks, warps, source))
-    return rows
+    return rows or [Row("dist", fastest[-1][0], 0, 0, source)]
 
 
 def _grid(algorithm: str, num_bytes: int, before: Sequence[Row]) -> tuple[int, int]:
