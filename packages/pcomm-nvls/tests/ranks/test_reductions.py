@@ -128,9 +128,11 @@ class Case:
 def run_cases(rank: int, size: int, num_cases: int) -> None:
     with workspaces() as both:
         shared = random.Random(size)
+        kinds: list[str] = []
         for number in range(num_cases):
             case = Case(shared, both, rank)
-            kind = shared.choice([case.reduce_scatter, case.all_reduce, case.all_gather])
+            kinds = kinds or shared.sample(["reduce_scatter", "all_reduce", "all_gather"], 3)
+            kind = getattr(case, kinds.pop())
             if shared.randrange(3 * size) == rank:
                 time.sleep(0.01)
             try:
@@ -169,6 +171,11 @@ def test_four_ranks(rank: int) -> None:
     run_cases(rank, 4, 9)
 
 
+@ranks(8)
+def test_eight_ranks(rank: int) -> None:
+    run_cases(rank, 8, 3)
+
+
 @ranks(3)
 def test_kernels_that_read_from_peers_add_as_the_reference_does(rank: int) -> None:
     """Bit for bit, and on every rank the same; also what fp32 cannot hold exactly."""
@@ -205,6 +212,8 @@ def test_kernels_that_read_from_peers_add_as_the_reference_does(rank: int) -> No
 def test_results_over_their_inputs(rank: int) -> None:
     """A vector behind the input's beginning, where another block reads what one writes."""
     with workspaces() as (workspace, _):
+        from pcomm.nvls.collectives.all_gather_coalesced import all_gather_coalesced
+        from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
         from pcomm.nvls.collectives.all_reduce import all_reduce
         from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
 
@@ -225,6 +234,24 @@ def test_results_over_their_inputs(rank: int) -> None:
             whole = memory[4 + place :][:2400].view(2, 1200) if place < 1204 else x
             assert all_reduce(whole, x, **named) is whole
             assert torch.equal(whole, total)
+        every = of_ranks[:, 0].flatten()
+        for place in (0, 4, 1200, 1204, 2400):
+            memory = torch.zeros(4 + 3 * 1200)
+            x = memory[place:][:1200].copy_(of_ranks[rank, 0])
+            assert torch.equal(all_gather_into_tensor(memory[:2400], x, **named), every)
+            x.copy_(of_ranks[rank, 0])
+            columns = memory[:2400].view(2, 1200)
+            all_gather_into_tensor(columns, x.view(2, 600), dim=1, **named)
+            assert torch.equal(columns.view(2, 2, 600).transpose(0, 1).flatten(), every)
+            # Each lies over the input of the other, and one over that of the second launch.
+            two = of_ranks[rank].clone()
+            outs = [two[1].view(2, 600), memory[:2400].view(2, 2, 600)[0]]
+            inputs = [two[0, 600:].view(1, 600), memory[600:1200].copy_(two[0, :600]).view(1, 600)]
+            inputs += [two[1, :8]] * 7
+            ninth = all_gather_coalesced([*outs, *[None] * 7], inputs, **named)[-1]
+            assert torch.equal(ninth, of_ranks[:, 1, :8].flatten())
+            assert torch.equal(outs[0], of_ranks[:, 0, 600:])
+            assert torch.equal(outs[1], of_ranks[:, 0, :600])
 
 
 @ranks(2)

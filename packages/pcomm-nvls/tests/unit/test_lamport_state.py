@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pcomm.nvls.checker import Operation, Report, WorkspaceProtocol, check_sequences
-from pcomm.nvls.checker.protocols import BARRIER_KINDS
+from pcomm.nvls.checker import (
+    Cell,
+    Operation,
+    Place,
+    Poll,
+    Read,
+    Value,
+    WorkspaceProtocol,
+    Write,
+    check_sequences,
+)
+from pcomm.nvls.checker.protocols import LAMPORT, SLOTS
+from pcomm.nvls.checker.steps import Step
 from pcomm.nvls.primitives import emulated_wait
 from pcomm.nvls.primitives.lamport_numbers import (
     LAMPORT_SLOTS,
@@ -60,22 +71,48 @@ def test_numbers_begin_again_at_the_first_slot() -> None:
     assert OPERATION_NUMBERS + LAMPORT_SLOTS < 1 << 31
 
 
-class OneTurnEach(WorkspaceProtocol):
-    """Operations without barriers take a turn of the slots, too, and nothing waits on entry."""
-
-    def slot(self, operations: Sequence[Operation], number: int) -> int:
-        return number % self.slots
+GATHER = Operation("all_gather", (1, 1, 1), 1)
 
 
-def report(slots: int, length: int) -> Report:
-    protocol = OneTurnEach(slots, LAMPORT_SLOTS, entry_barriers=False)
-    kinds = (*BARRIER_KINDS, "lamport_all_gather", "lamport_all_reduce")
-    return check_sequences(protocol, [Operation(kind, (1, 1), 1) for kind in kinds], length)
+class ReduceScatters(WorkspaceProtocol):
+    """Operations without barriers as reduce-scatters of what lies in a slot.
+
+    A segment goes to one rank only, so that a rank may end the operation before another one has
+    read all of its input. `of_view` takes what an all-gather before it left in its slot.
+    """
+
+    of_view = False
+
+    def _lamport(self, operations: Sequence[Operation], place: Place) -> Iterator[Step]:
+        number, me, ranks = place.number, place.rank, range(operations[place.number].size)
+        slot, own = self.lamport_slot(operations, number), Value(number, me)
+        before = operations[number - 1] if number else None
+        if self.of_view and before == GATHER:
+            old = (number - 1) % self.slots
+            held = {Cell(me, SLOTS, old, r): Value(number - 1, r) for r in ranks}
+        else:
+            held = {Cell(me, SLOTS, number % self.slots, r): own for r in ranks}
+            yield Write(dict(held), "computes")
+        for (cell, value), owner in zip(held.items(), ranks, strict=True):
+            yield Read({cell: value})
+            yield Write({Cell(owner, LAMPORT, slot, me): own}, "puts")
+        yield Write(dict.fromkeys(self.dirty(operations, number, me)), "clears")
+        yield Poll({Cell(me, LAMPORT, slot, peer): Value(number, peer) for peer in ranks})
 
 
-def test_in_the_turns_of_slots_an_operation_without_a_barrier_is_one() -> None:
-    assert report(slots=2, length=3).violation is None
-    assert report(slots=1, length=2).violation is not None
+class OfViews(ReduceScatters):
+    of_view = True
+
+
+def test_a_reduce_scatter_reads_the_slot_of_its_own_turn_alone() -> None:
+    # Where shapes are equal, a rank gathers into the segment that it got of the input.
+    other_shape = Operation("all_gather", (2, 1, 1), 1)
+    letters = [GATHER, other_shape, Operation("lamport_all_gather", (1, 1, 1), 1)]
+    right = check_sequences(ReduceScatters(2, LAMPORT_SLOTS), letters, 3)
+    assert right.violation is None, str(right.violation)
+    wrong = str(check_sequences(OfViews(2, LAMPORT_SLOTS), letters, 3).violation)
+    assert wrong.startswith("overwritten before it was read")
+    assert "2: all_gather" in wrong
 
 
 class Memory:

@@ -17,6 +17,7 @@ from pcomm.nvls.collectives.inputs import (
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_all_gather_launch
+from pcomm.nvls.collectives.outputs import check_outside
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -42,7 +43,7 @@ def all_gather_into_tensor(
     """The shards of all ranks, in rank order along `dim`. Collective; no synchronisation.
 
     Args:
-        out: Tensor for the result, of any strides; None for a new one.
+        out: Tensor for the result, of any strides; None for a new one. It may lie over `x`.
         x: This rank's shard, of any dtype and strides; the same shape on all ranks.
         workspace: Workspace of the group.
         dim: Dimension along which the shards lie: 0, or the last one. Both are written in place;
@@ -60,6 +61,7 @@ def all_gather_into_tensor(
     Raises:
         UnsupportedError: Gradients are recorded for `x`, or `algo` or `strict` cannot be met.
         LayoutError: `out` does not fit, or `x` is on another device.
+        ConfigError: `out` lies in the workspace.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_input(_NAME, x, workspace.device)
@@ -75,9 +77,10 @@ def all_gather_into_tensor(
         workspace.run(all_gather_launch(workspace, choice, None, x, along))
         return workspace.result_in_slot(shape, x.dtype)
     result = result_in(_NAME, out, shape, x)
+    check_outside(_NAME, result, workspace)
     if x.numel():
-        # A block writes its own place in the result after it has read there, others before. And a
-        # launch has the address alone: a copy has to live until it runs.
+        # A launch has the address alone: a copy has to live until it runs. A block writes its own
+        # shard back where it has read it, so that may be the same memory.
         place = workspace.group.rank * x.nbytes if along == 0 else None
         x = not_over(dense(x), result, place)
         workspace.run(all_gather_launch(workspace, choice, result, x, along))

@@ -46,7 +46,7 @@ def wait_for_payload(address: Any, mask: Any, limit_ns: Any, failure: Any, peer:
         return
     first = int(places.min())
     memory: Any = (ctypes.c_uint32 * ((int(places.max()) - first) // 4 + 4)).from_address(first)
-    # Only the words asked for: others between them may belong to somebody else.
+    # Only the words asked for: those between them may be for other blocks.
     words, wanted = np.frombuffer(memory, np.uint32), (places - first)[:, None] // 4 + np.arange(4)
     failed = ctypes.c_int32.from_address(_integer(failure))
     pause_s, end_ns = _FIRST_PAUSE_S, time.monotonic_ns() + _integer(limit_ns)
