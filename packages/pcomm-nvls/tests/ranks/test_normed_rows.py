@@ -136,8 +136,8 @@ def run_cases(rank: int, size: int, num_cases: int) -> None:
     with Workspace(group, 1 << 18) as workspace, Workspace(group, 1 << 18, slots=1) as narrow:
         for number in range(num_cases):
             case = Case(seeds, seeds.choice([workspace, narrow]), rank)
-            if delays.randrange(size * 3) == 0:
-                time.sleep(0.01)
+            if delays.randrange(3) == 0:
+                time.sleep(0.02)
             try:
                 case.reduce_scatter() if number % 2 else case.all_reduce()
             except AssertionError as problem:

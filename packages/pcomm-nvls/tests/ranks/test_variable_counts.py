@@ -139,8 +139,8 @@ def run_cases(rank: int, size: int, num_cases: int) -> None:
     with Workspace(group, 1 << 18) as workspace, Workspace(group, 1 << 18, slots=1) as narrow:
         for number in range(num_cases):
             case = Case(seeds, seeds.choice([workspace, narrow]), rank)
-            if delays.randrange(size * 3) == 0:
-                time.sleep(0.01)
+            if delays.randrange(3) == 0:
+                time.sleep(0.02)
             try:
                 getattr(case, names[number % 3])()
             except AssertionError as problem:
@@ -215,6 +215,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int) -> None
             gather_to_rank(None, x, dim=2, **named)
         with pytest.raises(UnsupportedError, match="no such kernel"):
             gather_to_rank(None, x, algo="multimem", **named)
+        # Rows of a quarter of a slot: four of them, or five.
+        wide = torch.ones(3, 256)
+        assert len(all_gather_v(None, wide[:2], [2, 2], strict=True, **named)) == 4
+        with pytest.raises(UnsupportedError, match="more than a slot"):
+            all_gather_v(None, wide[: 3 - rank], [3, 2], strict=True, **named)
         # Rows that are no multiple of 16 bytes, and none at all.
         narrow = all_gather_v(None, x[:, :3], counts, **named)
         assert narrow[:, 0].tolist() == [0.0] * 4 + [1.0] * 4

@@ -102,7 +102,7 @@ def compile_kernel(
             4 GiB: the type of an integer follows from its value.
         capability: Architecture, 90 for Hopper.
         num_warps: Number of warps of a block.
-        max_registers: Largest number of registers of a thread; None for the compiler's choice.
+        max_registers: Number of registers of a thread that the compiler may use, as in `Launch`.
 
     Raises:
         ValueError: `BLOCK` is no multiple of the threads: each copy of an element would store.
