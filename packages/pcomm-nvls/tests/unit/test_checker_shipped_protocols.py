@@ -8,8 +8,10 @@ import pytest
 
 from pcomm.nvls.checker import Operation, Report, WorkspaceProtocol, check, check_sequences
 from pcomm.nvls.checker.protocols import BARRIER_KINDS, LAMPORT_KINDS
+from pcomm.nvls.primitives.lamport_numbers import LAMPORT_SLOTS
+from pcomm.nvls.workspace.slots import SLOTS
 
-SHIPPED = WorkspaceProtocol(slots=2, lamport_slots=3)
+SHIPPED = WorkspaceProtocol(slots=SLOTS, lamport_slots=LAMPORT_SLOTS)
 KINDS = (*BARRIER_KINDS, *LAMPORT_KINDS)
 NUM_LONG = 200
 

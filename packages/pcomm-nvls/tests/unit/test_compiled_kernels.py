@@ -124,6 +124,7 @@ def test_kernels_keep_the_rules(case: str, way: str, capability: int) -> None:
         ("mov.u32 %peer, %tid.x", "mov.u32 %peer, 0", "does not depend on the thread"),
         ("ld.acquire.sys.global.u32", "ld.relaxed.sys.global.u32", "0 waits in 2 barriers"),
         ("// end inline asm\n", "// end inline asm\n\tst.global.v4.b32 [0], {0};\n", "outside"),
+        ("bar.sync", "bar.arrive", "before another has stored it"),
         ("\tret;", "\tst.local.b32 [0], 0;\n\tret;", "local memory"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,9 @@ def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def launch_of(name: str, dtype: torch.dtype, way: str, world: int) -> Launch:
+def launch_of(
+    name: str, dtype: torch.dtype, way: str, world: int, choice: Choice = CHOICE
+) -> Launch:
     """The launch of an operation whose shards have 4 rows of 128 bytes."""
     shared = any_arguments(world, way)
     del shared["slot"]
@@ -80,10 +83,10 @@ def launch_of(name: str, dtype: torch.dtype, way: str, world: int) -> Launch:
         torch.empty(4, world * columns, dtype=dtype),
     )
     if name == "all_gather":
-        return launches.lamport_all_gather_launch(workspace, CHOICE, whole, shard, -1)
+        return launches.lamport_all_gather_launch(workspace, choice, whole, shard, -1)
     if name == "all_reduce":
-        return launches.lamport_all_reduce_launch(workspace, CHOICE, shard, shard)
-    return launches.lamport_reduce_scatter_launch(workspace, CHOICE, shard, whole, -1)
+        return launches.lamport_all_reduce_launch(workspace, choice, shard, shard)
+    return launches.lamport_reduce_scatter_launch(workspace, choice, shard, whole, -1)
 
 
 @cache
@@ -164,6 +167,16 @@ def test_a_broken_rule_is_found(found: str, instead: str, problem: str) -> None:
     broken = re.sub(found, instead, ptx)
     assert broken != ptx
     assert problem in "\n".join(problems(broken))
+
+
+def test_the_largest_block_can_be_launched() -> None:
+    """A block has 65,536 registers: 64 for each of 1,024 threads, where this kernel likes more."""
+    launch = launch_of("all_gather", BYTES, "multicast", 8, replace(CHOICE, num_warps=32))
+    kernel = compile_kernel(
+        launch.kernel, launch.arguments, 90, num_warps=32, max_registers=launch.max_registers
+    )
+    assert compiled("all_gather", BYTES, "multicast", 100, 8).resources()["REG"] > 64
+    assert kernel.resources()["REG"] <= 64
 
 
 def test_no_more_blocks_than_there_are_data_for() -> None:

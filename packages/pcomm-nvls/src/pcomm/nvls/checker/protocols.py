@@ -3,6 +3,8 @@
 There are two families, in memory of their own. Operations with a barrier rotate through slots and
 meet the other ranks once each; two-shot all-reduce meets them twice. Operations of the Lamport
 family have no barrier: data are written over a sentinel, and the receiver polls until it is gone.
+They take turns with the others all the same: to the slots, waiting for the data of all ranks is a
+barrier.
 
 CTA `b` of a rank touches the same elements of every segment, before and after the barrier, so that
 it has to meet CTA `b` of the other ranks alone. The parts of the CTAs of an operation are those of
@@ -74,17 +76,14 @@ class WorkspaceProtocol:
         )
 
     def slot(self, operations: Sequence[Operation], number: int) -> int:
-        """Slot of an operation with a barrier."""
+        """Slot of an operation; one of the Lamport family takes its turn, too, and leaves it."""
         fixed = operations[number].slot
-        if fixed is not None:
-            return fixed
-        return len(_earlier(BARRIER_KINDS, operations, number)) % self.slots
+        return number % self.slots if fixed is None else fixed
 
     def enters(self, operations: Sequence[Operation], number: int) -> bool:
         """True if an operation begins with a barrier."""
-        earlier = _earlier(BARRIER_KINDS, operations, number)
-        repeats = bool(earlier) and (
-            self.slot(operations, earlier[-1]) == self.slot(operations, number)
+        repeats = number > 0 and (
+            self.slot(operations, number - 1) == self.slot(operations, number)
         )
         return self.entry_barriers and (operations[number].seam or repeats)
 

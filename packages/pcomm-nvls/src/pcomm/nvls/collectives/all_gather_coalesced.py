@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.out import not_over
 from pcomm.core.errors import LayoutError
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, result_in, way_of
 from pcomm.nvls.collectives.outputs import check_outside
@@ -41,7 +43,7 @@ def all_gather_coalesced(
 
     Args:
         outs: Tensors for the results, of any strides, each None for a new one; None for new ones
-            only.
+            only. They may lie over `xs`, and not over each other.
         xs: This rank's shards, of any dtypes and strides; the same shapes on all ranks.
         workspace: Workspace of the group. A launch needs room for its results together.
         algo: "multimem", "p2p", "dist", or "auto" for the choice of the table.
@@ -69,6 +71,11 @@ def all_gather_coalesced(
         )
     for x in xs:
         check_input(_NAME, x, workspace.device)
+    for i, out in enumerate(wanted):
+        if out is not None:
+            # Only its own shard is written back where it has been read.
+            own = workspace.group.rank * xs[i].nbytes
+            xs = [not_over(x, out, own if i == j else None) for j, x in enumerate(xs)]
     gathered: list[Tensor] = []
     for start in range(0, len(xs), MOST_TENSORS):
         some = slice(start, start + MOST_TENSORS)
@@ -133,13 +140,9 @@ def all_gather_coalesced_launch(
         "ENTRY": turn.needs_entry,
         "BLOCK": 32 * choice.num_warps,
     }
-    return Launch(
-        all_gather_coalesced_kernel,
-        choice.num_blocks,
-        choice.num_warps,
-        arguments,
-        workspace.device,
-    )
+    blocks, warps, device = choice.num_blocks, choice.num_warps, workspace.device
+    used = tuple(chain.from_iterable(pairs))
+    return Launch(all_gather_coalesced_kernel, blocks, warps, arguments, device, used)
 
 
 def _result_shape(x: Tensor, size: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from pcomm.core.collectives.out import not_over
 from pcomm.core.errors import LayoutError
 from pcomm.nvls.collectives.inputs import (
     VECTOR_BYTES,
@@ -16,6 +17,7 @@ from pcomm.nvls.collectives.inputs import (
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_all_gather_launch
+from pcomm.nvls.collectives.outputs import check_outside
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -36,24 +38,30 @@ def all_gather_into_tensor(
     dim: int = 0,
     algo: Algorithm | Literal["auto"] = "auto",
     strict: bool = False,
+    copy: bool = True,
 ) -> Tensor:
     """The shards of all ranks, in rank order along `dim`. Collective; no synchronisation.
 
     Args:
-        out: Tensor for the result, of any strides; None for a new one.
+        out: Tensor for the result, of any strides; None for a new one. It may lie over `x`.
         x: This rank's shard, of any dtype and strides; the same shape on all ranks.
         workspace: Workspace of the group.
         dim: Dimension along which the shards lie: 0, or the last one. Both are written in place;
             another one goes through torch.distributed.
         algo: "lamport", "multimem", "p2p", "dist", or "auto" for the choice of the table.
         strict: True raises where only torch.distributed can be used.
+        copy: False may return a view of the slot, without `out` and for `dim` 0. It has to be
+            read by what is launched before the next operation of the workspace;
+            `Workspace.check_view` tells when that was missed.
 
     Returns:
-        `[..., n * size, ...]`, dtype and device of `x`: bit for bit what the ranks passed.
+        `[..., n * size, ...]`, dtype and device of `x`: bit for bit what the ranks passed. But
+        "lamport" may return 0.0 for -0.0 of bf16, fp16, fp32, float8_e4m3fn and float8_e5m2.
 
     Raises:
         UnsupportedError: Gradients are recorded for `x`, or `algo` or `strict` cannot be met.
         LayoutError: `out` does not fit, or `x` is on another device.
+        ConfigError: `out` lies in the workspace.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_input(_NAME, x, workspace.device)
@@ -66,19 +74,28 @@ def all_gather_into_tensor(
     choice = workspace.choose(question, strict=strict)
     if choice.algorithm == "dist":
         return reference(out, x, collectives=workspace.group.collectives, dim=dim)
-    result = result_in(_NAME, out, shape, x)
-    if x.numel():
-        # A launch has the address alone: a copy has to live until it runs.
+    in_slot = not copy and out is None and along == 0 and choice.algorithm != "lamport"
+    if in_slot and x.numel():
         x = dense(x)
+        workspace.run(all_gather_launch(workspace, choice, None, x, along))
+        return workspace.result_in_slot(shape, x.dtype)
+    result = result_in(_NAME, out, shape, x)
+    check_outside(_NAME, result, workspace)
+    if x.numel():
+        # A launch has the address alone: a copy has to live until it runs. A block writes its own
+        # shard back where it has read it, so that may be the same memory.
+        place = workspace.group.rank * x.nbytes if along == 0 else None
+        x = not_over(dense(x), result, place)
         workspace.run(all_gather_launch(workspace, choice, result, x, along))
     return result if out is None or result is out else out.copy_(result)
 
 
 def all_gather_launch(
-    workspace: Workspace, choice: Choice, out: Tensor, x: Tensor, dim: int
+    workspace: Workspace, choice: Choice, out: Tensor | None, x: Tensor, dim: int
 ) -> Launch:
-    """The launch that a choice asks for. Takes a turn of the workspace."""
+    """The launch that a choice asks for; without `out` the result stays in the slot. A turn."""
     if choice.algorithm == "lamport":
+        assert out is not None
         return lamport_all_gather_launch(workspace, choice, out, x, dim)
     from pcomm.nvls.kernels.all_gather import all_gather_kernel
 
@@ -88,13 +105,13 @@ def all_gather_launch(
     arguments = {
         **workspace.shared_arguments(),
         "x": x.data_ptr(),
-        "out": out.data_ptr(),
+        "out": 0 if out is None else out.data_ptr(),
         "num_vectors": num_vectors,
         "row_vectors": row_vectors,
         "slot": workspace.regions.slot(turn.slot),
         "WAY": way_of(choice),
         "ENTRY": turn.needs_entry,
-        "COPY_OUT": True,
+        "COPY_OUT": out is not None,
         "BLOCK": 32 * choice.num_warps,
     }
     return Launch(
@@ -103,7 +120,7 @@ def all_gather_launch(
         choice.num_warps,
         arguments,
         workspace.device,
-        (x, out),
+        (x,) if out is None else (x, out),
     )
 
 

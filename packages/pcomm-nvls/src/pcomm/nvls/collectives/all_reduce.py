@@ -100,4 +100,5 @@ def all_reduce_launch(workspace: Workspace, choice: Choice, out: Tensor, x: Tens
     }
     one_shot = is_one_shot(x.nbytes, workspace.group.size, way, workspace.capability.architecture)
     kernel = one_shot_all_reduce_kernel if one_shot else two_shot_all_reduce_kernel
-    return Launch(kernel, choice.num_blocks, choice.num_warps, arguments, workspace.device)
+    blocks, warps, device = choice.num_blocks, choice.num_warps, workspace.device
+    return Launch(kernel, blocks, warps, arguments, device, (x, out))

@@ -25,6 +25,7 @@ __all__ = [
 
 # Left alone, the compiler moves one or two words to local memory to reach the next occupancy.
 _MAX_REGISTERS = 128
+_REGISTERS_OF_A_BLOCK = 65536
 _MOST_PEERS_AT_A_TIME = 8
 
 
@@ -110,6 +111,7 @@ def _launch(
 ) -> Launch:
     # Blocks without data would only be counted.
     blocks = min(choice.num_blocks, -(-arguments["num_vectors"] // arguments["BLOCK"]))
+    registers = min(_MAX_REGISTERS, _REGISTERS_OF_A_BLOCK // arguments["BLOCK"])
     return Launch(
-        kernel, blocks, choice.num_warps, arguments, workspace.device, (x, out), _MAX_REGISTERS
+        kernel, blocks, choice.num_warps, arguments, workspace.device, (x, out), registers
     )

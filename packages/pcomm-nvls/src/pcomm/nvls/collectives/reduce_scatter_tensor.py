@@ -112,9 +112,8 @@ def reduce_scatter_launch(
         "IN_PLACE": workspace.is_in_slot(x, turn),
         "BLOCK": 32 * choice.num_warps,
     }
-    return Launch(
-        reduce_scatter_kernel, choice.num_blocks, choice.num_warps, arguments, workspace.device
-    )
+    blocks, warps, device = choice.num_blocks, choice.num_warps, workspace.device
+    return Launch(reduce_scatter_kernel, blocks, warps, arguments, device, (x, out))
 
 
 def _result_shape(x: Tensor, dim: int, size: int) -> tuple[int, ...]:

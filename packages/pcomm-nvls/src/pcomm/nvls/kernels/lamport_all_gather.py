@@ -10,7 +10,7 @@ from pcomm.nvls.primitives.lamport import (
     advance,
     arrived,
     clear_previous,
-    gathered,
+    joined,
     looked_at,
     payload_of,
     slot_of,
@@ -51,9 +51,9 @@ def lamport_all_gather_kernel(
             each other.
         buffers: Table of the addresses of the ranks' buffers.
         multicast: Multicast address of the buffers, or 0.
-        state: See `clear_previous`.
-        epochs: See `arrived`.
-        failure: See `barrier`.
+        state: Address of the three words that count the operations of this rank.
+        epochs: Words of this rank, the first of which is that of a failure.
+        failure: Address of a word for the host: place of the missing rank, plus 1.
         region: Byte offset of the three slots in a buffer.
         slot_bytes: Size of a slot, in bytes.
         limit_ns: Longest wait for a rank.
@@ -104,8 +104,8 @@ def lamport_all_gather_kernel(
                 s0, s1, s2, s3 = arrived(
                     place + 16, s0, s1, s2, s3, peer, inside, epochs, failure, limit_ns
                 )
-                w0, w1 = gathered(w0, w1, w2, w3)
-                w2, w3 = gathered(s0, s1, s2, s3)
+                w0, w1 = joined(w0, w1, w2, w3)
+                w2, w3 = joined(s0, s1, s2, s3)
             else:
                 w0, w1, w2, w3 = arrived(
                     place, w0, w1, w2, w3, peer, inside, epochs, failure, limit_ns

@@ -38,9 +38,9 @@ def lamport_all_reduce_kernel(
         num_vectors: Length of the input, in 16 bytes; at least 1.
         buffers: Table of the addresses of the ranks' buffers.
         multicast: Multicast address of the buffers, or 0.
-        state: See `clear_previous`.
-        epochs: See `arrived`.
-        failure: See `barrier`.
+        state: Address of the three words that count the operations of this rank.
+        epochs: Words of this rank, the first of which is that of a failure.
+        failure: Address of a word for the host: place of the missing rank, plus 1.
         region: Byte offset of the three slots in a buffer.
         slot_bytes: Size of a slot, in bytes.
         limit_ns: Longest wait for a rank.

@@ -41,9 +41,9 @@ def lamport_reduce_scatter_kernel(
         row_vectors: Length of a row of a segment, in 16 bytes; `num_vectors` where segments follow
             each other.
         buffers: Table of the addresses of the ranks' buffers.
-        state: See `clear_previous`.
-        epochs: See `arrived`.
-        failure: See `barrier`.
+        state: Address of the three words that count the operations of this rank.
+        epochs: Words of this rank, the first of which is that of a failure.
+        failure: Address of a word for the host: place of the missing rank, plus 1.
         region: Byte offset of the three slots in a buffer.
         slot_bytes: Size of a slot, in bytes.
         limit_ns: Longest wait for a rank.

@@ -6,8 +6,6 @@ import ctypes
 import time
 from typing import Any
 
-import numpy as np
-
 from pcomm.nvls.primitives.lamport_numbers import NOTHING_HERE
 
 __all__ = ["wait_for_payload", "wait_for_signal"]
@@ -39,13 +37,16 @@ def wait_for_payload(address: Any, mask: Any, limit_ns: Any, failure: Any, peer:
 
     The limit and the failure are those of `wait_for_signal`; `peer` is the rank of each address.
     """
+    # With Triton's interpreter, which needs it; not for kernels on a GPU.
+    import numpy as np
+
     mask, address = np.broadcast_arrays(_array(mask), _array(address).astype(np.int64))
     places = address[mask]
     if not places.size:
         return
     first = int(places.min())
-    memory = (ctypes.c_uint32 * ((int(places.max()) - first) // 4 + 4)).from_address(first)
-    # Only the words asked for: others between them may belong to somebody else.
+    memory: Any = (ctypes.c_uint32 * ((int(places.max()) - first) // 4 + 4)).from_address(first)
+    # Only the words asked for: those between them may be for other blocks.
     words, wanted = np.frombuffer(memory, np.uint32), (places - first)[:, None] // 4 + np.arange(4)
     failed = ctypes.c_int32.from_address(_integer(failure))
     pause_s, end_ns = _FIRST_PAUSE_S, time.monotonic_ns() + _integer(limit_ns)
@@ -60,6 +61,8 @@ def wait_for_payload(address: Any, mask: Any, limit_ns: Any, failure: Any, peer:
 
 def _array(value: Any) -> Any:
     """The numbers in a tensor of the interpreter, or a number."""
+    import numpy as np
+
     return np.asarray(value.handle.data if hasattr(value, "handle") else value)
 
 

@@ -9,19 +9,16 @@ link, where a barrier takes a second one. Every word of 32 bits counts for itsel
 a word, +0.0 is sent for it: an equal number, whose sign is lost. Bytes that are no such numbers are
 spread over twice as many words, 16 bits in each, none of which can be `NOTHING`.
 
-Three slots take turns. Operation e uses slot e % 3 and puts `NOTHING` back into the slot of
-operation e - 1, the one that operation e + 2 will use:
+Three slots take turns. Operation e uses slot e % 3:
 
-| slot of | in operation e of this rank | why |
-|---|---|---|
-| e - 1 | cleared | this rank has read it; a rank stores there again in e + 2, after it read what \
-this rank stored in e + 1, so after this clear |
-| e | stored to and read | |
-| e + 1 | left alone | a rank that has read all of e may have begun e + 1 and store there |
+- The slot of e - 1, which is that of e + 2, is filled with `NOTHING` in operation e. This rank has
+  read it. Another one stores there again in e + 2, after it has read what this rank stored in
+  e + 1, in a kernel that began when this one had ended.
+- The slot of e + 1 is left alone: a rank that has read all of e may have begun e + 1.
 
 The argument for e - 1 holds only where **every rank needs data of every rank in every operation**.
 All-gather, all-reduce and reduce-scatter do. A gather to one rank, a broadcast, counts of which one
-may be zero and an empty tensor do not: a rank that waits for nobody can be any number of operations
+may be zero and an empty tensor do not: a rank that waits for none can be any number of operations
 ahead. Each operation is a kernel of its own that starts after the one before has ended: with
 programmatic dependent launch the clear would have to be finished before the next stores.
 
@@ -54,7 +51,7 @@ __all__ = [
     "advance",
     "arrived",
     "clear_previous",
-    "gathered",
+    "joined",
     "looked_at",
     "payload_of",
     "slot_of",
@@ -120,7 +117,7 @@ def spread(w0: tl.tensor, w1: tl.tensor) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def gathered(s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor) -> Any:
+def joined(s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor) -> Any:
     """The two words that were `spread`."""
     return s0 | (s1 << 16), s2 | (s3 << 16)
 
@@ -160,9 +157,9 @@ def arrived(
         w3: Fourth word.
         peer: Place of the rank that stores at each address.
         mask: True where there is something to wait for; elsewhere the words are returned.
-        epochs: See `barrier`: the word of a failure is the first. With a failure there, or after
-            `limit_ns`, the words are returned as they are.
-        failure: See `barrier`.
+        epochs: Words of this rank, the first of which is that of a failure. With a failure there,
+            or after `limit_ns`, the four words are returned as they are.
+        failure: Address of a word for the host: place of the missing rank, plus 1.
         limit_ns: Longest wait, in ns.
     """
     if EMULATED:
@@ -238,13 +235,13 @@ def advance(state: tl.tensor, number: tl.tensor, length: tl.tensor) -> None:
     """End the operation: the last block to come here counts it.
 
     Args:
-        state: See `clear_previous`.
+        state: Address of the three words of this rank: number, ticket, length.
         number: Number of this operation.
         length: Vectors of 16 bytes that it stored in its slot, from the beginning on.
     """
     # All threads have read the number and the length.
     tl.debug_barrier()
-    # Relaxed: nobody reads here what another block wrote, and a fence takes as long as a store.
+    # Relaxed: no block reads here what another one wrote, and a fence takes as long as a store.
     ticket = tl.atomic_add(state + 1, 1, sem="relaxed", scope="gpu")
     is_last = ticket == tl.num_programs(0) - 1
     tl.store(state + 1, 0, mask=is_last)
@@ -270,9 +267,9 @@ def summed(
         place: Addresses in segment 0 of this rank's slot.
         num_vectors: Length of a segment, in 16 bytes.
         inside: True where there is something to add.
-        epochs: See `arrived`.
-        failure: See `arrived`.
-        limit_ns: See `arrived`.
+        epochs: Words of this rank, the first of which is that of a failure.
+        failure: Address of a word for the host: place of the missing rank, plus 1.
+        limit_ns: Longest wait, in ns.
         WORLD: Number of segments.
         KIND: "bf16", "fp16" or "fp32".
         BLOCK: Number of addresses.

@@ -102,7 +102,7 @@ def compile_kernel(
             4 GiB: the type of an integer follows from its value.
         capability: Architecture, 90 for Hopper.
         num_warps: Number of warps of a block.
-        max_registers: See `Launch`.
+        max_registers: Number of registers of a thread that the compiler may use, as in `Launch`.
 
     Raises:
         ValueError: `BLOCK` is no multiple of the threads: each copy of an element would store.
@@ -135,8 +135,14 @@ def assemble(ptx: str, capability: int) -> CompiledKernel:
     with tempfile.TemporaryDirectory() as folder:
         source, made = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        arguments = [f"-arch=sm_{capability}a", "-o", made, source]
-        subprocess.run([_tool(assembler), *arguments], capture_output=True, check=True)
+        command: list[str | Path] = [
+            _tool(assembler),
+            f"-arch=sm_{capability}a",
+            "-o",
+            made,
+            source,
+        ]
+        subprocess.run(command, capture_output=True, check=True)
         return CompiledKernel(capability, ptx, made.read_bytes(), 0)
 
 
@@ -173,6 +179,8 @@ def problems_of(
     waits = accesses(ptx)["ld.acquire.sys.global.u32"]
     if waits < barriers:
         problems.append(f"{waits} waits in {barriers} barriers")
+    if _numbers_overtaken(ptx):
+        problems.append("a thread may read the number of a barrier before another has stored it")
     problems += [f"local memory: {line}" for line in re.findall(r"\b(?:ld|st)\.local.*", ptx)]
     blocks = re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.DOTALL)
     for block in blocks:
@@ -182,6 +190,21 @@ def problems_of(
         f"outside of assembly: {name}" for name in accesses(outside) if _EFFECT.match(name)
     ]
     return tuple(problems)
+
+
+def _numbers_overtaken(ptx: str) -> bool:
+    """Whether a number may be read again while the one thread that stores it is on its way."""
+    is_stored = False
+    for line in (line.strip() for line in ptx.splitlines()):
+        if line.startswith("bar.sync"):
+            is_stored = False
+        name = _ACCESS.match(line)
+        if name is None or name[1] not in _EPOCHS:
+            continue
+        if name[1].startswith("ld") and is_stored:
+            return True
+        is_stored = name[1].startswith("st")
+    return False
 
 
 def _unguarded(block: str) -> list[str]:
@@ -213,5 +236,6 @@ def _run_tool(name: str, options: list[str], cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        command = [_tool(name), *options, file]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command: list[str | Path] = [_tool(name), *options, file]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout

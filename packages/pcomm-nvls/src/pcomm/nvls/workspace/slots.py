@@ -30,11 +30,13 @@ class Turn:
         slot: Place of its slot.
         needs_entry: True where all ranks have to meet before it writes.
         generation: Number of operations before it.
+        is_prepared: True if its slot has been handed out, for the caller to write the input there.
     """
 
     slot: int
     needs_entry: bool
     generation: int
+    is_prepared: bool = False
 
 
 class Rotation:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pcomm.core.control.control import Control
 from pcomm.core.errors import ClosedError, ConfigError, PcommError, PeerTimeoutError
@@ -90,6 +91,7 @@ class Workspace:
         error: PcommError | None = None
         try:
             _check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
+            _check_room(lamport_bytes)
             self._rotation = Rotation(slots)
             chooser_table = Table.load() if table is None else table
         except PcommError as problem:
@@ -116,7 +118,9 @@ class Workspace:
         self._chooser = Chooser(facts, chooser_table)
         self._stream: int | None = None
         self._prepared: Turn | None = None
-        self._generations: dict[int, int] = {}
+        self._last: Turn | None = None
+        # By object: views of one slot have one address, whichever operation they are of.
+        self._generations = WeakIdKeyDictionary()
         self._is_closed = False
         find = weakref.ref(self)
         self._forget = group.before_close(lambda: _close(find()))
@@ -150,8 +154,9 @@ class Workspace:
         Raises:
             ConfigError: It is on another stream than the operations before.
         """
-        turn, self._prepared = self._prepared, None
-        return self._next_turn() if turn is None else turn
+        prepared, self._prepared = self._prepared, None
+        self._last = self._next_turn() if prepared is None else prepared
+        return self._last
 
     def shared_arguments(self) -> dict[str, Any]:
         """The arguments that all kernels take. Local."""
@@ -169,7 +174,9 @@ class Workspace:
 
     def lamport_arguments(self) -> dict[str, Any]:
         """The arguments that kernels without barriers take, and `WAY`. Local."""
-        way = "multicast" if self.capability.multicast else "peers"
+        # Between two ranks the switch would send what a rank stores to that rank, too.
+        by_multicast = self.capability.multicast and self.group.size > 2
+        way = "multicast" if by_multicast else "peers"
         return {**self.shared_arguments(), **self._lamport.arguments(), "WAY": way}
 
     def run(self, launch: Launch) -> None:
@@ -190,25 +197,20 @@ class Workspace:
         offset = x.data_ptr() - start
         if not 0 <= offset < self.regions.num_bytes:
             return False
-        if offset == self.regions.slot(turn.slot) and x.is_contiguous():
+        is_there = offset == self.regions.slot(turn.slot) and x.is_contiguous()
+        if is_there and turn.is_prepared:
             return True
         raise ConfigError(
             "an operation on a view of the workspace",
-            found=f"a tensor at byte {offset} of it, and the turn of the slot at byte "
-            f"{self.regions.slot(turn.slot)}",
-            why="Other ranks write into that memory while the operation runs.",
+            found=f"a tensor at byte {offset} of it, which was not handed out for this operation",
+            why="Other ranks write into that memory, and it has been written since.",
             fix="Use what workspace.empty() returned last, or a copy of the view.",
         )
 
-    def slot_view(self, turn: Turn, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The slot of a turn as a tensor. Local; valid until that slot has its turn again."""
-        memory = self.memory
-        assert memory is not None
-        num_bytes = math.prod(shape) * dtype.itemsize
-        start = self.regions.slot(turn.slot)
-        view = memory.buffer()[start : start + num_bytes].view(dtype).view(*shape)
-        self._generations[view.data_ptr()] = turn.generation
-        return view
+    def result_in_slot(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What the last operation left in its slot, which is valid until the next one. Local."""
+        assert self._last is not None
+        return self._slot_view(self._last, shape, dtype)
 
     # -- what callers use ----------------------------------------------------------------
 
@@ -242,8 +244,8 @@ class Workspace:
             if turn.needs_entry:
                 # Before the caller writes there: other ranks may still read what was in it.
                 self._wait_for_all()
-            self._prepared = Turn(turn.slot, False, turn.generation)
-        return self.slot_view(self._prepared, shape, dtype)
+            self._prepared = Turn(turn.slot, False, turn.generation, is_prepared=True)
+        return self._slot_view(self._prepared, shape, dtype)
 
     def sequence(self) -> AbstractContextManager[None]:
         """Operations in this block always run one after another, as those of one CUDA graph do.
@@ -274,22 +276,23 @@ class Workspace:
         )
 
     def check_view(self, view: Tensor) -> None:
-        """Raise if the slot that a view lies in has had another turn since. Local.
+        """Raise if an operation has begun since that of which a view shows the slot. Local.
+
+        A rank that ends the next operation may write into the slot with the one after it.
+
+        Args:
+            view: Tensor that `empty` returned, or an operation without a copy; others pass.
 
         Raises:
-            ConfigError: It has, so that the view shows another operation's numbers.
+            ConfigError: One has, so that the view may show another operation's numbers.
         """
-        memory = self.memory
-        generation = self._generations.get(view.data_ptr())
-        if memory is None or generation is None:
-            return
-        newest = self._rotation.generation
-        if newest - generation > self._rotation.num_slots:
+        generation, newest = self._generations.get(view), self._rotation.generation - 1
+        if generation is not None and newest > generation:
             raise ConfigError(
                 f"a view of operation {generation} of the workspace",
-                found=f"{newest} operations so far, with {self._rotation.num_slots} slots",
-                why="Its slot has been written again.",
-                fix="Use the view before the next operation but one, or ask for a copy.",
+                found=f"operation {newest} has begun",
+                why="Other ranks may write into that slot from then on.",
+                fix="Launch what reads the view before the next operation, or ask for a copy.",
             )
 
     def explain(self, question: Question) -> str:
@@ -325,6 +328,15 @@ class Workspace:
             value.add_note(f"closing the workspace: {type(problem).__name__}: {problem}")
 
     # -- how it is done ------------------------------------------------------------------
+
+    def _slot_view(self, turn: Turn, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        memory = self.memory
+        assert memory is not None
+        num_bytes = math.prod(shape) * dtype.itemsize
+        start = self.regions.slot(turn.slot)
+        view = memory.buffer()[start : start + num_bytes].view(dtype).view(*shape)
+        self._generations[view] = turn.generation
+        return view
 
     def _open_memory(self) -> None:
         """Allocate on all ranks, or on none; then the reasons say why."""
@@ -392,6 +404,16 @@ def _check_positive(**values: float) -> None:
                 why="Memory and waits have a size.",
                 fix=f"Pass {name} > 0.",
             )
+
+
+def _check_room(lamport_bytes: int) -> None:
+    if lamport_bytes < 0:
+        raise ConfigError(
+            f"Workspace: lamport_bytes={lamport_bytes}",
+            found="a negative number",
+            why="It is the size of memory.",
+            fix="Pass 0 for a workspace without operations that have no barrier.",
+        )
 
 
 def _close(workspace: Workspace | None) -> None:

@@ -1,0 +1,126 @@
+"""Workspaces: views of slots, several at once, what they leave behind, and debugging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pcomm.core.errors import ConfigError, DivergenceError
+from pcomm.core.groups.group import Group
+from pcomm.core.testing import ranks
+from pcomm.core.testing.default_group import default_group
+from pcomm.nvls.testing.emulation import emulate
+
+
+def group() -> Group:
+    return Group.from_process_group("tp", default_group())
+
+
+def modules() -> tuple[Any, Any, Any]:
+    emulate()
+    from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
+    from pcomm.nvls.collectives.all_reduce import all_reduce
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    return Workspace, all_gather_into_tensor, all_reduce
+
+
+@ranks(2)
+def test_views_of_slots_are_valid_until_the_next_operation(rank: int) -> None:
+    new_workspace, gather, _ = modules()
+    x = torch.arange(8.0) + 10 * rank
+    both = torch.cat([torch.arange(8.0), torch.arange(8.0) + 10])
+    with new_workspace(group(), 1 << 12) as workspace:
+        views = []
+        for step, algo in enumerate(["multimem", "p2p", "multimem"]):
+            views.append(gather(None, x + step, workspace=workspace, algo=algo, copy=False))
+            workspace.check_view(views[-1])
+            assert torch.equal(views[-1], both + step)
+            for view in views[:-1]:
+                with pytest.raises(ConfigError, match=f"operation {step} has begun"):
+                    workspace.check_view(view)
+        # Of the third operation the memory is that of the first.
+        assert views[2].data_ptr() == views[0].data_ptr() != views[1].data_ptr()
+        workspace.check_view(x)
+        copied = gather(None, x, workspace=workspace, algo="lamport", copy=False)
+        workspace.check_view(copied)
+        assert torch.equal(copied, both)
+
+
+@ranks(2)
+def test_an_input_that_was_written_in_place_is_used_once(rank: int) -> None:
+    new_workspace, _, all_reduce = modules()
+    named = {"algo": "multimem"}
+    with new_workspace(group(), 1 << 12) as workspace:
+        view = workspace.empty((64,), torch.float32).fill_(rank + 1)
+        # Asked for twice before the operation, it is the same memory.
+        assert workspace.empty((64,), torch.float32).data_ptr() == view.data_ptr()
+        assert all_reduce(None, view, workspace=workspace, **named).unique().tolist() == [3]
+        for _ in range(2):
+            # In the turn of the other slot, and in that of its own, which was not handed out.
+            with pytest.raises(ConfigError, match="not handed out"):
+                all_reduce(None, view, workspace=workspace, **named)
+        with pytest.raises(ConfigError, match="max_bytes=4096"):
+            workspace.empty((1025,), torch.float32)
+        small = workspace.empty((4,), torch.float32).fill_(rank)
+        assert all_reduce(None, small, workspace=workspace, **named).tolist() == [1] * 4
+
+
+@ranks(2)
+def test_many_workspaces_one_after_another_and_two_at_once(rank: int) -> None:
+    """What they leave behind fails the test."""
+    new_workspace, gather, all_reduce = modules()
+    x = torch.full((16,), float(rank))
+    for _ in range(20):
+        with new_workspace(group(), 1 << 12) as first, new_workspace(group(), 1 << 13) as second:
+            one = all_reduce(None, x, workspace=first, algo="p2p")
+            two = gather(None, x, workspace=second, algo="p2p")
+            assert one.tolist() == [1.0] * 16
+            assert two.tolist() == [0.0] * 16 + [1.0] * 16
+    with open("/proc/self/maps") as maps:
+        assert not [line for line in maps if "/dev/shm" in line]
+
+
+@ranks(2)
+def test_calls_that_differ_are_an_error_before_they_run(rank: int) -> None:
+    new_workspace, gather, all_reduce = modules()
+    x = torch.full((16,), float(rank))
+    with new_workspace(group(), 1 << 12, debug=True) as workspace:
+        assert all_reduce(None, x, workspace=workspace).tolist() == [1.0] * 16
+        with pytest.raises(DivergenceError, match="num_bytes=32"):
+            all_reduce(None, x[: 8 + 8 * rank], workspace=workspace)
+        with pytest.raises(DivergenceError, match="all_gather_into_tensor"):
+            (gather if rank else all_reduce)(None, x, workspace=workspace)
+        assert all_reduce(None, x, workspace=workspace).tolist() == [1.0] * 16
+    with pytest.raises(DivergenceError, match="max_bytes"):
+        new_workspace(group(), 1 << (12 + rank))
+
+
+@ranks(2)
+def test_operations_in_graphs_meet_before_they_write(rank: int) -> None:
+    """The host of a CPU captures nothing; the turns are those that a capture would get."""
+    new_workspace, gather, all_reduce = modules()
+    from pcomm.nvls.workspace.slots import Rotation
+
+    class Captured(Rotation):
+        def next(self, *, is_captured: bool) -> Any:
+            return super().next(is_captured=True)
+
+    x = torch.full((16,), float(rank))
+    with new_workspace(group(), 1 << 12) as workspace:
+        workspace._rotation = Captured()
+        numbers = []
+        for step in range(4):
+            if step == 2:
+                with workspace.sequence():
+                    all_reduce(None, x, workspace=workspace, algo="p2p")
+                    all_reduce(None, x, workspace=workspace, algo="multimem")
+            view = workspace.empty((16,), torch.float32).copy_(x)
+            assert all_reduce(None, view, workspace=workspace, algo="p2p").tolist() == [1.0] * 16
+            found = gather(None, x, workspace=workspace, algo="multimem")
+            assert found.tolist() == [0.0] * 16 + [1.0] * 16
+            numbers.append(int(workspace._epochs[1]))
+        # Of block 0: each operation has a barrier, and one more where it does not know the last.
+        assert numbers == [4, 8, 15, 19]
