@@ -15,6 +15,7 @@ from pcomm.core.process import Messages, portable_error
 from pcomm.inference import Engine, RequestOutput
 from pcomm.inference.engine import EngineStats
 from pcomm.integration.llm.engine_options import EngineOptions
+from pcomm.integration.llm.installed_collectives import installed_collectives
 from pcomm.integration.llm.loading import load_model
 from pcomm.integration.llm.memory_size import free_bytes
 
@@ -67,7 +68,8 @@ def serve_engine(
         if device.type == "cuda":
             device, backend = torch.device("cuda", world.rank), "nccl"
             torch.cuda.set_device(device)
-        with open_groups(Topology({"tp": world.size}), ["tp"], backend=backend) as groups:
+        topology, collectives = Topology({"tp": world.size}), installed_collectives(device)
+        with open_groups(topology, ["tp"], backend=backend, collectives=collectives) as groups:
             group = groups["tp"]
             loaded = load_model(
                 path, dtype=dtype, device=device, group=group, quantization=quantization

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from pcomm.core.doctor.examination import CHECKS, examine
+from pcomm.core.doctor.examination import CHECKS, examine, installed_checks
 from pcomm.core.doctor.self_test import check_all_reduce
 
 __all__ = ["DoctorCommand", "command"]
@@ -29,7 +29,8 @@ class DoctorCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the report; 1 if something is broken, else 0."""
         skipped = {check_all_reduce} if arguments.no_self_test else set()
-        report = examine(checks=[check for check in CHECKS if check not in skipped])
+        checks = [check for check in CHECKS if check not in skipped]
+        report = examine(checks=[*checks, *installed_checks()])
         print(json.dumps(report.as_dict(), indent=2) if arguments.json else report.as_text())
         return 0 if report.is_healthy else 1
 

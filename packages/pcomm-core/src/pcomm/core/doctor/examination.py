@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from pcomm.core.doctor import gpu, host, nccl, self_test, software
@@ -10,7 +11,10 @@ from pcomm.core.doctor.probe import Probe
 from pcomm.core.doctor.report import Finding, Report
 from pcomm.core.doctor.this_machine import ThisMachine
 
-__all__ = ["CHECKS", "Check", "examine"]
+__all__ = ["CHECKS", "GROUP", "Check", "examine", "installed_checks"]
+
+GROUP = "pcomm.doctor"
+"""Entry points of further checks: each names a `Check`."""
 
 Check = Callable[[Probe], Iterable[Finding]]
 
@@ -41,6 +45,28 @@ def examine(probe: Probe | None = None, *, checks: Iterable[Check] = CHECKS) -> 
     """
     where = ThisMachine() if probe is None else probe
     return Report(tuple(finding for check in checks for finding in _run(check, where)))
+
+
+def installed_checks() -> list[Check]:
+    """The checks that other installed packages bring. Local; each is imported when it runs."""
+    # One distribution is found twice where its source folder is on the path as well.
+    entries = {entry.value: entry for entry in entry_points(group=GROUP)}
+    return [_imported(entry) for entry in sorted(entries.values(), key=lambda entry: entry.name)]
+
+
+def _imported(entry: EntryPoint) -> Check:
+    def check(probe: Probe) -> Iterable[Finding]:
+        try:
+            found: Check = entry.load()
+        except (ImportError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            fix = f"Install the package that brings {entry.value} again, or uninstall it."
+            return [Finding(entry.name, "broken", "its check cannot be imported", reason, fix)]
+        return found(probe)
+
+    # What the report calls it if it fails.
+    check.__name__ = entry.name
+    return check
 
 
 def _run(check: Check, probe: Probe) -> list[Finding]:

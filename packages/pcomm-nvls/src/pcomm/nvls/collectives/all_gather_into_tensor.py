@@ -25,7 +25,7 @@ from pcomm.nvls.references.all_gather_into_tensor import all_gather_into_tensor 
 from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.workspace import Workspace
 
-__all__ = ["all_gather_into_tensor", "all_gather_launch"]
+__all__ = ["all_gather_into_tensor", "all_gather_launch", "all_gather_question"]
 
 _NAME = "all_gather_into_tensor"
 
@@ -65,12 +65,9 @@ def all_gather_into_tensor(
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_input(_NAME, x, workspace.device)
-    along = kernel_dim(x, dim)
     shape = _result_shape(x, dim, workspace.group.size)
-    row_bytes = x.shape[-1] * x.itemsize if along == -1 else None
-    question = Question(
-        _NAME, x.nbytes, x.dtype, along, row_bytes, workspace.deterministic, algo
-    )  # fmt: skip
+    question = all_gather_question(x, dim, workspace, algo)
+    along = question.dim
     choice = workspace.choose(question, strict=strict)
     if choice.algorithm == "dist":
         return reference(out, x, collectives=workspace.group.collectives, dim=dim)
@@ -88,6 +85,15 @@ def all_gather_into_tensor(
         x = not_over(dense(x), result, place)
         workspace.run(all_gather_launch(workspace, choice, result, x, along))
     return result if out is None or result is out else out.copy_(result)
+
+
+def all_gather_question(
+    x: Tensor, dim: int, workspace: Workspace, algo: Algorithm | Literal["auto"] = "auto"
+) -> Question:
+    """What the algorithm of a call is chosen by. Local."""
+    along = kernel_dim(x, dim)
+    row_bytes = x.shape[-1] * x.itemsize if along == -1 else None
+    return Question(_NAME, x.nbytes, x.dtype, along, row_bytes, workspace.deterministic, algo)
 
 
 def all_gather_launch(

@@ -25,7 +25,7 @@ from pcomm.nvls.references.all_reduce import all_reduce as reference
 from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.workspace import Workspace
 
-__all__ = ["all_reduce", "all_reduce_launch"]
+__all__ = ["all_reduce", "all_reduce_launch", "all_reduce_question"]
 
 _NAME = "all_reduce"
 
@@ -63,10 +63,7 @@ def all_reduce(
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_input(_NAME, x, workspace.device)
-    question = Question(
-        _NAME, x.nbytes, x.dtype, deterministic=workspace.deterministic, algorithm=algo
-    )
-    choice = workspace.choose(question, strict=strict)
+    choice = workspace.choose(all_reduce_question(x, workspace, algo), strict=strict)
     if choice.algorithm == "dist":
         given = workspace.group.collectives
         return reference(out, x, collectives=given, deterministic=workspace.deterministic)
@@ -76,6 +73,14 @@ def all_reduce(
         x = not_over(dense(x), result, 0)
         workspace.run(all_reduce_launch(workspace, choice, result, x))
     return result if out is None or result is out else out.copy_(result)
+
+
+def all_reduce_question(
+    x: Tensor, workspace: Workspace, algo: Algorithm | Literal["auto"] = "auto"
+) -> Question:
+    """What the algorithm of a call is chosen by. Local."""
+    ordered = workspace.deterministic
+    return Question(_NAME, x.nbytes, x.dtype, deterministic=ordered, algorithm=algo)
 
 
 def all_reduce_launch(workspace: Workspace, choice: Choice, out: Tensor, x: Tensor) -> Launch:

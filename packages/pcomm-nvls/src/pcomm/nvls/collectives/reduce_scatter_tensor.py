@@ -26,7 +26,7 @@ from pcomm.nvls.references.reduce_scatter_tensor import reduce_scatter_tensor as
 from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.workspace import Workspace
 
-__all__ = ["reduce_scatter_launch", "reduce_scatter_tensor"]
+__all__ = ["reduce_scatter_launch", "reduce_scatter_question", "reduce_scatter_tensor"]
 
 _NAME = "reduce_scatter_tensor"
 
@@ -66,13 +66,9 @@ def reduce_scatter_tensor(
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_input(_NAME, x, workspace.device)
-    size = workspace.group.size
-    along = kernel_dim(x, dim)
-    shape = _result_shape(x, dim, size)
-    row_bytes = shape[-1] * x.itemsize if along == -1 else None
-    question = Question(
-        _NAME, x.nbytes // size, x.dtype, along, row_bytes, workspace.deterministic, algo
-    )
+    shape = _result_shape(x, dim, workspace.group.size)
+    question = reduce_scatter_question(x, dim, workspace, algo)
+    along = question.dim
     choice = workspace.choose(question, strict=strict)
     if choice.algorithm == "dist":
         ordered = workspace.deterministic
@@ -86,6 +82,16 @@ def reduce_scatter_tensor(
         x = not_over(dense(x), result, place)
         workspace.run(reduce_scatter_launch(workspace, choice, result, x, along))
     return result if out is None or result is out else out.copy_(result)
+
+
+def reduce_scatter_question(
+    x: Tensor, dim: int, workspace: Workspace, algo: Algorithm | Literal["auto"] = "auto"
+) -> Question:
+    """What the algorithm of a call is chosen by. Local."""
+    along, size = kernel_dim(x, dim), workspace.group.size
+    row_bytes = x.shape[-1] // size * x.itemsize if along == -1 else None
+    ordered = workspace.deterministic
+    return Question(_NAME, x.nbytes // size, x.dtype, along, row_bytes, ordered, algo)
 
 
 def reduce_scatter_launch(

@@ -7,7 +7,6 @@ torch.distributed, and `capability.reasons` says why.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import weakref
 from collections.abc import Sequence
@@ -23,14 +22,17 @@ from pcomm.core.errors import ClosedError, ConfigError, PcommError, PeerTimeoutE
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
-from pcomm.nvls.capability import Capability, capability
+from pcomm.nvls.capability import capability, default_device
+from pcomm.nvls.hardware.rank_facts import Probe
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.chooser import Chooser
 from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
-from pcomm.nvls.workspace.lamport import LAMPORT_BYTES, LamportState, lamport_region_bytes
+from pcomm.nvls.workspace.checks import check_positive, check_room
+from pcomm.nvls.workspace.lamport import LAMPORT_BYTES, lamport_region_bytes
 from pcomm.nvls.workspace.launch import Launch
-from pcomm.nvls.workspace.regions import MAX_BLOCKS, Regions
+from pcomm.nvls.workspace.opening import open_memory
+from pcomm.nvls.workspace.regions import Regions
 from pcomm.nvls.workspace.slots import SLOTS, Rotation, Turn
 
 __all__ = ["Workspace"]
@@ -56,10 +58,12 @@ class Workspace:
             slot that was written again since.
         timeout_s: Longest wait of an operation for another rank, in seconds.
         control: Control by which the ranks agree; by default that of `group`.
+        probe: Source of the facts about this rank; by default this process and its device.
 
     Attributes:
-        capability: What the ranks can do together.
+        capability: Capability of the ranks together, with reasons.
         memory: Their memory; None where they can only use torch.distributed.
+        num_launches: Number of kernels that were launched so far.
 
     Raises:
         ConfigError: A size or a time that is not positive, or no slot.
@@ -81,17 +85,18 @@ class Workspace:
         debug: bool = False,
         timeout_s: float = 30.0,
         control: Control | None = None,
+        probe: Probe | None = None,
     ) -> None:
-        self.group, self.device = group, _default_device() if device is None else device
+        self.group, self.device = group, default_device() if device is None else device
         self.max_bytes, self.deterministic, self.debug = max_bytes, deterministic, debug
         self._control, self._timeout_s = control, timeout_s
         lines = [f"max_bytes {max_bytes}", f"slots {slots}", f"deterministic {deterministic}"]
-        lines += [f"lamport_bytes {lamport_bytes}"]
         lines += [f"debug {debug}", f"timeout_s {timeout_s:g}", f"device {self.device.type}"]
+        lines.append(f"lamport_bytes {lamport_bytes}")
         error: PcommError | None = None
         try:
-            _check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
-            _check_room(lamport_bytes)
+            check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
+            check_room(lamport_bytes)
             self._rotation = Rotation(slots)
             chooser_table = Table.load() if table is None else table
         except PcommError as problem:
@@ -99,11 +104,10 @@ class Workspace:
         self._agree("workspace", lines, error)
         region = lamport_region_bytes(group.size, lamport_bytes)
         self.regions = Regions(group.size, max_bytes, slots, region)
-        self._lamport_bytes = lamport_bytes
         self.memory: SymmetricMemory | None = None
-        self.capability: Capability = capability(group, device=self.device, control=control)
+        self.capability = capability(group, device=self.device, control=control, probe=probe)
         if self.capability.is_usable:
-            self._open_memory()
+            self._open_memory(lamport_bytes, control)
         facts = Facts(
             self.capability.architecture,
             group.size,
@@ -121,7 +125,7 @@ class Workspace:
         self._last: Turn | None = None
         # By object: views of one slot have one address, whichever operation they are of.
         self._generations = WeakIdKeyDictionary()
-        self._is_closed = False
+        self.num_launches, self._is_closed = 0, False
         find = weakref.ref(self)
         self._forget = group.before_close(lambda: _close(find()))
 
@@ -182,6 +186,7 @@ class Workspace:
     def run(self, launch: Launch) -> None:
         """Enqueue a launch; under the interpreter, which has done it then, look at the outcome."""
         launch.run()
+        self.num_launches += 1
         if self.device.type == "cpu":
             self.check()
 
@@ -338,28 +343,14 @@ class Workspace:
         self._generations[view] = turn.generation
         return view
 
-    def _open_memory(self) -> None:
-        """Allocate on all ranks, or on none; then the reasons say why."""
-        try:
-            self.memory = SymmetricMemory.open(
-                self.group, self.regions.num_bytes, device=self.device, control=self._control
-            )
-        except PcommError as problem:
-            self.capability = self.capability.without_memory(str(problem))
-            return
-        self.memory.buffer()[: self.regions.signal_bytes].zero_()
-        offset, room = self.regions.low_latency, self._lamport_bytes
-        self._lamport = LamportState(offset, self.group.size, room, device=self.device)
-        self._lamport.clear(self.memory.buffer())
-        self._epochs = torch.zeros(1 + MAX_BLOCKS, dtype=torch.int32, device=self.device)
-        # The host reads it without a word to the device, also after that has stopped.
-        on_cuda = self.device.type == "cuda"
-        self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=on_cuda)
-        self._failure_word = ctypes.c_int32.from_address(self._failure.data_ptr())
-        if on_cuda:
-            torch.cuda.synchronize(self.device)
-        # No rank signals before all have cleared their signals.
-        self._agree("workspace is clear", [])
+    def _open_memory(self, lamport_bytes: int, control: Control | None) -> None:
+        opened, self.capability = open_memory(
+            self.group, self.regions, lamport_bytes, self.device, self.capability, control
+        )
+        if opened is not None:
+            self.memory, self._lamport = opened.symmetric, opened.lamport
+            self._epochs, self._failure = opened.epochs, opened.failure
+            self._failure_word = opened.failure_word
 
     def _wait_for_all(self) -> None:
         from pcomm.nvls.kernels.wait_for_all import wait_for_all_kernel
@@ -387,33 +378,6 @@ class Workspace:
     def _agree(self, what: str, lines: Sequence[str], error: PcommError | None = None) -> None:
         topic = f"nvls: {what}"
         agree_in_group(self.group, topic, lines, error=error, control=self._control)
-
-
-def _default_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ConfigError(
-                f"Workspace: {name}={value}",
-                found="a number that is not positive",
-                why="Memory and waits have a size.",
-                fix=f"Pass {name} > 0.",
-            )
-
-
-def _check_room(lamport_bytes: int) -> None:
-    if lamport_bytes < 0:
-        raise ConfigError(
-            f"Workspace: lamport_bytes={lamport_bytes}",
-            found="a negative number",
-            why="It is the size of memory.",
-            fix="Pass 0 for a workspace without operations that have no barrier.",
-        )
 
 
 def _close(workspace: Workspace | None) -> None:

@@ -1,0 +1,137 @@
+"""Engines whose collectives are those of pcomm-nvls, emulated: the tokens of torch.distributed."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pcomm.core import Topology, connect, open_groups
+from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.core.testing import ranks
+from pcomm.inference import SamplingParams
+from pcomm.integration.llm import LLM, engine_on_ranks, installed_collectives
+from pcomm.integration.llm.installed_collectives import GROUP
+from pcomm.integration.llm.installed_collectives import installed_collectives as installed
+from pcomm.integration.testing.tiny_runs import tiny_run
+
+KINDS = {
+    "gpt": ("A", "model.kv_heads=2"),
+    "mamba": ("M", "model.mamba_groups=2"),
+    "hybrid": ("GA",),
+}
+OPTIONS: dict[str, Any] = {"max_model_len": 96, "memory_bytes": 2**21, "max_requests": 3}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPTS = ["word1 word2 word3", "word3"]
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: tiny_run(tmp_path_factory.mktemp(kind), *KINDS[kind]) for kind in KINDS}
+
+
+@ranks(2)
+def test_tokens_are_those_of_torch_distributed(rank: int, runs: dict[str, Path]) -> None:
+    from pcomm.nvls.testing.emulation import emulate
+
+    emulate()
+    from pcomm.nvls.nvls_collectives import nvls_collectives
+
+    make, topology, options = nvls_collectives(1 << 16), Topology({"tp": 2}), dict(OPTIONS)
+    with (
+        connect(),
+        open_groups(topology, ["tp"]) as plain,
+        open_groups(topology, ["tp"], collectives=make) as ours,
+    ):
+        made: Any = ours["tp"].collectives
+        for kind, run in runs.items():
+            before = made.workspace.num_launches
+            with LLM(run, group=plain["tp"], **options) as llm:
+                expected = llm.generate(PROMPTS, GREEDY)
+            assert made.workspace.num_launches == before
+            with LLM(run, group=ours["tp"], **options) as llm:
+                found = llm.generate(PROMPTS, GREEDY)
+            assert [one.token_ids for one in found] == [one.token_ids for one in expected], kind
+            # Two sums a layer of mixer and MLP, embedding and logits: for each of six steps.
+            assert made.workspace.num_launches - before >= 6 * 5, kind
+
+
+# The package of this checkout, as if it were installed, and counted.
+INSTALLED = """
+import json, os
+from importlib.metadata import EntryPoint, EntryPoints
+os.environ["TRITON_INTERPRET"] = "1"
+from pcomm.integration.llm import installed_collectives, rank_engine
+from pcomm.nvls.workspace.workspace import Workspace
+point = EntryPoint("nvls", "pcomm.nvls.nvls_collectives:nvls_collectives", "pcomm.collectives")
+installed_collectives.entry_points = lambda group: EntryPoints([point]).select(group=group)
+close = Workspace.close
+
+def counted(self):
+    with open(os.path.join(folder, f"{self.group.rank}.json"), "w") as file:
+        json.dump(self.num_launches, file)
+    close(self)
+
+Workspace.close = counted
+rank_engine.serve_engine(*arguments)
+"""
+
+
+class Installed:
+    """`serve_engine` with the package installed; tests cannot be imported by ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = f"{{'arguments': arguments, 'folder': {str(self.folder)!r}}}"
+        return eval, (f"lambda *arguments: exec({INSTALLED!r}, {names})",)
+
+    def __call__(self) -> None: ...
+
+
+def test_ranks_of_an_llm_take_what_is_installed(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(runs["hybrid"], **OPTIONS) as alone:
+        expected = alone.generate(PROMPTS, GREEDY)
+    monkeypatch.setattr(engine_on_ranks, "serve_engine", Installed(tmp_path))
+    with LLM(runs["hybrid"], ranks=2, **OPTIONS) as llm:
+        found = llm.generate(PROMPTS, GREEDY)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    counts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert counts[0] == counts[1] >= 6 * 5
+
+
+def test_on_a_cpu_nothing_is_looked_for_and_nothing_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[EntryPoint] = []
+    asked: list[str] = []
+
+    def entry_points(group: str) -> EntryPoints:
+        asked.append(group)
+        return EntryPoints(found).select(group=group)
+
+    monkeypatch.setattr(installed_collectives, "entry_points", entry_points)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert installed(CPU) is None
+    assert asked == []
+    assert installed(GPU) is None
+    assert asked == [GROUP]
+    found += [EntryPoint("nvls", "nowhere.at:all", GROUP)] * 2
+    with pytest.raises(UnsupportedError, match="No module named 'nowhere'"):
+        installed(GPU)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(UnsupportedError, match="'nvls' of an engine"):
+        installed(CPU)
+    found.append(EntryPoint("other", "builtins:dict", GROUP))
+    with pytest.raises(ConfigError, match="nvls, other are installed"):
+        installed(CPU)
+    del found[:2]
+    assert installed(CPU) == {}

@@ -1,0 +1,1 @@
+"""What one rank can do: facts about its device, and where they come from."""
