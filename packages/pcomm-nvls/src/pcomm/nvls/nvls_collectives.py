@@ -34,6 +34,10 @@ DEFAULT_MAX_BYTES = 8 << 20
 """Size of the largest tensor where none is given: 512 tokens of a hidden size of 8192 in bf16."""
 
 
+# That of NCCL: between two operations of a model a rank may compile, or read a file.
+_TIMEOUT_S = 600.0
+
+
 class NvlsCollectives(InstrumentedCollectives):
     """The `Collectives` of one communicator, of which some are kernels; results have no gradient.
 
@@ -139,7 +143,8 @@ def nvls_collectives(
     Args:
         max_bytes: Size of the largest tensor of a kernel, in bytes; larger ones go through
             torch.distributed.
-        options: Further arguments of `Workspace`.
+        options: Further arguments of `Workspace`. An operation waits for another rank for as long
+            as one of NCCL does, unless `timeout_s` is among them.
 
     Returns:
         A function of a group; collective over its ranks. What it returns closes the workspace when
@@ -150,7 +155,7 @@ def nvls_collectives(
         inner = group.collectives
         if group.size == 1:
             return inner
-        arguments = {"device": _device_of(group), **options}
+        arguments = {"device": _device_of(group), "timeout_s": _TIMEOUT_S, **options}
         # The fallback of its operations: also after the group has got the new collectives.
         workspace = Workspace(group.with_collectives(inner), max_bytes, **arguments)
         if workspace.capability.is_usable:
