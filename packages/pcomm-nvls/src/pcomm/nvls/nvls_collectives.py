@@ -43,7 +43,8 @@ class NvlsCollectives(InstrumentedCollectives):
 
     All-gathers, reduce-scatters and sums over all ranks go where the table of the workspace sends
     them; if that is deterministic, all sums are. All else goes to `inner`, as does what the table
-    sends to torch.distributed. An operation that is started is in the order of the current stream,
+    sends to torch.distributed. On another stream than before, operations wait for those before. An
+    operation that is started is in the order of the current stream,
     and so ready at once, unless it is one of `inner`'s.
 
     Args:
@@ -62,6 +63,8 @@ class NvlsCollectives(InstrumentedCollectives):
         """The result of an operation, in the order of the current stream."""
         if call.x.device.type != self.workspace.device.type:
             return self.inner.run(call)
+        # An engine warms up what it records on a stream of its own.
+        self.workspace.streams.follow()
         match call.operation:
             case "all_gather":
                 return self._all_gather(call)

@@ -34,6 +34,7 @@ from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.opening import open_memory
 from pcomm.nvls.workspace.regions import Regions
 from pcomm.nvls.workspace.slots import SLOTS, Rotation, Turn
+from pcomm.nvls.workspace.stream_order import StreamOrder
 
 __all__ = ["Workspace"]
 
@@ -64,6 +65,7 @@ class Workspace:
         capability: Capability of the ranks together, with reasons.
         memory: Their memory; None where they can only use torch.distributed.
         num_launches: Number of kernels that were launched so far.
+        streams: Stream of the operations so far.
 
     Raises:
         ConfigError: A size or a time that is not positive, or no slot.
@@ -120,7 +122,7 @@ class Workspace:
         )
         self._agree("policy", facts.agreed_lines(chooser_table))
         self._chooser = Chooser(facts, chooser_table)
-        self._stream: int | None = None
+        self.streams = StreamOrder(self.device)
         self._prepared: Turn | None = None
         self._last: Turn | None = None
         # By object: views of one slot have one address, whichever operation they are of.
@@ -360,20 +362,7 @@ class Workspace:
         self.run(Launch(wait_for_all_kernel, 1, 4, arguments, self.device))
 
     def _next_turn(self) -> Turn:
-        is_captured = False
-        if self.device.type == "cuda":
-            is_captured = torch.cuda.is_current_stream_capturing()
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            if self._stream is None and not is_captured:
-                self._stream = stream
-            if not is_captured and stream != self._stream:
-                raise ConfigError(
-                    "an operation on a workspace",
-                    found="another stream than that of the operations before",
-                    why="Operations of one workspace take turns in its memory in stream order.",
-                    fix="Open a workspace for each stream.",
-                )
-        return self._rotation.next(is_captured=is_captured)
+        return self._rotation.next(is_captured=self.streams.next_is_captured())
 
     def _agree(self, what: str, lines: Sequence[str], error: PcommError | None = None) -> None:
         topic = f"nvls: {what}"
