@@ -128,6 +128,14 @@ def fail_in_open(stage: str, rank: int) -> Any:
     return mock.patch.object(SharedFileMemory, stage, fail)
 
 
+def fail_of_memory(stage: str, rank: int) -> Any:
+    """The same with an error that is not told in four parts, as torch has them."""
+    from pcomm.core.memory.symmetric.shm import SharedFileMemory
+
+    full = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried\nto allocate")
+    return mock.patch.object(SharedFileMemory, stage, side_effect=full)
+
+
 def fail_in_preparation(stage: str, rank: int) -> Any:
     from pcomm.nvls.workspace import opening
 
@@ -143,6 +151,7 @@ def fail_in_preparation(stage: str, rank: int) -> Any:
 STAGES: list[tuple[Callable[[str, int], Any], str, bool, str]] = [
     (fail_in_open, "allocate", False, "test: allocate: rank {rank}"),
     (fail_in_open, "rendezvous", False, "test: rendezvous: rank {rank}"),
+    (fail_of_memory, "rendezvous", False, "OutOfMemoryError: CUDA out of memory. Tried"),
     (fail_in_preparation, "_prepare", False, "rank {rank}: OutOfMemoryError: CUDA out of memory."),
     (fail_in_preparation, "_level", True, "rank {rank}: no address here"),
 ]

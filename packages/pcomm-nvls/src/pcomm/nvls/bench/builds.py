@@ -82,7 +82,7 @@ def recorded_launches(world: int, architecture: int) -> dict[tuple[str, str], La
         fake_workspace(world, 1 << 24, capability=architecture) as workspace,
     ):
         launches: list[Launch] = []
-        workspace.launcher.run = launches.append  # type: ignore[method-assign]
+        workspace.launcher.run = launches.append  # type: ignore[method-assign, assignment]
         workspace.launcher.runner = lambda launch: launches.append  # type: ignore[method-assign]
         for case, run in calls(workspace).items():
             run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +40,10 @@ def calls(
     Returns:
         Functions of no arguments by name of the operation and algorithm.
     """
-    size, kind = workspace.group.size, {"dtype": torch.bfloat16, "device": workspace.device}
-    whole, shard = torch.ones(rows, hidden, **kind), torch.ones(rows // size, hidden, **kind)  # type: ignore[arg-type]
-    weight = torch.ones(hidden, **kind)  # type: ignore[arg-type]
+    size, device = workspace.group.size, workspace.device
+    whole = torch.ones(rows, hidden, dtype=torch.bfloat16, device=device)
+    shard = whole[: rows // size].clone()
+    weight = torch.ones(hidden, dtype=torch.bfloat16, device=device)
     counts = torch.full((size,), rows // size, dtype=torch.int32, device=workspace.device)
     made: dict[str, Callable[[Algorithm], Any]] = {
         "all_gather_into_tensor": lambda algo: all_gather_into_tensor(
@@ -71,5 +73,5 @@ def calls(
     found: dict[tuple[str, Algorithm], Callable[[], Any]] = {}
     for name, run in made.items():
         for algorithm in operation_named(name).algorithms:
-            found[name, algorithm] = lambda run=run, algorithm=algorithm: run(algorithm)
+            found[name, algorithm] = partial(run, algorithm)
     return found

@@ -51,8 +51,8 @@ def least_us(
     """Microseconds that an operation takes at least.
 
     Args:
-        operation: See `bytes_of`.
-        algorithm: See `bytes_of`.
+        operation: Name of the operation, as in `bytes_of`.
+        algorithm: Name of the algorithm, as in `bytes_of`.
         num_bytes: Size of the whole tensor, in bytes.
         world: Number of ranks.
         rate: Bytes a second in one direction.

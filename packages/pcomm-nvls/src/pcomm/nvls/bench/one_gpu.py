@@ -7,6 +7,7 @@ times say nothing of NVLink.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ import triton  # type: ignore[import-untyped]
 
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.testing.timing import Row
-from pcomm.nvls.testing.virtual_ranks import VirtualRanks
+from pcomm.nvls.testing.virtual_ranks import Operation, VirtualRanks
+from pcomm.nvls.workspace.launch import Launch
 
 __all__ = ["measure_one_gpu", "multicast_of_one_device"]
 
@@ -50,10 +52,11 @@ def measure_one_gpu(*, size: int = 8) -> Iterator[Row]:
     ranks = VirtualRanks(size, 1 << 20, device=device)
     xs = [torch.zeros(8, dtype=torch.bfloat16, device=device) for _ in range(size)]
     outs = [torch.empty_like(x) for x in xs]
-    for operation in ("one_shot", "two_shot"):
+    operations: tuple[Operation, ...] = ("one_shot", "two_shot")
+    for operation in operations:
         # In turns, as the slots are.
-        pair = [ranks.launch(operation, outs, xs, num_blocks=1) for _ in range(2)]  # type: ignore[arg-type]
-        both = _in_graph(lambda pair=pair: [ranks.run(launch) for launch in pair])
+        pair = [ranks.launch(operation, outs, xs, num_blocks=1) for _ in range(2)]
+        both = _in_graph(partial(_run_all, ranks, pair))
         case = f"16 bytes, {size} virtual ranks, {operation}"
         ratio = round(both / 2 / floor, 3)
         yield Row(
@@ -81,7 +84,7 @@ def multicast_of_one_device() -> tuple[int | None, str]:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
-        memory = symmetric.empty(1 << 21, dtype=torch.uint8, device="cuda")
+        memory = symmetric.empty(1 << 21, dtype=torch.uint8, device=torch.device("cuda"))
         handle = symmetric.rendezvous(memory, dist.group.WORLD)
         address = int(handle.multicast_ptr)
         return (address, "") if address else (None, "torch gave 0")
@@ -89,6 +92,11 @@ def multicast_of_one_device() -> tuple[int | None, str]:
         return None, str(error).partition("\n")[0]
     finally:
         dist.destroy_process_group()
+
+
+def _run_all(ranks: VirtualRanks, launches: list[Launch]) -> None:
+    for launch in launches:
+        ranks.run(launch)
 
 
 def _in_graph(run: Callable[[], Any]) -> float:

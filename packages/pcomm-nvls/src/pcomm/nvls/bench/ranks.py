@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from pcomm.core.groups.group import Group
 from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
 from pcomm.nvls.collectives.all_reduce import all_reduce
 from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
-from pcomm.nvls.policy.operations import ALGORITHMS
+from pcomm.nvls.policy.operations import ALGORITHMS, Algorithm
 from pcomm.nvls.workspace.workspace import Workspace
 
 __all__ = ["RankTime", "check_has_gpus", "measure_ranks"]
@@ -93,14 +94,11 @@ def measure_ranks(sizes: Sequence[int]) -> Iterator[RankTime]:
 def _all_times(workspace: Workspace, sizes: Sequence[int]) -> Iterator[RankTime]:
     world, device = workspace.group.size, workspace.device
     tiny = torch.zeros(8, dtype=torch.bfloat16, device=device)
-    for algorithm in ("multimem", "p2p"):
+    with_barrier: tuple[Algorithm, ...] = ("multimem", "p2p")
+    for algorithm in with_barrier:
         try:
-            least = _time(
-                workspace,
-                lambda algorithm=algorithm: all_reduce(
-                    tiny, tiny, workspace=workspace, algo=algorithm
-                ),
-            )
+            run = partial(all_reduce, tiny, tiny, workspace=workspace, algo=algorithm)
+            least = _time(workspace, run)
         except UnsupportedError:
             continue
         yield RankTime("barrier", algorithm, 16, world, least)
@@ -125,7 +123,7 @@ def _ways(
 ) -> dict[str, Callable[[], Any]]:
     ours = _OPERATIONS[operation]
     ways: dict[str, Callable[[], Any]] = {
-        algorithm: lambda algorithm=algorithm: ours(out, x, workspace=workspace, algo=algorithm)
+        algorithm: partial(ours, out, x, workspace=workspace, algo=algorithm)
         for algorithm in ALGORITHMS
         if algorithm != "dist"
     }

@@ -84,8 +84,8 @@ def all_gather_into_tensor(
     result = result_in(_NAME, out, shape, x)
     check_outside(_NAME, result, workspace)
     if x.numel():
-        # A block writes its own place in the result after it has read there, others before. And a
-        # launch has the address alone: a copy has to live until it runs.
+        # A launch has the address alone: a copy has to live until it runs. A block writes its own
+        # shard back where it has read it, so that may be the same memory.
         place = workspace.group.rank * x.nbytes if along == 0 else None
         x = not_over(dense(x), result, place)
         launch = all_gather_launch(workspace, choice, result, x, along)

@@ -31,10 +31,12 @@ class FakeStream:
     Attributes:
         handle: Handle of the current stream.
         captured: True if a graph records it.
+        waits: Handle of a stream and of that which it waits for, once for each wait.
     """
 
     def __init__(self) -> None:
         self.handle, self.captured = STREAM, False
+        self.waits: list[tuple[int, int]] = []
 
     def current(self) -> int:
         """`handle`."""
@@ -43,6 +45,10 @@ class FakeStream:
     def is_captured(self) -> bool:
         """`captured`."""
         return self.captured
+
+    def wait_for(self, handle: int) -> None:
+        """Goes into `waits`."""
+        self.waits.append((self.handle, handle))
 
     def is_current_device(self) -> bool:
         """True."""

@@ -40,17 +40,17 @@ def virtual_all_gather_kernel(
     Args:
         xs: Table of the addresses of the ranks' shards.
         outs: Table of the addresses of their results.
-        num_vectors: See `all_gather_kernel`.
-        row_vectors: See `all_gather_kernel`.
-        buffers: See `all_gather_kernel`.
+        num_vectors: Size of a shard, in 16 bytes.
+        row_vectors: Size of a row of a shard, in 16 bytes.
+        buffers: Table of the addresses of the ranks' buffers.
         epochs: Words of all ranks, one rank after another.
-        failure: See `all_gather_kernel`.
-        slot: See `all_gather_kernel`.
-        limit_ns: See `all_gather_kernel`.
+        failure: Address of a word for the host, as in `barrier`.
+        slot: Byte offset of the slot in a buffer.
+        limit_ns: Longest wait for a rank.
         WORLD: Number of ranks.
         EPOCHS: Number of words of a rank.
-        ENTRY: See `all_gather_kernel`.
-        BLOCK: See `all_gather_kernel`.
+        ENTRY: True where the operation before may have used the same slot.
+        BLOCK: Number of vectors that a block moves at a time.
     """
     rank = tl.program_id(1)
     all_gather_kernel(

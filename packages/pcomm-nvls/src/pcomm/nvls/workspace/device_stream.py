@@ -22,6 +22,10 @@ class DeviceStream(Protocol):
         """Whether a CUDA graph records the current stream."""
         ...
 
+    def wait_for(self, handle: int) -> None:
+        """Has the current stream wait for all that another one has so far."""
+        ...
+
     def is_current_device(self) -> bool:
         """Whether launches go to the device now."""
         ...
@@ -55,6 +59,11 @@ class CudaStream:
         """Whether a CUDA graph records the current stream."""
         return torch.cuda.is_current_stream_capturing()
 
+    def wait_for(self, handle: int) -> None:
+        """Has the current stream wait for all that another one has so far."""
+        other = torch.cuda.ExternalStream(handle, device=self._index)
+        torch.cuda.current_stream(self._index).wait_stream(other)
+
     def is_current_device(self) -> bool:
         """Whether launches go to the device now."""
         return torch.cuda.current_device() == self._index
@@ -74,6 +83,9 @@ class NoStream:
     def is_captured(self) -> bool:
         """False."""
         return False
+
+    def wait_for(self, handle: int) -> None:
+        """Does nothing."""
 
     def is_current_device(self) -> bool:
         """True."""

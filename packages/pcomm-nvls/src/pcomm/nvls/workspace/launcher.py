@@ -29,7 +29,7 @@ class Launcher:
     """Variants of kernels that were compiled for one device.
 
     Args:
-        stream: What is asked about the device.
+        stream: Source of the current stream of the device.
 
     Attributes:
         num_compiled: Number of variants so far.

@@ -53,7 +53,7 @@ class Repeat:
         device: Device of its tensors.
         input_bytes: Size of the input, in bytes.
         result_bytes: Size of the result, in bytes.
-        place: See `Call`.
+        place: The same of the `Call`.
         variants: Launcher and arguments by slot and need of an entry barrier.
     """
 
@@ -72,7 +72,7 @@ def again(workspace: Workspace, key: Hashable, x: Tensor, out: Tensor | None) ->
 
     Args:
         workspace: Workspace of the call.
-        key: See `Call`.
+        key: Key of the `Call`.
         x: Input.
         out: Tensor for the result; None for a new one.
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pcomm.core.errors import ConfigError
-from pcomm.nvls.workspace.device_stream import DeviceStream
 from pcomm.nvls.workspace.slots import Rotation, Turn
+from pcomm.nvls.workspace.stream_order import StreamOrder
 
 __all__ = ["Turns"]
 
@@ -17,7 +16,7 @@ class Turns:
 
     Args:
         rotation: Order of the slots.
-        stream: What is asked about the stream.
+        streams: Stream of the operations so far.
 
     Attributes:
         rotation: Order of the slots.
@@ -25,9 +24,8 @@ class Turns:
         on_trial: Turn that every operation has while kernels are only compiled; usually None.
     """
 
-    def __init__(self, rotation: Rotation, stream: DeviceStream) -> None:
-        self.rotation, self._stream = rotation, stream
-        self._first_stream: int | None = None
+    def __init__(self, rotation: Rotation, streams: StreamOrder) -> None:
+        self.rotation, self._streams = rotation, streams
         self._prepared: Turn | None = None
         self.last: Turn | None = None
         self.on_trial: Turn | None = None
@@ -86,17 +84,4 @@ class Turns:
     def _next(self) -> Turn:
         if self.on_trial is not None:
             return self.on_trial
-        is_captured = self._stream.is_captured()
-        if not is_captured:
-            stream = self._stream.current()
-            first = self._first_stream
-            if first is None:
-                self._first_stream = stream
-            elif stream != first:
-                raise ConfigError(
-                    "an operation on a workspace",
-                    found="another stream than that of the operations before",
-                    why="Operations of one workspace take turns in its memory in stream order.",
-                    fix="Open a workspace for each stream.",
-                )
-        return self.rotation.next(is_captured=is_captured)
+        return self.rotation.next(is_captured=self._streams.next_is_captured())

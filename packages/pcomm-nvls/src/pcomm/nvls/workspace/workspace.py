@@ -38,6 +38,7 @@ from pcomm.nvls.workspace.opening import open_memory
 from pcomm.nvls.workspace.regions import Regions
 from pcomm.nvls.workspace.repeats import Call, Repeat, remember
 from pcomm.nvls.workspace.slots import SLOTS, Rotation, Turn
+from pcomm.nvls.workspace.stream_order import StreamOrder
 from pcomm.nvls.workspace.turns import Turns
 
 __all__ = ["Workspace"]
@@ -64,18 +65,19 @@ class Workspace:
         timeout_s: Longest wait of an operation for another rank, in seconds.
         control: Control by which the ranks agree; by default that of `group`.
         probe: Source of the facts about this rank; by default this process and its device.
-        stream: What launches ask about the device; by default its current stream.
+        stream: Source of the current stream of the device; by default torch.
 
     Attributes:
         capability: Capability of the ranks together, with reasons.
         memory: Their memory; None where they can only use torch.distributed.
-        stream: What launches ask about the device.
+        stream: Source of the current stream of the device.
         launcher: Variants of kernels that were compiled for it.
         turns: Turns of its operations.
         repeats: Calls so far, for `pcomm.nvls.workspace.repeats`.
         failure_word: Place of a missing rank plus 1, or 0, as kernels report it.
         own_range: First address of this rank's memory, and that behind it.
         num_launches: Number of kernels that were launched so far.
+        streams: Stream of the operations so far.
 
     Raises:
         ConfigError: A size or a time that is not positive, or no slot.
@@ -136,7 +138,8 @@ class Workspace:
         self.stream = stream_of(self.device) if stream is None else stream
         self.launcher = Launcher(self.stream)
         self.repeats: dict[Hashable, Repeat] = {}
-        self.turns = Turns(self._rotation, self.stream)
+        self.streams = StreamOrder(self.stream)
+        self.turns = Turns(self._rotation, self.streams)
         # By object: views of one slot have one address, whichever operation they are of.
         self._generations = WeakIdKeyDictionary()
         self.num_launches, self._is_closed = 0, False
