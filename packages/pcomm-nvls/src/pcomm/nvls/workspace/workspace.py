@@ -170,11 +170,7 @@ class Workspace:
         return self._chooser.choose(question, strict=strict)
 
     def turn(self) -> Turn:
-        """The turn of the operation that is launched next. Local; once for each operation.
-
-        Raises:
-            ConfigError: It is on another stream than the operations before.
-        """
+        """The turn of the operation that is launched next. Local; see `Turns.take`."""
         return self.turns.take()
 
     def shared_arguments(self) -> dict[str, Any]:
