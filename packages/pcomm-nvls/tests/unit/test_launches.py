@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pcomm.nvls.collectives.all_gather_v import all_gather_v
 from pcomm.nvls.collectives.all_reduce import all_reduce
 from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
 from pcomm.nvls.testing.fake_device import FakeStream, fake_driver, fake_workspace
+from pcomm.nvls.workspace.repeats import _MOST_CALLS
 from pcomm.nvls.workspace.workspace import Workspace
 
 SIZE = 4
@@ -190,6 +192,63 @@ def test_a_capture_refuses_to_compile_and_names_what_to_call(
         "wait_for_all_kernel",
         "reduce_scatter_kernel",
     ]
+
+
+def test_as_many_calls_are_kept_as_there_is_room_for(workspace: Workspace) -> None:
+    for rows in range(1, _MOST_CALLS + 1):
+        all_reduce(None, torch.zeros(rows, 8, dtype=X.dtype), workspace=workspace, algo="p2p")
+    assert len(workspace.repeats) == _MOST_CALLS
+    all_reduce(None, torch.zeros(_MOST_CALLS + 1, 8), workspace=workspace, algo="p2p")
+    assert len(workspace.repeats) == 1
+
+
+def test_calls_that_are_compared_between_ranks_are_not_skipped(
+    launches: list[tuple[Any, ...]],
+) -> None:
+    with fake_workspace(SIZE, debug=True) as workspace:
+        for _ in range(3):
+            all_reduce(None, X, workspace=workspace)
+        assert not workspace.repeats
+
+
+def test_a_result_in_the_workspace_is_refused_again(workspace: Workspace) -> None:
+    for _ in range(4):
+        all_reduce(None, X, workspace=workspace)
+    assert workspace.memory is not None
+    start = workspace.regions.slot(0)
+    inside = workspace.memory.buffer()[start : start + X.nbytes].view(X.dtype).view(X.shape)
+    with pytest.raises(ConfigError, match="memory that other ranks read"):
+        all_reduce(inside, X, workspace=workspace)
+    with pytest.raises(ConfigError, match="not handed out"):
+        all_reduce(None, inside, workspace=workspace)
+
+
+def test_what_was_handed_out_stays_so_while_kernels_are_prepared(workspace: Workspace) -> None:
+    x = workspace.empty(X.shape, X.dtype)
+    workspace.prepare(lambda: all_reduce(None, X, workspace=workspace))
+    all_reduce(None, x, workspace=workspace, algo="p2p")
+
+
+@pytest.mark.parametrize("slot", [1, 8, 16, 4096, 1 << 33, (1 << 33) + 8])
+def test_arguments_of_another_kind_take_another_variant(
+    launches: list[tuple[Any, ...]], slot: int
+) -> None:
+    """An oracle: Triton's own binding finds the variant that the launcher has compiled."""
+    from pcomm.nvls.collectives.all_reduce import all_reduce_launch, all_reduce_question
+
+    with fake_workspace(SIZE) as workspace:
+        choice = workspace.choose(all_reduce_question(X, workspace, "p2p"))
+        first = all_reduce_launch(workspace, choice, torch.empty_like(X), X)
+        workspace.launcher.run(first)
+        launch = replace(first, arguments={**first.arguments, "slot": slot})
+        workspace.launcher.run(launch)
+        variants = launch.kernel.device_caches[0][0]
+        number = len(variants)
+        options = {"num_warps": launch.num_warps, "maxnreg": launch.max_registers}
+        compiled = launch.kernel[(launch.num_blocks,)](**launch.arguments, **options)
+        assert len(variants) == number
+        same = launch.kernel[(launch.num_blocks,)](**first.arguments, **options)
+        assert (workspace.launcher.num_compiled == 1) == (same is compiled)
 
 
 @pytest.mark.parametrize("algo", ["multimem", "p2p"])
