@@ -213,14 +213,14 @@ def test_calls_that_are_compared_between_ranks_are_not_skipped(
 
 def test_a_result_in_the_workspace_is_refused_again(workspace: Workspace) -> None:
     for _ in range(4):
-        all_reduce(None, X, workspace=workspace)
+        all_reduce(None, X, workspace=workspace, algo="p2p")
     assert workspace.memory is not None
     start = workspace.regions.slot(0)
     inside = workspace.memory.buffer()[start : start + X.nbytes].view(X.dtype).view(X.shape)
     with pytest.raises(ConfigError, match="memory that other ranks read"):
-        all_reduce(inside, X, workspace=workspace)
+        all_reduce(inside, X, workspace=workspace, algo="p2p")
     with pytest.raises(ConfigError, match="not handed out"):
-        all_reduce(None, inside, workspace=workspace)
+        all_reduce(None, inside, workspace=workspace, algo="p2p")
 
 
 def test_what_was_handed_out_stays_so_while_kernels_are_prepared(workspace: Workspace) -> None:
