@@ -110,7 +110,7 @@ def test_operations_in_graphs_meet_before_they_write(rank: int) -> None:
 
     x = torch.full((16,), float(rank))
     with new_workspace(group(), 1 << 12) as workspace:
-        workspace._rotation = Captured()
+        workspace.turns.rotation = Captured()
         numbers = []
         for step in range(4):
             if step == 2:

@@ -112,7 +112,7 @@ class Workspace:
         try:
             check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
             check_room(lamport_bytes)
-            self._rotation = Rotation(slots)
+            rotation = Rotation(slots)
             chooser_table = Table.load() if table is None else table
         except PcommError as problem:
             error = problem
@@ -139,7 +139,7 @@ class Workspace:
         self.launcher = Launcher(self.stream)
         self.repeats: dict[Hashable, Repeat] = {}
         self.streams = StreamOrder(self.stream)
-        self.turns = Turns(self._rotation, self.streams)
+        self.turns = Turns(rotation, self.streams)
         # By object: views of one slot have one address, whichever operation they are of.
         self._generations = WeakIdKeyDictionary()
         self.num_launches, self._is_closed = 0, False
@@ -294,7 +294,7 @@ class Workspace:
         In a graph each operation waits for all ranks before it writes, since the one before it is
         not known. Within this block only the first one does.
         """
-        return self._rotation.sequence()
+        return self.turns.rotation.sequence()
 
     def check(self) -> None:
         """Raise if an operation had to wait for a rank for too long. Local, without waiting.
@@ -321,7 +321,7 @@ class Workspace:
         Raises:
             ConfigError: One has, so that the view may show another operation's numbers.
         """
-        generation, newest = self._generations.get(view), self._rotation.generation - 1
+        generation, newest = self._generations.get(view), self.turns.rotation.generation - 1
         if generation is not None and newest > generation:
             raise errors.view_is_old(generation, newest)
 
