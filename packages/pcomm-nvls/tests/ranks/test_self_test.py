@@ -43,9 +43,9 @@ def test_what_is_right_passes_and_what_is_wrong_on_one_rank_is_told_on_all(rank:
         assert workspace.num_launches == 2 * len(SUMS) + len(GATHERS)
     plain = Workspace.run
 
-    def run(self: Workspace, launch: Any, call: Any = None) -> None:
+    def run(self: Workspace, launch: Any, repeat: Any = None) -> None:
         call = self.num_launches
-        plain(self, launch, call)
+        plain(self, launch, repeat)
         for start, end, bit, _, _ in FAULTS:
             if rank == 1 and start <= call < end:
                 ctypes.c_uint32.from_address(launch.arguments["out"] + 8).value ^= 1 << bit

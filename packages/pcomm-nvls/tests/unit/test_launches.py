@@ -247,8 +247,7 @@ def test_arguments_of_another_kind_take_another_variant(
         workspace.launcher.run(launch)
         variants = launch.kernel.device_caches[0][0]
         number = len(variants)
-        options = {"num_warps": launch.num_warps, "maxnreg": launch.max_registers}
-        launch.kernel[(launch.num_blocks,)](**launch.arguments, **options)
+        launch.run()
         assert len(variants) == number
         assert workspace.launcher.num_compiled == compiled_before + (slot == 1)
 
@@ -272,7 +271,6 @@ def test_the_launcher_takes_the_variant_that_triton_takes(
             workspace.launcher.run(launch)
             variants = launch.kernel.device_caches[0][0]
             number, ours = len(variants), launches[-1]
-            options = {"num_warps": launch.num_warps, "maxnreg": launch.max_registers}
-            launch.kernel[(launch.num_blocks,)](**launch.arguments, **options)
+            launch.run()
             assert len(variants) == number
             assert launches[-1] == ours

@@ -35,3 +35,11 @@ class Launch:
     device: torch.device
     tensors: tuple[torch.Tensor, ...] = ()
     max_registers: int | None = None
+
+    def run(self) -> None:
+        """Enqueue it on the current stream of the current device; under the interpreter, do it.
+
+        Triton looks its variant up by itself, which takes the host longer than a `Launcher` does.
+        """
+        options = {"num_warps": self.num_warps, "maxnreg": self.max_registers}
+        self.kernel[(self.num_blocks,)](**self.arguments, **options)

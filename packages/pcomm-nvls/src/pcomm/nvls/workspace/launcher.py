@@ -47,7 +47,7 @@ class Launcher:
             ConfigError: It has to be compiled, and a CUDA graph is being captured.
         """
         if is_interpreted(launch.kernel):
-            _launch_anew(launch)
+            launch.run()
             return
         with self._stream.on_device():
             runner = self.runner(launch)
@@ -89,11 +89,6 @@ class Launcher:
 def is_interpreted(kernel: Any) -> bool:
     """Whether Triton runs a kernel as Python, and has nothing to compile. Local."""
     return not hasattr(kernel, "params")
-
-
-def _launch_anew(launch: Launch) -> None:
-    options = {"num_warps": launch.num_warps, "maxnreg": launch.max_registers}
-    launch.kernel[(launch.num_blocks,)](**launch.arguments, **options)
 
 
 def _runner_of(compiled: Any, grid: tuple[int, int, int]) -> Runner:
