@@ -141,9 +141,10 @@ def test_rows_stay_in_registers(case: str, way: str, capability: int) -> None:
         usage = kernel.resources()
     except FileNotFoundError as problem:
         pytest.skip(str(problem))
-    # One block of 512 threads at least. A few numbers of long rows of fp32 go to local memory.
+    # One block of 512 threads at least. A few numbers of long rows of fp32 go to local memory: 32
+    # bytes with Triton 3.7, 40 with 3.6.
     assert usage["REG"] <= 128
-    assert usage["STACK"] <= (32 if "fp32" in case else 0)
+    assert usage["STACK"] <= (40 if "fp32" in case else 0)
     assert usage["LOCAL"] == 0
     # A reduction has a word for each warp; two words of each vector change their threads for fp8.
     halves = case.endswith((" given", " rows"))

@@ -97,8 +97,8 @@ def _all_times(workspace: Workspace, sizes: Sequence[int]) -> Iterator[RankTime]
     with_barrier: tuple[Algorithm, ...] = ("multimem", "p2p")
     for algorithm in with_barrier:
         try:
-            barrier = partial(all_reduce, tiny, tiny, workspace=workspace, algo=algorithm)
-            least = _time(workspace, barrier)
+            alone = partial(all_reduce, tiny, tiny, workspace=workspace, algo=algorithm)
+            least = _time(workspace, alone)
         except UnsupportedError:
             continue
         yield RankTime("barrier", algorithm, 16, world, least)
