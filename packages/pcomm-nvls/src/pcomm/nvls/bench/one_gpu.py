@@ -1,4 +1,4 @@
-"""What one GPU can tell: the cost of a launch and of a barrier in a graph, and the fused norm.
+"""What one GPU can tell: the cost of a launch and of a barrier in a graph, and if it has multicast.
 
 Ranks are virtual, in one launch, and reach each other through the memory of the device: these
 times say nothing of NVLink.
