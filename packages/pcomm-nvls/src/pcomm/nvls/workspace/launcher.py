@@ -9,6 +9,7 @@ can be called so, `compiled[grid](*arguments)`, is part of Triton's interface (t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,14 +67,20 @@ class Launcher:
         if found is None:
             if self._stream.is_captured():
                 raise _in_capture(launch)
-            grid = (launch.num_blocks, 1, 1)
-            options = {"num_warps": launch.num_warps, "maxnreg": launch.max_registers}
-            compiled = launch.kernel.warmup(**launch.arguments, grid=grid, **options)
-            # A compiler with several threads gives a promise.
-            compiled = compiled.result() if hasattr(compiled, "result") else compiled
-            found = self._runners[key] = _runner_of(compiled, grid)
-            self.num_compiled += 1
+            found = self._runners[key] = self._compiled(launch)
+            if launch.arguments.get("ENTRY") is False:
+                # What the same call needs in a capture, so that one call before it is enough.
+                self.runner(replace(launch, arguments={**launch.arguments, "ENTRY": True}))
         return found
+
+    def _compiled(self, launch: Launch) -> Runner:
+        grid = (launch.num_blocks, 1, 1)
+        options = {"num_warps": launch.num_warps, "maxnreg": launch.max_registers}
+        compiled = launch.kernel.warmup(**launch.arguments, grid=grid, **options)
+        # A compiler with several threads gives a promise.
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        self.num_compiled += 1
+        return _runner_of(compiled, grid)
 
     def compile(self, launch: Launch) -> None:
         """Compile what a launch needs, and load it, without running it. Local.
@@ -146,5 +153,5 @@ def _in_capture(launch: Launch) -> ConfigError:
         f"a launch of {name}{variant} during the capture of a CUDA graph",
         found="a variant of the kernel that is not compiled yet",
         why="Compiling and loading a kernel is no work of a stream: a capture cannot hold it.",
-        fix="Call Workspace.prepare with the same operations before the capture.",
+        fix="Make the same calls once before the capture, or pass them to Workspace.prepare.",
     )
