@@ -35,6 +35,7 @@ WITH_WHEELS = {
     "pcomm-core": ["ranks/test_collectives.py", "ranks/test_doctor_command.py"],
     "pcomm-fsdp": ["ranks/test_equal_to_one_process.py"],
     "pcomm-gdn-cp": ["ranks/test_plan_on_ranks.py"],
+    "pcomm-nvls": ["ranks/test_all_gather_into_tensor.py"],
     "pcomm-integration": ["e2e/test_command_line.py"],
 }
 SOURCE_PATH = os.pathsep.join(str(package / "src") for package in PACKAGES)

@@ -28,6 +28,7 @@ pcomm bench gdn-cp --csv docs/benchmarks/gdn_cp.csv --plot docs/benchmarks/gdn_c
 pcomm bench inference --csv docs/benchmarks/inference.csv --plot docs/benchmarks/inference.png
 pcomm bench serving --csv docs/benchmarks/serving.csv --plot docs/benchmarks/serving.png \\
     --report docs/benchmarks/serving.note
+pcomm bench nvls --csv docs/benchmarks/nvls.csv
 pcomm bench fsdp --csv docs/benchmarks/fsdp.csv --plot docs/benchmarks/fsdp.png
 ```
 

@@ -68,10 +68,14 @@ def test_the_page_names_every_user_of_exchange():
 
 
 def test_all_to_all_is_called_by_exchanges_alone():
-    """Numbers for the host may be sent in any way; tensors of a model move by an exchange."""
+    """Numbers for the host may be sent in any way; tensors of a model move by an exchange.
+
+    The references of pcomm-nvls are collectives themselves, whose sums are made in rank order.
+    """
     callers = {
         module for module, path in product_modules().items() if ".all_to_all(" in path.read_text()
     }
-    assert callers == {"integration.models.moe.dispatch"}
+    references = {module for module in callers if module.startswith("nvls.references.")}
+    assert callers - references == {"integration.models.moe.dispatch"}
     dispatch = product_modules()["integration.models.moe.dispatch"].read_text()
     assert re.findall(r"\.all_to_all\((\w+)\)", dispatch) == ["counts_E"]

@@ -40,7 +40,7 @@ def test_tokens_are_those_of_torch_distributed(rank: int, runs: dict[str, Path])
     from pcomm.nvls.testing.emulation import emulate
 
     emulate()
-    from pcomm.nvls.nvls_collectives import nvls_collectives
+    from pcomm.nvls._nvls_collectives import nvls_collectives
 
     make, topology, options = nvls_collectives(1 << 16), Topology({"tp": 2}), dict(OPTIONS)
     with (
@@ -68,7 +68,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 os.environ["TRITON_INTERPRET"] = "1"
 from pcomm.integration.llm import installed_collectives, rank_engine
 from pcomm.nvls.workspace.workspace import Workspace
-point = EntryPoint("nvls", "pcomm.nvls.nvls_collectives:nvls_collectives", "pcomm.collectives")
+point = EntryPoint("nvls", "pcomm.nvls._nvls_collectives:nvls_collectives", "pcomm.collectives")
 installed_collectives.entry_points = lambda group: EntryPoints([point]).select(group=group)
 close = Workspace.close
 

@@ -73,7 +73,7 @@ def filled(value: Any, **names: int) -> Any:
 
 @ranks(2)
 def test_what_one_rank_cannot_do_none_does_and_all_know_why(rank: int) -> None:
-    from pcomm.nvls.capability import capability
+    from pcomm.nvls._capability import capability
 
     group = Group.from_process_group("tp", default_group())
     for failing in range(2):
@@ -99,7 +99,7 @@ def test_what_one_rank_cannot_do_none_does_and_all_know_why(rank: int) -> None:
 def test_processes_without_a_gpu_say_how_to_emulate(rank: int) -> None:
     import os
 
-    from pcomm.nvls.capability import capability
+    from pcomm.nvls._capability import capability
     from pcomm.nvls.hardware.this_rank import ThisRank
 
     group = Group.from_process_group("tp", default_group())
@@ -108,7 +108,7 @@ def test_processes_without_a_gpu_say_how_to_emulate(rank: int) -> None:
         assert found.peers_reason == "ranks 0, 1: tensors are on the CPU: set TRITON_INTERPRET=1 " \
             "to emulate"  # fmt: skip
     emulate()
-    from pcomm.nvls.capability import capability as emulated_capability
+    from pcomm.nvls._capability import capability as emulated_capability
 
     found = emulated_capability(group, device=torch.device("cpu"))
     assert (found.multicast, found.peers, found.architecture) == (True, True, "emulated")
@@ -128,6 +128,14 @@ def fail_in_open(stage: str, rank: int) -> Any:
     return mock.patch.object(SharedFileMemory, stage, fail)
 
 
+def fail_of_memory(stage: str, rank: int) -> Any:
+    """The same with an error that is not told in four parts, as torch has them."""
+    from pcomm.core.memory.symmetric.shm import SharedFileMemory
+
+    full = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried\nto allocate")
+    return mock.patch.object(SharedFileMemory, stage, side_effect=full)
+
+
 def fail_in_preparation(stage: str, rank: int) -> Any:
     from pcomm.nvls.workspace import opening
 
@@ -143,6 +151,7 @@ def fail_in_preparation(stage: str, rank: int) -> Any:
 STAGES: list[tuple[Callable[[str, int], Any], str, bool, str]] = [
     (fail_in_open, "allocate", False, "test: allocate: rank {rank}"),
     (fail_in_open, "rendezvous", False, "test: rendezvous: rank {rank}"),
+    (fail_of_memory, "rendezvous", False, "OutOfMemoryError: CUDA out of memory. Tried"),
     (fail_in_preparation, "_prepare", False, "rank {rank}: OutOfMemoryError: CUDA out of memory."),
     (fail_in_preparation, "_level", True, "rank {rank}: no address here"),
 ]
@@ -185,7 +194,7 @@ def test_a_rank_that_gets_no_memory_takes_all_to_the_fallback(rank: int) -> None
 
 
 def test_a_group_of_one_and_one_that_is_too_large() -> None:
-    from pcomm.nvls.capability import _together, _Told, capability
+    from pcomm.nvls._capability import _together, _Told, capability
 
     found = capability(Group("tp", (0,), None))
     assert not found.is_usable

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import ClosedError, DivergenceError
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import open_groups
@@ -77,7 +78,7 @@ def core_module(name: str) -> ModuleType:
 def opened(**options: Any) -> Iterator[Any]:
     """Collectives of the group of all ranks, under emulation."""
     emulate()
-    from pcomm.nvls.nvls_collectives import nvls_collectives
+    from pcomm.nvls._nvls_collectives import nvls_collectives
 
     group = Group.from_process_group("tp", default_group())
     made: Any = nvls_collectives(**{"max_bytes": 1 << 14, **options})(group)
@@ -152,6 +153,18 @@ def test_kernels_run_where_they_can_and_all_else_is_passed_on(rank: int) -> None
             assert kernels_of(made, f"broadcast{twin}", x, source=1) == 0
             # More than a slot.
             assert kernels_of(made, f"all_reduce{twin}", torch.ones(1 << 13)) == 0
+        # Such a one is started, and not waited for, where others may overlap it.
+        inner = made.inner
+        made.inner = spy = SpyCollectives(inner)
+        made.all_reduce_async(torch.ones(1 << 13)).wait()
+        assert [call.is_async for call in spy.calls] == [True]
+        made.inner = inner
+        # Several blocks, of which the first writes where the second has still to read.
+        for first in (0, 512, 1024):
+            buffer, mine = torch.zeros(2048), torch.arange(1024.0) + rank
+            buffer[first : first + 1024] = mine
+            made.all_gather(buffer[first : first + 1024], out=buffer)
+            assert_equal(buffer, inner.all_gather(mine))
 
 
 @ranks(3)
@@ -160,7 +173,9 @@ def test_sums_of_a_deterministic_workspace_are_rounded_once_whichever_way(rank: 
     with opened(deterministic=True) as made:
         wide = [torch.tensor([256.0, 1, 1, 2] * 6).roll(r).view(3, 8) for r in range(3)]
         total, mine = torch.stack(wide).sum(0).bfloat16(), wide[rank].bfloat16()
-        assert not torch.equal(default_collectives().all_reduce(mine), total)
+        plain = default_collectives()
+        assert not torch.equal(plain.all_reduce(mine), total)
+        assert not torch.equal(plain.all_reduce(mine.view(6, 4)[0]), total.view(6, 4)[0])
         for is_async in (False, True):
             for sizes in ([1, 1, 1], [2, 0, 1]):
                 found = run_twin(made, "reduce_scatter", is_async, mine, sizes=sizes)
@@ -168,6 +183,9 @@ def test_sums_of_a_deterministic_workspace_are_rounded_once_whichever_way(rank: 
             found = run_twin(made, "reduce_scatter", is_async, mine.view(1, 3, 8), dim=1)
             assert_equal(found, total[rank].view(1, 1, 8))
             assert_equal(run_twin(made, "all_reduce", is_async, mine), total)
+            # Too short for a kernel.
+            for part, expected in zip(mine.view(6, 4), total.view(6, 4), strict=True):
+                assert_equal(run_twin(made, "all_reduce", is_async, part), expected)
 
 
 @ranks(2)
@@ -192,7 +210,7 @@ def test_two_groups_at_once_and_many_one_after_the_other(rank: int) -> None:
 @ranks(2)
 def test_groups_open_a_workspace_for_each_communicator_and_close_it(rank: int) -> None:
     emulate()
-    from pcomm.nvls.nvls_collectives import NvlsCollectives, nvls_collectives
+    from pcomm.nvls._nvls_collectives import NvlsCollectives, nvls_collectives
 
     mapped, x = num_mapped(), torch.ones(4)
     topology, names = Topology({"tp": 2, "pp": 1}), ["tp", ("tp", "gather"), "pp"]
@@ -233,7 +251,7 @@ def test_ranks_that_have_no_kernels_keep_what_they_have(rank: int) -> None:
             return RankFacts(is_cuda=False, triton="", domain="host", triton_error="none")
 
     emulate()
-    from pcomm.nvls.nvls_collectives import nvls_collectives
+    from pcomm.nvls._nvls_collectives import nvls_collectives
 
     group = Group.from_process_group("tp", default_group())
     made = nvls_collectives(4096, probe=Nothing() if rank == 1 else None)(group)

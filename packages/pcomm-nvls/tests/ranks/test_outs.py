@@ -74,14 +74,18 @@ def test_a_backward_that_needs_what_was_in_an_out_raises(rank: int) -> None:
 
 def test_two_threads_do_not_share_the_interpreter() -> None:
     """Its state is that of the process: the second kernel would be another block of the first."""
+    from pcomm.nvls.workspace.device_stream import stream_of
     from pcomm.nvls.workspace.launch import Launch
+    from pcomm.nvls.workspace.launcher import Launcher
+
+    launcher = Launcher(stream_of(torch.device("cpu")))
 
     class Kernel:
         """Launches another one, as a second thread would meanwhile."""
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda **_: Launch(Kernel(), 1, 4, {}, torch.device("cpu")).run()
+            return lambda **_: launcher.run(Launch(Kernel(), 1, 4, {}, torch.device("cpu")))
 
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="another thread of this process runs one"):
-            Launch(Kernel(), 1, 4, {}, torch.device("cpu")).run()
+            Kernel()[1,]()

@@ -30,7 +30,7 @@ FAULTS = [
 @ranks(2)
 def test_what_is_right_passes_and_what_is_wrong_on_one_rank_is_told_on_all(rank: int) -> None:
     emulate()
-    from pcomm.nvls.self_test import self_test
+    from pcomm.nvls._self_test import self_test
     from pcomm.nvls.workspace.workspace import Workspace
 
     group = Group.from_process_group("tp", default_group())
@@ -65,7 +65,7 @@ def test_what_is_right_passes_and_what_is_wrong_on_one_rank_is_told_on_all(rank:
 
 
 def test_ranks_that_all_pass_with_other_bits_are_wrong() -> None:
-    from pcomm.nvls.self_test import _together
+    from pcomm.nvls._self_test import _together
 
     finding = Finding("sum", "ok", "fine")
     same, other = ("ok", "", "1"), ("ok", "", "2")

@@ -75,7 +75,10 @@ def launch_of(case: str, way: str) -> tuple[Any, dict[str, Any], int]:
 @cache
 def compiled(case: str, way: str, capability: int) -> CompiledKernel:
     kernel, arguments, num_warps = launch_of(case, way)
-    return compile_kernel(kernel, arguments, capability, num_warps=num_warps)
+    limit = 65536 // (32 * num_warps)
+    return compile_kernel(
+        kernel, arguments, capability, num_warps=num_warps, max_registers=min(limit, 128)
+    )
 
 
 BF16, FP16, FP32 = "add.acc::f32.v4.bf16x2", "add.acc::f32.v4.f16x2", "add.v4.f32"
@@ -138,9 +141,10 @@ def test_rows_stay_in_registers(case: str, way: str, capability: int) -> None:
         usage = kernel.resources()
     except FileNotFoundError as problem:
         pytest.skip(str(problem))
-    # One block of 512 threads at least; the root calls a subroutine for subnormal numbers.
+    # One block of 512 threads at least. A few numbers of long rows of fp32 go to local memory: 32
+    # bytes with Triton 3.7, 40 with 3.6.
     assert usage["REG"] <= 128
-    assert usage["STACK"] <= 16
+    assert usage["STACK"] <= (40 if "fp32" in case else 0)
     assert usage["LOCAL"] == 0
     # A reduction has a word for each warp; two words of each vector change their threads for fp8.
     halves = case.endswith((" given", " rows"))

@@ -61,5 +61,7 @@ def test_a_row_has_threads_for_all_ranks_and_few_vectors_for_each() -> None:
     assert row_threads(4112, 2) == RowThreads(1024, 16)
     assert row_threads(8200, 2) == RowThreads(2048, 16)
     assert row_threads(16384, 4) == RowThreads(4096, 16)
+    assert [row_threads(n, 2).max_registers for n in (1024, 16384)] == [128, 128]  # type: ignore[union-attr]
+    assert RowThreads(2048, 32).max_registers == 64
     assert row_threads(16385, 4) is None
     assert row_threads(0, 2) is None

@@ -108,7 +108,12 @@ def all_gather_v_launch(
         "BLOCK": 32 * choice.num_warps,
     }
     return Launch(
-        all_gather_v_kernel, choice.num_blocks, choice.num_warps, arguments, workspace.device
+        all_gather_v_kernel,
+        choice.num_blocks,
+        choice.num_warps,
+        arguments,
+        workspace.device,
+        (x, out),
     )
 
 

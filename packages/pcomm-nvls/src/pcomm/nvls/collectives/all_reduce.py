@@ -23,6 +23,7 @@ from pcomm.nvls.policy.operations import Algorithm
 from pcomm.nvls.policy.shots import is_one_shot
 from pcomm.nvls.references.all_reduce import all_reduce as reference
 from pcomm.nvls.workspace.launch import Launch
+from pcomm.nvls.workspace.repeats import Call, again
 from pcomm.nvls.workspace.workspace import Workspace
 
 __all__ = ["all_reduce", "all_reduce_launch", "all_reduce_question"]
@@ -62,6 +63,10 @@ def all_reduce(
         ConfigError: `out` lies in the workspace, or `x` in a part of it that is in use.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
+    key = (_NAME, x.shape, x.dtype, algo)
+    done = again(workspace, key, x, out)
+    if done is not None:
+        return done
     check_input(_NAME, x, workspace.device)
     choice = workspace.choose(all_reduce_question(x, workspace, algo), strict=strict)
     if choice.algorithm == "dist":
@@ -71,7 +76,7 @@ def all_reduce(
     check_outside(_NAME, out, workspace)
     if x.numel():
         x = not_over(dense(x), result, 0)
-        workspace.run(all_reduce_launch(workspace, choice, result, x))
+        workspace.run(all_reduce_launch(workspace, choice, result, x), Call(key, x, result, 0))
     return deliver(result, out)
 
 

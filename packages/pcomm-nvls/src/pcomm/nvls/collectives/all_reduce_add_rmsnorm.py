@@ -49,7 +49,7 @@ def all_reduce_add_rmsnorm(
 
     Args:
         x: This rank's addends `[tokens, hidden]`, of any strides; bf16, fp16 and fp32 have kernels.
-            Where it is what `workspace.empty` returned last, it is not copied.
+            Where it is what `workspace.empty` returned last, it is not copied, but written over.
         residual: Residual `[tokens, hidden]`, the same on all ranks.
         weight: Weight of the norm, `[hidden]`; for a norm that adds 1 to it, that sum.
         eps: Number that is added to the mean square.
@@ -119,4 +119,12 @@ def all_reduce_add_rmsnorm_launch(
         "BLOCK": threads.block,
     }
     kernel = all_reduce_add_rmsnorm_kernel
-    return Launch(kernel, choice.num_blocks, threads.num_warps, arguments, workspace.device)
+    return Launch(
+        kernel,
+        choice.num_blocks,
+        threads.num_warps,
+        arguments,
+        workspace.device,
+        tensors.all,
+        threads.max_registers,
+    )

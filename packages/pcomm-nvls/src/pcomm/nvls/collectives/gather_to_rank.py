@@ -86,7 +86,6 @@ def gather_to_rank(
     if choice.algorithm == "dist":
         given = workspace.group.collectives
         return reference(out, x, collectives=given, destination=destination, dim=dim)
-    # A launch has the address alone: a copy has to live until it runs.
     x = dense(x)
     if result is not None:
         check_outside(_NAME, out, workspace)
@@ -125,7 +124,12 @@ def gather_to_rank_launch(
         "BLOCK": 32 * choice.num_warps,
     }
     return Launch(
-        gather_to_rank_kernel, choice.num_blocks, choice.num_warps, arguments, workspace.device
+        gather_to_rank_kernel,
+        choice.num_blocks,
+        choice.num_warps,
+        arguments,
+        workspace.device,
+        (x,) if out is None else (x, out),
     )
 
 

@@ -58,7 +58,7 @@ def reduce_scatter_add_rmsnorm_all_gather(
     Args:
         x: This rank's addends `[tokens, hidden]`, of any strides; bf16, fp16 and fp32 have kernels.
             The tokens are a multiple of the ranks. Where it is what `workspace.empty` returned
-            last, it is not copied.
+            last, it is not copied, but written over.
         residual: This rank's share of the residual, `[tokens / size, hidden]`.
         weight: Weight of the norm, `[hidden]`; for a norm that adds 1 to it, that sum.
         eps: Number that is added to the mean square.
@@ -166,7 +166,15 @@ def reduce_scatter_add_rmsnorm_all_gather_launch(
         "BLOCK": threads.block,
     }
     kernel = reduce_scatter_add_rmsnorm_all_gather_kernel
-    return Launch(kernel, choice.num_blocks, threads.num_warps, arguments, workspace.device)
+    return Launch(
+        kernel,
+        choice.num_blocks,
+        threads.num_warps,
+        arguments,
+        workspace.device,
+        tensors.all,
+        threads.max_registers,
+    )
 
 
 def _check_fp8(x: Tensor, fp8: Literal["rows"] | Tensor | None) -> None:

@@ -121,7 +121,12 @@ def reduce_scatter_v_launch(
         "BLOCK": 32 * choice.num_warps,
     }
     return Launch(
-        reduce_scatter_v_kernel, choice.num_blocks, choice.num_warps, arguments, workspace.device
+        reduce_scatter_v_kernel,
+        choice.num_blocks,
+        choice.num_warps,
+        arguments,
+        workspace.device,
+        (x, out),
     )
 
 

@@ -29,6 +29,8 @@ _MOST_NUMBERS = 16384
 
 # A block has at least as many threads as there may be ranks, and what one has of a row is short.
 _FEWEST_WARPS, _MOST_WARPS = 4, 16
+# Of a processor.
+_REGISTERS = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class RowThreads:
 
     block: int
     num_warps: int
+
+    @property
+    def max_registers(self) -> int:
+        """Registers of a thread where one block is on a processor, at most 128."""
+        return min(_REGISTERS // (32 * self.num_warps), 128)
 
 
 def row_threads(hidden: int, itemsize: int, *, halves: bool = False) -> RowThreads | None:
@@ -78,6 +85,11 @@ class Stream:
     weight: Tensor
     out: Tensor
     new_residual: Tensor
+
+    @property
+    def all(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return self.x, self.residual, self.weight, self.out, self.new_residual
 
     @classmethod
     def of(

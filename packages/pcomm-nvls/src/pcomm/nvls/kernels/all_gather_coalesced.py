@@ -63,8 +63,8 @@ def all_gather_coalesced_kernel(  # noqa: D417
         n0, n1, n2, n3, n4, n5, n6, n7: Length of each shard, in 16 bytes.
         buffers: Table of the addresses of the ranks' buffers.
         multicast: Multicast address of the buffers, or 0.
-        epochs: See `barrier`.
-        failure: See `barrier`.
+        epochs: Numbers of the barriers of this rank; see `barrier`.
+        failure: Address of the word that tells the host of a failure; see `barrier`.
         slot: Byte offset of the slot in a buffer; the signals are at offset 0.
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.

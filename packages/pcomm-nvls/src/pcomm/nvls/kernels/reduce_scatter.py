@@ -45,8 +45,8 @@ def reduce_scatter_kernel(
             each other.
         buffers: Table of the addresses of the ranks' buffers.
         multicast: Multicast address of the buffers, or 0.
-        epochs: See `barrier`.
-        failure: See `barrier`.
+        epochs: Numbers of the barriers of this rank; see `barrier`.
+        failure: Address of the word that tells the host of a failure; see `barrier`.
         slot: Byte offset of the slot in a buffer; the signals are at offset 0.
         limit_ns: Longest wait for a rank.
         rank: Place of this rank.

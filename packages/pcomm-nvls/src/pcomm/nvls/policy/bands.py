@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 
 from pcomm.core.errors import ConfigError, near_misses
 from pcomm.nvls.policy.operations import ALGORITHMS, OPERATIONS, Algorithm
+from pcomm.nvls.workspace.regions import MAX_BLOCKS
 
 __all__ = ["Band", "Row"]
 
-# The signal pad has a word for each pair of a block and a rank, and torch's default has 32 blocks.
-_MOST_BLOCKS = 32
 _WARPS = (1, 2, 4, 8, 16, 32)
 
 
@@ -44,8 +43,8 @@ class Row:
         elif self.algorithm == "dist" and (self.num_blocks or self.num_warps):
             found = f"num_blocks={self.num_blocks}, num_warps={self.num_warps} for dist"
             fix = "Give 0 for both: torch.distributed launches by itself."
-        elif self.algorithm != "dist" and not 1 <= self.num_blocks <= _MOST_BLOCKS:
-            found, fix = f"num_blocks={self.num_blocks}", f"Give 1 to {_MOST_BLOCKS} blocks."
+        elif self.algorithm != "dist" and not 1 <= self.num_blocks <= MAX_BLOCKS:
+            found, fix = f"num_blocks={self.num_blocks}", f"Give 1 to {MAX_BLOCKS} blocks."
         elif self.algorithm != "dist" and self.num_warps not in _WARPS:
             found, fix = f"num_warps={self.num_warps}", f"Give one of {_WARPS}."
         else:

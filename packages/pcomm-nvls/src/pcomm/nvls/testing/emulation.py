@@ -21,3 +21,7 @@ def emulate() -> None:
     for name in [name for name in sys.modules if name.startswith("pcomm.nvls.")]:
         if name != __name__:
             del sys.modules[name]
+    # The face keeps what was used of it.
+    package = sys.modules["pcomm.nvls"]
+    for name in package.__all__:
+        vars(package).pop(name, None)

@@ -12,7 +12,7 @@ from pcomm.core.errors import PcommError
 from pcomm.core.groups.agreement import vote
 from pcomm.core.groups.group import Group
 from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
-from pcomm.nvls.capability import Capability, reasons_by_rank
+from pcomm.nvls._capability import Capability, reasons_by_rank
 from pcomm.nvls.hardware.rank_facts import MULTICAST, NOTHING, PEERS
 from pcomm.nvls.workspace.lamport import LamportState
 from pcomm.nvls.workspace.regions import MAX_BLOCKS, Regions
@@ -66,14 +66,14 @@ def open_memory(
     """
     try:
         memory = SymmetricMemory.open(group, regions.num_bytes, device=device, control=control)
-    except PcommError as problem:
-        return None, capability.without_memory(f"{problem.asked}: {problem.found}")
+    except Exception as problem:  # any: each rank has one, and the others go on, too
+        return None, capability.without_memory(_reason(problem))
     level, reason, mine = NOTHING, "", None
     try:
         mine = _prepare(memory, group, regions, lamport_bytes)
         level, reason = _level(memory)
-    except RuntimeError as problem:  # this rank's memory is full, and that of others perhaps not
-        reason = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+    except Exception as problem:  # any: the vote is what the other ranks wait for
+        reason = _reason(problem)
     # Also an agreement that no rank signals before all have cleared their signals.
     found = vote(group, "nvls: memory", level, reason, control=control)
     below = [i for i, value in enumerate(found.values) if value < MULTICAST]
@@ -84,6 +84,13 @@ def open_memory(
     if found.minimum == PEERS and capability.multicast:
         capability = capability.without_multicast(reasons)
     return mine, capability
+
+
+def _reason(problem: Exception) -> str:
+    if isinstance(problem, PcommError):
+        return f"{problem.asked}: {problem.found}"
+    first_line = str(problem).partition("\n")[0]
+    return f"{type(problem).__name__}: {first_line}"
 
 
 def _prepare(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 __all__ = ["MAX_BLOCKS", "Regions"]
 
-MAX_BLOCKS = 64
+MAX_BLOCKS = 32
 """Most thread blocks of a launch: each has a row of signals."""
 
 _PAGE = 4096

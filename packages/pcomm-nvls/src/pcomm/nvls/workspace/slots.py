@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pcomm.core.errors import ConfigError
 
@@ -22,11 +22,10 @@ __all__ = ["SLOTS", "Rotation", "Turn"]
 SLOTS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """The part of one operation in a workspace.
 
-    Args:
+    Attributes:
         slot: Place of its slot.
         needs_entry: True where all ranks have to meet before it writes.
         generation: Number of operations before it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,22 +18,28 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pcomm.core.control.control import Control
-from pcomm.core.errors import ClosedError, ConfigError, PcommError, PeerTimeoutError
+from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
-from pcomm.nvls.capability import capability, default_device
+from pcomm.nvls._capability import capability, default_device
 from pcomm.nvls.hardware.rank_facts import Probe
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.chooser import Chooser
 from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
+from pcomm.nvls.workspace import workspace_errors as errors
 from pcomm.nvls.workspace.checks import check_positive, check_room
+from pcomm.nvls.workspace.device_stream import DeviceStream, stream_of
 from pcomm.nvls.workspace.lamport import LAMPORT_BYTES, lamport_region_bytes
 from pcomm.nvls.workspace.launch import Launch
+from pcomm.nvls.workspace.launcher import Launcher
 from pcomm.nvls.workspace.opening import open_memory
 from pcomm.nvls.workspace.regions import Regions
+from pcomm.nvls.workspace.repeats import Call, Repeat, remember
 from pcomm.nvls.workspace.slots import SLOTS, Rotation, Turn
+from pcomm.nvls.workspace.stream_order import StreamOrder
+from pcomm.nvls.workspace.turns import Turns
 
 __all__ = ["Workspace"]
 
@@ -59,11 +65,19 @@ class Workspace:
         timeout_s: Longest wait of an operation for another rank, in seconds.
         control: Control by which the ranks agree; by default that of `group`.
         probe: Source of the facts about this rank; by default this process and its device.
+        stream: Source of the current stream of the device; by default torch.
 
     Attributes:
         capability: Capability of the ranks together, with reasons.
         memory: Their memory; None where they can only use torch.distributed.
+        stream: Source of the current stream of the device.
+        launcher: Variants of kernels that were compiled for it.
+        turns: Turns of its operations.
+        repeats: Calls so far, for `pcomm.nvls.workspace.repeats`.
+        failure_word: Place of a missing rank plus 1, or 0, as kernels report it.
+        own_range: First address of this rank's memory, and that behind it.
         num_launches: Number of kernels that were launched so far.
+        streams: Stream of the operations so far.
 
     Raises:
         ConfigError: A size or a time that is not positive, or no slot.
@@ -86,6 +100,7 @@ class Workspace:
         timeout_s: float = 30.0,
         control: Control | None = None,
         probe: Probe | None = None,
+        stream: DeviceStream | None = None,
     ) -> None:
         self.group, self.device = group, default_device() if device is None else device
         self.max_bytes, self.deterministic, self.debug = max_bytes, deterministic, debug
@@ -120,9 +135,11 @@ class Workspace:
         )
         self._agree("policy", facts.agreed_lines(chooser_table))
         self._chooser = Chooser(facts, chooser_table)
-        self._stream: int | None = None
-        self._prepared: Turn | None = None
-        self._last: Turn | None = None
+        self.stream = stream_of(self.device) if stream is None else stream
+        self.launcher = Launcher(self.stream)
+        self.repeats: dict[Hashable, Repeat] = {}
+        self.streams = StreamOrder(self.stream)
+        self.turns = Turns(self._rotation, self.streams)
         # By object: views of one slot have one address, whichever operation they are of.
         self._generations = WeakIdKeyDictionary()
         self.num_launches, self._is_closed = 0, False
@@ -146,21 +163,15 @@ class Workspace:
             DivergenceError: With `debug`, ranks make different calls.
         """
         if self._is_closed:
-            raise _closed(question.operation)
+            raise errors.is_closed(question.operation)
         self.check()
         if self.debug:
             self._agree("operation", [f"{question}, strict={strict}"])
         return self._chooser.choose(question, strict=strict)
 
     def turn(self) -> Turn:
-        """The turn of the operation that is launched next. Local; once for each operation.
-
-        Raises:
-            ConfigError: It is on another stream than the operations before.
-        """
-        prepared, self._prepared = self._prepared, None
-        self._last = self._next_turn() if prepared is None else prepared
-        return self._last
+        """The turn of the operation that is launched next. Local; see `Turns.take`."""
+        return self.turns.take()
 
     def shared_arguments(self) -> dict[str, Any]:
         """The arguments that all kernels take. Local."""
@@ -183,10 +194,25 @@ class Workspace:
         way = "multicast" if by_multicast else "peers"
         return {**self.shared_arguments(), **self._lamport.arguments(), "WAY": way}
 
-    def run(self, launch: Launch) -> None:
-        """Enqueue a launch; under the interpreter, which has done it then, look at the outcome."""
-        launch.run()
+    def run(self, launch: Launch, call: Call | None = None) -> None:
+        """Enqueue a launch; under the interpreter, which has done it then, look at the outcome.
+
+        Args:
+            launch: Kernel and arguments.
+            call: A call that may come again.
+
+        Raises:
+            ConfigError: It would compile a kernel while a CUDA graph is captured.
+            PeerTimeoutError: Under the interpreter, a rank did not come.
+        """
+        if self.turns.on_trial is not None:
+            self.launcher.compile(launch)
+            return
+        self.launcher.run(launch)
         self.num_launches += 1
+        turn = self.turns.last
+        if call is not None and turn is not None and not self.debug:
+            remember(self.repeats, call, self.launcher, launch, turn)
         if self.device.type == "cpu":
             self.check()
 
@@ -214,8 +240,8 @@ class Workspace:
 
     def result_in_slot(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What the last operation left in its slot, which is valid until the next one. Local."""
-        assert self._last is not None
-        return self._slot_view(self._last, shape, dtype)
+        assert self.turns.last is not None
+        return self._slot_view(self.turns.last, shape, dtype)
 
     # -- what callers use ----------------------------------------------------------------
 
@@ -233,24 +259,34 @@ class Workspace:
             ConfigError: It is larger than `max_bytes`.
         """
         if self._is_closed:
-            raise _closed("Workspace.empty")
+            raise errors.is_closed("Workspace.empty")
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.max_bytes:
-            raise ConfigError(
-                f"Workspace.empty: shape {tuple(shape)} of {dtype}",
-                found=f"{num_bytes} bytes, and max_bytes={self.max_bytes}",
-                why="A slot has max_bytes.",
-                fix="Open a larger workspace, or allocate the tensor with torch.empty.",
-            )
+            raise errors.too_large(shape, dtype, num_bytes, self.max_bytes)
         if self.memory is None:
             return torch.empty(*shape, dtype=dtype, device=self.device)
-        if self._prepared is None:
-            turn = self._next_turn()
-            if turn.needs_entry:
-                # Before the caller writes there: other ranks may still read what was in it.
-                self._wait_for_all()
-            self._prepared = Turn(turn.slot, False, turn.generation, is_prepared=True)
-        return self._slot_view(self._prepared, shape, dtype)
+        turn, needs_entry = self.turns.hand_out()
+        if needs_entry:
+            # Before the caller writes there: other ranks may still read what was in it.
+            self._wait_for_all()
+        return self._slot_view(turn, shape, dtype)
+
+    def prepare(self, operations: Callable[[], object]) -> None:
+        """Compile and load what operations need, so that a CUDA graph can capture them.
+
+        Kernels are not run, so results are undefined, and turns stay as they are. What goes through
+        torch.distributed, and what else the function does, happens, twice.
+
+        Args:
+            operations: Function of no arguments that makes the calls which are captured later, with
+                tensors of the same shapes and types.
+
+        Raises:
+            ConfigError: A capture has begun already.
+        """
+        for needs_entry in (False, True):
+            with self.turns.trial(needs_entry=needs_entry):
+                operations()
 
     def sequence(self) -> AbstractContextManager[None]:
         """Operations in this block always run one after another, as those of one CUDA graph do.
@@ -269,16 +305,9 @@ class Workspace:
         Raises:
             PeerTimeoutError: The rank that did not come.
         """
-        if self.memory is None or not self._failure_word.value:
+        if self.memory is None or not self.failure_word.value:
             return
-        missing = self.group.ranks[self._failure_word.value - 1]
-        raise PeerTimeoutError(
-            "an operation of pcomm.nvls",
-            found=f"rank {missing} did not signal within {self._timeout_s:g} s",
-            why="Every rank of the group makes the same operations in the same order.",
-            fix=f"Look for an earlier error on rank {missing}. The workspace cannot be used any "
-            "more: close it and open a new one.",
-        )
+        raise errors.rank_is_missing(self.group.ranks[self.failure_word.value - 1], self._timeout_s)
 
     def check_view(self, view: Tensor) -> None:
         """Raise if an operation has begun since that of which a view shows the slot. Local.
@@ -293,12 +322,7 @@ class Workspace:
         """
         generation, newest = self._generations.get(view), self._rotation.generation - 1
         if generation is not None and newest > generation:
-            raise ConfigError(
-                f"a view of operation {generation} of the workspace",
-                found=f"operation {newest} has begun",
-                why="Other ranks may write into that slot from then on.",
-                fix="Launch what reads the view before the next operation, or ask for a copy.",
-            )
+            raise errors.view_is_old(generation, newest)
 
     def explain(self, question: Question) -> str:
         """Which algorithm a call would use, why, and why not each faster one. Local."""
@@ -316,6 +340,7 @@ class Workspace:
         if self._is_closed:
             return
         self._is_closed = True
+        self.repeats.clear()
         self._forget()
         if self.memory is not None:
             self.memory.close()
@@ -354,7 +379,9 @@ class Workspace:
         if opened is not None:
             self.memory, self._lamport = opened.symmetric, opened.lamport
             self._epochs, self._failure = opened.epochs, opened.failure
-            self._failure_word = opened.failure_word
+            self.failure_word = opened.failure_word
+            begin = opened.symmetric.buffer_ptrs[self.group.rank]
+            self.own_range = (begin, begin + self.regions.num_bytes)
 
     def _wait_for_all(self) -> None:
         from pcomm.nvls.kernels.wait_for_all import wait_for_all_kernel
@@ -362,22 +389,6 @@ class Workspace:
         way = "multicast" if self.capability.multicast else "peers"
         arguments = {**self.shared_arguments(), "WAY": way}
         self.run(Launch(wait_for_all_kernel, 1, 4, arguments, self.device))
-
-    def _next_turn(self) -> Turn:
-        is_captured = False
-        if self.device.type == "cuda":
-            is_captured = torch.cuda.is_current_stream_capturing()
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            if self._stream is None and not is_captured:
-                self._stream = stream
-            if not is_captured and stream != self._stream:
-                raise ConfigError(
-                    "an operation on a workspace",
-                    found="another stream than that of the operations before",
-                    why="Operations of one workspace take turns in its memory in stream order.",
-                    fix="Open a workspace for each stream.",
-                )
-        return self._rotation.next(is_captured=is_captured)
 
     def _agree(self, what: str, lines: Sequence[str], error: PcommError | None = None) -> None:
         topic = f"nvls: {what}"
@@ -387,12 +398,3 @@ class Workspace:
 def _close(workspace: Workspace | None) -> None:
     if workspace is not None:
         workspace.close()
-
-
-def _closed(operation: str) -> ClosedError:
-    return ClosedError(
-        operation,
-        found="the workspace is closed",
-        why="Its memory has been given back, on this rank at least.",
-        fix="Use it within its `with` block, and before its groups close.",
-    )

@@ -34,12 +34,17 @@ DEFAULT_MAX_BYTES = 8 << 20
 """Size of the largest tensor where none is given: 512 tokens of a hidden size of 8192 in bf16."""
 
 
+# That of NCCL: between two operations of a model a rank may compile, or read a file.
+_TIMEOUT_S = 600.0
+
+
 class NvlsCollectives(InstrumentedCollectives):
     """The `Collectives` of one communicator, of which some are kernels; results have no gradient.
 
     All-gathers, reduce-scatters and sums over all ranks go where the table of the workspace sends
     them; if that is deterministic, all sums are. All else goes to `inner`, as does what the table
-    sends to torch.distributed. An operation that is started is in the order of the current stream,
+    sends to torch.distributed. On another stream than before, operations wait for those before. An
+    operation that is started is in the order of the current stream,
     and so ready at once, unless it is one of `inner`'s.
 
     Args:
@@ -58,6 +63,8 @@ class NvlsCollectives(InstrumentedCollectives):
         """The result of an operation, in the order of the current stream."""
         if call.x.device.type != self.workspace.device.type:
             return self.inner.run(call)
+        # An engine warms up what it records on a stream of its own.
+        self.workspace.streams.follow()
         match call.operation:
             case "all_gather":
                 return self._all_gather(call)
@@ -139,7 +146,8 @@ def nvls_collectives(
     Args:
         max_bytes: Size of the largest tensor of a kernel, in bytes; larger ones go through
             torch.distributed.
-        options: Further arguments of `Workspace`.
+        options: Further arguments of `Workspace`. An operation waits for another rank for as long
+            as one of NCCL does, unless `timeout_s` is among them.
 
     Returns:
         A function of a group; collective over its ranks. What it returns closes the workspace when
@@ -150,7 +158,7 @@ def nvls_collectives(
         inner = group.collectives
         if group.size == 1:
             return inner
-        arguments = {"device": _device_of(group), **options}
+        arguments = {"device": _device_of(group), "timeout_s": _TIMEOUT_S, **options}
         # The fallback of its operations: also after the group has got the new collectives.
         workspace = Workspace(group.with_collectives(inner), max_bytes, **arguments)
         if workspace.capability.is_usable:

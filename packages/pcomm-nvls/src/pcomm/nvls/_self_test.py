@@ -17,7 +17,7 @@ from torch import Tensor
 from pcomm.core.doctor.report import Finding, Report
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.groups.agreement import vote
-from pcomm.nvls.capability import reasons_by_rank
+from pcomm.nvls._capability import reasons_by_rank
 from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
 from pcomm.nvls.collectives.all_reduce import all_reduce
 from pcomm.nvls.policy.operations import ALGORITHMS, Algorithm

@@ -1,0 +1,124 @@
+"""Ranks that exist in one launch on one GPU: real memory ordering, without a second device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pcomm.core.errors import ConfigError
+from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
+from pcomm.nvls.collectives.inputs import VECTOR_BYTES, kind_of
+from pcomm.nvls.workspace.launch import Launch
+from pcomm.nvls.workspace.regions import MAX_BLOCKS, Regions
+from pcomm.nvls.workspace.slots import SLOTS, Rotation
+
+__all__ = ["VirtualRanks"]
+
+Operation = Literal["all_gather", "reduce_scatter", "one_shot", "two_shot"]
+_EPOCHS = 1 + MAX_BLOCKS
+
+
+class VirtualRanks:
+    """The memory of all ranks, and the launches of their operations. Local.
+
+    Args:
+        size: Number of ranks; with their blocks at most as many as the device runs at once.
+        max_bytes: Size of the largest whole tensor, in bytes.
+        device: Device of the memory.
+        timeout_s: Longest wait of a rank for another one, in seconds.
+    """
+
+    def __init__(
+        self, size: int, max_bytes: int, *, device: torch.device, timeout_s: float = 10.0
+    ) -> None:
+        self.size, self.device, self._timeout_s = size, device, timeout_s
+        self._regions, self._rotation = Regions(size, max_bytes, SLOTS), Rotation(SLOTS)
+        self._memories = SymmetricMemory.virtual(size, self._regions.num_bytes, device=device)
+        for memory in self._memories:
+            memory.buffer()[: self._regions.signal_bytes].zero_()
+        self._epochs = torch.zeros(size * _EPOCHS, dtype=torch.int32, device=device)
+        on_cuda = device.type == "cuda"
+        self.failure = torch.zeros(1, dtype=torch.int32, pin_memory=on_cuda)
+
+    def launch(
+        self,
+        operation: Operation,
+        outs: Sequence[Tensor],
+        xs: Sequence[Tensor],
+        *,
+        num_blocks: int = 4,
+        num_warps: int = 16,
+    ) -> Launch:
+        """One operation of all ranks. Takes a turn.
+
+        Args:
+            operation: "all_gather", "reduce_scatter", "one_shot" or "two_shot" (all-reduces).
+            outs: Result of each rank, dense.
+            xs: Input of each rank, dense; of bf16, fp16 or fp32.
+            num_blocks: Number of blocks of a rank.
+            num_warps: Number of warps of a block.
+
+        Raises:
+            ConfigError: The device cannot run all blocks at once: they would wait for each other.
+        """
+        from pcomm.nvls.testing import virtual_kernels as kernels
+
+        self._check_fits(num_blocks)
+        turn = self._rotation.next(is_captured=False)
+        arguments: dict[str, Any] = {
+            "xs": self._table(xs),
+            "outs": self._table(outs),
+            "num_vectors": xs[0].nbytes // VECTOR_BYTES,
+            "buffers": self._memories[0].buffer_table,
+            "epochs": self._epochs,
+            "failure": self.failure.data_ptr(),
+            "slot": self._regions.slot(turn.slot),
+            "limit_ns": int(self._timeout_s * 1e9),
+            "WORLD": self.size,
+            "EPOCHS": _EPOCHS,
+            "ENTRY": turn.needs_entry,
+            "BLOCK": 32 * num_warps,
+        }
+        match operation:
+            case "all_gather":
+                kernel = kernels.virtual_all_gather_kernel
+                arguments["row_vectors"] = arguments["num_vectors"]
+            case "reduce_scatter":
+                kernel = kernels.virtual_reduce_scatter_kernel
+                arguments["num_vectors"] //= self.size
+                arguments["row_vectors"] = arguments["num_vectors"]
+                arguments["KIND"] = kind_of(xs[0].dtype)
+            case "one_shot" | "two_shot":
+                kernel = kernels.virtual_all_reduce_kernel
+                arguments["KIND"] = kind_of(xs[0].dtype)
+                arguments["SHOTS"] = 1 if operation == "one_shot" else 2
+        return Launch(kernel, num_blocks, num_warps, arguments, self.device, (*outs, *xs))
+
+    def run(self, launch: Launch) -> None:
+        """Enqueue a launch of `launch` on the current stream."""
+        grid = (launch.num_blocks, self.size)
+        launch.kernel[grid](**launch.arguments, num_warps=launch.num_warps)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for memory in self._memories:
+            memory.close()
+
+    def _table(self, tensors: Sequence[Tensor]) -> Tensor:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return torch.tensor(addresses, dtype=torch.int64, device=self.device)
+
+    def _check_fits(self, num_blocks: int) -> None:
+        if self.device.type != "cuda":
+            return
+        found = torch.cuda.get_device_properties(self.device).multi_processor_count
+        if num_blocks * self.size > found:
+            raise ConfigError(
+                f"VirtualRanks: {self.size} ranks of {num_blocks} blocks",
+                found=f"{found} processors",
+                why="A block waits for the same block of each rank, so all have to run at once.",
+                fix="Use fewer ranks or blocks.",
+            )

@@ -1,0 +1,87 @@
+"""The turn of the next operation: of the rotation, handed out before, or on trial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pcomm.nvls.workspace.slots import Rotation, Turn
+from pcomm.nvls.workspace.stream_order import StreamOrder
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """Turns of the operations of one workspace, which stay on one stream.
+
+    Args:
+        rotation: Order of the slots.
+        streams: Stream of the operations so far.
+
+    Attributes:
+        rotation: Order of the slots.
+        last: Turn that was taken last.
+        on_trial: Turn that every operation has while kernels are only compiled; usually None.
+    """
+
+    def __init__(self, rotation: Rotation, streams: StreamOrder) -> None:
+        self.rotation, self._streams = rotation, streams
+        self._prepared: Turn | None = None
+        self.last: Turn | None = None
+        self.on_trial: Turn | None = None
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether the next turn is one of the rotation."""
+        return self._prepared is None and self.on_trial is None
+
+    def take(self) -> Turn:
+        """The turn of the operation that is launched next; once for each operation.
+
+        Raises:
+            ConfigError: It is on another stream than the operations before.
+        """
+        turn = self._prepared
+        if turn is None:
+            turn = self._next()
+        else:
+            self._prepared = None
+        self.last = turn
+        return turn
+
+    def put_back(self, turn: Turn) -> None:
+        """Have the next operation take a turn that was not used."""
+        self._prepared = turn
+
+    def hand_out(self) -> tuple[Turn, bool]:
+        """The turn of the next operation, whose slot the caller writes to before.
+
+        Returns:
+            The turn, again until it is taken, and whether all ranks have to meet now.
+
+        Raises:
+            ConfigError: It is on another stream than the operations before.
+        """
+        turn = self._next() if self._prepared is None else self._prepared
+        self._prepared = Turn(turn.slot, False, turn.generation, is_prepared=True)
+        return self._prepared, turn.needs_entry
+
+    @contextmanager
+    def trial(self, *, needs_entry: bool) -> Iterator[None]:
+        """Operations in this block have no effect on turns.
+
+        Args:
+            needs_entry: True if they are to wait for all ranks before they write.
+        """
+        kept = self._prepared, self.last
+        self._prepared, self.on_trial = None, Turn(0, needs_entry, self.rotation.generation)
+        try:
+            yield
+        finally:
+            self.on_trial = None
+            self._prepared, self.last = kept
+
+    def _next(self) -> Turn:
+        if self.on_trial is not None:
+            return self.on_trial
+        return self.rotation.next(is_captured=self._streams.next_is_captured())

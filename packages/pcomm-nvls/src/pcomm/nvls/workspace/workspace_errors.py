@@ -1,0 +1,54 @@
+"""The errors of a workspace: what was asked, what was found, why that cannot be, how to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pcomm.core.errors import ClosedError, ConfigError, PeerTimeoutError
+
+__all__ = ["is_closed", "rank_is_missing", "too_large", "view_is_old"]
+
+
+def is_closed(operation: str) -> ClosedError:
+    """The error of an operation after `close`."""
+    return ClosedError(
+        operation,
+        found="the workspace is closed",
+        why="Its memory has been given back, on this rank at least.",
+        fix="Use it within its `with` block, and before its groups close.",
+    )
+
+
+def too_large(
+    shape: Sequence[int], dtype: torch.dtype, num_bytes: int, max_bytes: int
+) -> ConfigError:
+    """The error of a tensor that fits into no slot."""
+    return ConfigError(
+        f"Workspace.empty: shape {tuple(shape)} of {dtype}",
+        found=f"{num_bytes} bytes, and max_bytes={max_bytes}",
+        why="A slot has max_bytes.",
+        fix="Open a larger workspace, or allocate the tensor with torch.empty.",
+    )
+
+
+def rank_is_missing(rank: int, timeout_s: float) -> PeerTimeoutError:
+    """The error after an operation that did not get the signal of a rank in time."""
+    return PeerTimeoutError(
+        "an operation of pcomm.nvls",
+        found=f"rank {rank} did not signal within {timeout_s:g} s",
+        why="Every rank of the group makes the same operations in the same order.",
+        fix=f"Look for an earlier error on rank {rank}. The workspace cannot be used any "
+        "more: close it and open a new one.",
+    )
+
+
+def view_is_old(generation: int, newest: int) -> ConfigError:
+    """The error of a view whose slot may have been written since."""
+    return ConfigError(
+        f"a view of operation {generation} of the workspace",
+        found=f"operation {newest} has begun",
+        why="Other ranks may write into that slot from then on.",
+        fix="Launch what reads the view before the next operation, or ask for a copy.",
+    )

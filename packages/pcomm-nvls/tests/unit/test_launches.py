@@ -1,0 +1,291 @@
+"""What the host does for a launch: once, and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
+from pcomm.nvls.collectives.all_gather_v import all_gather_v
+from pcomm.nvls.collectives.all_reduce import all_reduce
+from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+from pcomm.nvls.testing.fake_device import FakeStream, fake_driver, fake_workspace
+from pcomm.nvls.workspace.repeats import _MOST_CALLS
+from pcomm.nvls.workspace.workspace import Workspace
+
+SIZE = 4
+X = torch.zeros(SIZE * 64, 8, dtype=torch.bfloat16)
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    "all_reduce": all_reduce,
+    "all_gather_into_tensor": all_gather_into_tensor,
+    "reduce_scatter_tensor": reduce_scatter_tensor,
+}
+
+
+@pytest.fixture(scope="module")
+def launches() -> Iterator[list[tuple[Any, ...]]]:
+    """The launches that reached the driver."""
+    found: list[tuple[Any, ...]] = []
+    with fake_driver(launches=found):
+        yield found
+
+
+@pytest.fixture
+def stream() -> FakeStream:
+    return FakeStream()
+
+
+@pytest.fixture
+def workspace(launches: list[tuple[Any, ...]], stream: FakeStream) -> Iterator[Workspace]:
+    launches.clear()
+    with fake_workspace(SIZE, 1 << 20, stream=stream) as made:
+        yield made
+
+
+class Counted:
+    """Calls of a function that still does what it did."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.function(*arguments, **options)
+
+
+@pytest.mark.parametrize("algo", ["lamport", "multimem", "p2p"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_equal_call_builds_and_compiles_nothing(
+    workspace: Workspace,
+    launches: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    algo: str,
+) -> None:
+    run = OPERATIONS[name]
+    first = [run(None, X, workspace=workspace, algo=algo) for _ in range(2)]  # one a slot
+    compiled, built = workspace.launcher.num_compiled, Counted(workspace.choose)
+    monkeypatch.setattr(workspace, "choose", built)
+    again = [run(None, X, workspace=workspace, algo=algo) for _ in range(4)]
+    assert workspace.launcher.num_compiled == compiled
+    assert built.calls == 0
+    assert workspace.num_launches == len(launches) == 6
+    # The second pair of launches is the first one but for the address of the result.
+    kernels = [launch[0] for launch in launches]
+    assert len(set(kernels)) == 1
+    for place in range(4):
+        ours, model = launches[2 + place], launches[place % 2]
+        assert _without(ours, again[place]) == _without(model, first[place % 2])
+        assert again[place].shape == first[0].shape
+
+
+def _without(launch: tuple[Any, ...], result: Tensor) -> list[Any]:
+    """The arguments of a launch, with a mark in place of the address of its result."""
+    values = [
+        "result" if type(value) is int and value == result.data_ptr() else value for value in launch
+    ]
+    assert "result" in values
+    return values
+
+
+def test_a_call_that_differs_is_checked_again(
+    workspace: Workspace, launches: list[tuple[Any, ...]]
+) -> None:
+    out = torch.empty_like(X)
+    for _ in range(4):
+        all_reduce(out, X, workspace=workspace)
+    with pytest.raises(UnsupportedError, match="gradient"):
+        all_reduce(out, X.clone().requires_grad_(), workspace=workspace)
+    slot = workspace.empty(X.shape, X.dtype)
+    with pytest.raises(ConfigError, match="memory that other ranks read"):
+        all_reduce(slot, X, workspace=workspace)
+    all_reduce(out, X, workspace=workspace)  # takes the turn that was handed out
+
+    def addresses(x: Tensor, given: Tensor) -> list[Any]:
+        all_reduce(given, x, workspace=workspace)
+        return list(launches[-1])
+
+    turned = torch.zeros(8, SIZE * 64, dtype=X.dtype).t()
+    assert turned.data_ptr() not in addresses(turned, out)
+    shifted = torch.zeros(X.numel() + 1, dtype=X.dtype)[1:].view(X.shape)
+    assert shifted.data_ptr() not in addresses(shifted, out)
+    assert shifted.data_ptr() not in addresses(X, shifted)
+    room = torch.zeros(2 * X.numel(), dtype=X.dtype)
+    low, high = room[: X.numel()].view(X.shape), room[64 : 64 + X.numel()].view(X.shape)
+    assert low.data_ptr() not in addresses(low, high)
+    assert low.data_ptr() not in addresses(low, high)
+    assert low.data_ptr() in addresses(low, low)
+    assert X.data_ptr() in addresses(X, out)
+
+
+def test_turns_go_on_through_repeated_calls(
+    workspace: Workspace, launches: list[tuple[Any, ...]]
+) -> None:
+    places = [workspace.regions.slot(place) for place in range(2)]
+    for _ in range(3):
+        all_reduce(None, X, workspace=workspace, algo="p2p")
+        all_gather_into_tensor(None, X, workspace=workspace, algo="p2p")
+        all_reduce(None, X, workspace=workspace, algo="p2p")
+    seen = [place for launch in launches for place in places if place in launch[1:]]
+    assert seen == [places[number % 2] for number in range(9)]
+
+
+def test_a_repeated_call_keeps_to_the_stream_and_to_the_workspace(
+    workspace: Workspace, stream: FakeStream
+) -> None:
+    for _ in range(4):
+        all_reduce(None, X, workspace=workspace)
+    stream.handle += 1
+    with pytest.raises(ConfigError, match="another stream"):
+        all_reduce(None, X, workspace=workspace)
+    stream.handle -= 1
+    workspace.failure_word.value = 3
+    with pytest.raises(Exception, match="rank 2 did not signal"):
+        all_reduce(None, X, workspace=workspace)
+    workspace.failure_word.value = 0
+    all_reduce(None, X, workspace=workspace)
+    workspace.close()
+    with pytest.raises(Exception, match="closed"):
+        all_reduce(None, X, workspace=workspace)
+
+
+def test_a_capture_refuses_to_compile_and_names_what_to_call(
+    workspace: Workspace, stream: FakeStream, launches: list[tuple[Any, ...]]
+) -> None:
+    counts = torch.full((SIZE,), 3, dtype=torch.int32)
+
+    def step() -> None:
+        all_reduce(None, X, workspace=workspace, algo="multimem")
+        all_gather_v(None, X, counts, workspace=workspace, algo="p2p")
+        x = workspace.empty(X.shape, X.dtype)
+        reduce_scatter_tensor(None, x, workspace=workspace, algo="multimem")
+
+    all_reduce(None, X, workspace=workspace, algo="multimem")
+    stream.captured = True
+    # Compiled, but without the entry barrier that an operation in a graph has.
+    with pytest.raises(ConfigError, match=r"(?s)ENTRY=True.*Workspace.prepare"):
+        step()
+    stream.captured = False
+    before, generation = len(launches), workspace.turns.rotation.generation
+    workspace.prepare(step)
+    assert len(launches) == before
+    assert workspace.turns.rotation.generation == generation
+    compiled = workspace.launcher.num_compiled
+    stream.captured = True
+    for _ in range(2):
+        step()
+    with workspace.sequence():
+        step()
+    stream.captured = False
+    step()
+    assert workspace.launcher.num_compiled == compiled
+    names = [launch[0] for launch in launches[before:]]
+    assert names[:4] == [
+        "one_shot_all_reduce_kernel",
+        "all_gather_v_kernel",
+        "wait_for_all_kernel",
+        "reduce_scatter_kernel",
+    ]
+
+
+def test_as_many_calls_are_kept_as_there_is_room_for(workspace: Workspace) -> None:
+    for rows in range(1, _MOST_CALLS + 1):
+        all_reduce(None, torch.zeros(rows, 8, dtype=X.dtype), workspace=workspace, algo="p2p")
+    assert len(workspace.repeats) == _MOST_CALLS
+    all_reduce(None, torch.zeros(_MOST_CALLS + 1, 8), workspace=workspace, algo="p2p")
+    assert len(workspace.repeats) == 1
+
+
+def test_calls_that_are_compared_between_ranks_are_not_skipped(
+    launches: list[tuple[Any, ...]],
+) -> None:
+    with fake_workspace(SIZE, debug=True) as workspace:
+        for _ in range(3):
+            all_reduce(None, X, workspace=workspace)
+        assert not workspace.repeats
+
+
+def test_a_result_in_the_workspace_is_refused_again(workspace: Workspace) -> None:
+    for _ in range(4):
+        all_reduce(None, X, workspace=workspace, algo="p2p")
+    assert workspace.memory is not None
+    start = workspace.regions.slot(0)
+    inside = workspace.memory.buffer()[start : start + X.nbytes].view(X.dtype).view(X.shape)
+    with pytest.raises(ConfigError, match="memory that other ranks read"):
+        all_reduce(inside, X, workspace=workspace, algo="p2p")
+    with pytest.raises(ConfigError, match="not handed out"):
+        all_reduce(None, inside, workspace=workspace, algo="p2p")
+
+
+def test_a_repeated_call_keeps_to_what_an_out_means(
+    workspace: Workspace, launches: list[tuple[Any, ...]]
+) -> None:
+    out = torch.zeros_like(X)
+    for _ in range(4):
+        before = out._version
+        all_reduce(out, X, workspace=workspace, algo="p2p")
+        assert launches[-1].count(out.data_ptr()) == 1
+        # So a backward that needs what was there raises.
+        assert out._version > before
+    for other in (torch._neg_view(torch.zeros_like(X)), torch.zeros_like(X, requires_grad=True)):
+        all_reduce(other, X, workspace=workspace, algo="p2p")
+        assert other.data_ptr() not in launches[-1]
+
+
+def test_what_was_handed_out_stays_so_while_kernels_are_prepared(workspace: Workspace) -> None:
+    x = workspace.empty(X.shape, X.dtype)
+    workspace.prepare(lambda: all_reduce(None, X, workspace=workspace))
+    all_reduce(None, x, workspace=workspace, algo="p2p")
+
+
+@pytest.mark.parametrize("slot", [1, 8, 16, 4096, 1 << 33, (1 << 33) + 8])
+def test_arguments_of_another_kind_take_another_variant(
+    launches: list[tuple[Any, ...]], slot: int
+) -> None:
+    """An oracle: Triton's own binding finds the variant that the launcher has compiled."""
+    from pcomm.nvls.collectives.all_reduce import all_reduce_launch, all_reduce_question
+
+    with fake_workspace(SIZE) as workspace:
+        choice = workspace.choose(all_reduce_question(X, workspace, "p2p"))
+        first = all_reduce_launch(workspace, choice, torch.empty_like(X), X)
+        workspace.launcher.run(first)
+        launch = replace(first, arguments={**first.arguments, "slot": slot})
+        workspace.launcher.run(launch)
+        variants = launch.kernel.device_caches[0][0]
+        number = len(variants)
+        options = {"num_warps": launch.num_warps, "maxnreg": launch.max_registers}
+        compiled = launch.kernel[(launch.num_blocks,)](**launch.arguments, **options)
+        assert len(variants) == number
+        same = launch.kernel[(launch.num_blocks,)](**first.arguments, **options)
+        assert (workspace.launcher.num_compiled == 1) == (same is compiled)
+
+
+@pytest.mark.parametrize("algo", ["multimem", "p2p"])
+def test_the_launcher_takes_the_variant_that_triton_takes(
+    launches: list[tuple[Any, ...]], algo: str
+) -> None:
+    """An oracle: Triton's own binding of the same arguments compiles nothing new."""
+    from pcomm.nvls.collectives.all_gather_into_tensor import (
+        all_gather_launch,
+        all_gather_question,
+    )
+
+    with fake_workspace(SIZE) as workspace:
+        for rows in (1, 2, 16, 17, 64):
+            x = torch.zeros(rows, 8, dtype=torch.bfloat16)
+            out = torch.zeros(SIZE * rows, 8, dtype=torch.bfloat16)
+            choice = workspace.choose(all_gather_question(x, 0, workspace, algo))
+            launch = all_gather_launch(workspace, choice, out, x, 0)
+            workspace.launcher.run(launch)
+            variants = launch.kernel.device_caches[0][0]
+            number, ours = len(variants), launches[-1]
+            options = {"num_warps": launch.num_warps, "maxnreg": launch.max_registers}
+            launch.kernel[(launch.num_blocks,)](**launch.arguments, **options)
+            assert len(variants) == number
+            assert launches[-1] == ours
