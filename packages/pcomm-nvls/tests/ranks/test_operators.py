@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -111,3 +113,20 @@ def test_torch_finds_nothing_wrong_with_them() -> None:
         ):
             arguments = (rows.clone(), rows.clone(), rows[0].clone(), 1e-5, number, 1)
             torch.library.opcheck(fused.default, arguments, test_utils=CHECKS)
+
+
+def test_copies_use_the_same_workspace_and_pickles_none() -> None:
+    """In another process its number is that of another workspace."""
+    from pcomm.nvls.operators import WorkspaceOperators
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    x = torch.ones(8)
+    with Workspace(Group("tp", (0,), None), 4096) as workspace:
+        module = nn.Linear(8, 8)
+        module.workspace, module.operators = workspace, WorkspaceOperators(workspace)
+        copied = copy.deepcopy(module)
+        assert copied.workspace is workspace
+        assert copied.operators.number == module.operators.number
+        assert_equal(copied.operators.all_reduce(x), x)
+        with pytest.raises(UnsupportedError, match="pickle: WorkspaceOperators"):
+            pickle.dumps(module.operators)

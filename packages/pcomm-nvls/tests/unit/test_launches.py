@@ -224,6 +224,21 @@ def test_a_result_in_the_workspace_is_refused_again(workspace: Workspace) -> Non
         all_reduce(None, inside, workspace=workspace, algo="p2p")
 
 
+def test_a_repeated_call_keeps_to_what_an_out_means(
+    workspace: Workspace, launches: list[tuple[Any, ...]]
+) -> None:
+    out = torch.zeros_like(X)
+    for _ in range(4):
+        before = out._version
+        all_reduce(out, X, workspace=workspace, algo="p2p")
+        assert launches[-1].count(out.data_ptr()) == 1
+        # So a backward that needs what was there raises.
+        assert out._version > before
+    for other in (torch._neg_view(torch.zeros_like(X)), torch.zeros_like(X, requires_grad=True)):
+        all_reduce(other, X, workspace=workspace, algo="p2p")
+        assert other.data_ptr() not in launches[-1]
+
+
 def test_what_was_handed_out_stays_so_while_kernels_are_prepared(workspace: Workspace) -> None:
     x = workspace.empty(X.shape, X.dtype)
     workspace.prepare(lambda: all_reduce(None, X, workspace=workspace))

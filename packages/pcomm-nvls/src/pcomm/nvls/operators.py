@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.handle import Handle
 from pcomm.core.errors import ClosedError, LayoutError, UnsupportedError
 from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
 from pcomm.nvls.collectives.all_reduce import all_reduce
@@ -31,22 +32,25 @@ _workspaces: WeakValueDictionary[int, Workspace] = WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
-class WorkspaceOperators:
+class WorkspaceOperators(Handle):
     """The operators of a workspace, as methods; they may be called in a compiled module.
 
     They go where the table of the workspace sends them, as `NvlsCollectives` does, and return new
-    tensors. Collective over its group; not differentiable.
+    tensors. Collective over its group; not differentiable. A module that holds them can be copied,
+    but not pickled: their number means another workspace, or none, in another process.
 
     Args:
         workspace: Workspace of the group, which the caller keeps and closes.
 
     Attributes:
         number: Number by which the operators name the workspace.
+        rank: Place of this rank in the group.
         size: Number of ranks.
     """
 
     def __init__(self, workspace: Workspace) -> None:
-        self.number, self.size = next(_numbers), workspace.group.size
+        self.rank, self.size = workspace.group.rank, workspace.group.size
+        self.number = next(_numbers)
         _workspaces[self.number] = workspace
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:

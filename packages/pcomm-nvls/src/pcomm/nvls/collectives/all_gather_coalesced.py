@@ -13,7 +13,7 @@ from torch import Tensor
 from pcomm.core.collectives.out import not_over
 from pcomm.core.errors import LayoutError
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, result_in, way_of
-from pcomm.nvls.collectives.outputs import check_outside
+from pcomm.nvls.collectives.outputs import check_outside, deliver
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -100,16 +100,13 @@ def _gather(
     results = [
         result_in(_NAME, out, shape, x) for out, shape, x in zip(outs, shapes, xs, strict=True)
     ]
-    for result in results:
-        check_outside(_NAME, result, workspace)
+    for out in outs:
+        check_outside(_NAME, out, workspace)
     filled = [(result, dense(x)) for result, x in zip(results, xs, strict=True) if x.numel()]
     if filled:
         launch = all_gather_coalesced_launch(workspace, choice, filled)
         workspace.run(launch)
-    return [
-        result if out is None or result is out else out.copy_(result)
-        for out, result in zip(outs, results, strict=True)
-    ]
+    return [deliver(result, out) for out, result in zip(outs, results, strict=True)]
 
 
 def all_gather_coalesced_launch(

@@ -17,7 +17,7 @@ from pcomm.nvls.collectives.inputs import (
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_all_gather_launch
-from pcomm.nvls.collectives.outputs import check_outside
+from pcomm.nvls.collectives.outputs import check_outside, deliver
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -82,7 +82,7 @@ def all_gather_into_tensor(
         workspace.run(all_gather_launch(workspace, choice, None, x, along))
         return workspace.result_in_slot(shape, x.dtype)
     result = result_in(_NAME, out, shape, x)
-    check_outside(_NAME, result, workspace)
+    check_outside(_NAME, out, workspace)
     if x.numel():
         # A launch has the address alone: a copy has to live until it runs. A block writes its own
         # shard back where it has read it, so that may be the same memory.
@@ -90,7 +90,7 @@ def all_gather_into_tensor(
         x = not_over(dense(x), result, place)
         launch = all_gather_launch(workspace, choice, result, x, along)
         workspace.run(launch, Call(key, x, result, place))
-    return result if out is None or result is out else out.copy_(result)
+    return deliver(result, out)
 
 
 def all_gather_question(

@@ -10,7 +10,7 @@ from torch import Tensor
 from pcomm.core.collectives.out import not_over
 from pcomm.core.errors import LayoutError
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, result_in, way_of
-from pcomm.nvls.collectives.outputs import check_outside
+from pcomm.nvls.collectives.outputs import check_outside, deliver
 from pcomm.nvls.collectives.row_counts import RowCounts, check_counts, counts_on
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
@@ -75,15 +75,15 @@ def all_gather_v(
     result = result_in(_NAME, out, (rows, hidden), x)
     if choice.algorithm == "dist":
         return reference(out, x, counts, collectives=workspace.group.collectives)
-    check_outside(_NAME, result, workspace)
+    check_outside(_NAME, out, workspace)
     if out is not None and result is not out:
         # Rows that are not written come back with the others.
-        result.copy_(out)
+        result.copy_(out.detach())
     if limits.total_rows and hidden:
         x = not_over(dense(x), result)
         on_device = counts_on(_NAME, counts, x.device)
         workspace.run(all_gather_v_launch(workspace, choice, result, x, on_device, limits))
-    return result if out is None or result is out else out.copy_(result)
+    return deliver(result, out)
 
 
 def all_gather_v_launch(

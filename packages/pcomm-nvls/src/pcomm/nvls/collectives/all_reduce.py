@@ -16,7 +16,7 @@ from pcomm.nvls.collectives.inputs import (
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_all_reduce_launch
-from pcomm.nvls.collectives.outputs import check_outside
+from pcomm.nvls.collectives.outputs import check_outside, deliver
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -73,11 +73,11 @@ def all_reduce(
         given = workspace.group.collectives
         return reference(out, x, collectives=given, deterministic=workspace.deterministic)
     result = result_in(_NAME, out, tuple(x.shape), x)
-    check_outside(_NAME, result, workspace)
+    check_outside(_NAME, out, workspace)
     if x.numel():
         x = not_over(dense(x), result, 0)
         workspace.run(all_reduce_launch(workspace, choice, result, x), Call(key, x, result, 0))
-    return result if out is None or result is out else out.copy_(result)
+    return deliver(result, out)
 
 
 def all_reduce_question(

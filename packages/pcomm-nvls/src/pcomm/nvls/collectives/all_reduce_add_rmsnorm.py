@@ -7,12 +7,12 @@ from typing import Literal
 from torch import Tensor
 
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES, kind_of, way_of
+from pcomm.nvls.collectives.outputs import deliver
 from pcomm.nvls.collectives.rows import (
     RowThreads,
     Stream,
     check_rows,
     choose_for_rows,
-    deliver,
     new_or,
     row_threads,
 )
@@ -79,8 +79,8 @@ def all_reduce_add_rmsnorm(
         given = workspace.group.collectives
         normed = reference(x, residual, weight, eps, collectives=given, deterministic=ordered)
         return NormedRows(
-            normed.rows if out is None else out.copy_(normed.rows),
-            normed.residual if residual_out is None else residual_out.copy_(normed.residual),
+            deliver(normed.rows, out),
+            deliver(normed.residual, residual_out),
         )
     if x.numel():
         assert threads is not None

@@ -16,7 +16,7 @@ from pcomm.nvls.collectives.inputs import (
     result_in,
     way_of,
 )
-from pcomm.nvls.collectives.outputs import check_outside
+from pcomm.nvls.collectives.outputs import check_outside, deliver
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -88,13 +88,11 @@ def gather_to_rank(
         return reference(out, x, collectives=given, destination=destination, dim=dim)
     x = dense(x)
     if result is not None:
-        check_outside(_NAME, result, workspace)
+        check_outside(_NAME, out, workspace)
         x = not_over(x, result)
     if x.numel():
         workspace.run(gather_to_rank_launch(workspace, choice, result, x, destination, along))
-    if out is None or result is None or result is out:
-        return result
-    return out.copy_(result)
+    return None if result is None else deliver(result, out)
 
 
 def gather_to_rank_launch(

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from pcomm.core.errors import LayoutError
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES, kind_of, way_of
+from pcomm.nvls.collectives.outputs import deliver
 from pcomm.nvls.collectives.rows import (
     RowThreads,
     Stream,
     check_rows,
     choose_for_rows,
-    deliver,
     new_or,
     row_threads,
 )
@@ -101,8 +101,8 @@ def reduce_scatter_add_rmsnorm_all_gather(
             deterministic=workspace.deterministic,
         )
         return NormedRows(
-            normed.rows if out is None else out.copy_(normed.rows),
-            normed.residual if residual_out is None else residual_out.copy_(normed.residual),
+            deliver(normed.rows, out),
+            deliver(normed.residual, residual_out),
             normed.scales,
         )
     scales = x.new_empty(len(x), dtype=torch.float32) if fp8 == "rows" else None

@@ -18,7 +18,7 @@ from pcomm.nvls.collectives.inputs import (
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_reduce_scatter_launch
-from pcomm.nvls.collectives.outputs import check_outside
+from pcomm.nvls.collectives.outputs import check_outside, deliver
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -80,14 +80,14 @@ def reduce_scatter_tensor(
         given = workspace.group.collectives
         return reference(out, x, collectives=given, dim=dim, deterministic=ordered)
     result = result_in(_NAME, out, shape, x)
-    check_outside(_NAME, result, workspace)
+    check_outside(_NAME, out, workspace)
     if x.numel():
         # A block sums a segment where it has read it, so that may be the same memory.
         place = -workspace.group.rank * result.nbytes if along == 0 else None
         x = not_over(dense(x), result, place)
         launch = reduce_scatter_launch(workspace, choice, result, x, along)
         workspace.run(launch, Call(key, x, result, place))
-    return result if out is None or result is out else out.copy_(result)
+    return deliver(result, out)
 
 
 def reduce_scatter_question(

@@ -20,7 +20,6 @@ __all__ = [
     "Stream",
     "check_rows",
     "choose_for_rows",
-    "deliver",
     "new_or",
     "row_threads",
 ]
@@ -207,10 +206,5 @@ def new_or(
 ) -> Tensor:
     """The memory that a kernel writes rows to; see `result_in` and `check_outside`. Local."""
     result = result_in(operation, out, shape, like)
-    check_outside(operation, result, workspace)
+    check_outside(operation, out, workspace)
     return result
-
-
-def deliver(result: Tensor, out: Tensor | None) -> Tensor:
-    """The result, in `out` where that is given."""
-    return result if out is None or result is out else out.copy_(result)

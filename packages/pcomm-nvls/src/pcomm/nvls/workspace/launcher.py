@@ -8,13 +8,14 @@ can be called so, `compiled[grid](*arguments)`, is part of Triton's interface (t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.nvls.workspace.device_stream import DeviceStream
 from pcomm.nvls.workspace.launch import Launch
 
@@ -24,6 +25,9 @@ Runner = Callable[..., object]
 
 # In these the launcher takes grid, stream, function, metadata, and hooks with what they are told.
 _KNOWN_TRITON = ("3.6.", "3.7.")
+
+# Triton's interpreter keeps in one place of the process which block of which grid it is in.
+_interpreter = threading.Lock()
 
 
 class Launcher:
@@ -46,9 +50,10 @@ class Launcher:
 
         Raises:
             ConfigError: It has to be compiled, and a CUDA graph is being captured.
+            UnsupportedError: The interpreter runs a kernel of another thread.
         """
         if is_interpreted(launch.kernel):
-            launch.run()
+            _interpret(launch)
             return
         with self._stream.on_device():
             runner = self.runner(launch)
@@ -96,6 +101,21 @@ class Launcher:
 def is_interpreted(kernel: Any) -> bool:
     """Whether Triton runs a kernel as Python, and has nothing to compile. Local."""
     return not hasattr(kernel, "params")
+
+
+def _interpret(launch: Launch) -> None:
+    # Not waited for: two threads of each rank that take turns in different orders never end.
+    if not _interpreter.acquire(blocking=False):
+        raise UnsupportedError(
+            "a kernel of pcomm.nvls on the CPU",
+            found="another thread of this process runs one",
+            why="Triton's interpreter runs one kernel of a process at a time.",
+            fix="Call the operations of all workspaces from one thread, or use a GPU.",
+        )
+    try:
+        launch.run()
+    finally:
+        _interpreter.release()
 
 
 def _runner_of(compiled: Any, grid: tuple[int, int, int]) -> Runner:

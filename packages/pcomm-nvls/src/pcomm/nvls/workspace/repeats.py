@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from pcomm.core.collectives.out import is_dense
 from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.launcher import Launcher, Runner, is_interpreted
 from pcomm.nvls.workspace.slots import Turn
@@ -97,13 +99,14 @@ def again(workspace: Workspace, key: Hashable, x: Tensor, out: Tensor | None) ->
         target = out.data_ptr()
         ahead = address - target
         overlaps = -repeat.input_bytes < ahead < repeat.result_bytes and ahead != repeat.place
-        if overlaps or begin <= target < end or not out.is_contiguous():
+        if overlaps or begin <= target < end or not is_dense(out):
             return None
     if address & _ALIGNMENT or begin <= address < end:
         return None
-    if out is None:
-        out = x.new_empty(repeat.shape)
-        target = out.data_ptr()
+    result = out
+    if result is None:
+        result = x.new_empty(repeat.shape)
+        target = result.data_ptr()
     if target & _ALIGNMENT:
         return None
     turn = turns.take()
@@ -116,7 +119,10 @@ def again(workspace: Workspace, key: Hashable, x: Tensor, out: Tensor | None) ->
     arguments[x_at], arguments[out_at] = address, target
     runner(*arguments, stream=stream.current())
     workspace.num_launches += 1
-    return out
+    if out is not None:
+        # The launch has only its address: autograd is told that it has changed.
+        increment_version(out)
+    return result
 
 
 def remember(

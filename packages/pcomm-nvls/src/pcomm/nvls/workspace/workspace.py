@@ -246,10 +246,10 @@ class Workspace:
     # -- what callers use ----------------------------------------------------------------
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for the input of the next operation, which then need not copy it. Local.
+        """Memory for the input of the next operation, which then need not copy it.
 
         Such as the `out` of the matrix product before a reduce-scatter. Without symmetric memory it
-        is a new tensor.
+        is a new tensor. With one slot, or in a CUDA graph, all ranks call it: it may wait for them.
 
         Args:
             shape: Shape of that input.
@@ -307,8 +307,7 @@ class Workspace:
         """
         if self.memory is None or not self.failure_word.value:
             return
-        missing = self.group.ranks[self.failure_word.value - 1]
-        raise errors.rank_is_missing(missing, self._timeout_s)
+        raise errors.rank_is_missing(self.group.ranks[self.failure_word.value - 1], self._timeout_s)
 
     def check_view(self, view: Tensor) -> None:
         """Raise if an operation has begun since that of which a view shows the slot. Local.
@@ -345,6 +344,10 @@ class Workspace:
         self._forget()
         if self.memory is not None:
             self.memory.close()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Workspace:
+        """Itself: a copy of a module that holds it uses the same memory."""
+        return self
 
     def __enter__(self) -> Workspace:
         return self
