@@ -28,7 +28,7 @@ from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.chooser import Chooser
 from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
-from pcomm.nvls.workspace.checks import check_positive, check_room
+from pcomm.nvls.workspace.checks import check_positive, check_room, check_whole
 from pcomm.nvls.workspace.lamport import LAMPORT_BYTES, lamport_region_bytes
 from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.opening import open_memory
@@ -54,8 +54,7 @@ class Workspace:
         deterministic: True sums in rank order in fp32 and never in the switch.
         device: Device of the tensors; by default the current CUDA device, or the CPU without one.
         table: Table of the sizes at which another algorithm is chosen; by default the package's.
-        debug: True compares each call between the ranks before it runs, and refuses views of a
-            slot that was written again since.
+        debug: True compares each call between the ranks before it runs; a call then waits for all.
         timeout_s: Longest wait of an operation for another rank, in seconds.
         control: Control by which the ranks agree; by default that of `group`.
         probe: Source of the facts about this rank; by default this process and its device.
@@ -66,7 +65,7 @@ class Workspace:
         num_launches: Number of kernels that were launched so far.
 
     Raises:
-        ConfigError: A size or a time that is not positive, or no slot.
+        ConfigError: A size or a time that cannot be used, or no slot.
         DivergenceError: Ranks ask for different workspaces; on all, naming the difference.
         PeerError: Another rank has one of these errors.
         PeerTimeoutError: A rank did not come.
@@ -95,6 +94,7 @@ class Workspace:
         lines.append(f"lamport_bytes {lamport_bytes}")
         error: PcommError | None = None
         try:
+            check_whole(max_bytes=max_bytes, slots=slots, lamport_bytes=lamport_bytes)
             check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
             check_room(lamport_bytes)
             self._rotation = Rotation(slots)
@@ -118,7 +118,12 @@ class Workspace:
             self.capability.peers_reason,
             lamport_bytes if self.memory is not None else 0,
         )
-        self._agree("policy", facts.agreed_lines(chooser_table))
+        try:
+            self._agree("policy", facts.agreed_lines(chooser_table))
+        except PcommError:
+            if self.memory is not None:
+                self.memory.close()
+            raise
         self._chooser = Chooser(facts, chooser_table)
         self._stream: int | None = None
         self._prepared: Turn | None = None
@@ -220,10 +225,11 @@ class Workspace:
     # -- what callers use ----------------------------------------------------------------
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for the input of the next operation, which then need not copy it. Local.
+        """Memory for the addends of the next operation, a reduction, which need not copy them.
 
         Such as the `out` of the matrix product before a reduce-scatter. Without symmetric memory it
-        is a new tensor.
+        is a new tensor. All ranks call it, or none: where an operation meets the others before it
+        writes (one slot, or a CUDA graph), this does so for it.
 
         Args:
             shape: Shape of that input.
