@@ -7,7 +7,7 @@ from torch import Tensor
 from pcomm.core.collectives.call import Call
 from pcomm.core.errors import LayoutError
 
-__all__ = ["check_out", "deliver", "is_dense", "not_over"]
+__all__ = ["check_out", "deliver", "has_own_places", "is_dense", "not_over"]
 
 
 def check_out(call: Call, length: int | None = None) -> Tensor | None:
@@ -38,7 +38,7 @@ def check_out(call: Call, length: int | None = None) -> Tensor | None:
         if is_dense(out):
             return out if call.dim == 0 else None
         # Strides in Python only where they are unusual: this runs in every call with an `out`.
-        if out.is_contiguous() or _has_own_places(out):
+        if out.is_contiguous() or has_own_places(out):
             return None
         found = f"strides {out.stride()}, so that several elements are one place in memory"
     else:
@@ -88,7 +88,7 @@ def deliver(result: Tensor, out: Tensor | None) -> Tensor:
     return out
 
 
-def _has_own_places(out: Tensor) -> bool:
+def has_own_places(out: Tensor) -> bool:
     """Whether each step along a dimension is longer than all that lies within it."""
     within = 0
     for stride, n in sorted(zip(out.stride(), out.shape, strict=True)):

@@ -12,11 +12,10 @@ from pcomm.nvls.collectives.inputs import (
     check_input,
     dense,
     kind_of,
-    result_in,
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_all_reduce_launch
-from pcomm.nvls.collectives.outputs import check_outside
+from pcomm.nvls.collectives.outputs import check_result, deliver, result_in
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -64,15 +63,15 @@ def all_reduce(
     """
     check_input(_NAME, x, workspace.device)
     choice = workspace.choose(all_reduce_question(x, workspace, algo), strict=strict)
+    check_result(_NAME, out, tuple(x.shape), x, workspace)
     if choice.algorithm == "dist":
         given = workspace.group.collectives
         return reference(out, x, collectives=given, deterministic=workspace.deterministic)
-    result = result_in(_NAME, out, tuple(x.shape), x)
-    check_outside(_NAME, result, workspace)
+    result = result_in(out, tuple(x.shape), x)
     if x.numel():
         x = not_over(dense(x), result, 0)
         workspace.run(all_reduce_launch(workspace, choice, result, x))
-    return result if out is None or result is out else out.copy_(result)
+    return deliver(result, out)
 
 
 def all_reduce_question(

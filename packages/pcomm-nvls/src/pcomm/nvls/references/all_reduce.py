@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pcomm.core.collectives.out import deliver
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.nvls.references.sums import sum_in_rank_order
 
@@ -26,4 +27,4 @@ def all_reduce(
     parts = collectives.all_to_all(x.flatten(), send_sizes=lengths, receive_sizes=own)
     total = sum_in_rank_order(parts.split(own))
     whole = collectives.all_gather(total, sizes=lengths).view(x.shape)
-    return whole if out is None else out.copy_(whole)
+    return deliver(whole, out)

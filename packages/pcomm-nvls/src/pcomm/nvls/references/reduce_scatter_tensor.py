@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pcomm.core.collectives.out import deliver
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.nvls.references.sums import sum_in_rank_order
 
@@ -27,4 +28,4 @@ def reduce_scatter_tensor(
         return collectives.reduce_scatter(x, dim=dim, out=out)
     parts = collectives.all_to_all(x, dim=dim).chunk(collectives.size, dim)
     total = sum_in_rank_order(parts)
-    return total if out is None else out.copy_(total)
+    return deliver(total, out)

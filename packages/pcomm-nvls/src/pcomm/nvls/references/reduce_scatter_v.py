@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from pcomm.core.collectives.out import deliver
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.nvls.references.reduce_scatter_tensor import reduce_scatter_tensor
 from pcomm.nvls.references.row_counts import bounds_of, pack_rows, unpack_rows
@@ -43,4 +44,4 @@ def reduce_scatter_v(
     own_sizes = [sizes[rank]] * size
     parts = collectives.all_to_all(x, send_sizes=sizes, receive_sizes=own_sizes)
     total = sum_in_rank_order(parts.split(own_sizes))
-    return total if out is None else out.copy_(total)
+    return deliver(total, out)
