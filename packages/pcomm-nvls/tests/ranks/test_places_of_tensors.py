@@ -53,6 +53,37 @@ def test_gathers_refuse_inputs_where_other_ranks_store(rank: int) -> None:
 
 
 @ranks(2)
+def test_an_operation_that_is_refused_uses_up_no_slot(rank: int) -> None:
+    with opened() as workspace:
+        from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
+        from pcomm.nvls.collectives.all_reduce import all_reduce
+        from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+
+        x = torch.full((8,), float(rank))
+        named: dict[str, Any] = {"workspace": workspace, "algo": "p2p"}
+        last = all_gather_into_tensor(None, x, copy=False, **named)
+        for _ in range(3):
+            # Three, so that the slots that they would have used are not those of a whole round.
+            for refused, algo in (
+                (all_reduce, "p2p"),
+                (reduce_scatter_tensor, "lamport"),
+                (reduce_scatter_tensor, "p2p"),
+            ):
+                with pytest.raises(ConfigError, match="not handed out"):
+                    refused(None, last, workspace=workspace, algo=algo)
+            # Another rank may still read the last result, and has not been waited for.
+            view = all_gather_into_tensor(None, x, copy=False, **named)
+            assert view.data_ptr() != last.data_ptr()
+            assert view.tolist() == [0.0] * 8 + [1.0] * 8
+            last = view
+        with pytest.raises(ConfigError, match="not handed out"):
+            all_reduce(None, last, **named)
+        addends = workspace.empty((8,), x.dtype).copy_(x)
+        assert addends.data_ptr() != last.data_ptr()
+        assert all_reduce(None, addends, **named).tolist() == [1.0] * 8
+
+
+@ranks(2)
 def test_rows_of_8_bits_over_the_addends_that_they_are_made_of(rank: int) -> None:
     with opened() as workspace:
         from pcomm.nvls.collectives.reduce_scatter_add_rmsnorm_all_gather import (

@@ -74,6 +74,14 @@ class Rotation:
         self._follows = self._in_sequence
         return turn
 
+    def give_back(self) -> None:
+        """The last turn was not used: the next operation gets its slot.
+
+        With the one after it, that operation would write where the one before may still be read.
+        """
+        self._generation -= 1
+        self._follows = False
+
     @property
     def generation(self) -> int:
         """Number of turns so far."""

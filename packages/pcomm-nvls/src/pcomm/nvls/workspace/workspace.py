@@ -210,6 +210,7 @@ class Workspace:
         is_there = offset == self.regions.slot(turn.slot) and x.is_contiguous()
         if is_there and turn.is_prepared:
             return True
+        self._rotation.give_back()
         raise ConfigError(
             "an operation on a view of the workspace",
             found=f"a tensor at byte {offset} of it, which was not handed out for this operation",
@@ -366,9 +367,8 @@ class Workspace:
         self.run(Launch(wait_for_all_kernel, 1, 4, arguments, self.device))
 
     def _next_turn(self) -> Turn:
-        is_captured = False
+        is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self.device.type == "cuda":
-            is_captured = torch.cuda.is_current_stream_capturing()
             stream = torch.cuda.current_stream(self.device).cuda_stream
             if self._stream is None and not is_captured:
                 self._stream = stream
