@@ -251,3 +251,25 @@ def test_rows_that_do_not_fit_are_refused_before_anything_is_sent(rank: int) -> 
         assert found.residual.unique().tolist() == [3.0]
         assert found.rows.unique().tolist() == [1.0]
         assert reduce(x[:0], x[:0], weight, EPS, **named).rows.shape == (0, 16)
+
+
+@ranks(2)
+def test_rows_of_nan_have_the_scale_of_the_reference(rank: int) -> None:
+    emulate()
+    from pcomm.nvls.collectives.reduce_scatter_add_rmsnorm_all_gather import (
+        reduce_scatter_add_rmsnorm_all_gather as scatter,
+    )
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    group = Group.from_process_group("tp", default_group())
+    x, weight = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(16, dtype=torch.bfloat16)
+    x[0, 3], x[3] = float("nan"), 0.0
+    with Workspace(group, 1 << 14) as workspace:
+        named: dict[str, Any] = {"workspace": workspace, "fp8": "rows"}
+        found = scatter(x, 0 * x[1:3], weight, EPS, algo="p2p", **named)
+        wanted = scatter(x, 0 * x[1:3], weight, EPS, algo="dist", **named)
+        assert found.scales.tolist() == wanted.scales.tolist()
+        assert found.scales[[0, 3]].tolist() == [2.0**-64] * 2
+        torch.testing.assert_close(
+            found.rows.float(), wanted.rows.float(), rtol=0, atol=0, equal_nan=True
+        )

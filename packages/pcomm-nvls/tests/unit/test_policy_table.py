@@ -238,6 +238,15 @@ def test_launches_up_to_the_pad_and_the_largest_block() -> None:
             assert replace(ROW, num_blocks=blocks, num_warps=warps).num_warps == warps
 
 
+def test_barriers_have_a_thread_for_each_rank() -> None:
+    for name, warps, ranks in product(("lamport", "multimem", "p2p"), (1, 2, 4), range(2, 140)):
+        row = Row(name, 64, 4, warps, "by hand")  # type: ignore[arg-type]
+        # Thread r of a block waits for rank r; data without a barrier are waited for one by one.
+        is_heard = name == "lamport" or ranks <= 32 * warps
+        with nullcontext() if is_heard else pytest.raises(ConfigError, match="a thread for each"):
+            Band(("sm_90",), ("all_reduce",), (2, ranks), (row,))
+
+
 # -- other rows -----------------------------------------------------------------------------------
 
 

@@ -89,7 +89,7 @@ def deliver(result: Tensor, out: Tensor | None) -> Tensor:
 
 
 def has_own_places(out: Tensor) -> bool:
-    """Whether each step along a dimension is longer than all that lies within it. Local."""
+    """Whether each step along a dimension is longer than all that lies within it."""
     within = 0
     for stride, n in sorted(zip(out.stride(), out.shape, strict=True)):
         if n > 1:

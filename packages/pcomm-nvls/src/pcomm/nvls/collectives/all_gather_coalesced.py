@@ -12,8 +12,13 @@ from torch import Tensor
 
 from pcomm.core.collectives.out import not_over
 from pcomm.core.errors import LayoutError
-from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, result_in, way_of
-from pcomm.nvls.collectives.outputs import check_outside, deliver
+from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, way_of
+from pcomm.nvls.collectives.outputs import (
+    check_inputs_outside,
+    check_result,
+    deliver,
+    result_in,
+)
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -57,7 +62,7 @@ def all_gather_coalesced(
         UnsupportedError: Gradients are recorded for a tensor, or `algo` or `strict` cannot be met.
         LayoutError: The numbers of tensors differ, a tensor has no dimension or is on another
             device, or one of `outs` does not fit.
-        ConfigError: One of `outs` lies in the workspace.
+        ConfigError: One of `outs` or `xs` lies in the workspace.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     wanted = [None] * len(xs) if outs is None else list(outs)
@@ -95,13 +100,12 @@ def _gather(
     sizes = [x.nbytes for x in xs]
     question = Question(_NAME, sum(sizes), torch.uint8, row_bytes=math.gcd(*sizes), algorithm=algo)
     choice = workspace.choose(question, strict=strict)
+    for out, shape, x in zip(outs, shapes, xs, strict=True):
+        check_result(_NAME, out, shape, x, workspace)
+    check_inputs_outside(_NAME, *xs, workspace=workspace)
     if choice.algorithm == "dist":
         return reference(outs, xs, collectives=workspace.group.collectives)
-    results = [
-        result_in(_NAME, out, shape, x) for out, shape, x in zip(outs, shapes, xs, strict=True)
-    ]
-    for out in outs:
-        check_outside(_NAME, out, workspace)
+    results = [result_in(out, shape, x) for out, shape, x in zip(outs, shapes, xs, strict=True)]
     filled = [(result, dense(x)) for result, x in zip(results, xs, strict=True) if x.numel()]
     if filled:
         launch = all_gather_coalesced_launch(workspace, choice, filled)

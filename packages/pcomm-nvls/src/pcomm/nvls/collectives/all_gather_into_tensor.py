@@ -13,11 +13,15 @@ from pcomm.nvls.collectives.inputs import (
     check_input,
     dense,
     kernel_dim,
-    result_in,
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_all_gather_launch
-from pcomm.nvls.collectives.outputs import check_outside, deliver
+from pcomm.nvls.collectives.outputs import (
+    check_inputs_outside,
+    check_result,
+    deliver,
+    result_in,
+)
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -62,7 +66,7 @@ def all_gather_into_tensor(
     Raises:
         UnsupportedError: Gradients are recorded for `x`, or `algo` or `strict` cannot be met.
         LayoutError: `out` does not fit, or `x` is on another device.
-        ConfigError: `out` lies in the workspace.
+        ConfigError: `out` or `x` lies in the workspace.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     key = (_NAME, x.shape, x.dtype, dim, algo)
@@ -74,6 +78,8 @@ def all_gather_into_tensor(
     question = all_gather_question(x, dim, workspace, algo)
     along = question.dim
     choice = workspace.choose(question, strict=strict)
+    check_result(_NAME, out, shape, x, workspace)
+    check_inputs_outside(_NAME, x, workspace=workspace)
     if choice.algorithm == "dist":
         return reference(out, x, collectives=workspace.group.collectives, dim=dim)
     in_slot = not copy and out is None and along == 0 and choice.algorithm != "lamport"
@@ -81,8 +87,7 @@ def all_gather_into_tensor(
         x = dense(x)
         workspace.run(all_gather_launch(workspace, choice, None, x, along))
         return workspace.result_in_slot(shape, x.dtype)
-    result = result_in(_NAME, out, shape, x)
-    check_outside(_NAME, out, workspace)
+    result = result_in(out, shape, x)
     if x.numel():
         # A launch has the address alone: a copy has to live until it runs. A block writes its own
         # shard back where it has read it, so that may be the same memory.

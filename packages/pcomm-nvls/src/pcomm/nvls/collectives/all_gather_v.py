@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pcomm.core.collectives.out import not_over
 from pcomm.core.errors import LayoutError
-from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, result_in, way_of
-from pcomm.nvls.collectives.outputs import check_outside, deliver
+from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, way_of
+from pcomm.nvls.collectives.outputs import check_inputs_outside, check_result, deliver, result_in
 from pcomm.nvls.collectives.row_counts import RowCounts, check_counts, counts_on
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
@@ -58,7 +58,8 @@ def all_gather_v(
     Raises:
         UnsupportedError: Gradients are recorded for `x`, or `algo` or `strict` cannot be met.
         LayoutError: `counts`, `x` and `out` do not fit together.
-        ConfigError: `out` lies in the workspace, or numbers on the host go into a CUDA graph.
+        ConfigError: `out` or `x` lies in the workspace, or numbers on the host go into a CUDA
+            graph.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_input(_NAME, x, workspace.device)
@@ -72,10 +73,11 @@ def all_gather_v(
     )  # fmt: skip
     choice = workspace.choose(question, strict=strict)
     rows = len(out) if isinstance(counts, Tensor) and out is not None else limits.total_rows
-    result = result_in(_NAME, out, (rows, hidden), x)
+    check_result(_NAME, out, (rows, hidden), x, workspace)
+    check_inputs_outside(_NAME, x, workspace=workspace)
     if choice.algorithm == "dist":
         return reference(out, x, counts, collectives=workspace.group.collectives)
-    check_outside(_NAME, out, workspace)
+    result = result_in(out, (rows, hidden), x)
     if out is not None and result is not out:
         # Rows that are not written come back with the others.
         result.copy_(out.detach())

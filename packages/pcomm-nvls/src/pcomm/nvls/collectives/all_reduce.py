@@ -12,11 +12,10 @@ from pcomm.nvls.collectives.inputs import (
     check_input,
     dense,
     kind_of,
-    result_in,
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_all_reduce_launch
-from pcomm.nvls.collectives.outputs import check_outside, deliver
+from pcomm.nvls.collectives.outputs import check_result, deliver, result_in
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -69,11 +68,11 @@ def all_reduce(
         return done
     check_input(_NAME, x, workspace.device)
     choice = workspace.choose(all_reduce_question(x, workspace, algo), strict=strict)
+    check_result(_NAME, out, tuple(x.shape), x, workspace)
     if choice.algorithm == "dist":
         given = workspace.group.collectives
         return reference(out, x, collectives=given, deterministic=workspace.deterministic)
-    result = result_in(_NAME, out, tuple(x.shape), x)
-    check_outside(_NAME, out, workspace)
+    result = result_in(out, tuple(x.shape), x)
     if x.numel():
         x = not_over(dense(x), result, 0)
         workspace.run(all_reduce_launch(workspace, choice, result, x), Call(key, x, result, 0))

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES, kind_of, way_of
-from pcomm.nvls.collectives.outputs import deliver
+from pcomm.nvls.collectives.outputs import check_inputs_outside, deliver
 from pcomm.nvls.collectives.rows import (
     RowThreads,
     Stream,
@@ -65,7 +65,8 @@ def all_reduce_add_rmsnorm(
     Raises:
         UnsupportedError: Gradients are recorded, or `algo` or `strict` cannot be met.
         LayoutError: Shapes, dtypes or devices do not fit, or rows are too long for `algo`.
-        ConfigError: A result lies in the workspace, or `x` in a part of it that is in use.
+        ConfigError: A result, `residual` or `weight` lies in the workspace, or `x` in a part of it
+            that is in use.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_rows(_NAME, x, residual, weight, 1, workspace)
@@ -74,6 +75,7 @@ def all_reduce_add_rmsnorm(
     shape = (len(x), x.shape[1])
     rows = new_or(_NAME, out, shape, x, workspace)
     stream = new_or(_NAME, residual_out, shape, x, workspace)
+    check_inputs_outside(_NAME, residual, weight, workspace=workspace)
     if choice.algorithm == "dist":
         ordered = workspace.deterministic
         given = workspace.group.collectives

@@ -13,10 +13,14 @@ from pcomm.nvls.collectives.inputs import (
     check_input,
     dense,
     kernel_dim,
-    result_in,
     way_of,
 )
-from pcomm.nvls.collectives.outputs import check_outside, deliver
+from pcomm.nvls.collectives.outputs import (
+    check_inputs_outside,
+    check_result,
+    deliver,
+    result_in,
+)
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -61,7 +65,7 @@ def gather_to_rank(
         UnsupportedError: Gradients are recorded for `x`, or `algo` or `strict` cannot be met.
         TopologyError: `destination` is no place in the group.
         LayoutError: `out` does not fit, or `x` is on another device.
-        ConfigError: `out` lies in the workspace.
+        ConfigError: `out` or `x` lies in the workspace.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_input(_NAME, x, workspace.device)
@@ -81,14 +85,16 @@ def gather_to_rank(
     )  # fmt: skip
     choice = workspace.choose(question, strict=strict)
     is_here = rank == destination
-    # Not made where it is not needed: logits are large.
-    result = result_in(_NAME, out, shape, x) if is_here else None
+    check_result(_NAME, out if is_here else None, shape, x, workspace)
+    check_inputs_outside(_NAME, x, workspace=workspace)
     if choice.algorithm == "dist":
         given = workspace.group.collectives
         return reference(out, x, collectives=given, destination=destination, dim=dim)
+    # Not made where it is not needed: logits are large.
+    result = result_in(out, shape, x) if is_here else None
+    # A launch has the address alone: a copy has to live until it runs.
     x = dense(x)
     if result is not None:
-        check_outside(_NAME, out, workspace)
         x = not_over(x, result)
     if x.numel():
         workspace.run(gather_to_rank_launch(workspace, choice, result, x, destination, along))

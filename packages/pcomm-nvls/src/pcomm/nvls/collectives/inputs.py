@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.out import has_own_places, is_dense
 from pcomm.core.errors import LayoutError, UnsupportedError
 from pcomm.nvls.policy.choose import Choice
 
@@ -19,7 +18,6 @@ __all__ = [
     "dense",
     "kernel_dim",
     "kind_of",
-    "result_in",
     "way_of",
 ]
 
@@ -64,33 +62,6 @@ def dense(x: Tensor) -> Tensor:
     if not x.is_contiguous():
         return x.contiguous()
     return x if x.data_ptr() % VECTOR_BYTES == 0 else x.clone()
-
-
-def result_in(operation: str, out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """The tensor that a kernel writes the result to: `out` where it may, or a new one.
-
-    Raises:
-        LayoutError: `out` has another shape, dtype or device than the result, or elements of it
-            share memory.
-    """
-    if out is None:
-        return like.new_empty(shape)
-    if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device:
-        raise LayoutError(
-            f"{operation}: out of shape {tuple(out.shape)}, {out.dtype}, on {out.device}",
-            found=f"a result of shape {shape}, {like.dtype}, on {like.device}",
-            why="The result is written into it as it is.",
-            fix="Allocate it with that shape, dtype and device, or pass None.",
-        )
-    if not (out.is_contiguous() or has_own_places(out)):
-        raise LayoutError(
-            f"{operation}: out of shape {tuple(out.shape)}",
-            found=f"strides {out.stride()}, so that several elements are one place in memory",
-            why="Each number of the result has a place of its own.",
-            fix="Pass an out that is not expanded, or None.",
-        )
-    is_plain = is_dense(out) and out.data_ptr() % VECTOR_BYTES == 0
-    return out if is_plain else torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def way_of(choice: Choice) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pcomm.core.errors import LayoutError
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES, kind_of, way_of
-from pcomm.nvls.collectives.outputs import deliver
+from pcomm.nvls.collectives.outputs import check_inputs_outside, deliver
 from pcomm.nvls.collectives.rows import (
     RowThreads,
     Stream,
@@ -79,7 +79,8 @@ def reduce_scatter_add_rmsnorm_all_gather(
     Raises:
         UnsupportedError: Gradients are recorded, or `algo` or `strict` cannot be met.
         LayoutError: Shapes, dtypes or devices do not fit, or rows are too long for `algo`.
-        ConfigError: A result lies in the workspace, or `x` in a part of it that is in use.
+        ConfigError: A result, `residual` or `weight` lies in the workspace, or `x` in a part of it
+            that is in use.
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     size = workspace.group.size
@@ -90,6 +91,7 @@ def reduce_scatter_add_rmsnorm_all_gather(
     like = x if fp8 is None else x.new_empty((), dtype=torch.float8_e4m3fn)
     rows = new_or(_NAME, out, (len(x), x.shape[1]), like, workspace)
     stream = new_or(_NAME, residual_out, (len(residual), x.shape[1]), x, workspace)
+    check_inputs_outside(_NAME, residual, weight, workspace=workspace)
     if choice.algorithm == "dist":
         normed = reference(
             x,

@@ -14,11 +14,10 @@ from pcomm.nvls.collectives.inputs import (
     dense,
     kernel_dim,
     kind_of,
-    result_in,
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_reduce_scatter_launch
-from pcomm.nvls.collectives.outputs import check_outside, deliver
+from pcomm.nvls.collectives.outputs import check_result, deliver, result_in
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -75,12 +74,12 @@ def reduce_scatter_tensor(
     question = reduce_scatter_question(x, dim, workspace, algo)
     along = question.dim
     choice = workspace.choose(question, strict=strict)
+    check_result(_NAME, out, shape, x, workspace)
     if choice.algorithm == "dist":
         ordered = workspace.deterministic
         given = workspace.group.collectives
         return reference(out, x, collectives=given, dim=dim, deterministic=ordered)
-    result = result_in(_NAME, out, shape, x)
-    check_outside(_NAME, out, workspace)
+    result = result_in(out, shape, x)
     if x.numel():
         # A block sums a segment where it has read it, so that may be the same memory.
         place = -workspace.group.rank * result.nbytes if along == 0 else None

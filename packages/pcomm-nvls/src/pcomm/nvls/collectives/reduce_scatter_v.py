@@ -14,10 +14,9 @@ from pcomm.nvls.collectives.inputs import (
     check_input,
     dense,
     kind_of,
-    result_in,
     way_of,
 )
-from pcomm.nvls.collectives.outputs import check_outside, deliver
+from pcomm.nvls.collectives.outputs import check_result, deliver, result_in
 from pcomm.nvls.collectives.row_counts import RowCounts, check_counts, counts_on
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
@@ -82,12 +81,12 @@ def reduce_scatter_v(
     choice = workspace.choose(question, strict=strict)
     is_counted = isinstance(counts, Tensor)
     rows = limits.most_rows if is_counted else int(counts[workspace.group.rank])
-    result = result_in(_NAME, out, (rows, hidden), x)
+    check_result(_NAME, out, (rows, hidden), x, workspace)
     if choice.algorithm == "dist":
         ordered = workspace.deterministic
         given = workspace.group.collectives
         return reference(out, x, counts, collectives=given, deterministic=ordered)
-    check_outside(_NAME, out, workspace)
+    result = result_in(out, (rows, hidden), x)
     if out is not None and result is not out:
         # Rows that are not written come back with the others.
         result.copy_(out.detach())

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from pcomm.core.collectives.out import not_over
 from pcomm.core.errors import LayoutError
-from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, result_in
-from pcomm.nvls.collectives.outputs import check_outside
+from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense
+from pcomm.nvls.collectives.outputs import check_result, result_in
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -113,7 +113,9 @@ class Stream:
             row_by_row: True where row i of everything is read before row i of anything is written,
                 by one block.
         """
-        x, residual = not_over(dense(x), out, 0), not_over(dense(residual), new_residual, 0)
+        # Rows of 8-bit floats do not lie where those of `x` do.
+        same = 0 if out.dtype == x.dtype else None
+        x, residual = not_over(dense(x), out, same), not_over(dense(residual), new_residual, 0)
         place = 0 if row_by_row else None
         x, residual = not_over(x, new_residual, place), not_over(residual, out, place)
         weight = not_over(not_over(dense(weight), out), new_residual)
@@ -204,7 +206,6 @@ def new_or(
     like: Tensor,
     workspace: Workspace,
 ) -> Tensor:
-    """The memory that a kernel writes rows to; see `result_in` and `check_outside`. Local."""
-    result = result_in(operation, out, shape, like)
-    check_outside(operation, out, workspace)
-    return result
+    """The memory that a kernel writes rows to; see `check_result` and `result_in`. Local."""
+    check_result(operation, out, shape, like, workspace)
+    return result_in(out, shape, like)

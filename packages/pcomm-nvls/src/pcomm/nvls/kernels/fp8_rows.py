@@ -25,7 +25,8 @@ def row_scale(
     """The scale by which the largest number of a row becomes the largest that e4m3 holds."""
     magnitude = largest(w0, w1, w2, w3, KIND)
     scale = tl.div_rn(magnitude, tl.full(magnitude.shape, _LARGEST, tl.float32))
-    return tl.maximum(scale, _SMALLEST_SCALE)
+    # Not the maximum: of NaN that is another number under the interpreter than on a device.
+    return tl.where(scale > _SMALLEST_SCALE, scale, _SMALLEST_SCALE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -72,7 +72,8 @@ class Band:
         rows: Rows in the order in which they are tried.
 
     Raises:
-        ConfigError: Unknown operations, an empty range, or a row that is never reached.
+        ConfigError: Unknown operations, an empty range, a row that is never reached, or one whose
+            blocks have fewer threads than there may be ranks, which its barriers need.
     """
 
     architectures: tuple[str, ...]
@@ -93,12 +94,15 @@ class Band:
         elif (hidden := self._hidden()) is not None:
             found = f"row {hidden.spelled()} after a row of {hidden.algorithm} that is as large"
             fix = f"Give the rows of {hidden.algorithm} with ascending max_bytes."
+        elif (narrow := self._narrow()) is not None:
+            found = f"row {narrow.spelled()} for {largest} ranks"
+            fix = f"Give {narrow.algorithm} a thread for each rank: 32 in each of num_warps."
         else:
             return
         raise ConfigError(
             f"Band of {', '.join(self.operations)} on {', '.join(self.architectures)}",
             found=found,
-            why="The first row that fits is taken, so each row has to be reached.",
+            why="The first row that fits is taken, so each row has to be reached, and can be run.",
             fix=fix,
         )
 
@@ -108,6 +112,14 @@ class Band:
             if row.max_bytes <= largest.get(row.algorithm, -1):
                 return row
             largest[row.algorithm] = row.max_bytes
+        return None
+
+    def _narrow(self) -> Row | None:
+        """A row with a barrier whose blocks have fewer threads than there may be ranks."""
+        for row in self.rows:
+            # Thread r of a block signals rank r and waits for it.
+            if row.algorithm in ("multimem", "p2p") and 32 * row.num_warps < self.world_sizes[1]:
+                return row
         return None
 
     def without(

@@ -7,6 +7,10 @@ any, and a wait that is too long names the rank that is missing.
 
 The numbers are counted on the device, in words that are private to this rank.
 
+Stores by a multicast address are read by the address of a rank here, and the other way round. For
+two addresses of one memory the model of PTX asks for a proxy fence (`fence.proxy.alias`); torch's
+kernels and NCCL's leave it out between a release and an acquire of the system, and so does this.
+
 Source of the ordering: PTX ISA, memory consistency model. What all threads of the block wrote is
 ordered before the signal by the barrier of the block and the release, and what they read after it
 by the acquire and the second barrier of the block.

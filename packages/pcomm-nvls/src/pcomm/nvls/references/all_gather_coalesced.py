@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.nvls.references.all_gather_into_tensor import all_gather_into_tensor
 
 __all__ = ["all_gather_coalesced"]
 
@@ -15,4 +16,5 @@ def all_gather_coalesced(
     outs: Sequence[Tensor | None], xs: Sequence[Tensor], *, collectives: Collectives
 ) -> list[Tensor]:
     """See `pcomm.nvls.all_gather_coalesced`. Collective: one operation a tensor."""
-    return [collectives.all_gather(x, out=out) for out, x in zip(outs, xs, strict=True)]
+    pairs = zip(outs, xs, strict=True)
+    return [all_gather_into_tensor(out, x, collectives=collectives) for out, x in pairs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.nvls.references.eight_bit_floats import as_bytes
 
 __all__ = ["all_gather_into_tensor"]
 
@@ -13,4 +14,5 @@ def all_gather_into_tensor(
     out: Tensor | None, x: Tensor, *, collectives: Collectives, dim: int = 0
 ) -> Tensor:
     """See `pcomm.nvls.all_gather_into_tensor`. Collective."""
-    return collectives.all_gather(x, dim=dim, out=out)
+    found = collectives.all_gather(as_bytes(x), dim=dim, out=as_bytes(out))
+    return found.view(x.dtype) if out is None else out

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.nvls.references.eight_bit_floats import as_bytes
 from pcomm.nvls.references.row_counts import bounds_of, pack_rows
 
 __all__ = ["all_gather_v"]
@@ -20,6 +21,10 @@ def all_gather_v(
     With counts on the device every rank sends as many rows as `x` has place for, so that the host
     need not know them.
     """
+    raw = as_bytes(x)
+    if raw is not x:
+        found = all_gather_v(as_bytes(out), raw, counts, collectives=collectives)
+        return found.view(x.dtype) if out is None else out
     if not isinstance(counts, Tensor):
         return collectives.all_gather(x, sizes=list(counts), out=out)
     most_rows, size = x.shape[0], collectives.size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.nvls.references.eight_bit_floats import as_bytes
 
 __all__ = ["gather_to_rank"]
 
@@ -23,10 +24,12 @@ def gather_to_rank(
     send_sizes = [length * (rank == destination) for rank in range(size)]
     receive_sizes = [length * is_here] * size
     parts = collectives.all_to_all(
-        x,
+        as_bytes(x),
         send_sizes=send_sizes,
         receive_sizes=receive_sizes,
         dim=dim,
-        out=out if is_here else None,
+        out=as_bytes(out) if is_here else None,
     )
-    return parts if is_here else None
+    if not is_here:
+        return None
+    return parts.view(x.dtype) if out is None else out

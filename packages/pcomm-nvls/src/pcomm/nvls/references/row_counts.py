@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.out import deliver
+
 __all__ = ["bounds_of", "pack_rows", "unpack_rows"]
 
 
@@ -35,7 +37,7 @@ def pack_rows(padded: Tensor, bounds: Tensor, out: Tensor) -> Tensor:
     owner = torch.searchsorted(bounds[1:], row, right=True).clamp(max=size - 1)
     source = owner * most_rows + (row - bounds[owner]).clamp(max=most_rows - 1)
     is_there = _column(row < bounds[-1], out)
-    return out.copy_(torch.where(is_there, padded.flatten(0, 1)[source], out))
+    return deliver(torch.where(is_there, padded.flatten(0, 1)[source], out), out)
 
 
 def unpack_rows(packed: Tensor, bounds: Tensor, most_rows: int) -> Tensor:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["check_positive", "check_room"]
+__all__ = ["check_positive", "check_room", "check_whole"]
+
+# Kernels get the wait in ns, in 64 bits.
+_LONGEST_WAIT_S = 1e9
 
 
-def check_positive(**values: float) -> None:
-    """Refuse a size or a time that is not above 0, naming its argument. Local."""
+def check_whole(**values: object) -> None:
+    """Refuse what is no integer, naming its argument. Local."""
     for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(
+                f"Workspace: {name}={value!r}",
+                found=f"a number of type {type(value).__name__}",
+                why="Bytes and slots are counted.",
+                fix=f"Pass {name} as an integer.",
+            )
+
+
+def check_positive(*, max_bytes: int, timeout_s: float) -> None:
+    """Refuse a size or a time that is not above 0, and a time without end. Local."""
+    for name, value in (("max_bytes", max_bytes), ("timeout_s", timeout_s)):
         if not value > 0:
             raise ConfigError(
                 f"Workspace: {name}={value}",
@@ -17,6 +32,13 @@ def check_positive(**values: float) -> None:
                 why="Memory and waits have a size.",
                 fix=f"Pass {name} > 0.",
             )
+    if timeout_s > _LONGEST_WAIT_S:
+        raise ConfigError(
+            f"Workspace: timeout_s={timeout_s}",
+            found=f"more than {_LONGEST_WAIT_S:g} s",
+            why="Kernels count the wait in ns, in 64 bits.",
+            fix=f"Pass timeout_s <= {_LONGEST_WAIT_S:g}.",
+        )
 
 
 def check_room(lamport_bytes: int) -> None:

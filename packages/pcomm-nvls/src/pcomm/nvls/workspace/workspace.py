@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pcomm.core.control.control import Control
-from pcomm.core.errors import ConfigError, PcommError
+from pcomm.core.errors import PcommError
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
@@ -29,7 +29,7 @@ from pcomm.nvls.policy.chooser import Chooser
 from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
 from pcomm.nvls.workspace import workspace_errors as errors
-from pcomm.nvls.workspace.checks import check_positive, check_room
+from pcomm.nvls.workspace.checks import check_positive, check_room, check_whole
 from pcomm.nvls.workspace.device_stream import DeviceStream, stream_of
 from pcomm.nvls.workspace.lamport import LAMPORT_BYTES, lamport_region_bytes
 from pcomm.nvls.workspace.launch import Launch
@@ -60,8 +60,7 @@ class Workspace:
         deterministic: True sums in rank order in fp32 and never in the switch.
         device: Device of the tensors; by default the current CUDA device, or the CPU without one.
         table: Table of the sizes at which another algorithm is chosen; by default the package's.
-        debug: True compares each call between the ranks before it runs, and refuses views of a
-            slot that was written again since.
+        debug: True compares each call between the ranks before it runs; a call then waits for all.
         timeout_s: Longest wait of an operation for another rank, in seconds.
         control: Control by which the ranks agree; by default that of `group`.
         probe: Source of the facts about this rank; by default this process and its device.
@@ -80,7 +79,7 @@ class Workspace:
         streams: Stream of the operations so far.
 
     Raises:
-        ConfigError: A size or a time that is not positive, or no slot.
+        ConfigError: A size or a time that cannot be used, or no slot.
         DivergenceError: Ranks ask for different workspaces; on all, naming the difference.
         PeerError: Another rank has one of these errors.
         PeerTimeoutError: A rank did not come.
@@ -110,6 +109,7 @@ class Workspace:
         lines.append(f"lamport_bytes {lamport_bytes}")
         error: PcommError | None = None
         try:
+            check_whole(max_bytes=max_bytes, slots=slots, lamport_bytes=lamport_bytes)
             check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
             check_room(lamport_bytes)
             rotation = Rotation(slots)
@@ -133,7 +133,12 @@ class Workspace:
             self.capability.peers_reason,
             lamport_bytes if self.memory is not None else 0,
         )
-        self._agree("policy", facts.agreed_lines(chooser_table))
+        try:
+            self._agree("policy", facts.agreed_lines(chooser_table))
+        except PcommError:
+            if self.memory is not None:
+                self.memory.close()
+            raise
         self._chooser = Chooser(facts, chooser_table)
         self.stream = stream_of(self.device) if stream is None else stream
         self.launcher = Launcher(self.stream)
@@ -231,12 +236,9 @@ class Workspace:
         is_there = offset == self.regions.slot(turn.slot) and x.is_contiguous()
         if is_there and turn.is_prepared:
             return True
-        raise ConfigError(
-            "an operation on a view of the workspace",
-            found=f"a tensor at byte {offset} of it, which was not handed out for this operation",
-            why="Other ranks write into that memory, and it has been written since.",
-            fix="Use what workspace.empty() returned last, or a copy of the view.",
-        )
+        # Refused before anything was written: the next operation has this turn.
+        self.turns.put_back(turn)
+        raise errors.not_handed_out(offset)
 
     def result_in_slot(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What the last operation left in its slot, which is valid until the next one. Local."""
@@ -246,10 +248,11 @@ class Workspace:
     # -- what callers use ----------------------------------------------------------------
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for the input of the next operation, which then need not copy it.
+        """Memory for the addends of the next operation, a reduction, which need not copy them.
 
         Such as the `out` of the matrix product before a reduce-scatter. Without symmetric memory it
-        is a new tensor. With one slot, or in a CUDA graph, all ranks call it: it may wait for them.
+        is a new tensor. All ranks call it, or none: where an operation meets the others before it
+        writes (one slot, or a CUDA graph), this does so for it.
 
         Args:
             shape: Shape of that input.

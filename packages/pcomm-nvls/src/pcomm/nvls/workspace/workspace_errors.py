@@ -8,7 +8,7 @@ import torch
 
 from pcomm.core.errors import ClosedError, ConfigError, PeerTimeoutError
 
-__all__ = ["is_closed", "rank_is_missing", "too_large", "view_is_old"]
+__all__ = ["is_closed", "not_handed_out", "rank_is_missing", "too_large", "view_is_old"]
 
 
 def is_closed(operation: str) -> ClosedError:
@@ -18,6 +18,16 @@ def is_closed(operation: str) -> ClosedError:
         found="the workspace is closed",
         why="Its memory has been given back, on this rank at least.",
         fix="Use it within its `with` block, and before its groups close.",
+    )
+
+
+def not_handed_out(offset: int) -> ConfigError:
+    """The error of an input in the workspace that `empty` has not returned for this operation."""
+    return ConfigError(
+        "an operation on a view of the workspace",
+        found=f"a tensor at byte {offset} of it, which was not handed out for this operation",
+        why="Other ranks write into that memory, and it has been written since.",
+        fix="Use what workspace.empty() returned last, or a copy of the view.",
     )
 
 

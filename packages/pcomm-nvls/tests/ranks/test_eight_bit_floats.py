@@ -1,0 +1,45 @@
+"""Gathers of 8-bit floats by kernels and by torch.distributed, which on gloo has no such type."""
+
+from __future__ import annotations
+
+import torch
+
+from pcomm.core.groups.group import Group
+from pcomm.core.testing import ranks
+from pcomm.core.testing.default_group import default_group
+from pcomm.nvls.testing.emulation import emulate
+
+
+@ranks(2)
+def test_gathers_of_any_size_move_eight_bit_floats(rank: int) -> None:
+    emulate()
+    from pcomm.nvls.collectives.all_gather_coalesced import all_gather_coalesced
+    from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
+    from pcomm.nvls.collectives.all_gather_v import all_gather_v
+    from pcomm.nvls.collectives.gather_to_rank import gather_to_rank
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    group = Group.from_process_group("tp", default_group())
+    all_bytes = torch.arange(256, dtype=torch.uint8).view(8, 32)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        x, both = all_bytes[4 * rank :][:4].contiguous().view(dtype), all_bytes
+        with Workspace(group, 1 << 14) as workspace:
+            for algo in ("p2p", "dist"):
+                named = {"workspace": workspace, "algo": algo}
+                out = torch.empty(8, 32, dtype=dtype)
+                wide = all_gather_into_tensor(None, x, dim=-1, **named)
+                counts = torch.full((2,), 4, dtype=torch.int32)
+                found = [
+                    all_gather_into_tensor(out, x, **named),
+                    *all_gather_coalesced([None], [x], **named),
+                    all_gather_v(None, x, [4, 4], **named),
+                    all_gather_v(None, x, counts, **named)[:8],
+                ]
+                here = gather_to_rank(None, x, destination=1, **named)
+                assert (here is None) == (rank == 0)
+                found += [here] if here is not None else []
+                for one in found:
+                    assert one.dtype == dtype
+                    assert torch.equal(one.view(torch.uint8), both)
+                halves = torch.cat([both[:4], both[4:]], 1)
+                assert torch.equal(wide.view(torch.uint8), halves)
