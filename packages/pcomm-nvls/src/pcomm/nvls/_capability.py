@@ -23,7 +23,7 @@ MAX_RANKS = 72
 
 @dataclass(frozen=True)
 class Capability:
-    """What all ranks of a group can do; the same on each of them.
+    """What all ranks of a group can do; the same on each of them, but for the words of reasons.
 
     Args:
         multicast: True if a multicast address reaches all of them. Before a workspace is open:
