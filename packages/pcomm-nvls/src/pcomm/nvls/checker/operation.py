@@ -70,7 +70,7 @@ class Operation:
 class Place(NamedTuple):
     """A CTA of an operation on a rank.
 
-    Args:
+    Attributes:
         number: Number of the operation in the sequence, from 0.
         rank: Rank.
         cta: Number of the CTA on the rank.

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 class Cell(NamedTuple):
     """One element of symmetric memory: the smallest that is written and read at once.
 
-    Args:
+    Attributes:
         rank: Rank whose memory it is.
         memory: Name of a part of the workspace, such as "barrier"; parts do not overlap.
         slot: Number of the slot in that part.
@@ -36,7 +36,7 @@ class Cell(NamedTuple):
 class Value(NamedTuple):
     """What an element holds: data, told apart by its origin alone.
 
-    Args:
+    Attributes:
         operation: Number of the operation that wrote it, counted from 0.
         rank: Rank that wrote it.
         reduced: True for the result of a reduction, false for an input.
