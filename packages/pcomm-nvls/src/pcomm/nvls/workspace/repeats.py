@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from pcomm.core.collectives.out import is_dense
 from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.launcher import Launcher, Runner, is_interpreted
 from pcomm.nvls.workspace.slots import Turn
@@ -52,7 +51,7 @@ class Repeat:
 
     Args:
         shape: Shape of the result.
-        device: Device of its tensors.
+        device: Number of the device of its tensors, as `Tensor.get_device` has it.
         input_bytes: Size of the input, in bytes.
         result_bytes: Size of the result, in bytes.
         place: The same of the `Call`.
@@ -60,7 +59,7 @@ class Repeat:
     """
 
     shape: tuple[int, ...]
-    device: torch.device
+    device: int
     input_bytes: int
     result_bytes: int
     place: int | None
@@ -87,19 +86,22 @@ def again(workspace: Workspace, key: Hashable, x: Tensor, out: Tensor | None) ->
     stream, turns = workspace.stream, workspace.turns
     if not turns.are_plain or workspace.failure_word.value or not stream.is_current_device():
         return None
-    if not x.is_contiguous() or x.device != repeat.device or x.is_neg():
+    if not x.is_contiguous() or x.get_device() != repeat.device or x.is_neg():
         return None
     if x.requires_grad and torch.is_grad_enabled():
         return None
     address = x.data_ptr()
     begin, end = workspace.own_range
     if out is not None:
-        if out.shape != repeat.shape or out.dtype is not x.dtype or out.device != repeat.device:
+        if out.shape != repeat.shape or out.dtype is not x.dtype:
+            return None
+        # `is_dense` without what a tensor that is not complex cannot be.
+        if not out.is_contiguous() or out.requires_grad or out.is_neg():
             return None
         target = out.data_ptr()
         ahead = address - target
         overlaps = -repeat.input_bytes < ahead < repeat.result_bytes and ahead != repeat.place
-        if overlaps or begin <= target < end or not is_dense(out):
+        if overlaps or begin <= target < end or out.get_device() != repeat.device:
             return None
     if address & _ALIGNMENT or begin <= address < end:
         return None
@@ -144,9 +146,7 @@ def remember(
         return
     if len(repeats) >= _MOST_CALLS:
         repeats.clear()
-    repeat = repeats.setdefault(
-        key, Repeat(tuple(out.shape), x.device, x.nbytes, out.nbytes, place)
-    )
+    repeat = repeats.setdefault(key, Repeat(out.shape, x.get_device(), x.nbytes, out.nbytes, place))
     names = launch.kernel.arg_names
     values = [launch.arguments[name] for name in names]
     variant = (launcher.runner(launch), values, names.index("x"), names.index("out"))
