@@ -78,7 +78,10 @@ def small_model(family: str, *, seed: int = 0, **changes: Any) -> nn.Module:
     config = transformers.AutoConfig.for_model(family, **{**SMALL_CONFIGS[family], **changes})
     config._attn_implementation = "eager"
     build: Any = transformers.AutoModelForCausalLM.from_config
-    model: nn.Module = build(config)
+    # Vectors keep what they are made of, and decays of a delta rule are made at random.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = build(config)
     rescale(model, seed)
     return model.eval()
 
