@@ -161,7 +161,8 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         return TopologyError(
             f"groups[{key!r}]",
             found=f"open groups {known}",
-            why="Only groups named to open_groups have a communicator, and they are still open.",
+            why="Only groups named to open_groups are there, while they are open, and of those of "
+            "explicit ranks the ones with this rank.",
             fix=near_misses(f"{name}[{role}]" if role else name, known),
         )
 
@@ -196,7 +197,9 @@ def open_groups(
 
     Args:
         topology: Axes, sizes and order; its ranks that have not failed are those that call it.
-        specs: Groups by axes, `(axes, role)`, or `GroupSpec`. The order is the creation order.
+        specs: Groups by axes, `(axes, role)`, or `GroupSpec`, the same list on every rank. The
+            order is the creation order. A rank opens those that it belongs to, which of groups of
+            explicit ranks (`GroupSpec.of_ranks`) may be some.
         backend: `"gloo"` or `"nccl"`.
         timeout_s: Seconds to wait for other ranks; by default that of `control`, or
             `PCOMM_TIMEOUT_S`.
@@ -206,7 +209,8 @@ def open_groups(
 
     Raises:
         ConfigError: A `PCOMM_*` variable cannot be used.
-        TopologyError: Unknown axes, a group named twice, or other ranks than those that call.
+        TopologyError: Unknown axes, a group named twice, explicit ranks that are not there, or
+            other ranks than those that call.
         UnsupportedError: An option of a strict `CommOptions` is not granted.
         PeerError: Another rank has one of these errors, or could not make a communicator or its
             collectives.
@@ -238,6 +242,7 @@ def open_groups(
         return [
             _open(topology, spec, grants, callers, agreement, made, closing)
             for spec, grants in zip(wanted, granted, strict=True)
+            if spec.ranks is None or callers.rank in spec.ranks
         ]
 
     def undo(_: Exception | None) -> list[Exception]:
@@ -282,7 +287,7 @@ def _open(
 ) -> Group:
     """One group, whose communicator is found in `made` or added there."""
     rank = control.rank
-    members = topology.members(rank, spec.axes)
+    members = topology.members(rank, spec.axes) if spec.ranks is None else spec.ranks
     own = control.among(members)
     if len(members) == 1:
         return Group(
