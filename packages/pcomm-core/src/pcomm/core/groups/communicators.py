@@ -153,8 +153,9 @@ def abandon_communicator(process_group: dist.ProcessGroup) -> None:
         world.pg_backend_config,
         world.pg_coalesce_state,
     ):
-        table.pop(process_group, None)  # type: ignore[attr-defined]
-    for tagged in {tag, ""} - {None}:
+        table.pop(process_group, None)
+    # Under its own tag, and under none where torch has chosen that tag.
+    for tagged in (tag or "", ""):
         if process_group in world.tags_to_pg.get(tagged, []):
             world.tags_to_pg[tagged].remove(process_group)
     distributed_c10d._unregister_process_group(process_group.group_name)
