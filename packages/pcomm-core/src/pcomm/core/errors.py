@@ -68,7 +68,10 @@ class DivergenceError(PcommError):
 
 
 class PeerError(PcommError):
-    """Another rank failed before a collective was entered, and this rank stops with it."""
+    """Another rank failed, and this rank stops with it.
+
+    Most are raised before a collective is entered; `Pending.wait_or` leaves one that is in flight.
+    """
 
 
 class FencedError(PcommError):

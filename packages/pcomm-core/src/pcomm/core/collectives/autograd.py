@@ -63,7 +63,7 @@ class DifferentiableCollectives(InstrumentedCollectives):
         _check(call, "_async")
         x, adjoint = call.x, self._adjoint(call)
         pending = self.inner.start(call.with_input(x.detach()))
-        return Pending(lambda: with_adjoint(x, lambda _: pending.wait(), adjoint))
+        return pending.around(lambda: with_adjoint(x, lambda _: pending.wait(), adjoint))
 
     def _adjoint(self, call: Call) -> Callable[[Tensor], Tensor]:
         """The backward of a call; it refers to no tensor of that."""

@@ -88,8 +88,8 @@ class DistributedCollectives(Handle, Collectives):
         """Issue an operation and return at once."""
         # Not the call, which would keep its input alive.
         issued, dim, out = self._issue(call, True), call.dim, call.out
-        work = issued[0] if self.is_seen_by_host else None
-        return Pending(lambda: _finished(issued, dim, out), work)
+        work, polled = (issued[0], None) if self.is_seen_by_host else (None, issued[0])
+        return Pending(lambda: _finished(issued, dim, out), work, polled=polled)
 
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
         """The sum or maximum of `x` over all ranks; `out=x` works in place."""

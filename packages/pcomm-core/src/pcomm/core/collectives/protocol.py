@@ -7,6 +7,7 @@ opened. A new implementation subclasses `Collectives` and writes two methods, `r
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -15,13 +16,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pcomm.core.collectives.call import Call, Reduction
+from pcomm.core.errors import PeerError, UnsupportedError
 
 __all__ = ["Collectives", "Pending", "TellsItsEnd"]
+
+# Between two looks at a failure check, which may read a store. An end that the host sees wakes the
+# waiting thread at once; one on a device is looked for as often.
+_PAUSE_S = 0.002
 
 
 @runtime_checkable
 class TellsItsEnd(Protocol):
     """An operation that is in flight, or has ended."""
+
+    def is_done(self) -> bool | None:
+        """Whether it has ended, as `Pending.is_done` says."""
+        ...
 
     def on_done(self, call: Callable[[], None]) -> bool:
         """Have `call` called at the end of the operation, as `Pending.on_done` does."""
@@ -38,30 +48,103 @@ class Pending:
         finish: Function that waits for the operation and returns its result.
         work: Handle that tells when the operation has ended: torch's, or another pending result
             of the same operation. None where the host cannot see the end, as on a GPU.
+        polled: Torch's handle of an operation on a device, which does not tell when that ends but
+            can be asked whether it has; None where there is none.
     """
 
-    __slots__ = ("_finish", "_result", "_work")
+    __slots__ = ("_finish", "_polled", "_result", "_work")
 
     def __init__(
-        self, finish: Callable[[], Tensor], work: dist.Work | TellsItsEnd | None = None
+        self,
+        finish: Callable[[], Tensor],
+        work: dist.Work | TellsItsEnd | None = None,
+        *,
+        polled: dist.Work | None = None,
     ) -> None:
         self._finish: Callable[[], Tensor] | None = finish
-        self._work = work
+        self._work, self._polled = work, polled
         self._result: Tensor | None = None
 
     @classmethod
     def ready(cls, result: Tensor) -> Pending:
         """A pending result of an operation that has ended. Local."""
         pending = cls.__new__(cls)
-        pending._finish, pending._work, pending._result = None, None, result
+        pending._finish, pending._result = None, result
+        pending._work = pending._polled = None
         return pending
 
     def wait(self) -> Tensor:
         """Block until the operation has finished and return its result."""
         if self._finish is not None:
-            self._result, self._finish, self._work = self._finish(), None, None
+            self._result = self._finish()
+            self._finish = self._work = self._polled = None
         assert self._result is not None
         return self._result
+
+    def is_done(self) -> bool | None:
+        """Whether the operation has ended, well or with an error. Local; it never blocks.
+
+        It must still be waited for: `wait` then returns without blocking, or raises the error.
+        The local work that `wait` may do afterwards is not part of the operation.
+
+        On NCCL it is true once the device has passed the operation's event, as
+        `torch.cuda.Event.query` is, or the communicator has failed. That is later than the return
+        of `wait`, which only orders the current stream behind the operation, and after such a
+        `wait` it is true. It may not be asked while a CUDA graph is captured.
+
+        Returns:
+            None where nothing tells: the operation was made with neither handle.
+        """
+        if self._finish is None:
+            return True
+        if isinstance(self._work, TellsItsEnd):
+            return self._work.is_done()
+        handle = self._polled if self._work is None else self._work
+        return None if handle is None else bool(handle.is_completed())
+
+    def wait_or(self, failure: Callable[[], str | None]) -> Tensor:
+        """Wait as `wait` does, but leave the operation behind when another rank has failed. Local.
+
+        An operation that has ended counts before a failure, so its result or its own error comes
+        first. One that is left behind goes on: its tensors may neither be read nor written, and
+        no further operation of that communicator ends. `Groups.abandon` leaves all of that.
+
+        Args:
+            failure: Function called every few milliseconds while the operation is in flight, on
+                this thread; the message of a rank that failed, or None. Such as
+                `lambda: flag.heard(round_number=step)` with a `FailureFlag`. What it raises leaves
+                the operation behind, too.
+
+        Raises:
+            PeerError: `failure` returned a message.
+            UnsupportedError: Nothing tells when the operation ends, so that the wait could not be
+                left; nothing was waited for.
+        """
+        ended = threading.Event()
+        is_told = False
+        while True:
+            is_done = self.is_done()
+            if is_done is None:
+                raise UnsupportedError(
+                    "Pending.wait_or",
+                    found="an operation whose end neither the host nor a handle tells",
+                    why="It could only be waited for by blocking, which no failure interrupts.",
+                    fix="Call wait(), or give Pending the handle of the operation.",
+                )
+            if is_done or ended.is_set():
+                return self.wait()
+            message = failure()
+            if message is not None:
+                raise PeerError(
+                    "Pending.wait_or",
+                    found=message,
+                    why="That rank will not finish the operation that this one waits for.",
+                    fix="Abandon these groups, and open others in the next generation.",
+                )
+            if not is_told:
+                is_told = True
+                self.on_done(ended.set)
+            ended.wait(_PAUSE_S)
 
     def on_done(self, call: Callable[[], None]) -> bool:
         """Have `call` called at the end of the operation, also if `wait` is never called. Local.

@@ -24,9 +24,16 @@ from torch.distributed import distributed_c10d
 from pcomm.core.collectives.autograd import differentiable
 from pcomm.core.collectives.backend import new_collectives
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.groups.never_freed import never_freed
 from pcomm.core.groups.options import Granted
 
-__all__ = ["Communicator", "close_communicator", "communicator_of", "new_communicator"]
+__all__ = [
+    "Communicator",
+    "abandon_communicator",
+    "close_communicator",
+    "communicator_of",
+    "new_communicator",
+]
 
 
 class Communicator:
@@ -123,6 +130,35 @@ def close_communicator(process_group: dist.ProcessGroup) -> None:
     # Torch's registry: empty after its end, and without this one after a new beginning.
     if process_group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(process_group)
+
+
+def abandon_communicator(process_group: dist.ProcessGroup) -> None:
+    """Refuse its operations and leave it behind, operations in flight included. Local.
+
+    Torch forgets it, as `destroy_process_group` does, but nothing ends it: its destructor waits for
+    operations in flight, so it never runs. Torch's end of the default group does not meet it.
+    """
+    communicator = communicator_of(process_group)
+    # The queue's thread ends if it has nothing to do, and is not waited for otherwise.
+    communicator.close()
+    never_freed([process_group, communicator])
+    world = distributed_c10d._world
+    if process_group not in world.pg_map:
+        return
+    tag = world.pg_to_tag.pop(process_group, None)
+    for table in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_coalesce_state,
+    ):
+        table.pop(process_group, None)
+    # Under its own tag, and under none where torch has chosen that tag.
+    for tagged in (tag or "", ""):
+        if process_group in world.tags_to_pg.get(tagged, []):
+            world.tags_to_pg[tagged].remove(process_group)
+    distributed_c10d._unregister_process_group(process_group.group_name)
 
 
 @contextmanager

@@ -135,7 +135,9 @@ class Group(Handle):
         """
         return None if self._communicator is None else self._communicator.process_group
 
-    def before_close(self, call: Callable[[], object]) -> Callable[[], None]:
+    def before_close(
+        self, call: Callable[[], object], *, is_local: bool = False
+    ) -> Callable[[], None]:
         """Have `call` called when the `Groups` that this group belongs to close. Local.
 
         See `Groups.before_close`. A group made by `from_process_group` alone is closed by the
@@ -144,7 +146,7 @@ class Group(Handle):
         Returns:
             A function that takes `call` back; calling it again does nothing.
         """
-        return self._closing.add(call)
+        return self._closing.add(call, is_local=is_local)
 
     @property
     def is_identity(self) -> bool:

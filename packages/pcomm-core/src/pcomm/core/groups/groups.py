@@ -17,8 +17,13 @@ from pcomm.core.control.control import Control
 from pcomm.core.control.transaction import all_or_none
 from pcomm.core.errors import PcommError, TopologyError, near_misses
 from pcomm.core.groups.closing import Closing
-from pcomm.core.groups.communicators import close_communicator, new_communicator
+from pcomm.core.groups.communicators import (
+    abandon_communicator,
+    close_communicator,
+    new_communicator,
+)
 from pcomm.core.groups.group import Group
+from pcomm.core.groups.never_freed import never_freed
 from pcomm.core.groups.open_checks import callers_of, check_callers, wanted_groups
 from pcomm.core.groups.options import Granted, Rails, grant
 from pcomm.core.groups.own_collectives import with_own_collectives
@@ -101,17 +106,24 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         """Have `communicator` closed with these groups, before those that are there already."""
         self._owned.append(communicator)
 
-    def before_close(self, call: Callable[[], object]) -> Callable[[], None]:
+    def before_close(
+        self, call: Callable[[], object], *, is_local: bool = False
+    ) -> Callable[[], None]:
         """Have `call` called when these groups close, while their communicators still work.
 
         Local. The last one given is called first. Its errors are raised by `close`, after the
         communicators are closed. It is kept until then with all that it refers to, so objects that
         may be freed before the groups should be referred to weakly.
 
+        Args:
+            call: Function without arguments.
+            is_local: True if `call` neither communicates nor waits for another rank; only then
+                `abandon` makes it, too.
+
         Returns:
             A function that takes `call` back; calling it again does nothing.
         """
-        return self._closing.add(call)
+        return self._closing.add(call, is_local=is_local)
 
     def with_collectives(self, make: Callable[[Group], Collectives]) -> Groups:
         """The same groups, whose operations go through what `make` returns for each. Local.
@@ -140,6 +152,34 @@ class Groups(Mapping[str | tuple[str, str], Group]):
             # In place: groups made by `with_collectives` hold the same list.
             self._owned.clear()
 
+    def abandon(self) -> None:
+        """Leave these groups as they are, without waiting for any rank or operation. Local.
+
+        For ranks whose peers are gone: a close would wait for operations that never end. Handles
+        raise `ClosedError` from then on, also those of groups made by `with_collectives`, and
+        torch.distributed forgets the communicators, so that its own end does not wait for them.
+        Groups of the next generation (`Control.next`) can be opened while operations are still
+        in flight here. Closing or abandoning again does nothing, and leaving a `with` block too.
+
+        Of the calls of `before_close` those with `is_local=True` are made, the last one given
+        first; the others never are, and what they refer to is kept. Their errors are raised once
+        everything is abandoned. Groups around communicators of others abandon none.
+
+        What stays until the process ends, for each communicator: its connections and threads
+        (three with gloo), the tensors of its operations in flight, and a thread of the queue if
+        one of these is large. A communicator of NCCL is not aborted: its kernels in flight keep
+        the device busy until the owner of torch's group aborts them.
+        """
+        self._groups = {}
+        local, others = self._closing.take_local()
+        with contextlib.ExitStack() as last_first:
+            for call in local:
+                last_first.callback(call)
+            never_freed(others)
+            for communicator in self._owned:
+                abandon_communicator(communicator)
+            self._owned.clear()
+
     def __enter__(self) -> Groups:
         return self
 
@@ -161,7 +201,8 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         return TopologyError(
             f"groups[{key!r}]",
             found=f"open groups {known}",
-            why="Only groups named to open_groups have a communicator, and they are still open.",
+            why="Only groups named to open_groups are there, while they are open, and of those of "
+            "explicit ranks the ones with this rank.",
             fix=near_misses(f"{name}[{role}]" if role else name, known),
         )
 
@@ -196,7 +237,9 @@ def open_groups(
 
     Args:
         topology: Axes, sizes and order; its ranks that have not failed are those that call it.
-        specs: Groups by axes, `(axes, role)`, or `GroupSpec`. The order is the creation order.
+        specs: Groups by axes, `(axes, role)`, or `GroupSpec`, the same list on every rank. The
+            order is the creation order. A rank opens those that it belongs to, which of groups of
+            explicit ranks (`GroupSpec.of_ranks`) may be some.
         backend: `"gloo"` or `"nccl"`.
         timeout_s: Seconds to wait for other ranks; by default that of `control`, or
             `PCOMM_TIMEOUT_S`.
@@ -206,7 +249,8 @@ def open_groups(
 
     Raises:
         ConfigError: A `PCOMM_*` variable cannot be used.
-        TopologyError: Unknown axes, a group named twice, or other ranks than those that call.
+        TopologyError: Unknown axes, a group named twice, explicit ranks that are not there, or
+            other ranks than those that call.
         UnsupportedError: An option of a strict `CommOptions` is not granted.
         PeerError: Another rank has one of these errors, or could not make a communicator or its
             collectives.
@@ -238,6 +282,7 @@ def open_groups(
         return [
             _open(topology, spec, grants, callers, agreement, made, closing)
             for spec, grants in zip(wanted, granted, strict=True)
+            if spec.ranks is None or callers.rank in spec.ranks
         ]
 
     def undo(_: Exception | None) -> list[Exception]:
@@ -282,7 +327,7 @@ def _open(
 ) -> Group:
     """One group, whose communicator is found in `made` or added there."""
     rank = control.rank
-    members = topology.members(rank, spec.axes)
+    members = topology.members(rank, spec.axes) if spec.ranks is None else spec.ranks
     own = control.among(members)
     if len(members) == 1:
         return Group(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch.distributed as dist
 
@@ -22,7 +23,8 @@ def wanted_groups(
     """The groups to open, each under its one name and in `GroupSpec` form.
 
     Raises:
-        TopologyError: Unknown axes, axes in another order, or a group that is named twice.
+        TopologyError: Unknown axes, axes in another order, a group that is named twice, or one of
+            explicit ranks that are not there, or with the name of axes.
     """
     wanted = [_normalised(topology, spec) for spec in specs]
     _check_distinct(wanted)
@@ -90,6 +92,9 @@ def _normalised(topology: Topology, spec: str | tuple[str, str] | GroupSpec) -> 
         spec = GroupSpec(spec)
     elif isinstance(spec, tuple):
         spec = GroupSpec(*spec)
+    if spec.ranks is not None:
+        _check_ranks(topology, spec.axes, spec.ranks)
+        return spec
     canonical = topology.canonical_name(spec.axes)
     if canonical != spec.axes:
         raise TopologyError(
@@ -99,6 +104,38 @@ def _normalised(topology: Topology, spec: str | tuple[str, str] | GroupSpec) -> 
             fix=f"Ask for {canonical!r}.",
         )
     return spec
+
+
+def _check_ranks(topology: Topology, name: str, ranks: tuple[int, ...]) -> None:
+    """Make sure that a group of explicit ranks has ranks that open it, and a name of its own."""
+    alive = [r for r in topology.ranks if r not in topology.failed]
+    outside = sorted(set(ranks).difference(alive))
+    fix = "Give each rank once, and only ranks of the topology that have not failed."
+    if not ranks:
+        found = "no ranks"
+    elif len(set(ranks)) < len(ranks):
+        found = f"rank {next(a for a, b in pairwise(ranks) if a == b)} more than once"
+    elif outside:
+        found = f"ranks {spelled(outside)}, and the groups are opened by ranks {spelled(alive)}"
+    elif not name or _is_axes(topology, name):
+        found = "a name of axes" if name else "an empty name"
+        fix = "Give it another name, such as 'segment0'."
+    else:
+        return
+    raise TopologyError(
+        f"open_groups: group {name!r} of ranks {spelled(ranks)}",
+        found=found,
+        why="Its ranks open it together with all others, and find it by its name.",
+        fix=fix,
+    )
+
+
+def _is_axes(topology: Topology, name: str) -> bool:
+    try:
+        topology.canonical_name(name)
+    except TopologyError:
+        return False
+    return True
 
 
 def _check_distinct(specs: Sequence[GroupSpec]) -> None:

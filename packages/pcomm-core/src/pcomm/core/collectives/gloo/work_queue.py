@@ -52,6 +52,10 @@ class Transfer:
         """Whether it has ended."""
         return self._is_over.is_set()
 
+    def is_done(self) -> bool:
+        """Whether it has ended, as `Pending.is_done` says."""
+        return self.is_over
+
     def wait(self) -> None:
         """Block until it has ended. Local.
 
