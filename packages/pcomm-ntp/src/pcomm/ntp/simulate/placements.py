@@ -95,7 +95,8 @@ def simulate(
 
     Scaling inside a domain is perfect but for `units`: with `k` of `T` GPUs lost it runs at
     `(T - k) / T`. Time for communication, and for the recovery itself, is not part of it
-    (`simulate_trace` has the latter). Local.
+    (`simulate_trace` has the latter). With `units` a ratio may exceed 1: where the full degree does
+    not divide the units, all throughputs are relative to a job that is uneven itself. Local.
 
     Args:
         fleet: GPUs of the job.
