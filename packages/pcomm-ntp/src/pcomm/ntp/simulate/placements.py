@@ -107,7 +107,7 @@ def simulate(
         units: Work that is split by whole units, such as 128 attention heads. Empty for work
             that any degree splits evenly.
         spare_domains: Number of domains beside the job that replace its most damaged ones;
-            they do not fail.
+            they do not fail. Where damage stays in place, another choice may gain more.
         placements: Number of independent draws.
         seed: Number that decides the places.
 

@@ -81,7 +81,7 @@ def simulate_trace(
             shape, with the work that is repeated. Pauses that would overlap are added up.
         units: Work that is split by whole units, such as 128 attention heads.
         spare_domains: Number of domains beside the job that replace its most damaged ones;
-            they do not fail.
+            they do not fail. Where damage stays in place, another choice may gain more.
         seed: Number that decides times and places.
 
     Returns:
