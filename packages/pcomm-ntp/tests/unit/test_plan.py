@@ -42,7 +42,9 @@ def test_each_unit_has_one_owner_at_each_degree(count: int, wanted: list[int]) -
         assert len(found) <= one + other - math.gcd(one, other)
 
 
-@pytest.mark.parametrize("heads,degree", [(128, 30), (128, 28), (128, 63), (8, 3), (32, 7), (32, 6)])
+@pytest.mark.parametrize(
+    ("heads", "degree"), [(128, 30), (128, 28), (128, 63), (8, 3), (32, 7), (32, 6)]
+)
 def test_degrees_that_do_not_divide_leave_no_rank_empty(heads: int, degree: int) -> None:
     # torch.chunk and DTensor leave ranks empty or mismatched here (defects e and h).
     sizes = Units.columns(heads).layout(degree).sizes
@@ -87,7 +89,7 @@ def test_nice_uses_the_fewest_ranks_that_are_as_fast() -> None:
 
 
 def test_errors_name_the_remedy() -> None:
-    with pytest.raises(TopologyError, match="Did you mean 'dp'"):
+    with pytest.raises(TopologyError, match="Did you mean .*'dp'"):
         plan(TOPOLOGY, Failures.at(Coord(dpp=1, pp=0, tp=0)), UNITS)
     with pytest.raises(TopologyError, match="all 8 ranks have failed"):
         plan(TOPOLOGY, Failures.from_global_ranks(range(8)), UNITS)

@@ -77,7 +77,8 @@ class Plan:
     @cached_property
     def idle_ranks(self) -> tuple[int, ...]:
         """Surviving ranks that are not used, ascending."""
-        full, idle = self.topology.axes["tp"], []
+        full = self.topology.axes["tp"]
+        idle: list[int] = []
         inner = [axis for axis in self.topology.axes if axis not in ("tp", "dp", "pp")]
         for replica, own in enumerate(self.degrees):
             for stage, degree in enumerate(own):
