@@ -65,13 +65,16 @@ def test_heads_and_gate_rows_stay_with_their_partners() -> None:
 
 def test_random_plans_survive_json_and_group_one_owner_of_each_replica() -> None:
     draw = random.Random(7)
-    for _ in range(100):
+    for _ in range(300):
         topology = Topology({"pp": 2, "dp": draw.randint(1, 4), "cp": 2, "tp": 8})
         down = Failures.from_global_ranks(draw.sample(range(topology.world_size), 5))
         made = plan(topology, down, UNITS, Policy(rounding=draw.choice(["max", "nice"])))
         again = Plan.from_json(made.to_json())
         assert again == made
         assert hash(again) == hash(made)
+        assert again.agreed_lines() == made.agreed_lines()
+        assert made.cost().throughput == made.packing.speed_before / topology.axes["dp"]
+        assert made.explain()
         assert sum(made.token_shares(640, multiple=8)) == 640
         for group in made.groups("qkv", 0):
             assert len(group.ranks) == len(set(group.ranks)) == 2 * topology.axes["dp"]
@@ -89,7 +92,7 @@ def test_nice_uses_the_fewest_ranks_that_are_as_fast() -> None:
 
 
 def test_errors_name_the_remedy() -> None:
-    with pytest.raises(TopologyError, match="Did you mean .*'dp'"):
+    with pytest.raises(TopologyError, match=r"Did you mean .*'dp'"):
         plan(TOPOLOGY, Failures.at(Coord(dpp=1, pp=0, tp=0)), UNITS)
     with pytest.raises(TopologyError, match="all 8 ranks have failed"):
         plan(TOPOLOGY, Failures.from_global_ranks(range(8)), UNITS)
