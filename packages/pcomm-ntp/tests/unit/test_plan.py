@@ -65,7 +65,7 @@ def test_heads_and_gate_rows_stay_with_their_partners() -> None:
 
 def test_random_plans_survive_json_and_group_one_owner_of_each_replica() -> None:
     draw = random.Random(7)
-    for _ in range(300):
+    for _ in range(2000):
         topology = Topology({"pp": 2, "dp": draw.randint(1, 4), "cp": 2, "tp": 8})
         down = Failures.from_global_ranks(draw.sample(range(topology.world_size), 5))
         made = plan(topology, down, UNITS, Policy(rounding=draw.choice(["max", "nice"])))
@@ -105,3 +105,23 @@ def test_errors_name_the_remedy() -> None:
     text = json.loads(plan(TOPOLOGY, Failures(), UNITS).to_json()) | {"failed": [3]}
     with pytest.raises(ConfigError, match="digest"):
         Plan.from_json(json.dumps(text))
+
+
+def test_packing_reaches_the_speed_that_it_names() -> None:
+    draw, gained = random.Random(3), 0
+    for _ in range(200):
+        topology = Topology({"pp": 2, "dp": 4, "cp": 2, "tp": 8})
+        down = draw.sample(range(topology.world_size), draw.randint(2, 7))
+        made = plan(topology, Failures.from_global_ranks(down), UNITS)
+        places = [topology.coordinates(rank) for rank in down]
+        for swap in made.packing.swaps:
+            ends = dict(swap.one), dict(swap.other)
+            for place in places:
+                group = {axis: n for axis, n in place.items() if axis != "tp"}
+                if group in ends:
+                    place.update(ends[1 - ends.index(group)])
+        packed = plan(topology, Failures.at(*(Coord(**p) for p in places)), UNITS)
+        assert packed.cost().throughput * 4 == made.packing.speed_after
+        assert packed.cost().throughput >= made.cost().throughput
+        gained += bool(made.packing.swaps)
+    assert gained > 20
