@@ -13,7 +13,7 @@ from faces import ERRORS, faces, homes, module_of
 from repository import PACKAGES, ROOT, module_name, pages, sources
 
 # Packages that are a name so far have nothing to show.
-EMPTY = {"pcomm.ntp"}
+EMPTY: set[str] = set()
 
 
 def pcomm_imports(source: str) -> Iterator[tuple[str, str]]:

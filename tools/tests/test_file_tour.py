@@ -8,7 +8,7 @@ from repository import PACKAGES, ROOT, folders, module_name
 
 DEPTH = 3
 # Packages that are a name so far have no rooms.
-EMPTY = {"ntp"}
+EMPTY: set[str] = set()
 
 
 def section(title: str) -> str:

@@ -1,0 +1,1 @@
+"""What a job with failed ranks does, decided from integers alone: no torch, no communication."""

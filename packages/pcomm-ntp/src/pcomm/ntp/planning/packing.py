@@ -1,0 +1,105 @@
+"""Advice: which damaged tensor-parallel groups should share a replica, after a restart.
+
+A replica is as fast as its slowest stage. So damaged groups of equal damage belong together: they
+slow one replica down, and not one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+
+from pcomm.core.topology import Topology
+from pcomm.ntp.planning.degrees import Domain, damage, relative_speed, rounded
+from pcomm.ntp.planning.policy import Policy
+from pcomm.ntp.planning.units import Units
+
+__all__ = ["Packing", "Swap", "pack"]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Two tensor-parallel groups that change places, rank by rank.
+
+    Args:
+        one: Coordinates of the first group on every axis but `tp`.
+        other: Coordinates of the second group.
+    """
+
+    one: Domain
+    other: Domain
+
+    def __str__(self) -> str:
+        ends = (",".join(f"{axis}={n}" for axis, n in end) for end in (self.one, self.other))
+        return " <-> ".join(ends)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Swaps of tensor-parallel groups, in the order in which they are done, and their gain.
+
+    Args:
+        swaps: Nothing if no swap makes the job faster.
+        speed_before: Sum of the speeds of all replicas as they are, a healthy one being 1.
+        speed_after: The same sum after the swaps.
+    """
+
+    swaps: tuple[Swap, ...]
+    speed_before: Fraction
+    speed_after: Fraction
+
+
+def pack(topology: Topology, units: Sequence[Units], policy: Policy) -> Packing:
+    """Put damaged groups into as few replicas as possible, those of equal damage together."""
+    replicas, full = topology.axes["dp"], topology.axes["tp"]
+    inner = sorted(set(topology.axes) - {"tp", "dp"})
+    slots = [
+        tuple(zip(inner, place, strict=True))
+        for place in product(*(range(topology.axes[axis]) for axis in inner))
+    ]
+
+    def at(replica: int, slot: Domain) -> Domain:
+        return tuple(sorted((*slot, ("dp", replica))))
+
+    lost = dict(damage(topology))
+    speeds = {
+        n: relative_speed(units, rounded(units, full - n, full, policy), full)
+        for n in {0, *lost.values()}
+        if n < full
+    }
+
+    def total(failed: dict[Domain, int]) -> Fraction:
+        worst: dict[int, int] = {}
+        for domain, count in failed.items():
+            replica = dict(domain)["dp"]
+            worst[replica] = max(worst.get(replica, 0), count)
+        return replicas - len(worst) + sum((speeds[n] for n in worst.values()), Fraction(0))
+
+    before = total(lost)
+    # The most damaged replicas take the damaged groups in the order of their damage.
+    worst_first = sorted(lost, key=lambda domain: (-lost[domain], domain))
+    chunks = [worst_first[i : i + len(slots)] for i in range(0, len(worst_first), len(slots))]
+    targets = list(dict.fromkeys(dict(domain)["dp"] for domain in worst_first))[: len(chunks)]
+    place = {domain: domain for domain in worst_first}
+    content = {domain: domain for domain in worst_first}
+    swaps = []
+    for target, chunk in zip(targets, chunks, strict=True):
+        free = [slot for slot in (at(target, s) for s in slots) if content.get(slot) not in chunk]
+        for domain in chunk:
+            here = place[domain]
+            if dict(here)["dp"] == target:
+                continue
+            there = free.pop(0)
+            evicted = content.pop(there, None)
+            if evicted is None:
+                del content[here]
+            else:
+                content[here], place[evicted] = evicted, here
+            content[there], place[domain] = domain, there
+            swaps.append(Swap(here, there))
+    after = total({place[domain]: count for domain, count in lost.items()})
+    if after <= before:
+        return Packing((), before, before)
+    return Packing(tuple(swaps), before, after)

@@ -1,0 +1,161 @@
+"""What a parameter may be split into: units that stay whole, such as attention groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pcomm.core.errors import ConfigError, LayoutError, near_misses
+from pcomm.core.layout import Layout
+
+__all__ = ["Units"]
+
+_FORMS: Mapping[str, int] = {"gqa": 3, "gated": 2, "columns": 1, "vocab": 1, "replicated": 0}
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of one split dimension; made by `gqa`, `gated`, `columns`, `vocab`, `replicated`.
+
+    Args:
+        kind: Name of the form.
+        count: Number of units, 0 if the parameter is replicated.
+        sections: Positions of one unit in each section of the dimension. The sections lie one
+            after another, as queries, keys and values of a fused projection do.
+        work: Share of the step that is computed with these units, relative to the `work` of the
+            others of a plan. It decides how much an uneven cut slows a replica down.
+
+    Raises:
+        ConfigError: An unknown kind, or a number that no parameter has.
+    """
+
+    kind: str
+    count: int
+    sections: tuple[int, ...]
+    work: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in _FORMS:
+            raise ConfigError(
+                f"Units: kind {self.kind!r}",
+                found=f"kinds {', '.join(_FORMS)}",
+                why="The kind says which rows belong together.",
+                fix=near_misses(self.kind, _FORMS),
+            )
+        least = 0 if self.kind == "replicated" else 1
+        sound = len(self.sections) == _FORMS[self.kind] and min(self.sections, default=1) > 0
+        if self.count < least or self.work < 0 or not sound:
+            raise ConfigError(
+                f"Units: {self.kind}",
+                found=f"{self.count} units of {self.sections} positions, work {self.work}",
+                why="There is at least one unit, of at least one position in each section.",
+                fix="Give sizes of at least 1, and work of at least 0.",
+            )
+
+    # -- forms -----------------------------------------------------------------------------
+
+    @classmethod
+    def gqa(cls, *, q: int, kv: int, dim: int, work: int = 1) -> Units:
+        """Fused query, key and value rows; a unit is one key head with all its query heads.
+
+        Args:
+            q: Number of query heads, a multiple of `kv`.
+            kv: Number of key heads.
+            dim: Rows of one head.
+            work: Share of the step, relative to other units.
+        """
+        if kv < 1 or q < 1 or q % kv:
+            raise ConfigError(
+                f"Units.gqa: q={q}, kv={kv}",
+                found="query heads that are no multiple of the key heads",
+                why="Every key head serves the same number of query heads, which stay with it.",
+                fix="Give q as a multiple of kv, both at least 1.",
+            )
+        return cls("gqa", kv, (q // kv * dim, dim, dim), work)
+
+    @classmethod
+    def gated(cls, columns: int, *, block: int = 1, work: int = 1) -> Units:
+        """Rows `[gate; up]` of a gated MLP; gate row i and up row i stay on one rank.
+
+        Args:
+            columns: Rows of the gate, and of the up projection.
+            block: Rows that stay together.
+            work: Share of the step, relative to other units.
+        """
+        return cls("gated", _blocks("gated", columns, block), (block, block), work)
+
+    @classmethod
+    def columns(cls, columns: int, *, block: int = 1, work: int = 1) -> Units:
+        """Plain columns or rows, such as the input of an MLP's second matrix.
+
+        Args:
+            columns: Length of the split dimension.
+            block: Positions that stay together, such as the columns of a head.
+            work: Share of the step, relative to other units.
+        """
+        return cls("columns", _blocks("columns", columns, block), (block,), work)
+
+    @classmethod
+    def vocab(cls, rows: int, *, block: int = 1, work: int = 0) -> Units:
+        """Rows of a vocabulary, which keep their order over the ranks.
+
+        Args:
+            rows: Length of the vocabulary.
+            block: Rows that stay together.
+            work: Share of the step, relative to other units.
+        """
+        return cls("vocab", _blocks("vocab", rows, block), (block,), work)
+
+    @classmethod
+    def replicated(cls) -> Units:
+        """A parameter that every rank of a tensor-parallel group holds whole."""
+        return cls("replicated", 0, (), 0)
+
+    # -- what it says ----------------------------------------------------------------------
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold different parts."""
+        return self.kind != "replicated"
+
+    def layout(self, degree: int) -> Layout:
+        """Positions of each of `degree` ranks, in rank order; units at floor(i * count / degree).
+
+        Raises:
+            LayoutError: A replicated parameter, or more ranks than units.
+        """
+        self.check_degree(degree)
+        parts = (Layout.cuts(self.count * n, degree, unit=n) for n in self.sections)
+        return Layout.sections(parts)
+
+    def most_units(self, degree: int) -> int:
+        """Number of units of the rank that has most of them."""
+        return -(-self.count // degree)
+
+    def efficiency(self, degree: int) -> Fraction:
+        """Mean over maximum number of units on a rank: 1 if the cut is even."""
+        return Fraction(self.count, degree * self.most_units(degree))
+
+    def check_degree(self, degree: int) -> None:
+        """Raise `LayoutError` unless each of `degree` ranks can have at least one unit."""
+        if not self.is_split or not 1 <= degree <= self.count:
+            raise LayoutError(
+                f"Units: {self.count} units ({self.kind}) over {degree} ranks",
+                found="a replicated parameter" if not self.is_split else f"{self.count} units",
+                why="Each rank of a tensor-parallel group has at least one whole unit.",
+                fix=f"Use a tensor-parallel degree from 1 to {self.count}, or smaller units."
+                if self.is_split
+                else "Hold it whole on each rank.",
+            )
+
+
+def _blocks(kind: str, length: int, block: int) -> int:
+    if block < 1 or length < 1 or length % block:
+        raise ConfigError(
+            f"Units.{kind}: {length} positions in blocks of {block}",
+            found="no whole number of blocks",
+            why="A block stays on one rank, so the dimension consists of whole blocks.",
+            fix="Give a length that is a multiple of block, both at least 1.",
+        )
+    return length // block
