@@ -139,7 +139,7 @@ def test_an_explanation_has_the_algorithm_and_every_reason() -> None:
         "emulated: p2p, 4 blocks of 4 warps",
         "  p2p: it is preferred up to 8192 bytes (none: small, so that tests reach both sides)",
         "  not lamport: it is preferred up to 1024 bytes",
-        "  not multimem: it is preferred up to 4096 bytes",
+        "  not multimem: the switch does not add in the order of the ranks",
     ]
     question = Question("all_gather_into_tensor", 40, torch.int8, dim=-1)
     assert explain(WITHOUT, question, SHIPPED).splitlines() == [
@@ -207,3 +207,10 @@ def test_another_table_on_one_rank_is_an_error_that_names_the_rows() -> None:
     for problem in agreed(Chooser(FACTS), Chooser(FACTS, elsewhere)):
         assert isinstance(problem, DivergenceError)
         assert f"rank 1 has 'table {elsewhere.digest}'" in problem.found
+
+
+def test_an_operation_without_a_kernel_is_said_to_have_none_at_every_size() -> None:
+    question = Question("reduce_scatter_add_rmsnorm_all_gather", 512, torch.bfloat16, row_bytes=512)
+    for num_bytes in (512, 1 << 18):
+        choice = choose(FACTS, question._replace(num_bytes=num_bytes), SHIPPED)
+        assert f"lamport: {question.operation} has no such kernel" in choice.reasons

@@ -81,9 +81,11 @@ def _fastest(facts: Facts, question: Question, rows: Sequence[Row]) -> Choice:
 def _against_row(facts: Facts, question: Question, row: Row) -> Reason | None:
     if row.algorithm == "multimem" and facts.world_size == 2:
         return Reason("between 2 ranks it moves more bytes than pointers to peers do")
-    if question.num_bytes > row.max_bytes:
-        return Reason(f"it is preferred up to {row.max_bytes} bytes")
-    return obstacle(facts, question, row.algorithm)
+    reason = obstacle(facts, question, row.algorithm)
+    if question.num_bytes <= row.max_bytes or (reason is not None and not reason.is_loss):
+        return reason
+    # A loss would be none here: the table would not have taken the algorithm at this size.
+    return Reason(f"it is preferred up to {row.max_bytes} bytes")
 
 
 def _named(facts: Facts, question: Question, rows: Sequence[Row], algorithm: Algorithm) -> Choice:
