@@ -16,6 +16,7 @@ from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.errors import ConfigError, DivergenceError, PeerError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.testing.patience import wait_until
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, Plan, Spec, make_plan
 from pcomm.gdn_cp.testing.layer_stack import layer_stack, world
 from pcomm.gdn_cp.testing.planned_mixers import weights_of
@@ -105,4 +106,10 @@ def test_plans_leave_no_tensors_threads_or_collectives(rank: int) -> None:
     many(range(8))
     before = count()
     many(range(8, 24))
-    assert count() == before
+    # Gloo's own thread lets go of the last operation's tensors some time after its end.
+    wait_until(lambda: not_more(count(), before), "what sixteen more plans made is freed")
+    assert not_more(count(), before)
+
+
+def not_more(found: tuple[int, ...], allowed: tuple[int, ...]) -> bool:
+    return all(n <= most for n, most in zip(found, allowed, strict=True))
