@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pcomm.core import Topology
 from pcomm.core.errors import ConfigError, LayoutError, TopologyError
 from pcomm.ntp import Coord, Failures, Place, Plan, Policy, Units, plan
-from pcomm.ntp.planning.segments import cuts, segments
+from pcomm.ntp.planning.forms import cuts
+from pcomm.ntp.planning.segments import segments
 
 TOPOLOGY = Topology({"pp": 2, "dp": 4, "cp": 1, "tp": 8})
 UNITS = {
