@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from pcomm.ntp.planning.degrees import size_of
-from pcomm.ntp.planning.forms import Form
+from pcomm.ntp.planning.forms import Form, is_plain
 from pcomm.ntp.planning.speed import memory_growth
 
 if TYPE_CHECKING:
@@ -71,15 +71,25 @@ def cost_of(plan: Plan) -> Cost:
     slow = {topology.coordinates(rank)["dp"] for rank, _ in plan.rank_speeds}
     split = [(name, units) for name, units in plan.units if units.is_split]
     kinds = [units for _, units in split]
+    # Most replicas are changed alike.
+    known: dict[int | Form, tuple[Fraction, str, Fraction]] = {}
+
+    def uneven(replica: int, stage: int) -> tuple[Fraction, str, Fraction]:
+        """Least efficiency of a cut, the name of its units, and the growth of memory."""
+        rates = plan.rates(replica, stage)
+        over: int | Form = len(rates) if is_plain(rates) and rates[0] == 1 else rates
+        if over not in known:
+            found = ((units.efficiency(over), name) for name, units in split)
+            least = min(found, default=(Fraction(1), ""))
+            known[over] = (*least, memory_growth(kinds, over, full))
+        return known[over]
+
     changed = []
     for replica, own in enumerate(plan.degrees):
         if min(own) == full and replica not in slow:
             continue
-        rates = [plan.rates(replica, stage) for stage in range(stages)]
-        least = min(
-            ((units.efficiency(each), name) for name, units in split for each in rates),
-            default=(Fraction(1), ""),
-        )
+        found = [uneven(replica, stage) for stage in range(stages)]
+        efficiency, name, _ = min(found)
         changed.append(
             ReplicaCost(
                 replica=replica,
@@ -87,9 +97,9 @@ def cost_of(plan: Plan) -> Cost:
                 forms=tuple(plan.form(replica, stage) for stage in range(stages)),
                 idle=inner * (full * stages - sum(own)) - lost[replica],
                 speed=plan.speeds[replica],
-                efficiency=least[0],
-                uneven=least[1] if least[0] < 1 else "",
-                memory_growth=max(memory_growth(kinds, each, full) for each in rates),
+                efficiency=efficiency,
+                uneven=name if efficiency < 1 else "",
+                memory_growth=max(growth for _, _, growth in found),
             )
         )
     throughput = sum(plan.speeds, Fraction(0)) / len(plan.speeds)

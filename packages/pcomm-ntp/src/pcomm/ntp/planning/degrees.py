@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from pcomm.core.errors import LayoutError, TopologyError, UnsupportedError
 from pcomm.core.topology import Topology
-from pcomm.ntp.planning.forms import Form, is_plain, plain
+from pcomm.ntp.planning.forms import Form, plain
 from pcomm.ntp.planning.policy import Policy
 from pcomm.ntp.planning.rank_speeds import RankSpeeds, combined
 from pcomm.ntp.planning.speed import memory_growth, relative_speed
@@ -84,22 +84,25 @@ def chosen(units: Sequence[Units], groups: Sequence[Form], full: int, policy: Po
     most = min(map(len, groups))
     if policy.rounding == "max":
         return most
-    if all(is_plain(rates) and rates[0] == 1 for rates in groups):
-        if most == full:
-            return full
-        best = relative_speed(units, most, full)
-        # More ranks are never slower, so the fewest that are as fast are found by halving.
-        low, high = 1, most
-        while low < high:
-            middle = (low + high) // 2
-            if relative_speed(units, middle, full) == best:
-                high = middle
-            else:
-                low = middle + 1
-        return low
-    # A rank that is slow enough holds the others up, and is better left out.
-    by_speed = {n: relative_speed(units, combined(groups, n), full) for n in range(1, most + 1)}
-    return max(by_speed, key=lambda n: (by_speed[n], -n))
+    healthy = min(sum(rate == 1 for rate in rates) for rates in groups)
+    # With more ranks than are healthy, slow ones are used, and may hold the others up.
+    by_degree = {
+        n: relative_speed(units, combined(groups, n), full) for n in range(healthy + 1, most + 1)
+    }
+    if healthy:
+        by_degree[healthy] = relative_speed(units, healthy, full)
+    best = max(by_degree, key=lambda n: (by_degree[n], -n))
+    if best != healthy or healthy == full:
+        return best
+    # More healthy ranks are never slower, so the fewest that are as fast are found by halving.
+    low, high = 1, healthy
+    while low < high:
+        middle = (low + high) // 2
+        if relative_speed(units, middle, full) == by_degree[healthy]:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def degrees(

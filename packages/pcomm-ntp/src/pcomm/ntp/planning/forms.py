@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -45,8 +46,10 @@ def cuts(count: int, over: int | Sequence[Fraction]) -> tuple[int, ...]:
     if isinstance(over, int) or is_plain(over):
         degree = over if isinstance(over, int) else len(over)
         return tuple(i * count // degree for i in range(degree + 1))
-    whole, before = sum(over, Fraction(0)), list(accumulate(over))
-    most = _most_units(count, over)
+    scale = math.lcm(*(rate.denominator for rate in over))
+    weights = [rate.numerator * (scale // rate.denominator) for rate in over]
+    whole, before = sum(weights), list(accumulate(weights))
+    most = _most_units(count, weights)
     # Units that the ranks after a boundary can take at most.
     after = [*[*accumulate(reversed(most))][-2::-1], 0]
     found = [0]
@@ -70,20 +73,23 @@ def busiest(count: int, over: int | Sequence[Fraction]) -> Fraction:
     return max(size / rate for size, rate in zip(sizes(count, over), over, strict=True))
 
 
-def _most_units(count: int, rates: Sequence[Fraction]) -> list[int]:
+def _most_units(count: int, weights: Sequence[int]) -> list[int]:
     """Units that each rank can take in the least time that `count` units need; at least one.
 
     Each next unit goes to the rank that would be done with it first, which no order beats. It
     starts at a time that is too early for `count` units, so a few steps for each rank remain.
     """
-    early = (count - len(rates)) / sum(rates, Fraction(0))
-    most = [max(1, int(early * rate)) for rate in rates]
-    queue = [((own + 1) / rate, i) for i, (own, rate) in enumerate(zip(most, rates, strict=True))]
+    whole, ranks = sum(weights), range(len(weights))
+    # Times are integers: a rank of weight w needs multiple // w for a unit.
+    multiple = math.lcm(*weights)
+    unit = [multiple // weight for weight in weights]
+    most = [max(1, (count - len(weights)) * weight // whole) for weight in weights]
+    queue = [((most[i] + 1) * unit[i], i) for i in ranks]
     heapq.heapify(queue)
-    time = max(own / rate for own, rate in zip(most, rates, strict=True))
+    time = max(most[i] * unit[i] for i in ranks)
     for _ in range(count - sum(most)):
-        done, i = heapq.heappop(queue)
+        done, i = queue[0]
         most[i] += 1
         time = max(time, done)
-        heapq.heappush(queue, ((most[i] + 1) / rates[i], i))
-    return [max(1, int(time * rate)) for rate in rates]
+        heapq.heapreplace(queue, (done + unit[i], i))
+    return [max(1, time // unit[i]) for i in ranks]
