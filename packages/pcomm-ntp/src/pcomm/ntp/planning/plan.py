@@ -182,22 +182,17 @@ class Plan:
         They reach over all axes but `tp` and `pp`, since all of these hold the same parameters.
         """
         stage = self.topology.coordinates(rank).get("pp", 0)
-        inner = [axis for axis in self.topology.axes if axis not in ("tp", "dp", "pp")]
-        forms = self._forms.indices[stage]
-        groups = [
-            (forms[replica], self.tensor_ranks(place))
-            for replica in range(len(self.degrees))
-            for place in self._group_places(replica, stage, inner)
-        ]
-        if not self._units(name).is_split:
-            return (SegmentGroup(0, 0, tuple(sorted(r for _, own in groups for r in own))),)
-        found = []
-        for segment in self.segments(name, stage):
-            # Owners stand in the order of the forms.
-            owners = [index for _, index in segment.owners]
-            ranks = sorted(own[owners[form]] for form, own in groups)
-            found.append(SegmentGroup(segment.start, segment.stop, tuple(ranks)))
-        return tuple(found)
+        units = self._units(name)
+        # Parameters of as many units have the same groups.
+        key = units.count, stage
+        if key not in self._groups:
+            ranks = self._tensor_groups(stage)
+            if units.is_split:
+                self._groups[key] = _owners(self.segments(name, stage), ranks)
+            else:
+                every = sorted(rank for _, own in ranks for rank in own)
+                self._groups[key] = (SegmentGroup(0, 0, tuple(every)),)
+        return self._groups[key]
 
     # -- who computes how much ---------------------------------------------------------------
 
@@ -308,6 +303,19 @@ class Plan:
             for place in places
         ]
 
+    def _tensor_groups(self, stage: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The index of its form, and the ranks that are used, of each group of a stage."""
+        inner = [axis for axis in self.topology.axes if axis not in ("tp", "dp", "pp")]
+        return [
+            (form, self.tensor_ranks(place))
+            for replica, form in enumerate(self._forms.indices[stage])
+            for place in self._group_places(replica, stage, inner)
+        ]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, int], tuple[SegmentGroup, ...]]:
+        return {}
+
     @cached_property
     def _segments(self) -> dict[tuple[int, tuple[Form, ...]], tuple[Segment, ...]]:
         return {}
@@ -319,6 +327,19 @@ class Plan:
     @cached_property
     def _forms(self) -> FormTable:
         return FormTable.of(self.topology, self.degrees, self.rank_speeds)
+
+
+def _owners(
+    found: Sequence[Segment], groups: Sequence[tuple[int, tuple[int, ...]]]
+) -> tuple[SegmentGroup, ...]:
+    """The ranks of `groups`, each with the index of its form, that hold each segment."""
+    sums = []
+    for segment in found:
+        # Owners stand in the order of the forms.
+        owners = [index for _, index in segment.owners]
+        ranks = sorted(own[owners[form]] for form, own in groups)
+        sums.append(SegmentGroup(segment.start, segment.stop, tuple(ranks)))
+    return tuple(sums)
 
 
 def plan(
