@@ -162,6 +162,68 @@ def test_context_parallel_ranks_are_replicas_too() -> None:
         assert None not in on_all(made, task, strategy).values() or made.idle_ranks
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_groups_of_one_degree_and_different_forms(strategy: Strategy) -> None:
+    """A slow rank has fewer units, so ranks at one index do not hold the same ones."""
+    topology = Topology({"dp": 3, "tp": 3})
+    gone = Failures.at(Coord(dp=2, tp=1))
+    made = plan(topology, gone, tagged_units(), speeds={0: 0.5, 8: 0.5})
+    assert len({made.form(replica) for replica in range(3)}) == 3
+    expected = summed_gradients({0: 1.0, 1: 0.5, 2: 0.25})
+
+    def task(sync: GradSync, model: TaggedModel, _: Groups) -> Tensor:
+        replica = model.place.replica
+        with sync.accumulate(weight=0.5**replica):
+            model.loss(tags(replica)).backward()
+        sync.finish()
+        check_equal(gradients(model), own(model, expected))
+        return sync.grad_norm()
+
+    norms = list(on_all(made, task, strategy, bucket_bytes=500).values())
+    assert len(set(map(float, norms))) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_pipeline_stages_have_parameters_and_degrees_of_their_own(strategy: Strategy) -> None:
+    """Stages sum apart, and share one norm."""
+    topology = Topology({"pp": 2, "dp": 2, "tp": 3})
+    made = plan(topology, Failures.at(Coord(pp=0, dp=1, tp=0)), tagged_units())
+    assert made.degrees == ((3, 3), (2, 3))
+    expected = summed_gradients({0: 1.0, 1: 1.0})
+    squares = sum(float(one.square().sum()) for one in expected.values())
+    squares -= float(expected["router"].square().sum())
+
+    def run(rank: int, groups: Groups) -> Tensor:
+        model = TaggedModel(made, rank)
+        stage, replica = model.place.stage, model.place.replica
+        if stage == 1:
+            del model.router
+        sync = GradSync(
+            made,
+            model,
+            groups,
+            rank=rank,
+            strategy=strategy,
+            param_layouts={n: model.param_layouts[n] for n, _ in model.named_parameters()},
+        )
+        upstream = tags(replica)
+        if stage == 1:
+            del upstream["router"]
+        with sync.accumulate():
+            model.loss(upstream).backward()
+        sync.finish()
+        for name in upstream:
+            gradient = model.get_parameter(name).grad
+            assert gradient is not None
+            assert torch.equal(gradient, model.own(name, expected[name])), name
+        return sync.grad_norm()
+
+    norms = run_on_virtual_groups(made.topology, grad_groups(made, strategy), run)
+    (norm,) = set(map(float, norms.values()))
+    total = 2 * squares + float(expected["router"].square().sum())
+    assert norm == pytest.approx(total**0.5, rel=1e-14)
+
+
 def test_micro_batches_with_weights_of_their_own() -> None:
     """The first may have none: the factor of the others does not come from it."""
     weights = [(0.0, 0.5, 0.25), (1.0, 1.0, 2.0)]
