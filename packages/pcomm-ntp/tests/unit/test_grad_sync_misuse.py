@@ -302,6 +302,7 @@ def test_hooks_end_with_it_with_its_groups_and_with_the_last_reference() -> None
             case "close":
                 sync.close()
                 sync.close()
+                assert groups._closing.take_all() == []
             case "groups":
                 groups.close()
             case "abandon":
