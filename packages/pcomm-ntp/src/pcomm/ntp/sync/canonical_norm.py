@@ -10,7 +10,7 @@ from torch import Tensor
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.tensor_parallel.norms import sum_of_squares
 from pcomm.ntp.planning.plan import Plan
-from pcomm.ntp.sync.grad_groups import tensor_groups
+from pcomm.ntp.sync.grad_groups import all_tensor_groups
 from pcomm.ntp.sync.synced_params import SyncedParam
 
 __all__ = ["NormSlots", "canonical_norm"]
@@ -33,9 +33,8 @@ class NormSlots:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         counted: list[int] = []
-        for stage in range(plan.topology.axes.get("pp", 1)):
+        for stage, groups in enumerate(all_tensor_groups(plan)):
             chosen = plan.canonical_replica(stage)
-            groups = tensor_groups(plan, stage)
             counted += next(group.ranks for group in groups if group.replica == chosen)
         self.count = len(counted)
         self.own = counted.index(rank) if rank in counted else None
