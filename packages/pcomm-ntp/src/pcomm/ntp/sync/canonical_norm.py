@@ -64,5 +64,10 @@ def canonical_norm(
             for param, gradient in zip(params, gradients, strict=True)
             if param.units is not None or slots.is_first
         ]
-        squares[slots.own] = sum_of_squares(counted, device)
+        wide = [gradient for gradient in counted if gradient.element_size() > 2]
+        squares[slots.own] = sum_of_squares(wide, device)
+        for gradient in counted:
+            # Torch would round the norm of a gradient of 16 bits to its type. One copy at a time.
+            if gradient.element_size() <= 2:
+                squares[slots.own] += sum_of_squares([gradient.float()], device)
     return collectives.all_reduce(squares, out=squares).sum().sqrt()
