@@ -58,19 +58,31 @@ class LogicalState:
     def random(
         cls, units: Mapping[str, Units], *, stages: int = 1, hidden: int = 3, seed: int = 0
     ) -> LogicalState:
-        """Random bits, so that no element equals another one by chance."""
-        made, generator = {}, torch.Generator().manual_seed(seed)
-        dims = {}
+        """Random values, so that no element equals another one; equal in stages that share one.
+
+        Args:
+            units: Units of the plans, from `state_units`.
+            stages: Number of pipeline stages.
+            hidden: Length of dimensions that are not split.
+            seed: Seed of the values.
+        """
+        generator, seen = torch.Generator().manual_seed(seed), dict[str, Tensor]()
+        made: dict[int, dict[str, Tensor]] = {}
+        dims: dict[str, int] = {}
         for stage in range(stages):
             shapes = _shapes(units, f"layers.{stage}", hidden)
             dims.update({name: dim for name, (_, dim) in shapes.items()})
-            made[stage] = {
-                f"{kind}.{name}": torch.randn(shape, generator=generator).to(dtype)
+            wanted = {
+                f"{kind}.{name}": (shape, dtype)
                 for name, (shape, _) in shapes.items()
                 for kind, dtype in _KINDS.items()
             }
-            made[stage]["model.angles"] = torch.randn(7, generator=generator)
-            made[stage]["model.count"] = torch.randn((), generator=generator)
+            wanted["model.angles"] = (7,), torch.float32
+            wanted["model.count"] = (), torch.float32
+            for name, (shape, dtype) in wanted.items():
+                if name not in seen:
+                    seen[name] = torch.randn(shape, generator=generator).to(dtype)
+            made[stage] = {name: seen[name] for name in wanted}
         return cls(units, made, dims)
 
     def layouts(self, plan: Plan, rank: int) -> dict[str, ParamLayout]:
