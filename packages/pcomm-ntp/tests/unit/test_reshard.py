@@ -150,7 +150,7 @@ def test_idle_and_slow_ranks_and_stages() -> None:
     check(slow, old, newcomers=sorted(set(alive(old)) - set(alive(slow))))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_plans(seed: int) -> None:
     draw = random.Random(seed)
     axes = {"dp": draw.randint(2, 3), "cp": draw.choice([1, 2]), "tp": draw.choice([2, 3, 4])}
