@@ -14,6 +14,7 @@ private to torch, so this file is the only one that calls it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -26,6 +27,8 @@ from pcomm.core.collectives.backend import new_collectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.groups.never_freed import never_freed
 from pcomm.core.groups.options import Granted
+from pcomm.core.groups.own_connections import OwnConnections
+from pcomm.core.process.unconnected_default import end_if_unused, unconnected_default
 
 __all__ = [
     "Communicator",
@@ -45,9 +48,11 @@ class Communicator:
     Attributes:
         collectives: Operations without gradients.
         differentiable: Operations with gradients.
+        connections: Connections of its own; none where they are not known.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.connections = OwnConnections()
         self._inner = new_collectives(process_group)
         self.collectives: Collectives = self._inner
         self.differentiable: Collectives = differentiable(self._inner)
@@ -88,16 +93,41 @@ def communicator_of(process_group: dist.ProcessGroup) -> Communicator:
 
 
 def new_communicator(
-    name: str, ranks: Sequence[int], granted: Granted, *, description: str
+    name: str,
+    ranks: Sequence[int],
+    granted: Granted,
+    *,
+    store: dist.Store,
+    rank: int,
+    description: str,
 ) -> dist.ProcessGroup:
     """A communicator of `ranks`, owned by the caller. Collective: its members call it, no others.
 
     Args:
         name: Name that is the same on all members, and never used before in this job.
-        ranks: Global ranks, ascending; this process's rank is one of them.
+        ranks: Global ranks, ascending.
         granted: Backend and options.
+        store: Store in which the members find each other.
+        rank: Global rank of this process, one of `ranks`.
         description: Name in torch's own reports.
     """
+    with unconnected_default(store, rank, 1 + ranks[-1]):
+        if granted.backend != "gloo":
+            return _new_process_group(name, ranks, granted, store, rank, description)
+        with OwnConnections.recorded() as connections:
+            made = _new_process_group(name, ranks, granted, store, rank, description)
+        communicator_of(made).connections = connections
+        return made
+
+
+def _new_process_group(
+    name: str,
+    ranks: Sequence[int],
+    granted: Granted,
+    store: dist.Store,
+    rank: int,
+    description: str,
+) -> dist.ProcessGroup:
     default = distributed_c10d._get_default_group()
     backend = dist.Backend(granted.backend)
     timeout = granted.timeout or distributed_c10d._get_default_timeout(backend)
@@ -109,10 +139,10 @@ def new_communicator(
     with _without_splitting(default):
         process_group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
-            ranks.index(default.rank()),
+            ranks.index(rank),
             list(ranks),
             backend,
-            distributed_c10d._get_default_store(),
+            store,
             name,  # type: ignore[arg-type]
             backend_options=granted.pg_options,
             timeout=timeout,
@@ -130,18 +160,33 @@ def close_communicator(process_group: dist.ProcessGroup) -> None:
     # Torch's registry: empty after its end, and without this one after a new beginning.
     if process_group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(process_group)
+        end_if_unused()
 
 
 def abandon_communicator(process_group: dist.ProcessGroup) -> None:
     """Refuse its operations and leave it behind, operations in flight included. Local.
 
-    Torch forgets it, as `destroy_process_group` does, but nothing ends it: its destructor waits for
-    operations in flight, so it never runs. Torch's end of the default group does not meet it.
+    Torch forgets it, as `destroy_process_group` does, so that torch's end of the default group does
+    not meet it. Its destructor waits for operations in flight. Where its connections are known
+    they are shut down, which ends all of these, and a thread runs the destructor; where they are
+    not, it never runs.
     """
     communicator = communicator_of(process_group)
     # The queue's thread ends if it has nothing to do, and is not waited for otherwise.
     communicator.close()
-    never_freed([process_group, communicator])
+    _forget(process_group)
+    if not communicator.connections:
+        never_freed([process_group, communicator])
+        return
+    communicator.connections.shut_down()
+    # The thread has the last reference, unless the caller keeps one.
+    held = [process_group]
+    del process_group
+    threading.Thread(target=held.clear, name="pcomm freeing", daemon=True).start()
+
+
+def _forget(process_group: dist.ProcessGroup) -> None:
+    """Have torch forget a group that it still knows, without ending it."""
     world = distributed_c10d._world
     if process_group not in world.pg_map:
         return
@@ -159,6 +204,7 @@ def abandon_communicator(process_group: dist.ProcessGroup) -> None:
         if process_group in world.tags_to_pg.get(tagged, []):
             world.tags_to_pg[tagged].remove(process_group)
     distributed_c10d._unregister_process_group(process_group.group_name)
+    end_if_unused()
 
 
 @contextmanager

@@ -158,17 +158,22 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         For ranks whose peers are gone: a close would wait for operations that never end. Handles
         raise `ClosedError` from then on, also those of groups made by `with_collectives`, and
         torch.distributed forgets the communicators, so that its own end does not wait for them.
-        Groups of the next generation (`Control.next`) can be opened while operations are still
-        in flight here. Closing or abandoning again does nothing, and leaving a `with` block too.
+        Groups of the next generation (`Control.next`) can be opened at once. Closing or abandoning
+        again does nothing, and leaving a `with` block too.
+
+        On Linux the connections of gloo's communicators are shut down. So operations in flight end
+        with torch's error, here and on ranks that have not abandoned the groups yet, and soon after
+        threads, connections and tensors are free, except for what a `Pending` that the caller
+        keeps refers to.
 
         Of the calls of `before_close` those with `is_local=True` are made, the last one given
         first; the others never are, and what they refer to is kept. Their errors are raised once
         everything is abandoned. Groups around communicators of others abandon none.
 
-        What stays until the process ends, for each communicator: its connections and threads
-        (three with gloo), the tensors of its operations in flight, and a thread of the queue if
-        one of these is large. A communicator of NCCL is not aborted: its kernels in flight keep
-        the device busy until the owner of torch's group aborts them.
+        On other systems, connections and threads of each communicator (three with gloo) and the
+        tensors of operations in flight stay until the process ends. A communicator of NCCL stays
+        too, and is not aborted: its kernels in flight keep the device busy until the owner of
+        torch's group aborts them.
         """
         self._groups = {}
         local, others = self._closing.take_local()
@@ -176,9 +181,9 @@ class Groups(Mapping[str | tuple[str, str], Group]):
             for call in local:
                 last_first.callback(call)
             never_freed(others)
-            for communicator in self._owned:
-                abandon_communicator(communicator)
-            self._owned.clear()
+            # In place, as in `close`; and each is freed as soon as it is let go here.
+            while self._owned:
+                abandon_communicator(self._owned.pop(0))
 
     def __enter__(self) -> Groups:
         return self
@@ -219,8 +224,11 @@ def open_groups(
     """Open the groups that this rank belongs to. Collective: every rank of the topology calls it.
 
     With one rank nothing is initialised and nothing needs to be. With more, torch.distributed
-    must be (see `pcomm.core.process.world.connect`). Failed ranks do not call it. Each call makes
-    communicators of its own; if one cannot be made, those made before it are closed.
+    must be (see `pcomm.core.process.world.connect`), unless a `control` is given: communicators are
+    made in its store. Where torch.distributed is not initialised, its functions then find the rank
+    of this process, and no connections, until the last communicator is closed or abandoned.
+    Failed ranks do not call it. Each call makes communicators of its own; if one cannot be made,
+    those made before it are closed.
 
     The ranks of `control` call it, and the topology must be of exactly these. Without one, all
     processes of torch.distributed call it, or, for a topology with an offset above 0, its ranks
@@ -344,7 +352,15 @@ def _open(
         # Only members create a group: at 100,000 ranks no rank can create all of them.
         key = f"{spec.axes}:{spec.role}"
         name = f"{agreement}/{key}/{members[0]}"
-        made[identity] = new_communicator(name, members, granted, description=f"pcomm:{key}")
+        assert control.store is not None
+        made[identity] = new_communicator(
+            name,
+            members,
+            granted,
+            store=control.store,
+            rank=rank,
+            description=f"pcomm:{key}",
+        )
     return Group(
         spec.axes,
         members,
