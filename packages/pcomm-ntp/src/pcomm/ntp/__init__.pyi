@@ -1,9 +1,12 @@
 from pcomm.ntp.planning.cost import Cost as Cost
 from pcomm.ntp.planning.failures import Coord as Coord
 from pcomm.ntp.planning.failures import Failures as Failures
+from pcomm.ntp.planning.place import Place as Place
 from pcomm.ntp.planning.plan import Plan as Plan
 from pcomm.ntp.planning.plan import plan as plan
 from pcomm.ntp.planning.policy import Policy as Policy
 from pcomm.ntp.planning.units import Units as Units
+from pcomm.ntp.sync.grad_groups import grad_groups as grad_groups
+from pcomm.ntp.sync.grad_sync import GradSync as GradSync
 
 __version__: str
