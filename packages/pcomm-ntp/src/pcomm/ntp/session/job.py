@@ -56,7 +56,7 @@ class Job:
     backend: str
     restore: Restore | None
     facts: Mapping[str, str] = field(default_factory=dict)
-    patience: Patience = Patience()
+    patience: Patience = field(default_factory=Patience)
     operation_s: float = 600.0
     device: torch.device | str = "cpu"
 
@@ -68,9 +68,7 @@ class Job:
 
     def plan(self, ranks: tuple[int, ...], speeds: Mapping[int, float]) -> Plan:
         """The plan for the ranks that are there."""
-        whole = Topology(
-            self.topology.axes, self.topology.order, offset=self.topology.offset
-        )
+        whole = Topology(self.topology.axes, self.topology.order, offset=self.topology.offset)
         gone = Failures.from_global_ranks(sorted(set(whole.ranks).difference(ranks)))
         given = {"speeds": dict(speeds)} if speeds else {}
         return plan(whole, gone, self.units, self.policy, **given)

@@ -83,10 +83,10 @@ class Membership:
         """
         self._ends.read()
         had_another = self._ends.of(self.rank, {}) is not None
-        if not had_another and self.rank in self.ranks:
-            if self.records.claim_first(self.rank, self._token):
-                self.watch.enter(0, self.ranks, {})
-                return {}
+        is_first = not had_another and self.rank in self.ranks
+        if is_first and self.records.claim_first(self.rank, self._token):
+            self.watch.enter(0, self.ranks, {})
+            return {}
         decision = self._join()
         states = states_before(self.records, self.number, decision)
         self._go_over(decision)

@@ -15,7 +15,7 @@
 | `refused/TOKEN`, `taken/TOKEN` | members | what became of a request |
 | `speed/RANK`, `stop` | any rank | relative speed of a rank; that the job shall end |
 
-Keys of a generation are written by its ranks alone, and decisions by compare-and-set, so that what a
+Keys of a generation are written by its ranks alone, and decisions by compare-and-set. So what a
 rank writes that was left behind reaches no rank of a later generation.
 """
 

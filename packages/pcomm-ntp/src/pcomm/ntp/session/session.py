@@ -346,7 +346,9 @@ class Session:
             return
         if not isinstance(error, FencedError | store_errors.StoreLostError):
             try:
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                reason = (
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                )
                 self._membership.leave(reason)
             except dist.DistError as lost:
                 error.add_note(f"the store was not told: {lost}")

@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from pcomm.core.collectives import Collectives, InstrumentedCollectives, Pending, interruptible
+from pcomm.core.collectives import Collectives, InstrumentedCollectives, Pending
 from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.interruptible import interruptible
 from pcomm.core.errors import PcommError, PeerError
 
 __all__ = ["SuspectedFailure", "suspecting"]
