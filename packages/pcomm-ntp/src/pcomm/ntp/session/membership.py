@@ -143,11 +143,13 @@ class Membership:
         Raises:
             FencedError: The others have gone on without this rank.
         """
-        self.records.raise_flag(self.number, reason)
-        meeting = Meeting(
-            self.records, self._ends, self.number, self.ranks, self.since, self._patience
-        )
-        decision = meeting.attend(self.rank, arrival, self._propose, self.check_store)
+        decision = self.records.decision(self.number)
+        if decision is None:
+            self.records.raise_flag(self.number, reason)
+            meeting = Meeting(
+                self.records, self._ends, self.number, self.ranks, self.since, self._patience
+            )
+            decision = meeting.attend(self.rank, arrival, self._propose, self.check_store)
         states = {} if decision.is_end else states_before(self.records, self.number, decision)
         self._go_over(decision)
         return decision, states
@@ -205,7 +207,7 @@ class Membership:
 
         The lowest rank asks, for all.
         """
-        if self.rank != self.ranks[0] or self.watch.num_joins <= self._joins_done:
+        if self.rank != self.ranks[0] or self.records.num_joins() <= self._joins_done:
             return False
         self._ends.read()
         return bool(self._newcomers(self.ranks))

@@ -20,7 +20,7 @@ from pcomm.ntp.session.resume_point import NONE, Arrival, ResumePoint, resume_po
 from pcomm.ntp.session.training_state import Built, scalars_of, set_scalars
 from pcomm.ntp.sync.grad_sync import GradSync
 
-__all__ = ["Move", "Recovery", "is_setback"]
+__all__ = ["Transition", "Recovery", "is_setback"]
 
 # Generations in a row without a step, of the same ranks, before the error counts as no accident.
 _MOST_IN_VAIN = 5
@@ -42,7 +42,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Move:
+class Transition:
     """How a generation came about, as one of its ranks saw it.
 
     Args:
@@ -92,7 +92,7 @@ class Recovery:
         applied: Number of steps in the state.
         is_ready: True while the gradients of the next step are summed and not applied.
         stops: True once a rank has asked to end, known to all.
-        moves: What each generation took, the newest last.
+        transitions: How each generation came about and what it took, the newest last.
     """
 
     def __init__(self, job: Job, membership: Membership) -> None:
@@ -102,7 +102,7 @@ class Recovery:
         self.opened: Opened | None = None
         self.sync: GradSync | None = None
         self.applied, self.is_ready, self.stops = 0, False, False
-        self.moves: list[Move] = []
+        self.transitions: list[Transition] = []
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Recovery:
         """Leave the generation and enter the next one that holds. Collective.
 
         Args:
-            reason: Reason, for the other ranks and for `moves`.
+            reason: Reason, for the other ranks and for `transitions`.
         """
         in_vain = 0
         while True:
@@ -212,10 +212,10 @@ class Recovery:
         control.agree("Session: the state has arrived", lines)
         # From here on all ranks have the new state, so the old one is not needed any more.
         self.held, self._complete = self._complete, None
-        took = Move(
+        took = Transition(
             member.number, reason, member.ranks, meet_s, open_s, build_s, clock.lap(), moved
         )
-        self.moves.append(took)
+        self.transitions.append(took)
 
     def _take_up(self, point: ResumePoint) -> None:
         """Hold the state of `point`: follow where this rank is behind."""

@@ -23,7 +23,7 @@ from pcomm.ntp.session.job import Build, Job, Restore
 from pcomm.ntp.session.meeting import Patience
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.opening import EVERYONE, Opened, Spec
-from pcomm.ntp.session.recovery import Held, Move, Recovery, is_setback
+from pcomm.ntp.session.recovery import Held, Transition, Recovery, is_setback
 from pcomm.ntp.session.training_state import Built
 from pcomm.ntp.sync.grad_groups import Strategy
 from pcomm.ntp.sync.grad_sync import GradSync
@@ -199,9 +199,14 @@ class Session:
         return self._held().built is None
 
     @property
-    def moves(self) -> tuple[Move, ...]:
+    def transitions(self) -> tuple[Transition, ...]:
         """How each generation of this rank came about, and what that took; the newest last."""
-        return tuple(self._recovery.moves)
+        return tuple(self._recovery.transitions)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the ranks leave this generation, or None; for waits of the caller's own."""
+        return self._membership.watch.failure()
 
     # -- steps -------------------------------------------------------------------------------
 

@@ -56,7 +56,6 @@ class Watch:
         self._watched: _Watched | None = None
         self._told: tuple[int, str] | None = None
         self._stop = threading.Event()
-        self.num_joins = 0
         self.lost: Exception | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"pcomm session of rank {rank}", daemon=True
@@ -112,7 +111,6 @@ class Watch:
         if self._told is not None and self._told[0] == watched.generation:
             return
         if reads_all:
-            self.num_joins = self._records.num_joins()
             self._ends.read()
             for rank in watched.ranks:
                 if (reason := self._ends.of(rank, watched.since)) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,15 @@ from pcomm.ntp.session import Built, Patience, Session
 from pcomm.ntp.testing import small_training
 from pcomm.ntp.testing.small_training import SmallModel, training_units
 
-__all__ = ["Fault", "Seen", "SeenStep", "check_seen", "dense_run", "train_in_session"]
+__all__ = [
+    "Fault",
+    "Seen",
+    "SeenStep",
+    "check_seen",
+    "dense_run",
+    "hold_for_joins",
+    "train_in_session",
+]
 
 POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint", "build")
 
@@ -143,8 +152,16 @@ def train_in_session(
                 seen.steps.append(seen_step)
                 strike("checkpoint", step.number)
         _note(seen, session)
-        seen.generations = [(move.ranks, move.reason) for move in session.moves]
+        seen.generations = [(move.ranks, move.reason) for move in session.transitions]
     return seen
+
+
+def hold_for_joins(session: Session, place: RankPlace, *, step: int, count: int) -> None:
+    """Wait at the beginning of a step until so many processes have asked to join."""
+    if session.step == step:
+        store = place.store()
+        while store.add("pcomm/session/joins", 0) < count and session.failure is None:
+            time.sleep(0.005)
 
 
 class _Optimizer(torch.optim.AdamW):
