@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,7 @@ class Transition:
         generation: Number of the generation.
         reason: Reason for leaving the one before.
         ranks: Ranks of the generation.
+        gone: Ranks of the one before whose processes are gone, each with the reason.
         meet_s: Seconds until it was decided who goes on.
         open_s: Seconds until the groups were open.
         build_s: Seconds until the model was built.
@@ -59,6 +61,7 @@ class Transition:
     generation: int
     reason: str
     ranks: tuple[int, ...]
+    gone: Mapping[int, str]
     meet_s: float
     open_s: float
     build_s: float
@@ -160,6 +163,12 @@ class Recovery:
                         raise
                     reason = _headline(error)
 
+    def close(self) -> None:
+        """Close the groups. Collective: all ranks have come to the end."""
+        opened, self.opened, self.sync = self.opened, None, None
+        if opened is not None:
+            opened.close()
+
     def abandon(self) -> None:
         """Leave the groups as they are. Local."""
         opened, self.opened, self.sync = self.opened, None, None
@@ -213,9 +222,18 @@ class Recovery:
         # From here on all ranks have the new state, so the old one is not needed any more.
         self.held, self._complete = self._complete, None
         took = Transition(
-            member.number, reason, member.ranks, meet_s, open_s, build_s, clock.lap(), moved
+            generation=member.number,
+            reason=reason,
+            ranks=member.ranks,
+            gone=dict(member.gone),
+            meet_s=meet_s,
+            open_s=open_s,
+            build_s=build_s,
+            move_s=clock.lap(),
+            moved=moved,
         )
         self.transitions.append(took)
+        member.gone.clear()
 
     def _take_up(self, point: ResumePoint) -> None:
         """Hold the state of `point`: follow where this rank is behind."""

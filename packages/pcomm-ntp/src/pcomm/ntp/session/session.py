@@ -288,7 +288,11 @@ class Session:
         except BaseException as error:
             self._leave(error)
             raise
-        self._end()
+        self._is_closed = True
+        try:
+            self._recovery.close()
+        finally:
+            self._membership.close()
 
     def __enter__(self) -> Session:
         return self
@@ -357,9 +361,6 @@ class Session:
                 self._membership.leave(reason)
             except dist.DistError as lost:
                 error.add_note(f"the store was not told: {lost}")
-        self._end()
-
-    def _end(self) -> None:
         self._is_closed = True
         self._recovery.abandon()
         self._membership.close()

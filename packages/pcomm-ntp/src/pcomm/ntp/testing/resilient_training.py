@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pcomm.core import Groups, Topology
@@ -32,11 +34,14 @@ __all__ = [
     "SeenStep",
     "check_seen",
     "dense_run",
+    "from_the_start",
+    "hold_for_failure",
     "hold_for_joins",
-    "hold_for_key",
+    "host_store",
     "raise_at",
     "slow_down_at",
     "train_in_session",
+    "train_with_store",
 ]
 
 POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint", "build")
@@ -92,12 +97,16 @@ class Seen:
         steps: The steps that it committed, in order.
         states: For each number of applied steps: the plan, as JSON, and by name the parameter and
             its moments.
-        generations: For each generation that it was in: its ranks, and why it began.
+        generations: Ranks of each generation that it was in.
+        reasons: Reason for each of these generations.
+        gone: Ranks that it saw go, with the reason that was told.
     """
 
     steps: list[SeenStep] = field(default_factory=list)
     states: dict[int, tuple[str, dict[str, tuple[Tensor, ...]]]] = field(default_factory=dict)
-    generations: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    generations: list[tuple[int, ...]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    gone: dict[int, str] = field(default_factory=dict)
 
 
 def train_in_session(
@@ -157,25 +166,45 @@ def train_in_session(
                 seen.steps.append(seen_step)
                 strike("checkpoint", step.number)
         _note(seen, session)
-        seen.generations = [(move.ranks, move.reason) for move in session.transitions]
+        seen.generations = [one.ranks for one in session.transitions]
+        seen.reasons = [one.reason for one in session.transitions]
+        for one in session.transitions:
+            seen.gone |= one.gone
     return seen
 
 
-def hold_for_joins(session: Session, place: RankPlace, *, step: int, count: int) -> None:
-    """Wait at the beginning of a step until so many processes have asked to join."""
-    if session.step == step:
-        store = place.store()
+def hold_for_joins(session: Session, place: RankPlace, *, counts: Mapping[int, int]) -> None:
+    """Wait at the beginning of some steps until so many processes have asked to join, by step."""
+    if session.step in counts:
+        store, count = place.store(), counts[session.step]
         while store.add("pcomm/session/joins", 0) < count and session.failure is None:
             time.sleep(0.005)
 
 
-def hold_for_key(session: Session, place: RankPlace, *, step: int, key: str) -> None:
-    """Wait at the beginning of a step until a key is in the store; count those that wait."""
+def hold_for_failure(session: Session, place: RankPlace, *, step: int) -> None:
+    """Wait at the beginning of a step until the ranks leave; count those that wait as `held`."""
     if session.step == step:
-        store = place.store()
-        store.add("held", 1)
-        while not store.check([key]) and session.failure is None:
+        place.store().add("held", 1)
+        while session.failure is None:
             time.sleep(0.005)
+
+
+def from_the_start(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Restore what a checkpoint of step 0 has: the values that the model was built with."""
+    del plan, model, optimizer
+    return 0
+
+
+def host_store(port: Connection) -> None:
+    """Host a store until the process ends; sends its port."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    port.recv()
+
+
+def train_with_store(place: RankPlace, port: int, *args: Any) -> Seen:
+    """Train with another store on this host than that of the launcher."""
+    return train_in_session(replace(place, port=port), *args)
 
 
 class _Optimizer(torch.optim.AdamW):
