@@ -15,6 +15,7 @@ from pcomm.core.errors import ConfigError, FencedError
 from pcomm.core.process import RankReport, ResilientRanks
 from pcomm.core.testing.patience import scaled_s, wait_until
 from pcomm.ntp import StateLostError, StoreLostError
+from pcomm.ntp.session import Patience
 from pcomm.ntp.testing.resilient_training import (
     Fault,
     Seen,
@@ -55,14 +56,17 @@ def test_kills_in_forward_in_recovery_and_within_the_optimizer() -> None:
 def test_a_stopped_rank_is_fenced_and_a_new_process_takes_its_place() -> None:
     faults = (Fault(1, "backward", 1, signal.SIGSTOP),)
     hold = partial(hold_for_joins, counts={2: 1, 3: 2})
+    # The only test that waits for time to pass: for a process that neither ends nor beats.
+    patience = Patience(heartbeat_s=0.05, dead_after_s=2.0)
+    first, other = ({"patience": patience, "facts": {"digest": word}} for word in ("a", "b"))
     with ResilientRanks(4) as ranks:
-        ranks.start(train_in_session, (TOPOLOGY, 5, faults, {"facts": {"digest": "a"}}, hold))
+        ranks.start(train_in_session, (TOPOLOGY, 5, faults, first, hold))
         ranks.place(0).store().wait(["pcomm/generation/1"])
         ranks.kill(1, signal.SIGCONT)
         stopped = ranks.wait([1], timeout_s=scaled_s(60.0))[1]
         assert isinstance(stopped.error, FencedError)
         # Other software is refused by name, and the others wait for no one.
-        ranks.join_again(1, (TOPOLOGY, 5, (), {"facts": {"digest": "b"}}))
+        ranks.join_again(1, (TOPOLOGY, 5, (), other))
         refused = ranks.wait([1], timeout_s=scaled_s(60.0))[1]
         assert isinstance(refused.error, ConfigError)
         assert refused.error.found == "digest is b here and a in the job"
@@ -84,7 +88,9 @@ def test_a_state_that_is_lost_with_its_ranks_is_restored_or_an_error() -> None:
             ranks.start(train_in_session, (TOPOLOGY, 3, faults, {"restore": restore}))
             reports = ranks.wait(timeout_s=scaled_s(60.0))
         if restore is None:
-            assert all(isinstance(reports[rank].error, StateLostError) for rank in (0, 2))
+            errors = {rank: report.error for rank, report in reports.items()}
+            assert isinstance(errors[0], StateLostError), errors
+            assert isinstance(errors[2], StateLostError), errors
             continue
         for rank in (0, 2):
             own = reports[rank].result

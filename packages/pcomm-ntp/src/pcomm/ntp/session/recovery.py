@@ -210,7 +210,17 @@ class Recovery:
         if member.rank not in made.idle_ranks:
             built = job.build(made, self.opened.groups, member.rank)
         build_s = clock.lap()
-        moved = self._fill(point, made, built)
+        try:
+            moved = self._fill(point, made, built)
+        except StateLostError:
+            # Raised on all ranks, before anything was sent.
+            if job.restore is None:
+                raise
+            if built is not None:
+                # Its optimizer has the scalars of the state that is lost.
+                built = job.build(made, self.opened.groups, member.rank)
+            moved = None
+            self._restore(made, built)
         if built is not None:
             self.sync = GradSync(
                 made, built.model, self.opened.groups, rank=member.rank, strategy=job.strategy
@@ -272,31 +282,26 @@ class Recovery:
         source = {}
         if self.held is not None and self.held.built is not None:
             source = state_tensors(self.held.built.model, self.held.built.optimizer)
-        try:
-            target, layouts = {}, {}
-            if built is not None:
-                stage = made.place(member.rank).stage
-                told = member.records.published(f"scalars/{member.number}/{stage}")
-                if told is not None:
-                    set_scalars(built, told)
-                target = state_tensors(built.model, built.optimizer)
-                layouts = param_layouts_of(built.model)
-            assert self.opened is not None
-            return reshard(
-                old,
-                made,
-                self.opened.every[EVERYONE],
-                rank=member.rank,
-                source=source,
-                target=target,
-                param_layouts=layouts,
-                holders=self._with_units(point, old),
-            )
-        except StateLostError:
-            if self._job.restore is None:
-                raise
-            self._restore(made, built)
-            return None
+        target, layouts = {}, {}
+        if built is not None:
+            stage = made.place(member.rank).stage
+            told = member.records.published(f"scalars/{member.number}/{stage}")
+            if told is not None:
+                set_scalars(built, told)
+            target = state_tensors(built.model, built.optimizer)
+            layouts = param_layouts_of(built.model)
+        assert self.opened is not None
+        return reshard(
+            old,
+            made,
+            self.opened.every[EVERYONE],
+            rank=member.rank,
+            source=source,
+            target=target,
+            param_layouts=layouts,
+            holders=self._with_units(point, old),
+            device=torch.device(self._job.device),
+        )
 
     def _restore(self, made: Plan, built: Built | None) -> None:
         """Load the checkpoint on all ranks, or begin at step 0."""

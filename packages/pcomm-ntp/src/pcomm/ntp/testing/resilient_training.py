@@ -153,7 +153,7 @@ def train_in_session(
         model.norm.weight.register_hook(lambda _: strike("backward", current[0]))
         return Built(model, _Optimizer(model, lambda point: strike(point, current[0])))
 
-    patience = Patience(heartbeat_s=0.05, dead_after_s=1.0)
+    patience = Patience(dead_after_s=3600.0, leave_s=3600.0, agree_s=3600.0)
     chosen: dict[str, Any] = {"patience": patience, **(options or {})}
     with Session(place, topology, training_units(), build, **chosen) as session:
         for attempt in session.attempts(until=until):
