@@ -17,6 +17,7 @@ from pcomm.core.testing.patience import scaled_s, wait_until
 from pcomm.ntp import StateLostError, StoreLostError
 from pcomm.ntp.session import Patience
 from pcomm.ntp.testing.resilient_training import (
+    PRELOAD,
     Fault,
     Seen,
     check_seen,
@@ -43,7 +44,7 @@ def test_kills_in_forward_in_recovery_and_within_the_optimizer() -> None:
     # The second one strikes while the ranks that are left recover from the first.
     faults = (Fault(1, "forward", 1), Fault(5, "build", 1), Fault(2, "optimizer", 2))
     topology = Topology({"dp": 2, "tp": 3})
-    with ResilientRanks(6) as ranks:
+    with ResilientRanks(6, preload=PRELOAD) as ranks:
         ranks.start(train_in_session, (topology, 4, faults))
         reports = ranks.wait(timeout_s=scaled_s(60.0))
     seen = survivors(reports, 4)
@@ -53,13 +54,26 @@ def test_kills_in_forward_in_recovery_and_within_the_optimizer() -> None:
         assert own.generations[-1] == (0, 3, 4)
 
 
+def test_ranks_that_did_not_hear_that_all_are_ready_follow_those_that_did() -> None:
+    # Rank 0 applies the step and goes on, rank 1 meets an error; nobody is gone.
+    faults = (Fault(1, "told", 1, 0), Fault(0, "backward", 3, 0))
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (Topology({"dp": 2, "tp": 1}), 4, faults))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    seen = survivors(reports, 4)
+    assert [one.step for one in seen[0].steps] == [0, 1, 2, 3]
+    assert [one.step for one in seen[1].steps] == [0, 2, 3]
+    assert seen[1].generations == [(0, 1)] * 3
+    assert not seen[0].gone
+
+
 def test_a_stopped_rank_is_fenced_and_a_new_process_takes_its_place() -> None:
     faults = (Fault(1, "backward", 1, signal.SIGSTOP),)
     hold = partial(hold_for_joins, counts={2: 1, 3: 2})
     # The only test that waits for time to pass: for a process that neither ends nor beats.
     patience = Patience(heartbeat_s=0.05, dead_after_s=2.0)
     first, other = ({"patience": patience, "facts": {"digest": word}} for word in ("a", "b"))
-    with ResilientRanks(4) as ranks:
+    with ResilientRanks(4, preload=PRELOAD) as ranks:
         ranks.start(train_in_session, (TOPOLOGY, 5, faults, first, hold))
         ranks.place(0).store().wait(["pcomm/generation/1"])
         ranks.kill(1, signal.SIGCONT)
@@ -84,7 +98,7 @@ def test_a_state_that_is_lost_with_its_ranks_is_restored_or_an_error() -> None:
     # state has moved.
     faults = (Fault(1, "forward", 2), Fault(3, "build", 1))
     for restore in (None, from_the_start):
-        with ResilientRanks(4) as ranks:
+        with ResilientRanks(4, preload=PRELOAD) as ranks:
             ranks.start(train_in_session, (TOPOLOGY, 3, faults, {"restore": restore}))
             reports = ranks.wait(timeout_s=scaled_s(60.0))
         if restore is None:
@@ -105,7 +119,7 @@ def test_the_end_of_the_store_ends_every_rank_with_an_error_that_says_so() -> No
     host.start()
     port = ours.recv()
     hold = partial(hold_for_failure, step=1)
-    with ResilientRanks(4) as ranks:
+    with ResilientRanks(4, preload=PRELOAD) as ranks:
         ranks.start(train_with_store, (port, TOPOLOGY, 3, (), None, hold))
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         wait_until(lambda: store.add("held", 0) == 4, "four ranks that wait")
@@ -117,7 +131,7 @@ def test_the_end_of_the_store_ends_every_rank_with_an_error_that_says_so() -> No
 
 def test_a_slow_rank_gets_fewer_units_from_the_next_step_on() -> None:
     slow = partial(slow_down_at, step=1, rank=1, speed=0.5)
-    with ResilientRanks(2) as ranks:
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
         ranks.start(train_in_session, (Topology({"dp": 1, "tp": 2}), 3, (), None, slow))
         reports = ranks.wait(timeout_s=scaled_s(60.0))
     seen = survivors(reports, 3)

@@ -321,11 +321,15 @@ class Session:
         with store_errors.told():
             own = Requests(self._asks_move or self._membership.wants_in())
         self._recovery.is_ready = True
-        over = self._opened().every[EVERYONE].collectives
-        self._told = commit(own, over, torch.device(self._job.device))
+        self._told = self._ready(own)
         self._recovery.apply()
         if sync is not None:
             sync.zero_grad()
+
+    def _ready(self, own: Requests) -> Requests:
+        """Tell that this rank is ready, and wait until all are."""
+        over = self._opened().every[EVERYONE].collectives
+        return commit(own, over, torch.device(self._job.device))
 
     def _end_attempt(self, number: int, error: BaseException | None) -> bool:
         if error is None and self.step == number:

@@ -6,6 +6,7 @@ fault depends on time.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -23,12 +24,16 @@ from pcomm.core.collectives import IdentityCollectives
 from pcomm.core.layout import Layout
 from pcomm.core.process import RankPlace
 from pcomm.core.tensor_parallel import ParamLayout
+from pcomm.core.testing.living import Living
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.session import Built, Patience, Session
+from pcomm.ntp.session.commit import Requests
+from pcomm.ntp.session.suspicion import SuspectedFailure
 from pcomm.ntp.testing import small_training
 from pcomm.ntp.testing.small_training import SmallModel, training_units
 
 __all__ = [
+    "PRELOAD",
     "Fault",
     "Seen",
     "SeenStep",
@@ -44,7 +49,10 @@ __all__ = [
     "train_with_store",
 ]
 
-POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint", "build")
+PRELOAD = ("torch._dynamo", __name__)
+"""Modules for `ResilientRanks` to import once, for all ranks: the first optimizer needs seconds."""
+
+POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint", "build", "told")
 
 
 @dataclass(frozen=True)
@@ -55,9 +63,10 @@ class Fault:
         rank: Global rank.
         point: One of `POINTS`: `reduction` is while sums are in flight, `ready` between the
             agreement and the optimizer, `optimizer` when one parameter is updated, `checkpoint`
-            after a step is applied, `build` while a generation begins.
+            after a step is applied, `build` while a generation begins, `told` when all ranks are
+            known to be ready, for errors.
         step: Number of the step; for `build` that of the generation.
-        number: Signal.
+        number: Signal; 0 for an error of a connection, with all ranks alive.
         incarnation: Number of processes that had the rank before.
     """
 
@@ -100,6 +109,8 @@ class Seen:
         generations: Ranks of each generation that it was in.
         reasons: Reason for each of these generations.
         gone: Ranks that it saw go, with the reason that was told.
+        living: At the beginning of each attempt, numbers of the threads of this process, of its
+            open files, of process groups and of living tensors.
     """
 
     steps: list[SeenStep] = field(default_factory=list)
@@ -107,6 +118,7 @@ class Seen:
     generations: list[tuple[int, ...]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     gone: dict[int, str] = field(default_factory=dict)
+    living: list[tuple[int, int, int, int]] = field(default_factory=list)
 
 
 def train_in_session(
@@ -116,6 +128,7 @@ def train_in_session(
     faults: Sequence[Fault] = (),
     options: dict[str, Any] | None = None,
     each_step: Callable[[Session, RankPlace], None] | None = None,
+    counts: bool = False,
 ) -> Seen:
     """Train the small model to step `until`; a task of `ResilientRanks`.
 
@@ -126,6 +139,7 @@ def train_in_session(
         faults: Signals that ranks send to themselves.
         options: Further arguments of `Session`.
         each_step: Function called at the beginning of each attempt.
+        counts: True to count what lives in the process, for `Seen.living`.
     """
     seen = Seen()
     current, left = [0, 0], list(faults)
@@ -135,6 +149,8 @@ def train_in_session(
             if (fault.rank, fault.incarnation) == (place.rank, place.incarnation):
                 # Before it strikes: a process that was stopped goes on behind this line.
                 left.remove(fault)
+                if fault.number == 0:
+                    raise SuspectedFailure(point, found="nothing", why="A fault.", fix="Go on.")
                 os.kill(os.getpid(), fault.number)
 
     def build(plan: Plan, groups: Groups, rank: int) -> Built:
@@ -155,10 +171,14 @@ def train_in_session(
 
     patience = Patience(dead_after_s=3600.0, leave_s=3600.0, agree_s=3600.0)
     chosen: dict[str, Any] = {"patience": patience, **(options or {})}
-    with Session(place, topology, training_units(), build, **chosen) as session:
+    with _Session(place, topology, training_units(), build, **chosen) as session:
+        session.strike = lambda: strike("told", current[0])
         for attempt in session.attempts(until=until):
             current[0] = session.step
             _note(seen, session)
+            if counts:
+                kept = sum(len(own) for _, state in seen.states.values() for own in state.values())
+                seen.living.append(_living(kept))
             if each_step is not None:
                 each_step(session, place)
             with attempt as step:
@@ -207,6 +227,18 @@ def train_with_store(place: RankPlace, port: int, *args: Any) -> Seen:
     return train_in_session(replace(place, port=port), *args)
 
 
+class _Session(Session):
+    """A session with a point behind the agreement that all ranks are ready."""
+
+    strike: Callable[[], None] | None = None
+
+    def _ready(self, own: Requests) -> Requests:
+        told = super()._ready(own)
+        if self.strike is not None:
+            self.strike()
+        return told
+
+
 class _Optimizer(torch.optim.AdamW):
     """AdamW with points before a step and within it."""
 
@@ -242,6 +274,14 @@ def _one_step(session: Session, step: Any, strike: Callable[[str, int], None]) -
     strike("reduction", step.number)
     norm = step.commit(max_norm=small_training._MAX_NORM)
     return SeenStep(step.number, place.replica, first, count, sum(losses) / count, norm.item())
+
+
+def _living(kept: int) -> tuple[int, int, int, int]:
+    """Threads, open files, process groups, and tensors but for those that the caller keeps."""
+    gc.collect()
+    threads, files = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))
+    tensors = sum(issubclass(type(one), Tensor) for one in gc.get_objects()) - kept
+    return threads, files, len(Living.now().process_groups), tensors
 
 
 def _note(seen: Seen, session: Session) -> None:
