@@ -54,4 +54,5 @@ def test_twenty_recoveries_leave_nothing_behind() -> None:
         assert len(own.generations) == 26
         names = ("threads", "open files", "process groups", "tensors")
         for name, counts in zip(names, zip(*own.living, strict=True), strict=True):
-            assert max(counts[-10:]) <= max(counts[2:10]), (name, counts)
+            # The first attempts at steps 0 and 5, and then up to step 25.
+            assert max(counts[3:]) <= max(counts[:3]), (name, counts)

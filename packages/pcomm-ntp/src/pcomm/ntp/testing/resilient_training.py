@@ -109,7 +109,7 @@ class Seen:
         generations: Ranks of each generation that it was in.
         reasons: Reason for each of these generations.
         gone: Ranks that it saw go, with the reason that was told.
-        living: At the beginning of each attempt, numbers of the threads of this process, of its
+        living: At the beginning of each attempt at each fifth step, numbers of the threads of this process, of its
             open files, of process groups and of living tensors.
     """
 
@@ -176,7 +176,7 @@ def train_in_session(
         for attempt in session.attempts(until=until):
             current[0] = session.step
             _note(seen, session)
-            if counts:
+            if counts and session.step % 5 == 0:
                 kept = sum(len(own) for _, state in seen.states.values() for own in state.values())
                 seen.living.append(_living(kept))
             if each_step is not None:
