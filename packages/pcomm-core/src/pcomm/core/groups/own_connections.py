@@ -50,7 +50,7 @@ class OwnConnections:
     def shut_down(self) -> None:
         """End every operation of the communicator with an error, here and on its other ranks."""
         for number, identity in self._found.items():
-            # A number of our own, so that nobody closes it between the comparison and the call.
+            # A number of our own, which stays open between the comparison and the call.
             with contextlib.suppress(OSError), _socket(number) as own:
                 if os.fstat(own.fileno()).st_ino == identity:
                     own.shutdown(socket.SHUT_RDWR)
