@@ -41,9 +41,13 @@ class LayerBuilder:
     state_dtype: torch.dtype | None = None
     initialise: bool = True
 
-    def split(self, num_heads: int, width: int = 1) -> Layout:
-        """Whole heads of `width` columns over the ranks, as many on each."""
-        return Layout.even(num_heads * width, self.collectives.size, unit=width)
+    def split(self, num_units: int, width: int = 1) -> Layout:
+        """Whole units of `width` columns over the ranks, the same number or one more on each.
+
+        What belongs together is cut at the same units: query heads with the key head they read,
+        for example. So the unit is the group, and its width is that of all its members.
+        """
+        return Layout.cuts(num_units * width, self.collectives.size, unit=width)
 
     def own(self, layout: Layout) -> int:
         """How much of `layout` this rank has."""
