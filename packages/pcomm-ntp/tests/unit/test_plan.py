@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pcomm.core import Topology
 from pcomm.core.errors import ConfigError, LayoutError, TopologyError
-from pcomm.ntp import Coord, Failures, Plan, Policy, Units, plan
+from pcomm.ntp import Coord, Failures, Place, Plan, Policy, Units, plan
 from pcomm.ntp.planning.segments import cuts, segments
 
 TOPOLOGY = Topology({"pp": 2, "dp": 4, "cp": 1, "tp": 8})
@@ -125,3 +125,49 @@ def test_packing_reaches_the_speed_that_it_names() -> None:
         assert packed.cost().throughput >= made.cost().throughput
         gained += bool(made.packing.swaps)
     assert gained > 20
+
+
+def test_units_are_found_by_name_then_by_pattern() -> None:
+    attention, other = Units.columns(64), Units.columns(32)
+    units = {"*.proj.weight": attention, "b.*": attention, "a.proj.weight": other, "*x": other}
+    made = plan(TOPOLOGY, Failures(), units)
+    assert made.units_of("a.proj.weight") == ("a.proj.weight", other)
+    assert made.units_of("c.proj.weight") == ("*.proj.weight", attention)
+    assert made.units_of("b.proj.weight") == ("*.proj.weight", attention)
+    assert made.units_of("C.PROJ.WEIGHT") is None
+    assert made.layout("c.proj.weight", 0) == attention.layout(8)
+    with pytest.raises(ConfigError, match="Narrow one of the patterns"):
+        made.units_of("b.x")
+
+
+def test_a_fused_unit_keeps_its_positions_of_every_section() -> None:
+    # Two key heads of 2 positions with 2 value heads of 3 each, for GDN's [q; k; v; z; b; a].
+    units = Units.fused(5, sections=(2, 2, 6, 6, 2, 2))
+    for degree in (1, 3, 4, 5):
+        layout = units.layout(degree)
+        assert layout.is_partition
+        assert layout.length == 5 * 20
+        for rank in range(degree):
+            own, start, seen = layout.positions(rank), 0, []
+            for n in units.sections:
+                seen.append({(p - start) // n for p in own if start <= p < start + 5 * n})
+                start += 5 * n
+            assert all(s == seen[0] for s in seen)
+    with pytest.raises(ConfigError, match="at least one position"):
+        Units.fused(4, sections=())
+
+
+def test_places_count_the_ranks_that_are_used() -> None:
+    topology = Topology({"dp": 2, "tp": 32})
+    units = {"attention": Units.columns(128)}
+    made = plan(topology, Failures.from_global_ranks([32, 33]), units, Policy("nice"))
+    places = {rank: made.place(rank) for rank in topology.ranks if rank not in (32, 33)}
+    assert sorted(r for r, p in places.items() if p.is_idle) == list(made.idle_ranks)
+    assert [places[r].index for r in range(34, 60)] == list(range(26))
+    assert places[5] == Place(replica=0, stage=0, index=5, degree=32, is_idle=False)
+    assert made.form(1) == (1,) * 26
+    assert made.canonical_replica() == 0
+    with pytest.raises(TopologyError, match="rank 33 has failed"):
+        made.place(33)
+    both = plan(topology, Failures.from_global_ranks([0, 1, 33]), units)
+    assert both.canonical_replica() == 1

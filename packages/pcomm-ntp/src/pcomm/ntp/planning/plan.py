@@ -10,13 +10,16 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import product
 
-from pcomm.core.errors import ConfigError, LayoutError, near_misses
+from pcomm.core.errors import ConfigError, LayoutError, TopologyError, near_misses
 from pcomm.core.layout import Layout
 from pcomm.core.topology import Topology
 from pcomm.ntp.planning.cost import Cost, ReplicaCost
 from pcomm.ntp.planning.degrees import check_topology, degrees, relative_speed, size_of
-from pcomm.ntp.planning.failures import Failures
+from pcomm.ntp.planning.failures import Coord, Failures
+from pcomm.ntp.planning.forms import Form
 from pcomm.ntp.planning.packing import Packing, pack
+from pcomm.ntp.planning.patterns import find_units
+from pcomm.ntp.planning.place import Place
 from pcomm.ntp.planning.policy import Policy
 from pcomm.ntp.planning.segments import Segment, segments
 from pcomm.ntp.planning.shares import largest_remainder
@@ -49,7 +52,7 @@ class Plan:
 
     Args:
         topology: The topology, failed ranks included.
-        units: Pairs of a name and its units, ascending by name.
+        units: Pairs of a name or pattern and its units, ascending by name.
         policy: The policy that chose the degrees.
         degrees: Tensor-parallel degree of each replica (first index) and stage (second index).
     """
@@ -64,6 +67,48 @@ class Plan:
     def degree(self, replica: int, stage: int = 0) -> int:
         """Tensor-parallel degree of a replica (`dp`) and stage (`pp`)."""
         return self.degrees[replica][stage]
+
+    def form(self, replica: int, stage: int = 0) -> Form:
+        """Relative speeds of the ranks of a tensor-parallel group, the fastest being 1.
+
+        One number for each rank that is used; all 1 unless ranks are slow. What ranks hold
+        follows from the form: equal forms have equal layouts.
+        """
+        return (Fraction(1),) * self.degree(replica, stage)
+
+    def place(self, rank: int) -> Place:
+        """Where a surviving rank stands: replica, stage, and index in its group.
+
+        Raises:
+            TopologyError: A rank that has failed, or that the topology does not have.
+        """
+        coordinates = self.topology.coordinates(rank)
+        if rank in self.topology.failed:
+            raise TopologyError(
+                f"Plan.place: rank {rank}",
+                found=f"rank {rank} has failed ({Coord(**coordinates)})",
+                why="Only ranks that survived have a place.",
+                fix="Ask for another rank, or make a plan in which this one is back.",
+            )
+        used = self.tensor_ranks(rank)
+        is_idle = rank not in used
+        index = -1 if is_idle else used.index(rank)
+        return Place(coordinates["dp"], coordinates.get("pp", 0), index, len(used), is_idle)
+
+    def canonical_replica(self, stage: int = 0) -> int:
+        """The replica that speaks for all in `stage`, such as for norms and checkpoints.
+
+        The one of the largest degree, the full one if any has it; of these the lowest.
+        """
+        return min(range(len(self.degrees)), key=lambda replica: -self.degrees[replica][stage])
+
+    def units_of(self, parameter_name: str) -> tuple[str, Units] | None:
+        """The key and the units of a parameter: its own name first, then a pattern that matches.
+
+        Raises:
+            ConfigError: Two patterns match and say different things.
+        """
+        return find_units(self.units, parameter_name)
 
     def tensor_ranks(self, rank: int) -> tuple[int, ...]:
         """Global ranks that are used in the tensor-parallel group at the place of `rank`.
@@ -300,15 +345,15 @@ class Plan:
     # -- how it is done ----------------------------------------------------------------------
 
     def _units(self, name: str) -> Units:
-        known = dict(self.units)
-        if name not in known:
+        found = self.units_of(name)
+        if found is None:
             raise ConfigError(
                 f"Plan: units {name!r}",
-                found=f"{len(known)} names",
-                why="Units are looked up by the names that the plan was made with.",
-                fix=near_misses(name, known),
+                found=f"{len(self.units)} names and patterns, none of which matches",
+                why="Units are looked up by the names and patterns that the plan was made with.",
+                fix=near_misses(name, dict(self.units)),
             )
-        return known[name]
+        return found[1]
 
     def _group_places(self, replica: int, stage: int, inner: Sequence[str]) -> list[int]:
         """A rank of each tensor-parallel group of a replica and stage."""
@@ -335,7 +380,8 @@ def plan(
     Args:
         topology: Axes `tp` and `dp`, and any others; `pp` counts stages. Its failed ranks count.
         failures: Further failed ranks.
-        units: Units of each parameter, or of parameters that are split alike, by name.
+        units: Units of parameters by name, or by a pattern of `fnmatch` such as `"*.qkv.weight"`.
+            A pattern that matches nothing does no harm.
         policy: Rounding of degrees, and the limit on memory.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -11,15 +11,23 @@ from pcomm.core.layout import Layout
 
 __all__ = ["Units"]
 
-_FORMS: Mapping[str, int] = {"gqa": 3, "gated": 2, "columns": 1, "vocab": 1, "replicated": 0}
+# Number of sections of each kind; any number of at least 1 for -1.
+_KINDS: Mapping[str, int] = {
+    "gqa": 3,
+    "gated": 2,
+    "columns": 1,
+    "vocab": 1,
+    "replicated": 0,
+    "fused": -1,
+}
 
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one split dimension; made by `gqa`, `gated`, `columns`, `vocab`, `replicated`.
+    """The units of one split dimension, made by one of the class methods.
 
     Args:
-        kind: Name of the form.
+        kind: Name of the class method.
         count: Number of units, 0 if the parameter is replicated.
         sections: Positions of one unit in each section of the dimension. The sections lie one
             after another, as queries, keys and values of a fused projection do.
@@ -36,15 +44,17 @@ class Units:
     work: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in _FORMS:
+        if self.kind not in _KINDS:
             raise ConfigError(
                 f"Units: kind {self.kind!r}",
-                found=f"kinds {', '.join(_FORMS)}",
+                found=f"kinds {', '.join(_KINDS)}",
                 why="The kind says which rows belong together.",
-                fix=near_misses(self.kind, _FORMS),
+                fix=near_misses(self.kind, _KINDS),
             )
         least = 0 if self.kind == "replicated" else 1
-        sound = len(self.sections) == _FORMS[self.kind] and min(self.sections, default=1) > 0
+        wanted = _KINDS[self.kind]
+        is_complete = len(self.sections) == wanted or (wanted < 0 and len(self.sections) > 0)
+        sound = is_complete and min(self.sections, default=1) > 0
         if self.count < least or self.work < 0 or not sound:
             raise ConfigError(
                 f"Units: {self.kind}",
@@ -53,7 +63,7 @@ class Units:
                 fix="Give sizes of at least 1, and work of at least 0.",
             )
 
-    # -- forms -----------------------------------------------------------------------------
+    # -- kinds -----------------------------------------------------------------------------
 
     @classmethod
     def gqa(cls, *, q: int, kv: int, dim: int, work: int = 1) -> Units:
@@ -95,6 +105,20 @@ class Units:
             work: Share of the step, relative to other units.
         """
         return cls("columns", _blocks("columns", columns, block), (block,), work)
+
+    @classmethod
+    def fused(cls, count: int, *, sections: Sequence[int], work: int = 1) -> Units:
+        """Sections side by side of which every unit has some positions in each.
+
+        A key head of Gated DeltaNet in `[q; k; v; z; b; a]` with the value heads that it serves
+        is such a unit, and so is a group of Mamba-2 with its heads.
+
+        Args:
+            count: Number of units.
+            sections: Positions of one unit in each section, in the order of the sections.
+            work: Share of the step, relative to other units.
+        """
+        return cls("fused", count, tuple(sections), work)
 
     @classmethod
     def vocab(cls, rows: int, *, block: int = 1, work: int = 0) -> Units:
