@@ -84,7 +84,7 @@ def test_the_degree_four_of_five_heads_is_as_fast_as_its_busiest_rank() -> None:
         units_of_model(config, 24),
     )
     # Weights of a token: attention 2 x 4 x 16 x 16, MLP 2 x 3 x 16 x 12, head 24 x 16. On three
-    # ranks attention takes two heads of four where a rank had one, the others a third for a quarter.
+    # ranks attention takes two heads where a rank had one, the others a third for a quarter.
     attention, others = 2 * 4 * 16 * 16, 2 * 3 * 16 * 12 + 24 * 16
     before = attention / 4 + others / 4
     after = attention / 2 + others / 3
