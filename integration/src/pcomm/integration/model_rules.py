@@ -9,7 +9,7 @@ from pcomm.integration.config import ModelConfig
 from pcomm.integration.config_errors import must_divide
 from pcomm.integration.config_resolved import ResolvedModel, given, values_of
 
-__all__ = ["expert_blocks", "mixers", "output_heads", "resolve_model", "split_dimensions"]
+__all__ = ["expert_blocks", "mixer_units", "mixers", "output_heads", "resolve_model", "split_dimensions"]
 
 
 def mixers(model: ModelConfig) -> str:
@@ -58,6 +58,15 @@ def split_dimensions(model: ResolvedModel, vocabulary: int) -> list[tuple[str, i
     if not all(expert_blocks(model)) and model.mlp_width != "none":
         found.append(("model.mlp_width", model.mlp_width, "columns of the MLP"))
     return found
+
+
+def mixer_units(model: ResolvedModel) -> dict[str, int]:
+    """Number of units that ranks of tp share in each kind of mixer, by its letter.
+
+    A unit stays whole: a key head with the heads that it serves, or a group of Mamba-2.
+    """
+    units = {"A": model.kv_heads, "G": model.gdn_key_heads, "M": model.mamba_groups}
+    return {letter: count for letter, count in units.items() if letter in model.pattern}
 
 
 def output_heads(model: ResolvedModel) -> list[tuple[str, str, int]]:

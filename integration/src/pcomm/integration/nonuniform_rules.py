@@ -14,7 +14,7 @@ from pcomm.integration.config_resolved import (
     given,
     values_of,
 )
-from pcomm.integration.model_rules import output_heads, split_dimensions
+from pcomm.integration.model_rules import mixer_units, output_heads, split_dimensions
 from pcomm.integration.models.units import units_of_model
 from pcomm.ntp import Failures, Plan, plan
 
@@ -127,7 +127,7 @@ def check_ranks_left(
 
 
 def _check_heads(plan: Plan, model: ResolvedModel, parallel: ResolvedParallel) -> None:
-    units = {"A": model.kv_heads, "G": model.gdn_key_heads, "M": model.mamba_groups}
+    units = mixer_units(model)
     degrees = sorted({degree for own in plan.degrees for degree in own})
     for letter, key, size in output_heads(model):
         for degree in degrees:

@@ -22,7 +22,7 @@ from pcomm.gdn_cp import AttentionSpec, Plan, Spec
 from pcomm.inference import LayerMemory, LayerSpec, StepBatch
 from pcomm.inference.roofline import StepWeights
 from pcomm.integration.config_resolved import ResolvedModel
-from pcomm.integration.model_rules import expert_blocks, mixers
+from pcomm.integration.model_rules import expert_blocks, mixer_units, mixers
 from pcomm.integration.models.attention import Attention
 from pcomm.integration.models.block import Block
 from pcomm.integration.models.context import Context
@@ -87,6 +87,8 @@ class LanguageModel(nn.Module):
         )
         self.vocabulary = build.split(vocabulary)
         self.has_stream_shares = sequence_parallel and self.collectives.size > 1
+        shares = [build.split(count).sizes for count in mixer_units(config).values()]
+        self.has_uneven_shards = any(len(set(sizes)) > 1 for sizes in shares)
         self.embedding = VocabularyParallelEmbedding(
             self.vocabulary,
             config.width,

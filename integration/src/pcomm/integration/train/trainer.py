@@ -13,32 +13,30 @@ from torch.optim import AdamW
 
 from pcomm.core import Groups
 from pcomm.core.checkpoint import ShardView
-from pcomm.core.tensor_parallel import param_layouts_of
 from pcomm.core.trace import Recorder
-from pcomm.fsdp import Sharded
 from pcomm.gdn_cp import Plan
-from pcomm.integration.checkpoint.state import set_optimizer_step, training_shard_views
+from pcomm.integration.checkpoint.state import set_optimizer_step
 from pcomm.integration.config import TrainConfig
 from pcomm.integration.config_resolved import Resolved
 from pcomm.integration.data.batches import TrainBatches
-from pcomm.integration.data.packing import Batch
+from pcomm.integration.data.packing import Batch, padded
 from pcomm.integration.model_rules import expert_blocks
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.moe.balance import Balance, rows_of_tokens
 from pcomm.integration.parallelize import (
     ALL_RANKS,
     SAME_ROWS,
+    place_of,
     plan_sequences,
-    shard_parameters,
-    splitting_groups,
-    topology_of,
+    share_gradients,
 )
+from pcomm.integration.train.data_parallel import DataParallel
 from pcomm.integration.train.device_batch import DeviceBatch
-from pcomm.integration.train.gradient_norm import global_norm, sum_partial_gradients
 from pcomm.integration.train.memory import memory_mib
 from pcomm.integration.train.not_finite import first_not_finite
 from pcomm.integration.train.precision import autocast
 from pcomm.integration.train.schedule import Rewarm, learning_rate
+from pcomm.ntp import Plan as NtpPlan
 
 __all__ = ["StepResult", "Trainer", "names_that_decay"]
 
@@ -66,17 +64,18 @@ def names_that_decay(model: nn.Module) -> frozenset[str]:
 class Trainer:
     """A model, its optimizer and its batches; a step of it is one step of the whole job.
 
-    Making one shards the model's parameters, see `shard_parameters`; collective over all ranks.
+    Making one may shard the model's parameters, see `share_gradients`; collective over all ranks.
 
     Args:
         model: This rank's part of the model, from `build_model`.
         groups: The groups of `open_run_groups`.
         config: The validated configuration.
         batches: The batches of the train split.
+        plan: Plan of the ranks in use, where it is not the one of the configuration.
         recorder: Recorder of the spans of forward, backward and the optimizer; None for no record.
 
     Attributes:
-        sharded: The parameters, as this rank's shards.
+        replicas: The parameters that the optimizer changes, and the sum of their gradients.
         rewarm: Place where the learning rate leaves its schedule for some steps; None if none.
     """
 
@@ -87,18 +86,17 @@ class Trainer:
         config: Resolved,
         batches: TrainBatches,
         *,
+        plan: NtpPlan | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._recorder = recorder or Recorder(is_on=False)
         self.model, self.groups, self.config, self.batches = model, groups, config, batches
-        self._layouts = param_layouts_of(model)
         # Asked before a shard that is cut inside rows has lost its dimensions.
         decaying = names_that_decay(model)
-        self.sharded = shard_parameters(model, config, groups)
-        self.optimizer = _adamw(self.sharded, decaying, config.train)
+        self.replicas = share_gradients(model, config, groups, plan)
+        self.optimizer = _adamw(self.replicas, decaying, config.train)
         self.rewarm: Rewarm | None = None
-        place = topology_of(config.parallel).coordinates(groups[ALL_RANKS].rank)
-        self._dp_rank, self._dp_size = place["dp"], config.parallel.dp
+        self._place = place_of(config, groups, plan)
         self._tp = groups["tp"].collectives
         self._has_compared = groups["cp"].is_identity
         layers = sum(expert_blocks(config.model))
@@ -114,8 +112,7 @@ class Trainer:
         """
         start = time.perf_counter()
         nats, balance = self._accumulate(index)
-        sum_partial_gradients(self.model, self._tp)
-        norm = global_norm(self.sharded, self._layouts, self._tp)
+        norm = self.replicas.finish()
         # Before the update, so that all ranks make it or none does.
         loss, balance_loss, is_finite, wants_to_stop = self._agree(
             nats, balance, norm, is_asked_to_stop
@@ -144,8 +141,7 @@ class Trainer:
 
     def shard_views(self) -> dict[str, ShardView]:
         """This rank's part of every tensor that a checkpoint holds, by name. Local."""
-        ranks = {scope: group.rank for scope, group in splitting_groups(self.groups).items()}
-        return training_shard_views(self.sharded, self.optimizer, self._layouts, ranks)
+        return self.replicas.shard_views(self.optimizer)
 
     def resume_at(self, step: int, *, skipped: int = 0, rewarm: Rewarm | None = None) -> None:
         """Tell the optimizer how far the run is, after `shard_views` were read. Local.
@@ -157,7 +153,7 @@ class Trainer:
         """
         set_optimizer_step(self.optimizer, step - skipped)
         self.rewarm = rewarm
-        self.sharded.parameters_changed()
+        self.replicas.parameters_changed()
 
     def _accumulate(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of all micro-batches, summed over all ranks.
@@ -166,15 +162,17 @@ class Trainer:
             In fp64, the nats of this rank's tokens, and its part of the balance losses.
         """
         num_targets = self.batches.num_targets(index)
-        num_micro = self.batches.num_micro_batches(self._dp_size)
+        place = self._place
+        replica = {
+            "dp_rank": place.replica, "dp_size": place.num_replicas, "shares": place.shares
+        }
+        num_micro = self.batches.num_micro_batches(**replica)
         nats = torch.zeros((), dtype=torch.float64, device=self.model.device)
         balance_loss = torch.zeros_like(nats)
-        self.sharded.zero_grad()
+        self.replicas.zero_grad()
         for micro in range(num_micro):
-            batch = self.batches.batch(
-                index, dp_rank=self._dp_rank, dp_size=self._dp_size, micro=micro
-            )
-            with self.sharded.accumulate(is_last=micro == num_micro - 1):
+            batch = self.batches.batch(index, micro=micro, **replica)
+            with self.replicas.accumulate(is_last=micro == num_micro - 1):
                 losses, balance = self._forward(batch)
                 if balance is not None:
                     # Before backward, in which layers may be computed, and counted, again.
@@ -188,16 +186,19 @@ class Trainer:
         """Losses of this rank's tokens, and what their layers add to balance their experts."""
         device = self.model.device
         with self._recorder.span("forward"), autocast(self.config.train.dtype, device):
-            inputs = DeviceBatch.of(batch, self._plan(batch), device)
-            balance = self._balance(inputs.plan) if self._balanced_layers else None
+            whole = padded(batch, self._place.token_multiple)
+            inputs = DeviceBatch.of(whole, self._plan(whole), device)
+            balance = self._balance(batch, inputs.plan) if self._balanced_layers else None
             return self.model.token_losses(*inputs, balance), balance
 
-    def _balance(self, plan: Plan) -> Balance:
+    def _balance(self, batch: Batch, plan: Plan) -> Balance:
         """What the layers of a micro-batch need for their balance losses."""
         row_tokens = self.config.train.sequence_length
+        num_rows = len(batch.tokens) // row_tokens
+        rows = rows_of_tokens(plan, row_tokens, self._tp, self.model.device)
         return Balance(
-            rows_of_tokens(plan, row_tokens, self._tp, self.model.device),
-            num_rows=plan.tokens.num_tokens // row_tokens,
+            rows.clamp(max=num_rows),
+            num_rows=num_rows,
             row_tokens=row_tokens,
             rows_in_batch=self.batches.rows_per_batch,
             coefficient=self.config.model.balance_loss,
@@ -219,7 +220,7 @@ class Trainer:
         """Clip the gradients and change the parameters."""
         clip_norm = self.config.train.clip_norm
         if clip_norm != "none":
-            self.sharded.clip_grad_norm(clip_norm, norm=norm)
+            self.replicas.clip(clip_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with self._recorder.span("optimizer"):
@@ -246,8 +247,8 @@ class Trainer:
         return total, balance_loss, is_finite, num_asked > 0
 
 
-def _adamw(sharded: Sharded, decaying: frozenset[str], train: TrainConfig) -> AdamW:
-    parameters = dict(sharded.named_parameters())
+def _adamw(replicas: DataParallel, decaying: frozenset[str], train: TrainConfig) -> AdamW:
+    parameters = dict(replicas.named_parameters())
     matrices = [parameter for name, parameter in parameters.items() if name in decaying]
     others = [parameter for name, parameter in parameters.items() if name not in decaying]
     return AdamW(
