@@ -1,0 +1,1 @@
+"""Gradients of replicas with different degrees, summed during backward."""

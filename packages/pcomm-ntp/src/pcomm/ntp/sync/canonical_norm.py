@@ -1,0 +1,69 @@
+"""The norm of all gradients, each counted once: the same bits on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.tensor_parallel.norms import sum_of_squares
+from pcomm.ntp.planning.plan import Plan
+from pcomm.ntp.sync.grad_groups import tensor_groups
+from pcomm.ntp.sync.synced_params import SyncedParam
+
+__all__ = ["NormSlots", "canonical_norm"]
+
+
+class NormSlots:
+    """A number for each rank of one replica, in which only that rank adds anything.
+
+    Sums of one number and zeros are exact, so every rank adds up the same numbers in the same
+    order, whatever the order in which a backend reduces.
+
+    Args:
+        plan: Plan of the job.
+        rank: Global rank of this process.
+
+    Attributes:
+        count: Number of numbers.
+        own: Index of the number of this rank; None if another replica counts.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        counted: list[int] = []
+        for stage in range(plan.topology.axes.get("pp", 1)):
+            chosen = plan.canonical_replica(stage)
+            groups = tensor_groups(plan, stage)
+            counted += next(group.ranks for group in groups if group.replica == chosen)
+        self.count = len(counted)
+        self.own = counted.index(rank) if rank in counted else None
+        self.is_first = plan.place(rank).index == 0
+
+
+def canonical_norm(
+    params: Sequence[SyncedParam],
+    gradients: Sequence[Tensor],
+    slots: NormSlots,
+    collectives: Collectives,
+    device: torch.device,
+) -> Tensor:
+    """The 2-norm in fp64, without a dimension. Collective: one all-reduce over all used ranks.
+
+    Args:
+        params: Parameters of this rank.
+        gradients: Their summed gradients.
+        slots: Numbers of the job.
+        collectives: Collectives of all used ranks.
+        device: Device of the result.
+    """
+    squares = torch.zeros(slots.count, dtype=torch.float64, device=device)
+    if slots.own is not None:
+        counted = [
+            gradient
+            for param, gradient in zip(params, gradients, strict=True)
+            if param.units is not None or slots.is_first
+        ]
+        squares[slots.own] = sum_of_squares(counted, device)
+    return collectives.all_reduce(squares, out=squares).sum().sqrt()

@@ -1,0 +1,107 @@
+"""Groups that sum gradients, from the plan alone: the same list on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from pcomm.core.errors import ConfigError, near_misses
+from pcomm.core.groups.spec import GroupSpec
+from pcomm.ntp.planning.plan import Plan
+
+__all__ = ["ALL", "Strategy", "TensorGroup", "core_group", "grad_groups", "group_names"]
+
+Strategy = Literal["interval", "gather-core"]
+
+# The group of all used ranks.
+ALL = "ntp.all"
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """One tensor-parallel group of a stage.
+
+    Args:
+        replica: Coordinate on `dp`.
+        ranks: Global ranks in use, by their index in the group.
+    """
+
+    replica: int
+    ranks: tuple[int, ...]
+
+
+def grad_groups(plan: Plan, strategy: Strategy = "interval") -> tuple[GroupSpec, ...]:
+    """Groups that `GradSync` needs, to be given to `open_groups`. Local; no torch.
+
+    `ntp.all` has all used ranks of the job. Others, `ntp.0` and so on, have the ranks that sum the
+    same ranges of units, one group for each such set of ranks, whatever the number of parameters.
+    With several pipeline stages `ntp.stage0` and so on have all used ranks of a stage. Idle ranks
+    are in none of them; they call `open_groups` with the same list, as all ranks do.
+
+    Args:
+        plan: Plan of the job, equal on all ranks.
+        strategy: Strategy that `GradSync` will be given.
+
+    Raises:
+        ConfigError: An unknown strategy.
+    """
+    return tuple(GroupSpec.of_ranks(ranks, n) for ranks, n in group_names(plan, strategy).items())
+
+
+def group_names(plan: Plan, strategy: Strategy) -> dict[tuple[int, ...], str]:
+    """Name of the group of each set of ranks, in the order in which groups are opened. Local.
+
+    Raises:
+        ConfigError: An unknown strategy.
+    """
+    if strategy not in get_args(Strategy):
+        raise ConfigError(
+            f"grad_groups: strategy {strategy!r}",
+            found=f"strategies {', '.join(get_args(Strategy))}",
+            why="The strategy says which ranks sum which gradients.",
+            fix=near_misses(str(strategy), get_args(Strategy)),
+        )
+    stages = [tensor_groups(plan, stage) for stage in range(plan.topology.axes.get("pp", 1))]
+    used = [tuple(sorted(r for group in own for r in group.ranks)) for own in stages]
+    names = {tuple(sorted(r for ranks in used for r in ranks)): ALL}
+    for stage, ranks in enumerate(used):
+        names.setdefault(ranks, f"ntp.stage{stage}")
+    found = set()
+    for own in stages:
+        found |= set(_interval(plan, own) if strategy == "interval" else _gather_core(plan, own))
+    for number, ranks in enumerate(sorted(found - set(names))):
+        names[ranks] = f"ntp.{number}"
+    return names
+
+
+def tensor_groups(plan: Plan, stage: int) -> list[TensorGroup]:
+    """The tensor-parallel groups of a stage, by their lowest rank. Local."""
+    found = []
+    for alive in plan.topology.groups("tp"):
+        place = plan.place(alive[0])
+        if place.stage == stage:
+            found.append(TensorGroup(place.replica, plan.tensor_ranks(alive[0])))
+    return found
+
+
+def core_group(plan: Plan, groups: list[TensorGroup], stage: int) -> TensorGroup:
+    """The group whose layouts all others take on for a reduction: the first of least degree."""
+    return min(groups, key=lambda group: plan.degree(group.replica, stage))
+
+
+def _interval(plan: Plan, groups: list[TensorGroup]) -> Iterator[tuple[int, ...]]:
+    """Ranks that hold the same range of some units."""
+    for name, units in plan.units:
+        if units.is_split:
+            yield from (one.ranks for one in plan.groups(name, groups[0].ranks[0]))
+
+
+def _gather_core(plan: Plan, groups: list[TensorGroup]) -> Iterator[tuple[int, ...]]:
+    """Groups that exchange, and the ranks at each index that take part in reductions."""
+    stage = plan.place(groups[0].ranks[0]).stage
+    core = core_group(plan, groups, stage)
+    form = plan.form(core.replica, stage)
+    yield from (one.ranks for one in groups if plan.form(one.replica, stage) != form)
+    for index in range(len(core.ranks)):
+        yield tuple(sorted(one.ranks[index] for one in groups))
