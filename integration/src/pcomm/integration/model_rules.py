@@ -9,7 +9,14 @@ from pcomm.integration.config import ModelConfig
 from pcomm.integration.config_errors import must_divide
 from pcomm.integration.config_resolved import ResolvedModel, given, values_of
 
-__all__ = ["expert_blocks", "mixer_units", "mixers", "output_heads", "resolve_model", "split_dimensions"]
+__all__ = [
+    "expert_blocks",
+    "mixer_units",
+    "mixers",
+    "output_heads",
+    "resolve_model",
+    "split_dimensions",
+]
 
 
 def mixers(model: ModelConfig) -> str:

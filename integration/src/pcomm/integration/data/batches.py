@@ -125,7 +125,6 @@ class TrainBatches:
         num_ends = sum(self._order.num_ends(start, start + length) for start in starts)
         return self.rows_per_batch * length - num_ends
 
-
     def _check_shares(self, dp_size: int, shares: Sequence[int]) -> None:
         if len(shares) == dp_size and sum(shares) == self.rows_per_batch and min(shares) > 0:
             return
@@ -143,7 +142,9 @@ def dealt_rows(shares: Sequence[int]) -> list[list[int]]:
     Each rank's rows are spread evenly over the batch; with equal shares they are dealt in turn.
     """
     turns = sorted(
-        (Fraction(2 * i + 1, share), rank) for rank, share in enumerate(shares) for i in range(share)
+        (Fraction(2 * i + 1, share), rank)
+        for rank, share in enumerate(shares)
+        for i in range(share)
     )
     rows: list[list[int]] = [[] for _ in shares]
     for place, (_, rank) in enumerate(turns):

@@ -7,10 +7,10 @@ import torch
 from pcomm.core import Groups
 from pcomm.integration.config_resolved import Resolved
 from pcomm.integration.data.batches import evaluation_batches
+from pcomm.integration.data.packing import padded
 from pcomm.integration.data.token_cache import TokenCorpus
 from pcomm.integration.metrics.bits_per_byte import bits_per_byte
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.data.packing import padded
 from pcomm.integration.parallelize import ALL_RANKS, place_of, plan_sequences
 from pcomm.integration.train.device_batch import DeviceBatch
 from pcomm.integration.train.precision import autocast

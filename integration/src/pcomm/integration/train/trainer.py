@@ -163,9 +163,7 @@ class Trainer:
         """
         num_targets = self.batches.num_targets(index)
         place = self._place
-        replica = {
-            "dp_rank": place.replica, "dp_size": place.num_replicas, "shares": place.shares
-        }
+        replica = {"dp_rank": place.replica, "dp_size": place.num_replicas, "shares": place.shares}
         num_micro = self.batches.num_micro_batches(**replica)
         nats = torch.zeros((), dtype=torch.float64, device=self.model.device)
         balance_loss = torch.zeros_like(nats)

@@ -152,7 +152,9 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         for group in self._distinct():
             own = group.ranks if ranks is None else tuple(ranks[rank] for rank in group.ranks)
             others.append(group.relabelled(names.get(group.name, group.name), own))
-        groups = Groups(others, topology=self.topology, control=self.control, closing=self._closing)
+        # Each group still agrees by the control that it was opened with.
+        control = self.control if ranks is None else None
+        groups = Groups(others, topology=self.topology, control=control, closing=self._closing)
         groups._owned = self._owned
         return groups
 
