@@ -24,7 +24,7 @@ from pcomm.integration.testing.short_runs import (
     train_steps,
     worst_difference,
 )
-from pcomm.integration.train import trainer as trainer_module
+from pcomm.integration.train import data_parallel
 
 STEPS = 4
 ROW = 64
@@ -184,7 +184,7 @@ BREAKS = {
     "divisor": (parallelize_module, "Scope", _mean_over_replicas, "dp2"),
     "dropped tokens": (Dispatch, "bring_back", _drop_an_expert, "dp2 ep2"),
     "balance loss ignored": (balance_module, "with_side_loss", _ignore, "dp2 ep2"),
-    "router's gradient partial": (trainer_module, "sum_partial_gradients", _keep_partial, "tp2"),
+    "router's gradient partial": (data_parallel, "sum_partial_gradients", _keep_partial, "tp2"),
     "norm of one rank's experts": (parallelize_module, "Scope", _not_spread, "dp2 ep2"),
 }
 

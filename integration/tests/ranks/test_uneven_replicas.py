@@ -5,20 +5,29 @@ The oracle is the dense model of this package on one process, which knows neithe
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from pcomm.core.tensor_parallel import join_shards
 from pcomm.core.testing import ranks
 from pcomm.integration.config import Config, ParallelConfig
+from pcomm.integration.data import batches as batches_module
+from pcomm.integration.data.batches import dealt_rows
+from pcomm.integration.data.packing import Batch, padded
 from pcomm.integration.testing.short_runs import (
     Steps,
     tiny_config,
     train_steps,
     worst_difference,
 )
+from pcomm.integration.train import trainer as trainer_module
+from pcomm.ntp import GradSync
 
 STEPS = 3
 ROW = 30
@@ -65,8 +74,11 @@ def single(run_dir: Path) -> dict[str, Steps]:
     }
 
 
-def compare(model: str, parallel: ParallelConfig, run_dir: Path, single: dict[str, Steps]) -> None:
-    mine = train_steps(config(model, parallel), run_dir, torch.float64, STEPS)
+def compare(
+    model: str, parallel: ParallelConfig, run_dir: Path, single: dict[str, Steps], **train: Any
+) -> None:
+    """Loss and norm of each step, then parameters and both averages of AdamW."""
+    mine = train_steps(config(model, parallel, **train), run_dir, torch.float64, STEPS)
     rows = torch.tensor(mine.rows, dtype=torch.float64)
     expected = torch.tensor(single[model].rows, dtype=torch.float64)
     worst = float((rows - expected).abs().max())
@@ -76,9 +88,122 @@ def compare(model: str, parallel: ParallelConfig, run_dir: Path, single: dict[st
 
 
 SEVEN = ParallelConfig(dp=2, tp=4, failed=("dp=0,tp=2",))
+SIX = ParallelConfig(dp=2, tp=4, failed=("dp=1,tp=0", "dp=1,tp=3"))
+FIVE = ParallelConfig(dp=2, tp=3, failed=("dp=1,tp=1",))
+# Ranks of cp meet by their place among those that are left, whichever these are.
+CONTEXT = ParallelConfig(dp=2, cp=2, tp=2, failed=("dp=0,cp=0,tp=0", "dp=0,cp=1,tp=1"))
 
 
 @pytest.mark.parametrize("model", MODELS)
+@ranks(5)
+def test_degrees_three_and_two(rank: int, model: str, run_dir: Path, single: dict) -> None:
+    compare(model, FIVE, run_dir, single)
+
+
 @ranks(7)
-def test_degrees_three_and_four(rank: int, model: str, run_dir: Path, single: dict) -> None:
-    compare(model, SEVEN, run_dir, single)
+def test_degrees_three_and_four(rank: int, run_dir: Path, single: dict) -> None:
+    compare("gpt", SEVEN, run_dir, single)
+
+
+@ranks(6)
+def test_degrees_four_and_two(rank: int, run_dir: Path, single: dict) -> None:
+    compare("gdn", SIX, run_dir, single)
+
+
+@pytest.mark.parametrize("model", ["gpt", "experts"])
+@ranks(5)
+def test_tokens_that_do_not_divide_among_ranks(
+    rank: int, model: str, run_dir: Path, single: dict
+) -> None:
+    """Rows of 30 tokens, of which a replica takes 1 to 4 at once, are filled up for 2 ranks of 3.
+
+    With `micro_batch_tokens` of 2 rows a replica with 5 rows has micro-batches of 2, 2 and 1.
+    """
+    parallel = dataclasses.replace(FIVE, sequence=True)
+    compare(model, parallel, run_dir, single, micro_batch_tokens=2 * ROW)
+
+
+@pytest.mark.parametrize("model", ["hybrid", "mamba"])
+@pytest.mark.parametrize("sequence", [False, True])
+@ranks(6)
+def test_context_parallel_ranks(
+    rank: int, sequence: bool, model: str, run_dir: Path, single: dict
+) -> None:
+    compare(model, dataclasses.replace(CONTEXT, sequence=sequence), run_dir, single)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("parallel", [SEVEN, SIX], ids=["3 and 4", "4 and 2"])
+@pytest.mark.parametrize("sequence", [False, True])
+@ranks(7)
+def test_more_of_seven_ranks(
+    rank: int, parallel: ParallelConfig, sequence: bool, model: str, run_dir: Path, single: dict
+) -> None:
+    compare(model, dataclasses.replace(parallel, sequence=sequence), run_dir, single)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", MODELS)
+@ranks(9)
+def test_degrees_three_two_and_four(rank: int, model: str, run_dir: Path, single: dict) -> None:
+    failed = ("dp=0,tp=1", "dp=1,tp=0", "dp=1,tp=2")
+    compare(model, ParallelConfig(dp=3, tp=4, failed=failed), run_dir, single)
+
+
+@ranks(5)
+def test_replicas_hold_the_same_bits(rank: int, run_dir: Path) -> None:
+    """Each has computed its own update, from sums and a norm that are alike everywhere."""
+    steps = train_steps(config("hybrid", FIVE, clip_norm=0.5), run_dir, torch.float32, STEPS)
+    everyone: list[Any] = [None] * 5
+    dist.all_gather_object(everyone, steps.views)
+    # Ranks 0 to 2 are the whole replica.
+    whole = {
+        name: view.tensor
+        if view.param_layout.layout is None
+        else join_shards(
+            [own[name].tensor for own in everyone[:3]],
+            view.param_layout.layout,
+            dim=view.param_layout.dim,
+        )
+        for name, view in everyone[0].items()
+    }
+    assert worst_difference(steps.views, whole)[0] == 0
+    assert all(own is not None for own in everyone)
+
+
+def first_rows(shares: Any) -> list[list[int]]:
+    """A broken piece: a replica takes a row that is another's, and leaves out one of its own."""
+    rows = dealt_rows(shares)
+    rows[0][0] = rows[1][0]
+    return rows
+
+
+def with_targets(batch: Batch, multiple: int) -> Batch:
+    """A broken piece: what fills up a batch is learnt."""
+    filled = padded(batch, multiple)
+    targets = filled.targets.copy()
+    targets[len(batch.targets) :] = 1
+    return dataclasses.replace(filled, targets=targets)
+
+
+def weights_each(self: GradSync, **options: Any) -> Any:
+    """A broken piece: gradients are weighted, which the loss was already."""
+    return _ACCUMULATE(self, weight=0.5, **options)
+
+
+_ACCUMULATE = GradSync.accumulate
+BREAKS = {
+    "rows": (batches_module, "dealt_rows", first_rows),
+    "filling": (trainer_module, "padded", with_targets),
+    "weight": (GradSync, "accumulate", weights_each),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+@ranks(5)
+def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: dict) -> None:
+    owner, attribute, broken = BREAKS[name]
+    parallel = dataclasses.replace(FIVE, sequence=True)
+    with patch.object(owner, attribute, broken), pytest.raises(AssertionError, match="off by"):
+        compare("tied", parallel, run_dir, single)

@@ -163,13 +163,15 @@ class Trainer:
         """
         num_targets = self.batches.num_targets(index)
         place = self._place
-        replica = {"dp_rank": place.replica, "dp_size": place.num_replicas, "shares": place.shares}
-        num_micro = self.batches.num_micro_batches(**replica)
+        replica, num_replicas, shares = place.replica, place.num_replicas, place.shares
+        num_micro = self.batches.num_micro_batches(num_replicas, dp_rank=replica, shares=shares)
         nats = torch.zeros((), dtype=torch.float64, device=self.model.device)
         balance_loss = torch.zeros_like(nats)
         self.replicas.zero_grad()
         for micro in range(num_micro):
-            batch = self.batches.batch(index, micro=micro, **replica)
+            batch = self.batches.batch(
+                index, micro=micro, dp_rank=replica, dp_size=num_replicas, shares=shares
+            )
             with self.replicas.accumulate(is_last=micro == num_micro - 1):
                 losses, balance = self._forward(batch)
                 if balance is not None:
@@ -201,6 +203,7 @@ class Trainer:
             rows_in_batch=self.batches.rows_per_batch,
             coefficient=self.config.model.balance_loss,
             collectives=self.groups[SAME_ROWS].collectives,
+            has_filling=plan.tokens.num_tokens > len(batch.tokens),
         )
 
     def _plan(self, batch: Batch) -> Plan:
