@@ -73,6 +73,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["environment"])
+def soak(session: nox.Session) -> None:
+    """Run the long forms of tests, which `tests` leaves out; words after `--` go to pytest."""
+    chosen = ["-m", "soak", "--timeout", "14400"]
+    run_in_environment(session, "python", "-m", "pytest", *chosen, *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["environment"])
 def types(session: nox.Session) -> None:
     """Check the types of all sources, strictly."""
     run_in_environment(session, "python", "-m", "mypy", *session.posargs)
@@ -176,8 +183,8 @@ def run_tests_alone(session: nox.Session, package: Path) -> None:
         pytest = ["-m", "pytest", "-c", os.devnull, "--rootdir", ".", "--import-mode=importlib"]
         # Imports every test, also those that only the session `tests` runs.
         session.run("python", "-P", *pytest, "-qq", "--collect-only", "tests", silent=True)
-        at_once = ["-n", "2", "--dist", "loadfile"]
-        session.run("python", "-P", *pytest, f"--timeout={limit}", "-q", *at_once, *chosen)
+        options = ["-n", "2", "--dist", "loadfile", "-m", "not soak"]
+        session.run("python", "-P", *pytest, f"--timeout={limit}", "-q", *options, *chosen)
 
 
 def build_into_dist(session: nox.Session) -> None:

@@ -1,6 +1,7 @@
 import json
 import math
 import random
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from pcomm.core import Topology
 from pcomm.core.errors import ConfigError, LayoutError, TopologyError
 from pcomm.ntp import Coord, Failures, Place, Plan, Policy, Units, plan
-from pcomm.ntp.planning.segments import cuts, segments
+from pcomm.ntp.planning.forms import cuts
+from pcomm.ntp.planning.segments import segments
 
 TOPOLOGY = Topology({"pp": 2, "dp": 4, "cp": 1, "tp": 8})
 UNITS = {
@@ -65,7 +67,7 @@ def test_heads_and_gate_rows_stay_with_their_partners() -> None:
 
 def test_random_plans_survive_json_and_group_one_owner_of_each_replica() -> None:
     draw = random.Random(7)
-    for _ in range(2000):
+    for _ in range(200):
         topology = Topology({"pp": 2, "dp": draw.randint(1, 4), "cp": 2, "tp": 8})
         down = Failures.from_global_ranks(draw.sample(range(topology.world_size), 5))
         made = plan(topology, down, UNITS, Policy(rounding=draw.choice(["max", "nice"])))
@@ -112,15 +114,21 @@ def test_packing_reaches_the_speed_that_it_names() -> None:
     for _ in range(200):
         topology = Topology({"pp": 2, "dp": 4, "cp": 2, "tp": 8})
         down = draw.sample(range(topology.world_size), draw.randint(2, 7))
-        made = plan(topology, Failures.from_global_ranks(down), UNITS)
-        places = [topology.coordinates(rank) for rank in down]
+        slow = draw.sample(sorted(set(topology.ranks) - set(down)), draw.choice([0, 0, 4]))
+        speeds = {rank: draw.choice([0.5, 0.8]) for rank in slow}
+        made = plan(topology, Failures.from_global_ranks(down), UNITS, speeds=speeds)
+        # A swap moves the ranks of two groups, so each gets the coordinates of another.
+        places = [topology.coordinates(rank) for rank in (*down, *slow)]
         for swap in made.packing.swaps:
             ends = dict(swap.one), dict(swap.other)
             for place in places:
                 group = {axis: n for axis, n in place.items() if axis != "tp"}
                 if group in ends:
                     place.update(ends[1 - ends.index(group)])
-        packed = plan(topology, Failures.at(*(Coord(**p) for p in places)), UNITS)
+        ranks = [topology.rank(place) for place in places]
+        moved = dict(zip(ranks[len(down) :], speeds.values(), strict=True))
+        failed = Failures.from_global_ranks(ranks[: len(down)])
+        packed = plan(topology, failed, UNITS, speeds=moved)
         assert packed.cost().throughput * 4 == made.packing.speed_after
         assert packed.cost().throughput >= made.cost().throughput
         gained += bool(made.packing.swaps)
@@ -171,3 +179,97 @@ def test_places_count_the_ranks_that_are_used() -> None:
         made.place(33)
     both = plan(topology, Failures.from_global_ranks([0, 1, 33]), units)
     assert both.canonical_replica() == 1
+
+
+def test_a_slow_rank_gets_fewer_units_and_its_replica_is_slower() -> None:
+    topology = Topology({"dp": 3, "tp": 4})
+    units = {"fc": Units.columns(70), "norm": Units.replicated()}
+    made = plan(topology, Failures.from_global_ranks([11]), units, speeds={5: 0.5, 11: 0.5})
+    half = Fraction(1, 2)
+    assert made.degrees == ((4,), (4,), (3,))
+    assert made.rank_speeds == ((5, half),)
+    assert made.form(1) == (1, half, 1, 1)
+    assert made.layout("fc", 1).sizes == (20, 10, 20, 20)
+    assert made.layout("fc", 0).sizes == (17, 18, 17, 18)
+    assert made.speeds == (1, Fraction(18, 20), Fraction(18, 24))
+    # A rank of half the speed counts for half a rank.
+    assert made.cost().ratio_to_ideal == Fraction(53, 60) * 12 / Fraction(21, 2)
+    (slow, reduced) = made.cost().replicas
+    assert (slow.replica, slow.degrees, slow.forms) == (1, (4,), ((1, half, 1, 1),))
+    assert (slow.efficiency, slow.memory_growth, slow.idle) == (1, Fraction(20, 18), 0)
+    assert reduced.forms == ((1, 1, 1),)
+    assert "rank 5 (dp=1,tp=1): speed 0.500, fc 10 of 70 units" in made.explain()
+    assert made.canonical_replica() == 0
+    assert [s.owner(made.form(1)) for s in made.segments("fc") if s.start == 20] == [1]
+    again = Plan.from_json(made.to_json())
+    assert (again, again.digest()) == (made, made.digest())
+    without = plan(topology, Failures.from_global_ranks([11]), units)
+    assert without.digest() != made.digest()
+    assert [line for line in made.agreed_lines() if line not in without.agreed_lines()] == [
+        "speed of rank 5: 1/2"
+    ]
+
+
+def test_a_group_of_equally_slow_ranks_is_cut_like_any_other() -> None:
+    topology = Topology({"dp": 2, "tp": 4})
+    made = plan(topology, Failures(), UNITS, speeds=dict.fromkeys(range(4), 0.25))
+    assert made.form(0) == made.form(1) == (1, 1, 1, 1)
+    assert len(made.segments("fc1")) == 4
+    assert made.speeds == (Fraction(1, 4), 1)
+    assert made.canonical_replica() == 1
+
+
+def test_slow_ranks_are_the_first_that_are_left_out() -> None:
+    # The group at cp=1 has 3 ranks left, so that at cp=0 uses 3 of its 4.
+    topology = Topology({"dp": 1, "cp": 2, "tp": 4})
+    down = Failures.parse("dp=0,cp=1,tp=0")
+    made = plan(topology, down, {"fc": Units.columns(12)}, speeds={1: 0.5, 7: 0.75})
+    assert made.tensor_ranks(0) == (0, 2, 3)
+    assert made.idle_ranks == (1,)
+    assert "rank 1 (cp=0,dp=0,tp=1): speed 0.500, idle" in made.explain()
+    # Both groups hold the same units, so the slower of two ranks at a place counts.
+    assert made.form(0) == (1, 1, Fraction(3, 4))
+    # With a unit each, a rank this slow would hold up seven others.
+    eight = Topology({"dp": 1, "tp": 8})
+    units = {"heads": Units.columns(56)}
+    nice = plan(eight, Failures(), units, Policy("nice"), speeds={2: 0.1})
+    assert nice.idle_ranks == (2,)
+    assert nice.speeds[0] == Fraction(7, 8)
+    most = plan(eight, Failures(), units, speeds={2: 0.1})
+    assert most.layout("heads", 0).sizes == (7, 8, 1, 8, 8, 8, 8, 8)
+    assert most.speeds[0] == Fraction(7, 10)
+
+
+@pytest.mark.parametrize("speed", [0, -1, 1.5, float("nan"), float("inf"), Fraction(5, 4)])
+def test_a_speed_that_no_rank_has_is_refused(speed: float) -> None:
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        plan(TOPOLOGY, Failures(), UNITS, speeds={3: speed})
+
+
+def test_speeds_are_exact_and_of_ranks_that_are_there() -> None:
+    made = plan(TOPOLOGY, Failures(), UNITS, speeds={3: 0.3, 4: 1, 5: 1.0, 6: Fraction(1, 3)})
+    assert made.rank_speeds == ((3, Fraction(3, 10)), (6, Fraction(1, 3)))
+    with pytest.raises(TopologyError, match="Use a rank of this topology"):
+        plan(TOPOLOGY, Failures(), UNITS, speeds={64: 0.5})
+    # Slow ranks make others hold more, which the limit on memory sees.
+    with pytest.raises(LayoutError, match="Raise memory_limit"):
+        plan(TOPOLOGY, Failures(), UNITS, Policy("max", 100, 110), speeds={0: 0.1})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("version", 1),
+        ("speeds", {"3": "fast"}),
+        ("speeds", {"3": "1/0"}),
+        ("speeds", {"x": "1/2"}),
+        ("speeds", [3]),
+        ("units", {"fc": {"kind": "columns"}}),
+        ("units", 3),
+        ("speeds", {"3": "1/2"}),
+    ],
+)
+def test_text_of_another_plan_is_refused(key: str, value: object) -> None:
+    text = json.loads(plan(TOPOLOGY, Failures(), UNITS).to_json()) | {key: value}
+    with pytest.raises(ConfigError, match=r"Write it again by Plan\.to_json"):
+        Plan.from_json(json.dumps(text))

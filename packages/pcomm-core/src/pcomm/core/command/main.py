@@ -27,7 +27,10 @@ _DOCTOR = EntryPoint("doctor", "pcomm.core.doctor.command:command", GROUP)
 _BENCH = EntryPoint("bench", "pcomm.core.command.bench.command:command", GROUP)
 
 # The distribution of each command that may not be installed, for the error.
-_HOMES = dict.fromkeys(("chat", "convert", "generate", "serve", "train"), "pcomm-integration")
+_HOMES = {
+    **dict.fromkeys(("chat", "convert", "generate", "serve", "train"), "pcomm-integration"),
+    "plan": "pcomm-ntp",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

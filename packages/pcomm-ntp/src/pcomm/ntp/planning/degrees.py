@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from pcomm.core.errors import LayoutError, TopologyError, UnsupportedError
 from pcomm.core.topology import Topology
+from pcomm.ntp.planning.forms import Form, plain
 from pcomm.ntp.planning.policy import Policy
+from pcomm.ntp.planning.rank_speeds import RankSpeeds, combined
+from pcomm.ntp.planning.speed import memory_growth, relative_speed
 from pcomm.ntp.planning.units import Units
 
-__all__ = ["Domain", "check_topology", "damage", "degrees", "relative_speed", "rounded", "size_of"]
+__all__ = ["Domain", "check_topology", "chosen", "degrees", "size_of", "survivors"]
 
 # Coordinates of one tensor-parallel group: those on every axis but `tp`, in the order of names.
 Domain = tuple[tuple[str, int], ...]
@@ -41,40 +44,61 @@ def check_topology(topology: Topology) -> None:
         )
 
 
-def damage(topology: Topology) -> Mapping[Domain, int]:
-    """Number of failed ranks of each tensor-parallel group that has any."""
-    failed: dict[Domain, int] = defaultdict(int)
-    for rank in sorted(topology.failed):
-        place = topology.coordinates(rank)
-        del place["tp"]
-        failed[tuple(sorted(place.items()))] += 1
-    return dict(failed)
+def survivors(topology: Topology, slow: RankSpeeds) -> dict[Domain, Form]:
+    """Speeds of the surviving ranks of each tensor-parallel group, ascending on `tp`.
 
-
-def relative_speed(units: Sequence[Units], degree: int, full: int) -> Fraction:
-    """Time of a stage at the full degree over its time at `degree`: 1 at the full degree.
-
-    The busiest rank sets the time: for each kind of units, its number of units over all of them,
-    weighted by their work. Without any work, the degrees themselves are compared.
+    Groups without failed or slow ranks are left out. A group without survivors has no speeds.
     """
+    full, speed_of = topology.axes["tp"], dict(slow)
+    failed: dict[Domain, set[int]] = defaultdict(set)
+    speeds: dict[Domain, dict[int, Fraction]] = defaultdict(dict)
+    for rank in sorted(topology.failed | speed_of.keys()):
+        place = topology.coordinates(rank)
+        index = place.pop("tp")
+        domain = tuple(sorted(place.items()))
+        if rank in topology.failed:
+            failed[domain].add(index)
+        else:
+            speeds[domain][index] = speed_of[rank]
+    equal: dict[int, Form] = {}
+    found = {}
+    for domain in [*failed, *(domain for domain in speeds if domain not in failed)]:
+        lost, own = failed.get(domain, set()), speeds.get(domain)
+        if own is None:
+            found[domain] = equal.setdefault(full - len(lost), plain(full - len(lost)))
+        else:
+            alive = (i for i in range(full) if i not in lost)
+            found[domain] = tuple(own.get(i, Fraction(1)) for i in alive)
+    return found
 
-    def time(ranks: int) -> Fraction:
-        busiest = [Fraction(u.work * u.most_units(ranks), u.count) for u in units if u.is_split]
-        return sum(busiest, Fraction(0)) or Fraction(1, ranks)
 
-    return time(full) / time(degree)
+def chosen(units: Sequence[Units], groups: Sequence[Form], full: int, policy: Policy) -> int:
+    """The degree of tensor-parallel groups that hold the same units.
 
-
-def rounded(units: Sequence[Units], survivors: int, full: int, policy: Policy) -> int:
-    """The degree that `survivors` of `full` ranks train at."""
-    if policy.rounding == "max" or survivors == full:
-        return survivors
-    best = relative_speed(units, survivors, full)
-    # More ranks are never slower, so the fewest that are as fast are found by halving.
-    low, high = 1, survivors
+    Args:
+        units: Units of all parameters.
+        groups: Speeds of the surviving ranks of each group that is not whole.
+        full: Tensor-parallel degree without failures.
+        policy: Rounding of the degree.
+    """
+    most = min(map(len, groups))
+    if policy.rounding == "max":
+        return most
+    healthy = min(sum(rate == 1 for rate in rates) for rates in groups)
+    # With more ranks than are healthy, slow ones are used, and may hold the others up.
+    by_degree = {
+        n: relative_speed(units, combined(groups, n), full) for n in range(healthy + 1, most + 1)
+    }
+    if healthy:
+        by_degree[healthy] = relative_speed(units, healthy, full)
+    best = max(by_degree, key=lambda n: (by_degree[n], -n))
+    if best != healthy or healthy == full:
+        return best
+    # More healthy ranks are never slower, so the fewest that are as fast are found by halving.
+    low, high = 1, healthy
     while low < high:
         middle = (low + high) // 2
-        if relative_speed(units, middle, full) == best:
+        if relative_speed(units, middle, full) == by_degree[healthy]:
             high = middle
         else:
             low = middle + 1
@@ -82,7 +106,7 @@ def rounded(units: Sequence[Units], survivors: int, full: int, policy: Policy) -
 
 
 def degrees(
-    topology: Topology, units: Mapping[str, Units], policy: Policy
+    topology: Topology, slow: RankSpeeds, units: Mapping[str, Units], policy: Policy
 ) -> tuple[tuple[int, ...], ...]:
     """The degree of each replica (first index) and stage (second index).
 
@@ -94,18 +118,11 @@ def degrees(
         LayoutError: A degree above the number of units, or above the limit on memory.
     """
     full, stages = topology.axes["tp"], size_of(topology, "pp")
-    for name, unit in units.items():
-        if unit.is_split and unit.count < full:
-            raise LayoutError(
-                f"plan: {name!r} over tp={full}",
-                found=f"{unit.count} units ({unit.kind})",
-                why="Each rank of a tensor-parallel group has at least one whole unit.",
-                fix=f"Use tp={unit.count} or less, or describe {name!r} as Units.replicated().",
-            )
-    least: dict[tuple[int, int], int] = {}
-    for domain, count in damage(topology).items():
+    _check_units(units, full)
+    groups: dict[tuple[int, int], list[Form]] = defaultdict(list)
+    for domain, rates in survivors(topology, slow).items():
         place = dict(domain)
-        if count == full:
+        if not rates:
             where = ",".join(f"{axis}={value}" for axis, value in domain)
             raise TopologyError(
                 f"plan: the tensor-parallel group at {where}",
@@ -113,23 +130,26 @@ def degrees(
                 why="A replica goes on with the ranks that are left, and here none is.",
                 fix=f"Plan without replica dp={place['dp']}, or put spare ranks in their place.",
             )
-        key = place["dp"], place.get("pp", 0)
-        least[key] = min(least.get(key, full), full - count)
+        groups[place["dp"], place.get("pp", 0)].append(rates)
     table = [[full] * stages for _ in range(topology.axes["dp"])]
     kinds = list(units.values())
-    by_survivors = {n: rounded(kinds, n, full, policy) for n in sorted(set(least.values()))}
-    for (replica, stage), survivors in least.items():
-        degree = _within_memory(units, by_survivors[survivors], survivors, full, policy)
-        if degree == 0:
-            growth = _growth(kinds, survivors, full)
+    # Most stages are damaged alike.
+    known: dict[tuple[Form, ...], int] = {}
+    for (replica, stage), own in groups.items():
+        key = tuple(sorted(set(own)))
+        if key not in known:
+            known[key] = _within_memory(kinds, own, chosen(kinds, own, full, policy), full, policy)
+        if known[key] == 0:
+            most = min(map(len, own))
+            growth = memory_growth(kinds, combined(own, most), full)
             raise LayoutError(
-                f"plan: replica dp={replica}, stage pp={stage} at degree {survivors}",
+                f"plan: replica dp={replica}, stage pp={stage} at degree {most}",
                 found=f"{_bytes(policy, growth)} bytes on a rank, {policy.memory_limit} allowed",
-                why=f"{survivors} of {full} ranks hold {float(growth):.3f} times as much each.",
+                why=f"A rank there holds {float(growth):.3f} times as much as one of {full}.",
                 fix="Raise memory_limit, shard the optimizer, recompute activations to free "
                 f"memory, or plan without replica dp={replica}.",
             )
-        table[replica][stage] = degree
+        table[replica][stage] = known[key]
     if policy.memory_limit and policy.rank_bytes > policy.memory_limit:
         raise LayoutError(
             f"plan: memory_limit={policy.memory_limit}",
@@ -140,10 +160,15 @@ def degrees(
     return tuple(map(tuple, table))
 
 
-def _growth(units: Iterable[Units], degree: int, full: int) -> Fraction:
-    split = [u for u in units if u.is_split]
-    grown = (Fraction(u.most_units(degree), u.most_units(full)) for u in split)
-    return max(grown, default=Fraction(1))
+def _check_units(units: Mapping[str, Units], full: int) -> None:
+    for name, unit in units.items():
+        if unit.is_split and unit.count < full:
+            raise LayoutError(
+                f"plan: {name!r} over tp={full}",
+                found=f"{unit.count} units ({unit.kind})",
+                why="Each rank of a tensor-parallel group has at least one whole unit.",
+                fix=f"Use tp={unit.count} or less, or describe {name!r} as Units.replicated().",
+            )
 
 
 def _bytes(policy: Policy, growth: Fraction) -> int:
@@ -151,12 +176,13 @@ def _bytes(policy: Policy, growth: Fraction) -> int:
 
 
 def _within_memory(
-    units: Mapping[str, Units], degree: int, survivors: int, full: int, policy: Policy
+    units: Sequence[Units], groups: Sequence[Form], degree: int, full: int, policy: Policy
 ) -> int:
-    """The least degree from `degree` to `survivors` that fits; 0 if none does."""
+    """The least degree from `degree` to that of all survivors that fits; 0 if none does."""
     if not policy.memory_limit:
         return degree
-    for ranks in range(degree, survivors + 1):
-        if _bytes(policy, _growth(units.values(), ranks, full)) <= policy.memory_limit:
+    for ranks in range(degree, min(map(len, groups)) + 1):
+        growth = memory_growth(units, combined(groups, ranks), full)
+        if _bytes(policy, growth) <= policy.memory_limit:
             return ranks
     return 0

@@ -12,8 +12,11 @@ from fractions import Fraction
 from itertools import product
 
 from pcomm.core.topology import Topology
-from pcomm.ntp.planning.degrees import Domain, damage, relative_speed, rounded
+from pcomm.ntp.planning.degrees import Domain, chosen, survivors
+from pcomm.ntp.planning.forms import Form
 from pcomm.ntp.planning.policy import Policy
+from pcomm.ntp.planning.rank_speeds import RankSpeeds, combined
+from pcomm.ntp.planning.speed import relative_speed
 from pcomm.ntp.planning.units import Units
 
 __all__ = ["Packing", "Swap", "pack"]
@@ -51,7 +54,7 @@ class Packing:
     speed_after: Fraction
 
 
-def pack(topology: Topology, units: Sequence[Units], policy: Policy) -> Packing:
+def pack(topology: Topology, slow: RankSpeeds, units: Sequence[Units], policy: Policy) -> Packing:
     """Put damaged groups into as few replicas as possible, those of equal damage together."""
     replicas, full = topology.axes["dp"], topology.axes["tp"]
     inner = sorted(set(topology.axes) - {"tp", "dp"})
@@ -63,23 +66,29 @@ def pack(topology: Topology, units: Sequence[Units], policy: Policy) -> Packing:
     def at(replica: int, slot: Domain) -> Domain:
         return tuple(sorted((*slot, ("dp", replica))))
 
-    lost = dict(damage(topology))
-    speeds = {
-        n: relative_speed(units, rounded(units, full - n, full, policy), full)
-        for n in {0, *lost.values()}
-        if n < full
-    }
+    alive = survivors(topology, slow)
+    known: dict[tuple[Form, ...], Fraction] = {}
 
-    def total(failed: dict[Domain, int]) -> Fraction:
-        worst: dict[int, int] = {}
-        for domain, count in failed.items():
-            replica = dict(domain)["dp"]
-            worst[replica] = max(worst.get(replica, 0), count)
-        return replicas - len(worst) + sum((speeds[n] for n in worst.values()), Fraction(0))
+    def speed(groups: Sequence[Form]) -> Fraction:
+        key = tuple(groups)
+        if key not in known:
+            degree = chosen(units, groups, full, policy)
+            known[key] = relative_speed(units, combined(groups, degree), full)
+        return known[key]
 
-    before = total(lost)
+    def total(damaged: dict[Domain, Form]) -> Fraction:
+        stages: dict[int, dict[int, set[Form]]] = {}
+        for domain, rates in damaged.items():
+            place = dict(domain)
+            own = stages.setdefault(place["dp"], {})
+            own.setdefault(place.get("pp", 0), set()).add(rates)
+        slowest = (min(speed(sorted(groups)) for groups in own.values()) for own in stages.values())
+        return replicas - len(stages) + sum(slowest, Fraction(0))
+
+    before = total(alive)
     # The most damaged replicas take the damaged groups in the order of their damage.
-    worst_first = sorted(lost, key=lambda domain: (-lost[domain], domain))
+    alone = {rates: (speed([rates]), len(rates)) for rates in set(alive.values())}
+    worst_first = sorted(alive, key=lambda domain: (alone[alive[domain]], domain))
     chunks = [worst_first[i : i + len(slots)] for i in range(0, len(worst_first), len(slots))]
     targets = list(dict.fromkeys(dict(domain)["dp"] for domain in worst_first))[: len(chunks)]
     place = {domain: domain for domain in worst_first}
@@ -99,7 +108,7 @@ def pack(topology: Topology, units: Sequence[Units], policy: Policy) -> Packing:
                 content[here], place[evicted] = evicted, here
             content[there], place[domain] = domain, there
             swaps.append(Swap(here, there))
-    after = total({place[domain]: count for domain, count in lost.items()})
+    after = total({place[domain]: rates for domain, rates in alive.items()})
     if after <= before:
         return Packing((), before, before)
     return Packing(tuple(swaps), before, after)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import product
@@ -13,21 +12,24 @@ from itertools import product
 from pcomm.core.errors import ConfigError, LayoutError, TopologyError, near_misses
 from pcomm.core.layout import Layout
 from pcomm.core.topology import Topology
-from pcomm.ntp.planning.cost import Cost, ReplicaCost
-from pcomm.ntp.planning.degrees import check_topology, degrees, relative_speed, size_of
+from pcomm.ntp.planning.cost import Cost, cost_of
+from pcomm.ntp.planning.degrees import check_topology, degrees
+from pcomm.ntp.planning.explanation import explanation
 from pcomm.ntp.planning.failures import Coord, Failures
-from pcomm.ntp.planning.forms import Form
+from pcomm.ntp.planning.form_table import FormTable
+from pcomm.ntp.planning.forms import Form, plain
 from pcomm.ntp.planning.packing import Packing, pack
 from pcomm.ntp.planning.patterns import find_units
 from pcomm.ntp.planning.place import Place
+from pcomm.ntp.planning.plan_text import agreed_lines, not_a_plan, read_source, written
 from pcomm.ntp.planning.policy import Policy
+from pcomm.ntp.planning.rank_speeds import RankSpeeds, fastest, rank_speeds
 from pcomm.ntp.planning.segments import Segment, segments
 from pcomm.ntp.planning.shares import largest_remainder
+from pcomm.ntp.planning.speed import relative_speed
 from pcomm.ntp.planning.units import Units
 
 __all__ = ["Plan", "SegmentGroup", "plan"]
-
-_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,14 @@ class Plan:
         units: Pairs of a name or pattern and its units, ascending by name.
         policy: The policy that chose the degrees.
         degrees: Tensor-parallel degree of each replica (first index) and stage (second index).
+        rank_speeds: Pairs of a slow rank and its speed, ascending by rank.
     """
 
     topology: Topology
     units: tuple[tuple[str, Units], ...]
     policy: Policy
     degrees: tuple[tuple[int, ...], ...]
+    rank_speeds: RankSpeeds = ()
 
     # -- who holds what ----------------------------------------------------------------------
 
@@ -74,7 +78,14 @@ class Plan:
         One number for each rank that is used; all 1 unless ranks are slow. What ranks hold
         follows from the form: equal forms have equal layouts.
         """
-        return (Fraction(1),) * self.degree(replica, stage)
+        return self._forms.forms[stage][self._forms.indices[stage][replica]]
+
+    def rates(self, replica: int, stage: int = 0) -> Form:
+        """Speeds of the ranks of a tensor-parallel group, a healthy rank having 1.
+
+        At each index the least of all groups of the replica and stage, such as those along `cp`.
+        """
+        return self._forms.slow_rates.get((replica, stage)) or plain(self.degree(replica, stage))
 
     def place(self, rank: int) -> Place:
         """Where a surviving rank stands: replica, stage, and index in its group.
@@ -98,9 +109,13 @@ class Plan:
     def canonical_replica(self, stage: int = 0) -> int:
         """The replica that speaks for all in `stage`, such as for norms and checkpoints.
 
-        The one of the largest degree, the full one if any has it; of these the lowest.
+        The one of the largest degree, the full one if any has it; of these one without slow
+        ranks, and the lowest.
         """
-        return min(range(len(self.degrees)), key=lambda replica: -self.degrees[replica][stage])
+        return min(
+            range(len(self.degrees)),
+            key=lambda i: (-self.degrees[i][stage], (i, stage) in self._forms.slow_rates),
+        )
 
     def units_of(self, parameter_name: str) -> tuple[str, Units] | None:
         """The key and the units of a parameter: its own name first, then a pattern that matches.
@@ -113,11 +128,15 @@ class Plan:
     def tensor_ranks(self, rank: int) -> tuple[int, ...]:
         """Global ranks that are used in the tensor-parallel group at the place of `rank`.
 
-        The surviving ones, ascending on `tp`, as many as the degree.
+        The fastest survivors, as many as the degree, ascending on `tp`; the lower of equal ones.
         """
         place = self.topology.coordinates(rank)
         alive = self.topology.members(rank, "tp")
-        return alive[: self.degrees[place["dp"]][place.get("pp", 0)]]
+        degree = self.degrees[place["dp"]][place.get("pp", 0)]
+        if degree == len(alive) or not self.rank_speeds:
+            return alive[:degree]
+        rates = [self._speed_of.get(one, Fraction(1)) for one in alive]
+        return tuple(alive[i] for i in fastest(rates, degree))
 
     @cached_property
     def idle_ranks(self) -> tuple[int, ...]:
@@ -129,14 +148,17 @@ class Plan:
             for stage, degree in enumerate(own):
                 if degree < full:
                     for rank in self._group_places(replica, stage, inner):
-                        idle += self.topology.members(rank, "tp")[degree:]
+                        used = self.tensor_ranks(rank)
+                        idle += (
+                            one for one in self.topology.members(rank, "tp") if one not in used
+                        )
         return tuple(sorted(idle))
 
     def layout(self, name: str, replica: int, stage: int = 0) -> Layout:
         """Positions of each rank of a tensor-parallel group, for the units `name`."""
-        degree, units = self.degree(replica, stage), self._units(name)
+        units = self._units(name)
         if units.is_split:
-            return units.layout(degree)
+            return units.layout(self.form(replica, stage))
         raise LayoutError(
             f"Plan.layout: {name!r}",
             found="a replicated parameter",
@@ -145,11 +167,11 @@ class Plan:
         )
 
     def segments(self, name: str, stage: int = 0) -> tuple[Segment, ...]:
-        """Ranges of units with one owner for each degree of `stage`; none if replicated."""
+        """Ranges of units with one owner for each form of `stage`; none if replicated."""
         units = self._units(name)
         if not units.is_split:
             return ()
-        key = units.count, tuple(sorted({own[stage] for own in self.degrees}))
+        key = units.count, self._forms.forms[stage]
         if key not in self._segments:
             self._segments[key] = segments(*key)
         return self._segments[key]
@@ -160,20 +182,17 @@ class Plan:
         They reach over all axes but `tp` and `pp`, since all of these hold the same parameters.
         """
         stage = self.topology.coordinates(rank).get("pp", 0)
-        inner = [axis for axis in self.topology.axes if axis not in ("tp", "dp", "pp")]
-        groups = [
-            (self.degrees[replica][stage], self.tensor_ranks(place))
-            for replica in range(len(self.degrees))
-            for place in self._group_places(replica, stage, inner)
-        ]
-        if not self._units(name).is_split:
-            return (SegmentGroup(0, 0, tuple(sorted(r for _, own in groups for r in own))),)
-        found = []
-        for segment in self.segments(name, stage):
-            owners = dict(segment.owners)
-            ranks = sorted(own[owners[degree]] for degree, own in groups)
-            found.append(SegmentGroup(segment.start, segment.stop, tuple(ranks)))
-        return tuple(found)
+        units = self._units(name)
+        # Parameters of as many units have the same groups.
+        key = units.count, stage
+        if key not in self._groups:
+            ranks = self._tensor_groups(stage)
+            if units.is_split:
+                self._groups[key] = _owners(self.segments(name, stage), ranks)
+            else:
+                every = sorted(rank for _, own in ranks for rank in own)
+                self._groups[key] = (SegmentGroup(0, 0, tuple(every)),)
+        return self._groups[key]
 
     # -- who computes how much ---------------------------------------------------------------
 
@@ -183,7 +202,13 @@ class Plan:
         kinds, full = [units for _, units in self.units], self.topology.axes["tp"]
         used = {degree for own in self.degrees for degree in own}
         by_degree = {degree: relative_speed(kinds, degree, full) for degree in used}
-        return tuple(min(by_degree[degree] for degree in own) for own in self.degrees)
+        slow = {
+            at: relative_speed(kinds, rates, full) for at, rates in self._forms.slow_rates.items()
+        }
+        return tuple(
+            min(slow.get((replica, stage), by_degree[n]) for stage, n in enumerate(own))
+            for replica, own in enumerate(self.degrees)
+        )
 
     def token_shares(self, tokens: int, *, multiple: int = 1) -> tuple[int, ...]:
         """Tokens of each replica in a step: proportional to the speeds, `tokens` in all.
@@ -214,86 +239,22 @@ class Plan:
     @cached_property
     def packing(self) -> Packing:
         """Advice for the next restart; see `Packing`."""
-        return pack(self.topology, [units for _, units in self.units], self.policy)
+        kinds = [units for _, units in self.units]
+        return pack(self.topology, self.rank_speeds, kinds, self.policy)
 
     def cost(self) -> Cost:
         """Speed, memory and groups of the job; predictions from counts of units."""
-        full, stages = self.topology.axes["tp"], size_of(self.topology, "pp")
-        inner = self.topology.world_size // (full * stages * len(self.degrees))
-        alive_lost: dict[int, int] = {}
-        for rank in self.topology.failed:
-            replica = self.topology.coordinates(rank)["dp"]
-            alive_lost[replica] = alive_lost.get(replica, 0) + 1
-        split = [(name, units) for name, units in self.units if units.is_split]
-        reduced = []
-        for replica, own in enumerate(self.degrees):
-            if min(own) == full:
-                continue
-            least = min(((u.efficiency(n), name) for name, u in split for n in own), default=None)
-            efficiency, uneven = least or (Fraction(1), "")
-            grown = [Fraction(u.most_units(n), u.most_units(full)) for _, u in split for n in own]
-            unused = inner * (full * stages - sum(own)) - alive_lost.get(replica, 0)
-            reduced.append(
-                ReplicaCost(
-                    replica,
-                    own,
-                    unused,
-                    self.speeds[replica],
-                    efficiency,
-                    uneven if efficiency < 1 else "",
-                    max(grown, default=Fraction(1)),
-                )
-            )
-        throughput = sum(self.speeds, Fraction(0)) / len(self.speeds)
-        left = Fraction(self.topology.world_size - len(self.topology.failed))
-        counts = [len(self.segments(name, s)) for name, _ in split for s in range(stages)]
-        ratio = throughput * self.topology.world_size / left
-        return Cost(tuple(reduced), throughput, ratio, max(counts, default=0))
+        return cost_of(self)
 
     # -- what it says ------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """Text for people: degrees, costs and advice."""
-        cost, topology = self.cost(), self.topology
-        lines = [
-            f"{topology.world_size} ranks, {len(topology.failed)} failed, "
-            f"{len(cost.replicas)} of {len(self.degrees)} replicas at a reduced degree",
-            f"throughput {float(cost.throughput):.4f} of a whole job, "
-            f"{float(cost.ratio_to_ideal):.4f} of the ranks' that are left (predicted)",
-        ]
-        for one in cost.replicas:
-            why = f", {one.uneven} cut with efficiency {float(one.efficiency):.3f}"
-            lines.append(
-                f"dp={one.replica}: tp {'/'.join(map(str, one.degrees))}, speed "
-                f"{float(one.speed):.3f}, memory x{float(one.memory_growth):.3f}, "
-                f"{one.idle} idle{why if one.uneven else ''}"
-            )
-        for name, units in self.units:
-            how = f"{len(self.segments(name))} segments" if units.is_split else "all ranks together"
-            lines.append(f"{name}: {units.kind}, {units.count} units, {how}")
-        advice = self.packing
-        if advice.swaps:
-            gain = float(advice.speed_after - advice.speed_before)
-            lines.append(f"at the next restart, swap for {gain:.3f} replicas more of speed:")
-            lines += [f"  {swap}" for swap in advice.swaps]
-        return "\n".join(lines)
+        """Text for people: degrees, slow ranks, costs and advice."""
+        return explanation(self)
 
     def agreed_lines(self) -> list[str]:
         """Facts that all ranks must share, one field a line, for `Control.agree_on_lines`."""
-        reduced = {
-            f"degrees of dp={replica}": own
-            for replica, own in enumerate(self.degrees)
-            if min(own) < self.topology.axes["tp"]
-        }
-        return [
-            f"version: {_VERSION}",
-            f"topology: {Topology(self.topology.axes, self.topology.order).describe()}",
-            f"offset: {self.topology.offset}",
-            f"failed: {sorted(self.topology.failed)}",
-            *(f"policy.{key}: {value}" for key, value in asdict(self.policy).items()),
-            *(f"units of {name}: {units}" for name, units in self.units),
-            *(f"{name}: {own}" for name, own in reduced.items()),
-        ]
+        return agreed_lines(self)
 
     def digest(self) -> str:
         """32 hexadecimal digits of `agreed_lines`; equal in every process for equal plans."""
@@ -302,19 +263,7 @@ class Plan:
 
     def to_json(self) -> str:
         """JSON text that `from_json` reads: what the plan was made from, and its digest."""
-        topology = self.topology
-        return json.dumps(
-            {
-                "version": _VERSION,
-                "axes": dict(topology.axes),
-                "order": topology.order,
-                "offset": topology.offset,
-                "failed": sorted(topology.failed),
-                "policy": asdict(self.policy),
-                "units": {name: asdict(units) for name, units in self.units},
-                "digest": self.digest(),
-            }
-        )
+        return written(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -324,22 +273,12 @@ class Plan:
             ConfigError: Text of another form or version, or a plan that is another one than when
                 the text was written.
         """
-        try:
-            found = json.loads(text)
-            if found["version"] != _VERSION:
-                raise _not_a_plan(f"version {found['version']}, this is version {_VERSION}")
-            topology = Topology(found["axes"], found["order"], offset=found["offset"])
-            units = {
-                name: Units(one["kind"], one["count"], tuple(one["sections"]), one["work"])
-                for name, one in found["units"].items()
-            }
-            failures = Failures.from_global_ranks(found["failed"])
-            made = plan(topology, failures, units, Policy(**found["policy"]))
-            digest = found["digest"]
-        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
-            raise _not_a_plan(f"{type(error).__name__}: {error}") from error
-        if made.digest() != digest:
-            raise _not_a_plan(f"digest {digest}, the plan made from it has {made.digest()}")
+        source = read_source(text)
+        made = plan(
+            source.topology, source.failures, source.units, source.policy, speeds=source.speeds
+        )
+        if made.digest() != source.digest:
+            raise not_a_plan(f"digest {source.digest}, the plan made from it has {made.digest()}")
         return made
 
     # -- how it is done ----------------------------------------------------------------------
@@ -364,9 +303,43 @@ class Plan:
             for place in places
         ]
 
+    def _tensor_groups(self, stage: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The index of its form, and the ranks that are used, of each group of a stage."""
+        inner = [axis for axis in self.topology.axes if axis not in ("tp", "dp", "pp")]
+        return [
+            (form, self.tensor_ranks(place))
+            for replica, form in enumerate(self._forms.indices[stage])
+            for place in self._group_places(replica, stage, inner)
+        ]
+
     @cached_property
-    def _segments(self) -> dict[tuple[int, tuple[int, ...]], tuple[Segment, ...]]:
+    def _groups(self) -> dict[tuple[int, int], tuple[SegmentGroup, ...]]:
         return {}
+
+    @cached_property
+    def _segments(self) -> dict[tuple[int, tuple[Form, ...]], tuple[Segment, ...]]:
+        return {}
+
+    @cached_property
+    def _speed_of(self) -> dict[int, Fraction]:
+        return dict(self.rank_speeds)
+
+    @cached_property
+    def _forms(self) -> FormTable:
+        return FormTable.of(self.topology, self.degrees, self.rank_speeds)
+
+
+def _owners(
+    found: Sequence[Segment], groups: Sequence[tuple[int, tuple[int, ...]]]
+) -> tuple[SegmentGroup, ...]:
+    """The ranks of `groups`, each with the index of its form, that hold each segment."""
+    sums = []
+    for segment in found:
+        # Owners stand in the order of the forms.
+        owners = [index for _, index in segment.owners]
+        ranks = sorted(own[owners[form]] for form, own in groups)
+        sums.append(SegmentGroup(segment.start, segment.stop, tuple(ranks)))
+    return tuple(sums)
 
 
 def plan(
@@ -374,6 +347,8 @@ def plan(
     failures: Failures,
     units: Mapping[str, Units],
     policy: Policy = Policy(),  # noqa: B008 - frozen
+    *,
+    speeds: Mapping[int, float | Fraction] | None = None,
 ) -> Plan:
     """Decide which degree and which units every rank has. Local; the same on all ranks.
 
@@ -383,8 +358,11 @@ def plan(
         units: Units of parameters by name, or by a pattern of `fnmatch` such as `"*.qkv.weight"`.
             A pattern that matches nothing does no harm.
         policy: Rounding of degrees, and the limit on memory.
+        speeds: Speed of each slow rank by global rank, relative to a healthy one: above 0 and at
+            most 1. It gets fewer units in proportion. Those of failed ranks are left out.
 
     Raises:
+        ConfigError: A speed out of range.
         TopologyError: No `tp` or `dp`, an unknown failed rank, or a tensor-parallel group without
             any rank left.
         LayoutError: More ranks than units, or a rank above the limit on memory.
@@ -392,14 +370,6 @@ def plan(
     """
     check_topology(topology)
     damaged = topology.with_failed(failures.ranks(topology))
+    slow = rank_speeds(damaged, speeds or {})
     named = tuple(sorted(units.items()))
-    return Plan(damaged, named, policy, degrees(damaged, dict(named), policy))
-
-
-def _not_a_plan(found: str) -> ConfigError:
-    return ConfigError(
-        "Plan.from_json",
-        found=found,
-        why="The text has what a plan was made from, and the digest shows that it is the same.",
-        fix="Write it again by Plan.to_json with this version.",
-    )
+    return Plan(damaged, named, policy, degrees(damaged, slow, dict(named), policy), slow)

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
 from pcomm.core.layout import Layout
+from pcomm.ntp.planning.forms import busiest, sizes
 
 __all__ = ["Units"]
 
@@ -143,23 +144,34 @@ class Units:
         """Whether ranks hold different parts."""
         return self.kind != "replicated"
 
-    def layout(self, degree: int) -> Layout:
-        """Positions of each of `degree` ranks, in rank order; units at floor(i * count / degree).
+    def layout(self, degree: int | Sequence[Fraction]) -> Layout:
+        """Positions of each rank of a tensor-parallel group, in rank order.
+
+        Args:
+            degree: Number of ranks of equal speed, or the speed of each: the form of a group.
 
         Raises:
             LayoutError: A replicated parameter, or more ranks than units.
         """
-        self.check_degree(degree)
-        parts = (Layout.cuts(self.count * n, degree, unit=n) for n in self.sections)
-        return Layout.sections(parts)
+        ranks = degree if isinstance(degree, int) else len(degree)
+        self.check_degree(ranks)
+        own = sizes(self.count, degree)
+        return Layout.sections(Layout.uneven([n * size for size in own]) for n in self.sections)
 
-    def most_units(self, degree: int) -> int:
-        """Number of units of the rank that has most of them."""
-        return -(-self.count // degree)
+    def sizes(self, degree: int | Sequence[Fraction]) -> tuple[int, ...]:
+        """Number of units of each rank, for a degree or speeds."""
+        return sizes(self.count, degree)
 
-    def efficiency(self, degree: int) -> Fraction:
-        """Mean over maximum number of units on a rank: 1 if the cut is even."""
-        return Fraction(self.count, degree * self.most_units(degree))
+    def most_units(self, degree: int | Sequence[Fraction]) -> int:
+        """Number of units of the rank that has most of them, for a degree or speeds."""
+        if isinstance(degree, int):
+            return -(-self.count // degree)
+        return max(sizes(self.count, degree))
+
+    def efficiency(self, degree: int | Sequence[Fraction]) -> Fraction:
+        """Mean over maximum time of a rank: 1 if the cut is even, for a degree or speeds."""
+        total = degree if isinstance(degree, int) else sum(degree, Fraction(0))
+        return self.count / (total * busiest(self.count, degree))
 
     def check_degree(self, degree: int) -> None:
         """Raise `LayoutError` unless each of `degree` ranks can have at least one unit."""

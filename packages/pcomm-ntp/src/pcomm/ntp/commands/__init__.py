@@ -1,0 +1,1 @@
+"""The subcommands of `pcomm` that come with this package."""

@@ -1,0 +1,55 @@
+"""A plan in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pcomm.ntp.planning.failures import Coord
+
+if TYPE_CHECKING:
+    from pcomm.ntp.planning.plan import Plan
+
+__all__ = ["explanation"]
+
+
+def explanation(plan: Plan) -> str:
+    """Degrees, slow ranks, costs and advice; see `Plan.explain`."""
+    cost, topology, slow = plan.cost(), plan.topology, plan.rank_speeds
+    lines = [
+        f"{topology.world_size} ranks, {len(topology.failed)} failed"
+        + (f" and {len(slow)} slow, " if slow else ", ")
+        + f"{len(cost.replicas)} of {len(plan.degrees)} replicas "
+        + ("changed" if slow else "at a reduced degree"),
+        f"throughput {float(cost.throughput):.4f} of a whole job, "
+        f"{float(cost.ratio_to_ideal):.4f} of the ranks' that are left (predicted)",
+    ]
+    for one in cost.replicas:
+        why = f", {one.uneven} cut with efficiency {float(one.efficiency):.3f}"
+        lines.append(
+            f"dp={one.replica}: tp {'/'.join(map(str, one.degrees))}, speed "
+            f"{float(one.speed):.3f}, memory x{float(one.memory_growth):.3f}, "
+            f"{one.idle} idle{why if one.uneven else ''}"
+        )
+    for rank, speed in slow:
+        place = plan.place(rank)
+        lines.append(
+            f"rank {rank} ({Coord(**topology.coordinates(rank))}): speed {float(speed):.3f}, "
+            + ("idle" if place.is_idle else _units_of_rank(plan, rank))
+        )
+    for name, units in plan.units:
+        how = f"{len(plan.segments(name))} segments" if units.is_split else "all ranks together"
+        lines.append(f"{name}: {units.kind}, {units.count} units, {how}")
+    advice = plan.packing
+    if advice.swaps:
+        gain = float(advice.speed_after - advice.speed_before)
+        lines.append(f"at the next restart, swap for {gain:.3f} replicas more of speed:")
+        lines += [f"  {swap}" for swap in advice.swaps]
+    return "\n".join(lines)
+
+
+def _units_of_rank(plan: Plan, rank: int) -> str:
+    place = plan.place(rank)
+    form = plan.form(place.replica, place.stage)
+    held = {name: u.sizes(form)[place.index] for name, u in plan.units if u.is_split}
+    whole = {name: u.count for name, u in plan.units if u.is_split}
+    return ", ".join(f"{name} {n} of {whole[name]} units" for name, n in held.items()) or "used"
