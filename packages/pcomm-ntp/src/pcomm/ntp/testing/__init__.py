@@ -1,0 +1,1 @@
+"""Groups of a plan between threads, and gradients that tell where they belong."""

@@ -1,0 +1,133 @@
+"""What the public implementation of nonuniform tensor parallelism gets wrong, a test for each.
+
+There the gradients of row-parallel weights are added to unrelated elements (b), those of
+column-parallel weights are right only in a permuted order of storage (c), replicated parameters
+keep their local gradient on some ranks (d), and units that divide by one degree alone are an
+IndexError, or sizes that do not match (e).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pcomm.core.groups.groups import Groups
+from pcomm.core.tensor_parallel import ParamLayout, take_shard
+from pcomm.core.topology import Topology
+from pcomm.ntp import Coord, Failures, GradSync, Plan, Units, grad_groups, plan
+from pcomm.ntp.sync.grad_groups import Strategy
+from pcomm.ntp.sync.synced_params import local_ranges
+from pcomm.ntp.testing.tagged_model import TaggedModel, summed_gradients, tagged_units, tags
+from pcomm.ntp.testing.virtual_groups import run_on_virtual_groups
+
+BOTH = pytest.mark.parametrize("strategy", ["interval", "gather-core"])
+PAIRS = pytest.mark.parametrize("pair", [(4, 2), (4, 3)], ids=str)
+
+
+def damaged(full: int, left: int, units: dict[str, Units]) -> Plan:
+    """Two replicas, of which the second has lost its first ranks."""
+    gone = [Coord(dp=1, tp=tp) for tp in range(full - left)]
+    return plan(Topology({"dp": 2, "tp": full}), Failures.at(*gone), units)
+
+
+def check_sums(pair: tuple[int, int], strategy: Strategy, names: Iterable[str]) -> None:
+    """The sums of these parameters of the tagged model have the right bits on every rank."""
+    made, expected = damaged(*pair, tagged_units()), summed_gradients({0: 1.0, 1: 1.0})
+
+    def task(rank: int, groups: Groups) -> None:
+        model = TaggedModel(made, rank)
+        sync = GradSync(made, model, groups, rank=rank, strategy=strategy)
+        with sync.accumulate():
+            model.loss(tags(made.place(rank).replica)).backward()
+        sync.finish()
+        for name in names:
+            gradient = model.get_parameter(name).grad
+            assert gradient is not None
+            assert torch.equal(gradient, model.own(name, expected[name])), name
+
+    run_on_virtual_groups(made.topology, grad_groups(made, strategy), task)
+
+
+@BOTH
+@PAIRS
+def test_defect_b_row_parallel_weights(pair: tuple[int, int], strategy: Strategy) -> None:
+    check_sums(pair, strategy, ["0.out.weight", "0.fc2.weight"])
+
+
+@BOTH
+@PAIRS
+def test_defect_c_column_parallel_weights_in_natural_order(
+    pair: tuple[int, int], strategy: Strategy
+) -> None:
+    names = ["embedding.weight", "0.qkv.weight", "0.qkv.bias", "0.gdn.weight", "0.fc1.weight"]
+    check_sums(pair, strategy, names)
+
+
+@BOTH
+@PAIRS
+def test_defect_d_replicated_parameters_on_every_rank(
+    pair: tuple[int, int], strategy: Strategy
+) -> None:
+    check_sums(pair, strategy, ["0.norm", "0.partial_norm", "0.out.bias", "router"])
+
+
+class OneWeight(nn.Module):
+    """A weight of two sections of `count` units each, as a gated layer has it."""
+
+    def __init__(self, made: Plan, rank: int, count: int) -> None:
+        super().__init__()
+        place = made.place(rank)
+        self.layout, self.index = made.layout("weight", place.replica), place.index
+        self.param_layouts = {"weight": ParamLayout(self.layout)}
+        shard = self.own(torch.zeros(2 * count, 2, dtype=torch.float64))
+        self.weight = nn.Parameter(shard.clone())
+
+    def own(self, whole: Tensor) -> Tensor:
+        return take_shard(whole, self.layout, self.index)
+
+
+@BOTH
+@pytest.mark.parametrize("case", [(4, 3, 8), (8, 7, 32), (8, 6, 32)], ids=str)
+def test_defect_e_units_that_do_not_divide(case: tuple[int, int, int], strategy: Strategy) -> None:
+    full, left, count = case
+    made = damaged(full, left, {"weight": Units.gated(count)})
+    whole = torch.arange(4 * count, dtype=torch.float64).view(2 * count, 2)
+
+    def task(rank: int, groups: Groups) -> None:
+        model = OneWeight(made, rank, count)
+        sync = GradSync(made, model, groups, rank=rank, strategy=strategy)
+        replica = made.place(rank).replica
+        with sync.accumulate():
+            (model.weight * model.own(whole * 10.0**replica)).sum().backward()
+        sync.finish()
+        assert model.weight.grad is not None
+        assert torch.equal(model.weight.grad, model.own(whole * 11.0))
+
+    run_on_virtual_groups(made.topology, grad_groups(made, strategy), task)
+
+
+@pytest.mark.parametrize(
+    "case", [(32, 30, 128), (32, 28, 128), (64, 63, 128), (8, 6, 48), (72, 71, 360)], ids=str
+)
+def test_defect_e_ranges_of_large_degrees_are_the_whole_shard_once(
+    case: tuple[int, int, int],
+) -> None:
+    full, left, count = case
+    units = Units.gqa(q=2 * count, kv=count, dim=2)
+    made = damaged(full, left, {"weight": units})
+    alive = [rank for rank in made.topology.ranks if rank not in made.topology.failed]
+    groups = made.groups("weight", alive[0])
+    names = {spec.ranks for spec in grad_groups(made)}
+    for rank in alive:
+        place = made.place(rank)
+        layout = made.layout("weight", place.replica)
+        positions: list[int] = []
+        for one in groups:
+            if rank in one.ranks:
+                assert one.ranks in names
+                for run in local_ranges(units, layout.runs[place.index], one.start, one.stop):
+                    positions += range(run.start, run.stop)
+        assert sorted(positions) == list(range(layout.sizes[place.index]))

@@ -1,0 +1,46 @@
+"""Training with replicas of different degrees equals that of the whole model on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pcomm.core.groups.groups import Groups
+from pcomm.core.topology import Topology
+from pcomm.ntp import Failures, plan
+from pcomm.ntp.sync.grad_groups import Strategy
+from pcomm.ntp.testing.small_training import (
+    StepState,
+    check_training,
+    train,
+    train_dense,
+    training_specs,
+    training_units,
+)
+from pcomm.ntp.testing.virtual_groups import run_on_virtual_groups
+
+
+@pytest.mark.parametrize("strategy", ["interval", "gather-core"])
+@pytest.mark.parametrize("degrees", [(4, 3), (2, 3, 1)], ids=str)
+def test_five_steps_of_adamw_with_clipping(degrees: tuple[int, ...], strategy: Strategy) -> None:
+    """Two micro-batches of unequal size, batches by token shares, a tied vocabulary of 13."""
+    full = max(degrees)
+    topology = Topology({"dp": len(degrees), "tp": full})
+    gone = [dp * full + tp for dp, own in enumerate(degrees) for tp in range(full - own)]
+    made = plan(topology, Failures.from_global_ranks(gone), training_units())
+    assert made.degrees == tuple((own,) for own in degrees)
+    dense = train_dense()
+
+    def task(rank: int, groups: Groups) -> list[StepState]:
+        found = train(made, rank, groups, strategy=strategy)
+        check_training(made, rank, found, dense, atol=1e-12)
+        return found
+
+    states = run_on_virtual_groups(made.topology, training_specs(made, strategy), task)
+    # What every rank holds is the same, bit by bit, at every step.
+    first, *others = states.values()
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            assert torch.equal(one.norm, two.norm)
+            for name in ("norm.weight", "norm.bias", "fc2.bias"):
+                assert all(map(torch.equal, one.tensors[name], two.tensors[name]))
