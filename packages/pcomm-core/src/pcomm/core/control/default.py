@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d
 from pcomm.core.control.control import Control
 from pcomm.core.errors import ConfigError
 from pcomm.core.groups.group import Group
+from pcomm.core.process.unconnected_default import is_connected
 
 __all__ = ["control_of_group", "default_control"]
 
@@ -21,7 +22,7 @@ def default_control(ranks: Sequence[int] | None = None) -> Control:
         ConfigError: torch.distributed has not begun, or has ended.
         TopologyError: This process is not one of `ranks`.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_connected():
         raise ConfigError(
             "default_control",
             found="torch.distributed is not initialised",

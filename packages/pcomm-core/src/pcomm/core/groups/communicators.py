@@ -26,6 +26,7 @@ from pcomm.core.collectives.backend import new_collectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.groups.never_freed import never_freed
 from pcomm.core.groups.options import Granted
+from pcomm.core.process.unconnected_default import end_if_unused, unconnected_default
 
 __all__ = [
     "Communicator",
@@ -88,16 +89,36 @@ def communicator_of(process_group: dist.ProcessGroup) -> Communicator:
 
 
 def new_communicator(
-    name: str, ranks: Sequence[int], granted: Granted, *, description: str
+    name: str,
+    ranks: Sequence[int],
+    granted: Granted,
+    *,
+    store: dist.Store,
+    rank: int,
+    description: str,
 ) -> dist.ProcessGroup:
     """A communicator of `ranks`, owned by the caller. Collective: its members call it, no others.
 
     Args:
         name: Name that is the same on all members, and never used before in this job.
-        ranks: Global ranks, ascending; this process's rank is one of them.
+        ranks: Global ranks, ascending.
         granted: Backend and options.
+        store: Store in which the members find each other.
+        rank: Global rank of this process, one of `ranks`.
         description: Name in torch's own reports.
     """
+    with unconnected_default(store, rank, 1 + ranks[-1]):
+        return _new_process_group(name, ranks, granted, store, rank, description)
+
+
+def _new_process_group(
+    name: str,
+    ranks: Sequence[int],
+    granted: Granted,
+    store: dist.Store,
+    rank: int,
+    description: str,
+) -> dist.ProcessGroup:
     default = distributed_c10d._get_default_group()
     backend = dist.Backend(granted.backend)
     timeout = granted.timeout or distributed_c10d._get_default_timeout(backend)
@@ -109,10 +130,10 @@ def new_communicator(
     with _without_splitting(default):
         process_group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
-            ranks.index(default.rank()),
+            ranks.index(rank),
             list(ranks),
             backend,
-            distributed_c10d._get_default_store(),
+            store,
             name,  # type: ignore[arg-type]
             backend_options=granted.pg_options,
             timeout=timeout,
@@ -130,6 +151,7 @@ def close_communicator(process_group: dist.ProcessGroup) -> None:
     # Torch's registry: empty after its end, and without this one after a new beginning.
     if process_group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(process_group)
+        end_if_unused()
 
 
 def abandon_communicator(process_group: dist.ProcessGroup) -> None:
@@ -159,6 +181,7 @@ def abandon_communicator(process_group: dist.ProcessGroup) -> None:
         if process_group in world.tags_to_pg.get(tagged, []):
             world.tags_to_pg[tagged].remove(process_group)
     distributed_c10d._unregister_process_group(process_group.group_name)
+    end_if_unused()
 
 
 @contextmanager

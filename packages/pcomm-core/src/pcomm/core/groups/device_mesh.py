@@ -117,10 +117,12 @@ def _ranks(asked: str, topology: Topology, chosen: Sequence[Group]) -> torch.Ten
 def _alone(groups: Groups, group: Group, device_type: str) -> dist.ProcessGroup:
     """A communicator of this rank alone, closed with `groups`."""
     key, rank = f"pcomm/alone/{group.ranks[0]}", group.ranks[0]
-    number = distributed_c10d._get_default_store().add(key, 1)
+    store = distributed_c10d._get_default_store()
+    number = store.add(key, 1)
     backend = dist.get_default_backend_for_device(device_type)
     granted = grant(CommOptions(), backend, group=group.key)
     description = f"pcomm:{group.name}:alone"
-    made = new_communicator(f"{key}/{number}", [rank], granted, description=description)
+    name = f"{key}/{number}"
+    made = new_communicator(name, [rank], granted, store=store, rank=rank, description=description)
     groups.own(made)
     return made

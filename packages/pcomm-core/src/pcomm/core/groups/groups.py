@@ -242,8 +242,11 @@ def open_groups(
     """Open the groups that this rank belongs to. Collective: every rank of the topology calls it.
 
     With one rank nothing is initialised and nothing needs to be. With more, torch.distributed
-    must be (see `pcomm.core.process.world.connect`). Failed ranks do not call it. Each call makes
-    communicators of its own; if one cannot be made, those made before it are closed.
+    must be (see `pcomm.core.process.world.connect`), unless a `control` is given: communicators are
+    made in its store. Where torch.distributed is not initialised, its functions then find the rank
+    of this process, and no connections, until the last communicator is closed or abandoned.
+    Failed ranks do not call it. Each call makes communicators of its own; if one cannot be made,
+    those made before it are closed.
 
     The ranks of `control` call it, and the topology must be of exactly these. Without one, all
     processes of torch.distributed call it, or, for a topology with an offset above 0, its ranks
@@ -367,7 +370,15 @@ def _open(
         # Only members create a group: at 100,000 ranks no rank can create all of them.
         key = f"{spec.axes}:{spec.role}"
         name = f"{agreement}/{key}/{members[0]}"
-        made[identity] = new_communicator(name, members, granted, description=f"pcomm:{key}")
+        assert control.store is not None
+        made[identity] = new_communicator(
+            name,
+            members,
+            granted,
+            store=control.store,
+            rank=rank,
+            description=f"pcomm:{key}",
+        )
     return Group(
         spec.axes,
         members,

@@ -12,6 +12,7 @@ from pcomm.core.control.default import default_control
 from pcomm.core.control.rank_sets import spelled
 from pcomm.core.errors import TopologyError
 from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.process.unconnected_default import is_connected
 from pcomm.core.topology import Topology
 
 __all__ = ["callers_of", "check_callers", "wanted_groups"]
@@ -33,7 +34,7 @@ def wanted_groups(
 
 def callers_of(topology: Topology) -> Control:
     """The control of the ranks that open groups together, where the caller gives none."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_connected():
         return Control(None, (topology.offset,), topology.offset)
     rank = dist.get_rank()
     # Without an offset every process of the job is meant, also where the sizes do not multiply to
@@ -57,7 +58,8 @@ def check_callers(topology: Topology, callers: Control, *, is_given: bool) -> No
     Raises:
         TopologyError: They are other ranks.
     """
-    connected = dist.is_available() and dist.is_initialized()
+    connected = is_connected()
+    has_rank = connected or (is_given and dist.is_available() and dist.is_initialized())
     size, rank = dist.get_world_size() if connected else 1, callers.rank
     alive = tuple(r for r in topology.ranks if r not in topology.failed)
     fix = (
@@ -67,13 +69,13 @@ def check_callers(topology: Topology, callers: Control, *, is_given: bool) -> No
     if is_given and alive != callers.ranks:
         found = f"a control of ranks {spelled(callers.ranks)}"
         fix = "Give control.among(...) of the ranks of this topology, or change its sizes."
-    elif connected and rank != dist.get_rank():
+    elif has_rank and rank != dist.get_rank():
         found = f"this is rank {dist.get_rank()} of torch.distributed, and {rank} of the control"
         fix = "Make the control with the rank of torch.distributed."
     elif not is_given and connected and size != topology.world_size and topology.offset == 0:
         found = f"torch.distributed has {size} ranks"
         fix += " If only some of the processes open it: control=default_control(topology.ranks)."
-    elif not connected and topology.world_size > 1:
+    elif not is_given and not connected and topology.world_size > 1:
         found = "torch.distributed is not initialised, so there is one process"
     elif rank not in alive:
         found = f"this is rank {rank} of {size}"

@@ -5,7 +5,10 @@ from pcomm.core.process.logs import RankFilter as RankFilter
 from pcomm.core.process.messages import Answer as Answer
 from pcomm.core.process.messages import Messages as Messages
 from pcomm.core.process.messages import portable_error as portable_error
+from pcomm.core.process.process_watch import RankReport as RankReport
 from pcomm.core.process.rank_error import RankError as RankError
+from pcomm.core.process.rank_place import RankPlace as RankPlace
 from pcomm.core.process.rank_session import RankSession as RankSession
+from pcomm.core.process.resilient_ranks import ResilientRanks as ResilientRanks
 from pcomm.core.process.world import World as World
 from pcomm.core.process.world import connect as connect

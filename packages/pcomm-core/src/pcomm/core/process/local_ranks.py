@@ -13,21 +13,20 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection, resource_tracker, util
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, util
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from pcomm.core.errors import PcommError
-from pcomm.core.process import rank_process
+from pcomm.core.process.fork_server import fork_server, starting
 from pcomm.core.process.rank_error import RankError, end_of
-from pcomm.core.process.rank_process import REQUESTS, Report, Task, blocked_requests, serve
+from pcomm.core.process.rank_process import REQUESTS, Report, Task, serve
 from pcomm.core.process.rank_session import RankSession
+from pcomm.core.process.stacks import stacks_of
 
 __all__ = ["LocalRanks", "RankError", "run_local"]
 
@@ -64,11 +63,7 @@ class LocalRanks:
         self.is_usable = True
         self._folder = tempfile.TemporaryDirectory(prefix="pcomm-ranks-")
         self._tasks = 0
-        context = mp.get_context("forkserver")
-        own = ["torch", "torch.distributed", rank_process.__name__]
-        # Ranks run the script of this process again, up to its `__main__`: they import the same.
-        imported = [name for name in list(sys.modules) if name.startswith("pcomm.")]
-        context.set_forkserver_preload([*own, *preload, *imported])
+        context = fork_server(preload)
         self._connections: list[Connection] = []
         self._processes: list[mp.process.BaseProcess] = []
         # Also for ranks that are dropped, or left open at the end of the program: multiprocessing
@@ -76,12 +71,7 @@ class LocalRanks:
         ended = (self._connections, self._processes, self._folder)
         self._end = util.Finalize(self, _end, args=ended, exitpriority=0)
         try:
-            # A process takes over what is blocked here: a request to stop, which a terminal or a
-            # batch system sends to all processes, reaches a rank within a task, and neither the
-            # server that imports torch, which knows when ranks end, nor a rank that waits.
-            # Starting the tracker would lift the block.
-            resource_tracker.ensure_running()
-            with blocked_requests(), contextlib.nullcontext() if imports_main else _no_main():
+            with starting(imports_main=imports_main):
                 for rank in range(size):
                     ours, theirs = context.Pipe()
                     process = context.Process(
@@ -265,23 +255,7 @@ class LocalRanks:
         return RankError("\n".join(lines), error)
 
     def _dump(self, rank: int) -> str:
-        """The stacks of a running rank, newest call first."""
-        pid = self._processes[rank].pid
-        if pid is None:
-            return "  (never started)"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-        file = self._stacks(rank)
-        end = time.monotonic() + 1.0
-        size = -1
-        while time.monotonic() < end:
-            # The dump is complete once the file has stopped growing.
-            now = file.stat().st_size if file.exists() else 0
-            if now and now == size:
-                return file.read_text(errors="replace").rstrip()
-            size = now
-            time.sleep(0.02)
-        return "  (gave no stack: it is stuck outside Python)"
+        return stacks_of(self._processes[rank].pid, self._stacks(rank))
 
 
 def run_local(
@@ -322,14 +296,3 @@ def _end(
         # Its files would stay open as long as an error refers to the process.
         process.close()
     folder.cleanup()
-
-
-@contextlib.contextmanager
-def _no_main() -> Iterator[None]:
-    """Let processes that start here not run the program's file as a module."""
-    before = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = before

@@ -20,7 +20,7 @@ from pcomm.core.errors import PeerError
 from pcomm.core.process.end_with_parent import end_with_parent
 from pcomm.core.process.messages import Messages
 
-__all__ = ["REQUESTS", "Report", "Task", "blocked_requests", "serve"]
+__all__ = ["REQUESTS", "Report", "Task", "blocked_requests", "failure_report", "serve"]
 
 REQUESTS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that ask a task to stop."""
@@ -117,18 +117,25 @@ def _attempt(task: Task, rank: int, size: int, caller: Connection) -> Report:
                 dist.destroy_process_group()
         return Report(None, result)
     except BaseException as error:  # everything that ends a task is reported, then raised there
-        # A second request must not end the process before its report. It gets no other task.
-        for number in REQUESTS:
-            signal.signal(number, signal.SIG_IGN)
-        failed_at = failed_at or time.monotonic()
-        carried = b""
-        with contextlib.suppress(Exception):
-            carried = pickle.dumps(error)
-        headline = traceback.format_exception_only(error)[0].strip()
-        is_echo = isinstance(error, PeerError)
-        return Report(failed_at, b"", headline, traceback.format_exc(), carried, is_echo)
+        return failure_report(error, failed_at or time.monotonic())
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+
+
+def failure_report(error: BaseException, failed_at: float) -> Report:
+    """The report of a task that ended with an error; called where the error is handled.
+
+    From then on this process ignores requests to stop: a second one must not end it before its
+    report is sent. It gets no other task.
+    """
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
+    carried = b""
+    with contextlib.suppress(Exception):
+        carried = pickle.dumps(error)
+    headline = traceback.format_exception_only(error)[0].strip()
+    is_echo = isinstance(error, PeerError)
+    return Report(failed_at, b"", headline, traceback.format_exc(), carried, is_echo)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from pcomm.core.control.control import Control
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.process import environment
 from pcomm.core.process.devices import claim, default_group_takes_cuda, own_device
+from pcomm.core.process.unconnected_default import is_connected
 
 __all__ = ["World", "connect"]
 
@@ -73,7 +74,7 @@ def connect(
             process has no CUDA device of its own.
         PeerError: Another process has none.
     """
-    if dist.is_available() and dist.is_initialized():
+    if is_connected():
         yield _joined(device, may_be_chosen=True)
         return
     if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:

@@ -1,0 +1,183 @@
+"""Processes of ranks that are watched: their reports are read, and their ends told in a store."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from pcomm.core.process.rank_error import end_of
+from pcomm.core.process.rank_process import Report
+
+__all__ = ["ProcessWatch", "RankReport", "Watched"]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """How the process of a rank ended.
+
+    Attributes:
+        rank: Rank of the process.
+        incarnation: Number of processes that had this rank before.
+        reason: `finished` for a task that returned, `failed: ...` for one that raised, or how the
+            process ended, such as `killed by SIGKILL`; one line.
+        result: What the task returned; None if it did not.
+        error: What the task raised, where it could be carried over; or why its result could not.
+        traceback: Where it was raised; empty if nothing was.
+    """
+
+    rank: int
+    incarnation: int
+    reason: str
+    result: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the task returned."""
+        return self.reason == "finished"
+
+
+@dataclass
+class Watched:
+    """A process that runs, and the connection that its report comes from."""
+
+    incarnation: int
+    process: mp.process.BaseProcess
+    reports: Connection
+    report: Report | None = field(default=None)
+
+
+class ProcessWatch:
+    """A thread that waits for the ends of processes, and tells each in a store.
+
+    Args:
+        store: Connection to the store that nobody else uses.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._changed = threading.Condition()
+        self._running: dict[int, Watched] = {}
+        self._ended: dict[int, RankReport] = {}
+        self._waken, self._waker = mp.Pipe(duplex=False)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="pcomm process watch", daemon=True)
+        self._thread.start()
+
+    def add(self, rank: int, process: Watched) -> None:
+        """Watch the new process of a rank."""
+        with self._changed:
+            self._ended.pop(rank, None)
+            self._running[rank] = process
+        self._waker.send_bytes(b"process")
+
+    def running(self, rank: int) -> Watched | None:
+        """The process of a rank; None if it has ended."""
+        return self._running.get(rank)
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Send a signal to the process of a rank, unless it has ended."""
+        with self._changed, contextlib.suppress(ProcessLookupError):
+            found = self._running.get(rank)
+            if found is not None and found.process.pid is not None:
+                os.kill(found.process.pid, number)
+
+    def reports(self, timeout_s: float, ranks: Sequence[int]) -> dict[int, RankReport]:
+        """The reports of those that have ended, once all `ranks` have or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(r in self._ended for r in ranks), timeout_s)
+            return dict(self._ended)
+
+    def close(self) -> None:
+        """End the thread, and kill the processes that run. Their ends are told to nobody."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._waker.send_bytes(b"end")
+        self._thread.join()
+        for found in self._running.values():
+            found.process.kill()
+        for found in self._running.values():
+            found.process.join()
+            _close(found)
+        self._running.clear()
+        self._waken.close()
+        self._waker.close()
+        del self._store
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            waited: dict[Any, int] = {}
+            with self._changed:
+                for rank, found in self._running.items():
+                    waited[found.process.sentinel] = rank
+                    if not found.reports.closed:
+                        waited[found.reports] = rank
+            for ready in connection.wait([self._waken, *waited]):
+                if ready is self._waken:
+                    self._waken.recv_bytes()
+                # A report and the end of its process may come at once, in either order.
+                elif waited[ready] not in self._running:
+                    continue
+                elif isinstance(ready, Connection):
+                    _receive(self._running[waited[ready]])
+                else:
+                    self._record_end(waited[ready])
+
+    def _record_end(self, rank: int) -> None:
+        found = self._running[rank]
+        if not found.reports.closed:
+            _receive(found)
+        found.process.join()
+        report = _report_of(rank, found)
+        # In the store before anybody can start another process for this rank.
+        number = self._store.add("pcomm/ended/count", 1)
+        told = f"{rank} {found.incarnation} {report.reason}"
+        self._store.set(f"pcomm/ended/{number}", told)
+        with self._changed:
+            del self._running[rank]
+            self._ended[rank] = report
+            self._changed.notify_all()
+        _close(found)
+
+
+def _receive(found: Watched) -> None:
+    """Read what a process has sent before it ended, if anything; only once."""
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        if found.reports.poll():
+            found.report = found.reports.recv()
+    found.reports.close()
+
+
+def _close(found: Watched) -> None:
+    found.reports.close()
+    # Its files would stay open as long as something refers to the process.
+    found.process.close()
+
+
+def _report_of(rank: int, found: Watched) -> RankReport:
+    report = found.report
+    if report is None:
+        return RankReport(rank, found.incarnation, end_of(found.process.exitcode))
+    if report.failed_at is None:
+        try:
+            return RankReport(rank, found.incarnation, "finished", pickle.loads(report.result))
+        except Exception as problem:  # of a module that only the rank has, for example
+            return RankReport(rank, found.incarnation, "finished", None, problem)
+    error = None
+    # Some exceptions cannot be pickled, and some not be loaded here.
+    with contextlib.suppress(Exception):
+        error = pickle.loads(report.error)
+    reason = " ".join(f"failed: {report.headline}".split())
+    return RankReport(rank, found.incarnation, reason, None, error, report.traceback)

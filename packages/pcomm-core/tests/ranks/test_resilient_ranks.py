@@ -1,0 +1,201 @@
+"""Ranks that die and come back: what is told in the store, reports, stop signals, what is left.
+
+The tasks stand in a program of the test, since a test module cannot be imported by its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import textwrap
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+from pcomm.core.process.rank_error import RankError
+from pcomm.core.process.resilient_ranks import ResilientRanks
+from pcomm.core.testing.living import Living
+from pcomm.core.testing.patience import scaled_s, wait_until
+from pcomm.core.testing.programs import Programs
+
+PROGRAM = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from pcomm.core.control.control import Control
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.process.resilient_ranks import ResilientRanks
+from pcomm.core.topology import Topology
+
+SIZE, WAIT_S = 4, 3600.0
+# Every second generation is of all ranks and loses one of these; the next one goes on without it.
+VICTIMS = {0: 3, 2: 0, 4: 1}
+
+
+def generations(place):
+    store, rank = place.store(timeout_s=WAIT_S), place.rank
+    if place.incarnation:
+        control = Control.join(store, rank, timeout_s=WAIT_S)
+    else:
+        control = Control(store, range(SIZE), rank, timeout_s=WAIT_S)
+    sums = []
+    while True:
+        number = control.generation
+        failed = sorted(set(range(SIZE)) - set(control.ranks))
+        topology = Topology({"dp": SIZE}).with_failed(failed)
+        groups = open_groups(topology, ["dp"], control=control)
+        group = groups["dp"]
+        sums.append(int(group.collectives.all_reduce(torch.tensor([10**rank]))))
+        # Torch's functions know this process, although no default group connects it.
+        assert dist.get_rank() == rank
+        assert dist.get_process_group_ranks(group.process_group) == list(control.ranks)
+        assert dist.get_rank(group.process_group) == group.rank
+        store.add(f"in {number}", 1)
+        following, victim = range(SIZE), VICTIMS.get(number)
+        if rank == victim:
+            signal.pause()
+        if victim is None:
+            groups.close()
+        else:
+            group.collectives.all_reduce_async(torch.ones(1))
+            told = store.get(f"pcomm/ended/{1 + number // 2}").decode()
+            assert told == f"{victim} 0 killed by SIGKILL", told
+            groups.abandon()
+            following = sorted(set(control.ranks) - {victim})
+        assert not dist.is_initialized()
+        if number == 6:
+            return sums
+        control = control.next(following)
+
+
+def pauses(place):
+    try:
+        for pid in (os.getpid(), os.getppid()):
+            open(os.path.join(os.environ["FOLDER"], f"pid-{pid}"), "w").close()
+        # Not one long pause: a signal that arrives right before it would wait for its end.
+        while True:
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        return f"rank {place.rank} has stopped"
+
+
+def main(job):
+    with ResilientRanks(SIZE if job == "generations" else 2) as ranks:
+        if job == "pauses":
+            ranks.start(pauses)
+            print([report.result for report in ranks.wait().values()])
+            return
+        store = ranks.place(0).store(timeout_s=WAIT_S)
+        ranks.start(generations)
+        for number, victim in VICTIMS.items():
+            for generation, count in ((number, SIZE), (number + 1, SIZE - 1)):
+                while store.add(f"in {generation}", 0) < count:
+                    time.sleep(0.01)
+                if generation == number:
+                    ranks.kill(victim)
+                    assert ranks.wait([victim])[victim].reason == "killed by SIGKILL"
+            ranks.join_again(victim)
+        for rank, report in ranks.wait().items():
+            assert report.has_finished, report.traceback
+            print(rank, report.incarnation, report.result)
+        print(store.add("pcomm/ended/count", 0), store.get("pcomm/ended/7").decode()[4:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(PROGRAM))
+    return path
+
+
+def test_killed_ranks_come_back_in_later_generations(program: Path, programs: Programs) -> None:
+    done = programs.run(sys.executable, program, "generations")
+    told = done.stdout + done.stderr
+    # The sums show which ranks each generation was of.
+    assert done.stdout.splitlines() == [
+        "0 1 [1111, 1101, 1111]",
+        "1 1 [1111]",
+        "2 0 [1111, 111, 1111, 1110, 1111, 1101, 1111]",
+        "3 1 [1111, 1110, 1111, 1101, 1111]",
+        "7 finished",
+    ], told
+
+
+@pytest.mark.parametrize("request_", ["kill", "Ctrl-C"])
+def test_ranks_end_with_their_launcher(
+    request_: str, program: Path, programs: Programs, tmp_path: Path
+) -> None:
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    environment = {**os.environ, "FOLDER": str(folder)}
+    launcher = programs.start(sys.executable, program, "pauses", env=environment)
+
+    def are_in_their_task() -> bool:
+        assert launcher.poll() is None, launcher.communicate()
+        # Two ranks, and the server from which they were forked.
+        return len(list(folder.iterdir())) == 3
+
+    wait_until(are_in_their_task, "two ranks in their task")
+    launcher.send_signal(signal.SIGKILL if request_ == "kill" else signal.SIGINT)
+    printed, logged = launcher.communicate(timeout=scaled_s(60))
+    stopped = [f"rank {rank} has stopped" for rank in range(2)]
+    assert printed == ("" if request_ == "kill" else f"{stopped}\n"), logged
+    pids = [int(path.name.removeprefix("pid-")) for path in folder.iterdir()]
+    wait_until(lambda: not any(map(is_running, pids)), "the end of all ranks")
+
+
+def test_nothing_is_left_of_several_launches() -> None:
+    def files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def launch() -> None:
+        with ResilientRanks(2, imports_main=False) as ranks:
+            ranks.start(attrgetter("incarnation"))
+            assert [report.result for report in ranks.wait().values()] == [0, 0]
+            ranks.join_again(1)
+            assert ranks.wait()[1].result == 1
+            # What raises, and what is within a task when the ranks are closed.
+            ranks.join_again(0, ["too many"])
+            report = ranks.wait([0])[0]
+            assert report.reason.startswith("failed: TypeError: ")
+            assert isinstance(report.error, TypeError)
+            assert "Traceback" in report.traceback
+            ranks.join_again(0)
+        ranks.close()
+
+    launch()
+    threads, before = Living.now().threads, files()
+    for _ in range(3):
+        launch()
+    assert Living.now().threads == threads
+    assert files() == before
+
+
+def test_calls_at_the_wrong_time_are_refused() -> None:
+    with ResilientRanks(1, imports_main=False) as ranks:
+        with pytest.raises(RankError, match=re.escape("wait([0]) first")):
+            ranks.join_again(0)
+        ranks.start(attrgetter("rank"))
+        with pytest.raises(RankError, match="call join_again"):
+            ranks.start(attrgetter("rank"))
+        ranks.wait()
+        # Its process has ended: nothing happens.
+        ranks.kill(0)
+    with pytest.raises(RankError, match="closed"):
+        ranks.join_again(0)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and not a zombie that nobody has waited for."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
