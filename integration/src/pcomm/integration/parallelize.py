@@ -20,6 +20,7 @@ from pcomm.integration.config_resolved import Resolved, ResolvedParallel
 from pcomm.integration.models.block import Block
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.models.moe.experts import Experts
 from pcomm.integration.nonuniform_rules import plan_of
 from pcomm.integration.planned_groups import group_names, group_specs, numbered, used_ranks
 from pcomm.integration.run_place import RunPlace
@@ -119,6 +120,13 @@ def build_model(
         dtype=dtype,
         experts=splitting["expert"].collectives if "expert" in splitting else None,
     )
+    if "expert" not in splitting:
+        # Every rank has all experts, and the gradients of those tokens that it routes.
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.param_layouts = dict.fromkeys(
+                    module.param_layouts, ParamLayout(has_partial_gradient=True)
+                )
     if not config.model.from_:
         ranks = {scope: group.rank for scope, group in splitting.items()}
         initialise(model, config.model, seed=config.train.seed, ranks=ranks)
@@ -142,13 +150,7 @@ def share_gradients(
         sharded = shard_parameters(model, config, groups)
         return ShardedReplicas(model, sharded, layouts, ranks, groups["tp"].collectives)
     rank = place_of(config, groups, plan).rank
-    # Every rank has all experts, and the gradients of those tokens that it routes.
-    layouts |= {
-        name: ParamLayout(has_partial_gradient=True)
-        for name, own in layouts.items()
-        if own.scope == "expert"
-    }
-    sync = GradSync(plan, model, groups, rank=rank, param_layouts=layouts)
+    sync = GradSync(plan, model, groups, rank=rank)
     return PlannedReplicas(model, sync, plan, rank, layouts)
 
 
