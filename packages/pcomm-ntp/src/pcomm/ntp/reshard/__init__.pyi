@@ -1,0 +1,11 @@
+from pcomm.ntp.reshard.checkpoint_views import shard_views as shard_views
+from pcomm.ntp.reshard.planned_moves import Move as Move
+from pcomm.ntp.reshard.planned_moves import StateLostError as StateLostError
+from pcomm.ntp.reshard.planned_moves import moves as moves
+from pcomm.ntp.reshard.state import StateEntry as StateEntry
+from pcomm.ntp.reshard.state import add_state as add_state
+from pcomm.ntp.reshard.state import parameter_name as parameter_name
+from pcomm.ntp.reshard.state import state_entries as state_entries
+from pcomm.ntp.reshard.state import state_tensors as state_tensors
+from pcomm.ntp.reshard.transfer import Moved as Moved
+from pcomm.ntp.reshard.transfer import reshard as reshard

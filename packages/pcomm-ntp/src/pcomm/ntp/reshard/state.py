@@ -1,0 +1,123 @@
+"""The tensors of a model and its optimizer that a plan spreads, by name.
+
+Names are those of checkpoints: `model.NAME` for a parameter or buffer, `optimizer.KEY.NAME` for
+state of the same shape as the parameter. Everything else in an optimizer's state, such as a count
+of steps, is equal on all ranks and not part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pcomm.core.errors import ConfigError
+
+__all__ = ["StateEntry", "add_state", "parameter_name", "state_entries", "state_tensors"]
+
+
+class StateEntry(NamedTuple):
+    """An entry of an optimizer's state that has the shape of its parameter.
+
+    Attributes:
+        name: Name among the state tensors, `optimizer.KEY.NAME`.
+        parameter: Name of the parameter in the model.
+        key: Key in the state of the parameter, such as `"exp_avg"`.
+        dtype: Data type as text, such as `"float32"`.
+    """
+
+    name: str
+    parameter: str
+    key: str
+    dtype: str
+
+
+def parameter_name(name: str) -> str:
+    """The parameter or buffer to which a tensor belongs: `w` for `optimizer.exp_avg.w`.
+
+    Raises:
+        ConfigError: A name that begins neither with `model.` nor with `optimizer.KEY.`.
+    """
+    kind, _, rest = name.partition(".")
+    if kind == "model" and rest:
+        return rest
+    key, _, parameter = rest.partition(".")
+    if kind == "optimizer" and key and parameter:
+        return parameter
+    raise ConfigError(
+        f"reshard: tensor {name!r}",
+        found="a name of another form",
+        why="The name says to which parameter a tensor belongs, and so how it is split.",
+        fix="Name it model.NAME or optimizer.KEY.NAME; state_tensors does.",
+    )
+
+
+def state_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+    """Parameters, persistent buffers, and state of their shapes, without copies. Local.
+
+    A tied parameter is there once, under its first name.
+
+    Args:
+        model: This rank's part of the model.
+        optimizer: Optimizer of its parameters.
+    """
+    found = {f"model.{name}": one.detach() for name, one in model.named_parameters()}
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            found[f"model.{name}"] = buffer.detach()
+    for name, _, _, tensor in _entries(model, optimizer):
+        found[name] = tensor.detach()
+    return found
+
+
+def state_entries(model: nn.Module, optimizer: Optimizer) -> tuple[StateEntry, ...]:
+    """The entries of the optimizer's state that have the shape of their parameter. Local.
+
+    They are what `add_state` makes on a rank whose optimizer has no state yet.
+    """
+    return tuple(
+        StateEntry(name, parameter, key, str(tensor.dtype).removeprefix("torch."))
+        for name, parameter, key, tensor in _entries(model, optimizer)
+    )
+
+
+def add_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, str]) -> None:
+    """Make entries of an optimizer's state that are not there yet, as zeros. Local.
+
+    An optimizer makes its state in its first step; `reshard` fills tensors that exist.
+
+    Args:
+        model: This rank's part of the model. Parameters that it does not have are left out.
+        optimizer: Optimizer of its parameters.
+        state: Data type, such as `"float32"`, by key, such as `"exp_avg"`; the same for all
+            parameters.
+    """
+    optimized = _optimized(optimizer)
+    for _, parameter in model.named_parameters():
+        if id(parameter) in optimized:
+            for key, dtype in state.items():
+                own = optimizer.state[parameter]
+                if key not in own:
+                    own[key] = torch.zeros_like(parameter, dtype=getattr(torch, dtype))
+
+
+def _optimized(optimizer: Optimizer) -> set[int]:
+    return {id(one) for group in optimizer.param_groups for one in group["params"]}
+
+
+def _entries(
+    model: nn.Module, optimizer: Optimizer | None
+) -> Iterator[tuple[str, str, str, Tensor]]:
+    if optimizer is None:
+        return
+    for name, parameter in model.named_parameters():
+        # A look at `state[parameter]` would make an empty entry.
+        for key, value in optimizer.state.get(parameter, {}).items():
+            # A parameter of one number has the shape of a count; the count is not spread.
+            is_count = key == "step"
+            if isinstance(value, Tensor) and value.shape == parameter.shape and not is_count:
+                yield f"optimizer.{key}.{name}", name, key, value

@@ -1,0 +1,64 @@
+"""One attempt at a step: a `with` block that is left without an error when another rank fails."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pcomm.ntp.session.session import Session
+
+__all__ = ["Attempt"]
+
+
+class Attempt:
+    """An attempt at a step, given by `Session.attempts`; entered by `with attempt as step:`.
+
+    Attributes:
+        number: Number of the step, from 0. Later attempts at the same step have the same number.
+        was_entered: True once the `with` block was entered.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.number = session.step
+        self.was_entered = False
+
+    def backward(self, loss: Tensor, *, weight: float = 1.0, is_last: bool = True) -> None:
+        """Compute gradients, whose sums over replicas start meanwhile. Collective.
+
+        Args:
+            loss: Loss of this rank's micro-batch.
+            weight: Factor of its gradients in the sum over replicas; see `GradSync.accumulate`.
+            is_last: True for the last micro-batch of the step.
+        """
+        with self._session.sync.accumulate(is_last=is_last, weight=weight):
+            loss.backward()
+
+    def commit(self, *, max_norm: float | None = None) -> Tensor:
+        """Finish the sums, agree that all ranks are ready, and apply the step. Collective.
+
+        Args:
+            max_norm: Largest norm of all gradients that is left as it is; None does not clip.
+
+        Returns:
+            The norm of all gradients before, in fp64 and with the same bits on all ranks.
+
+        Raises:
+            PeerError: Another rank failed; the `with` block takes it.
+        """
+        return self._session._commit(max_norm)
+
+    def __enter__(self) -> Attempt:
+        self.was_entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return self._session._end_attempt(self.number, error)

@@ -1,0 +1,123 @@
+"""How the ranks of a generation agree on what follows it, when some of them may be gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pcomm.core.errors import DivergenceError
+from pcomm.ntp.session.evidence import Ends, Silence
+from pcomm.ntp.session.records import Decision, Records
+from pcomm.ntp.session.resume_point import Arrival
+
+__all__ = ["Meeting", "Patience", "states_before"]
+
+_PAUSE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a session waits for what; each limit is longer than those above it.
+
+    Args:
+        heartbeat_s: Seconds between two heartbeats of a rank.
+        dead_after_s: Seconds without a heartbeat after which a rank is excluded.
+        leave_s: Seconds that a rank with a heartbeat has to leave its work and meet the others;
+            after that it is excluded, too. More than the longest stretch of computation between
+            two collectives.
+        agree_s: Seconds that the ranks have to agree and to connect in a new generation.
+        join_s: Seconds that a new process waits until it is taken in. More than a step takes.
+    """
+
+    heartbeat_s: float = 0.5
+    dead_after_s: float = 10.0
+    leave_s: float = 60.0
+    agree_s: float = 120.0
+    join_s: float = 3600.0
+
+
+class Meeting:
+    """The meeting at the end of a generation. Collective: its ranks meet, as far as they live.
+
+    Each rank says what state it has. Once every rank has done so or is known to be gone, one of
+    them proposes what follows, and the first proposal counts.
+
+    Args:
+        records: Records of the session.
+        ends: Ends of processes that the launcher told.
+        generation: Number of the generation that the ranks leave.
+        ranks: Its ranks.
+        since: Number of ends before the process of each rank began, by rank.
+        patience: Time limits.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        ends: Ends,
+        generation: int,
+        ranks: Sequence[int],
+        since: Mapping[int, int],
+        patience: Patience,
+    ) -> None:
+        self._records, self._ends, self._patience = records, ends, patience
+        self.generation, self.ranks, self._since = generation, tuple(ranks), since
+        self._silence = Silence(2 * patience.heartbeat_s)
+
+    def attend(
+        self,
+        rank: int,
+        arrival: Arrival,
+        propose: Callable[[Sequence[int]], Decision],
+        check_store: Callable[[], None],
+    ) -> Decision:
+        """Say what this rank has, and wait for the decision.
+
+        Args:
+            rank: Global rank of this process.
+            arrival: State of this rank, which must not change before the decision.
+            propose: Function from the ranks that are there to what should follow.
+            check_store: Function that raises when the store is lost.
+        """
+        self._records.say(self.generation, rank, arrival)
+        end_s = time.monotonic() + self._patience.leave_s
+        while True:
+            check_store()
+            if (decision := self._records.decision(self.generation)) is not None:
+                return decision
+            here = self._records.said(self.generation, self.ranks)
+            self._ends.read()
+            missing = [r for r in self.ranks if r not in here and not self._is_gone(r)]
+            if not missing or time.monotonic() > end_s:
+                return self._records.decide(self.generation, propose(self._living(here, rank)))
+            time.sleep(_PAUSE_S)
+
+    def _living(self, here: Mapping[int, Arrival], rank: int) -> list[int]:
+        """Those that have arrived and not ended since."""
+        return [r for r in here if r == rank or self._ends.of(r, self._since) is None]
+
+    def _is_gone(self, rank: int) -> bool:
+        if self._ends.of(rank, self._since) is not None:
+            return True
+        if self._records.left(self.generation, rank) is not None:
+            return True
+        if self._records.silent(self.generation, rank) is not None:
+            return True
+        beat = self._records.beat_of(rank)
+        silent_s = self._silence.look(rank, beat, time.monotonic())
+        return silent_s >= self._patience.dead_after_s
+
+
+def states_before(records: Records, number: int, decision: Decision) -> dict[int, Arrival]:
+    """What those ranks of the next generation said that were in generation `number`. Local."""
+    there = [rank for rank in decision.ranks if rank not in decision.newcomers]
+    found = records.said(number, there)
+    if len(found) == len(there):
+        return found
+    raise DivergenceError(
+        f"Session: the end of generation {number}",
+        found=f"no state of ranks {[r for r in there if r not in found]}",
+        why="A rank says what state it has before it is decided that it goes on.",
+        fix="Start the job again from its last checkpoint, and report this.",
+    )

@@ -1,0 +1,280 @@
+"""Who belongs to a job now: entering, meeting, joining, and being left behind. No tensors here."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+
+import torch.distributed as dist
+
+from pcomm.core.control import Control
+from pcomm.core.errors import ClosedError, ConfigError, FencedError, PeerTimeoutError
+from pcomm.ntp.session import store_errors
+from pcomm.ntp.session.evidence import Ends
+from pcomm.ntp.session.meeting import Meeting, Patience, states_before
+from pcomm.ntp.session.records import Decision, Join, Records
+from pcomm.ntp.session.resume_point import Arrival
+from pcomm.ntp.session.watch import Watch
+from pcomm.ntp.session.watched_control import WatchedControl
+
+__all__ = ["Membership"]
+
+_PAUSE_S = 0.02
+
+
+class Membership:
+    """This process as a member of a job: its generation, and how it comes to the next one.
+
+    Args:
+        connect: Function that makes a new connection to the store.
+        rank: Global rank of this process.
+        ranks: Ranks of generation 0.
+        places: Ranks that the job may ever have.
+        facts: Facts that must be the same on all ranks.
+        patience: Time limits.
+
+    Attributes:
+        records: Records of the session, on a connection of the calling thread.
+        number: Number of the generation.
+        ranks: Its ranks, ascending.
+        speeds: Relative speeds other than 1, by rank.
+        is_over: True once all steps are done on all ranks.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], dist.Store],
+        rank: int,
+        ranks: Sequence[int],
+        places: Sequence[int],
+        facts: Mapping[str, str],
+        patience: Patience,
+    ) -> None:
+        self._connect, self.rank, self._places = connect, rank, frozenset(places)
+        self._facts, self._patience = dict(facts), patience
+        self.records = Records(connect())
+        self._ends = Ends(self.records.store)
+        self._token = uuid.uuid4().hex
+        self.number, self.ranks = 0, tuple(sorted(ranks))
+        self.since: Mapping[int, int] = {}
+        self.speeds: Mapping[int, float] = {}
+        self.is_over = False
+        self._joins_done = 0
+        self.watch = Watch(
+            connect,
+            rank,
+            heartbeat_s=patience.heartbeat_s,
+            dead_after_s=patience.dead_after_s,
+        )
+
+    # -- entering ----------------------------------------------------------------------------
+
+    def enter(self) -> dict[int, Arrival]:
+        """Take the place in generation 0, or wait until a later one has this process.
+
+        Returns:
+            The states of the ranks that took this process in; none in generation 0.
+
+        Raises:
+            ConfigError: The members refuse this process.
+            PeerTimeoutError: No generation with this process began in time.
+            ClosedError: The job is over.
+        """
+        self._ends.read()
+        had_another = self._ends.of(self.rank, {}) is not None
+        is_first = not had_another and self.rank in self.ranks
+        if is_first and self.records.claim_first(self.rank, self._token):
+            self.watch.enter(0, self.ranks, {})
+            return {}
+        decision = self._join()
+        states = states_before(self.records, self.number, decision)
+        self._go_over(decision)
+        return states
+
+    def _join(self) -> Decision:
+        join = Join(self.rank, self._token, self._ends.num_read, self._facts)
+        self.records.ask_to_join(join)
+        end_s = time.monotonic() + self._patience.join_s
+        while True:
+            decision = self.records.decision(self.number)
+            if decision is not None and decision.is_end:
+                raise ClosedError(
+                    f"Session: rank {self.rank} joins",
+                    found="a job whose last step is done",
+                    why="Its ranks have ended, or are about to.",
+                    fix="Start a new job from its checkpoint if there is more to do.",
+                )
+            if decision is not None and decision.newcomers.get(self.rank) == self._token:
+                return decision
+            if (reason := self.records.refused(self._token)) is not None:
+                raise ConfigError(
+                    f"Session: rank {self.rank} joins",
+                    found=reason,
+                    why="All ranks of a job run the same software with the same settings.",
+                    fix="Start the process again with those of the job; the others go on.",
+                )
+            if decision is not None:
+                self.number += 1
+                continue
+            if time.monotonic() > end_s or self.watch.lost is not None:
+                self.check_store()
+                raise PeerTimeoutError(
+                    f"Session: rank {self.rank} joins",
+                    found=f"generation {self.number} without it, {self._patience.join_s:g} s long",
+                    why="Ranks are taken in at the end of a step, or when another one has died.",
+                    fix="Raise join_s above the length of a step, or look whether the job stands "
+                    "still.",
+                )
+            time.sleep(_PAUSE_S)
+
+    # -- leaving -----------------------------------------------------------------------------
+
+    def meet(self, reason: str, arrival: Arrival) -> tuple[Decision, dict[int, Arrival]]:
+        """Leave the generation: meet the ranks that live, and enter the next one. Collective.
+
+        Args:
+            reason: Reason for the others to leave; the first one that is written stays.
+            arrival: State of this rank.
+
+        Returns:
+            What was decided, and the states of those ranks of the next generation that were there.
+
+        Raises:
+            FencedError: The others have gone on without this rank.
+        """
+        decision = self.records.decision(self.number)
+        if decision is None:
+            self.records.raise_flag(self.number, reason)
+            meeting = Meeting(
+                self.records, self._ends, self.number, self.ranks, self.since, self._patience
+            )
+            decision = meeting.attend(self.rank, arrival, self._propose, self.check_store)
+        states = {} if decision.is_end else states_before(self.records, self.number, decision)
+        self._go_over(decision)
+        return decision, states
+
+    def finish(self) -> bool:
+        """Wait until all ranks have come here, with no step left. Collective.
+
+        Returns:
+            False where the generation ends before that, since a rank is gone.
+        """
+        if self.records.count_done(self.number) == len(self.ranks):
+            self.records.decide(self.number, Decision(()))
+        while (decision := self.records.decision(self.number)) is None:
+            if self.watch.failure() is not None:
+                return False
+            time.sleep(_PAUSE_S / 4)
+        self.is_over = decision.is_end
+        return self.is_over
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this rank leaves them for good. Local."""
+        self.records.say_left(self.number, self.rank, reason)
+        self.records.raise_flag(self.number, f"rank {self.rank} has left: {reason}")
+
+    def check_fence(self) -> None:
+        """Raise `FencedError` if the others have gone on without this rank. Local."""
+        decision = self.records.decision(self.number)
+        if decision is not None and not decision.is_end and self.rank not in decision.ranks:
+            raise self._fenced(decision)
+
+    def check_store(self) -> None:
+        """Raise if the store is lost. Local."""
+        if self.watch.lost is not None:
+            raise store_errors.lost(self.watch.lost)
+
+    def control(self) -> Control:
+        """A control of this generation, on a connection of its own, that a failure interrupts."""
+        return WatchedControl(
+            self._connect(),
+            self.ranks,
+            self.rank,
+            self.watch.check,
+            generation=self.number,
+            timeout_s=self._patience.agree_s,
+        )
+
+    def close(self) -> None:
+        """End the thread. Local."""
+        self.watch.close()
+
+    # -- newcomers ---------------------------------------------------------------------------
+
+    def wants_in(self) -> bool:
+        """Whether a process waits that can be taken in; refuses those that cannot. Local.
+
+        The lowest rank asks, for all.
+        """
+        if self.rank != self.ranks[0] or self.records.num_joins() <= self._joins_done:
+            return False
+        self._ends.read()
+        return bool(self._newcomers(self.ranks))
+
+    def _newcomers(self, ranks: Sequence[int]) -> dict[int, Join]:
+        """Processes that can be taken in beside `ranks`, by rank."""
+        found: dict[int, Join] = {}
+        is_settled = True
+        for number, join in self.records.joins(self._joins_done, self.records.num_joins()):
+            if self._is_settled(join):
+                if is_settled:
+                    self._joins_done = number
+                continue
+            is_settled = False
+            if join.rank not in ranks:
+                found[join.rank] = join
+        return found
+
+    def _is_settled(self, join: Join) -> bool:
+        """Whether a request needs no decision any more; answers what is refused."""
+        if self.records.is_settled(join.token):
+            return True
+        if self._ends.of(join.rank, {join.rank: join.since}) is not None:
+            return True
+        problem = self._problem(join)
+        if problem:
+            self.records.refuse(join.token, problem)
+        return bool(problem)
+
+    def _problem(self, join: Join) -> str:
+        if join.rank not in self._places:
+            return f"rank {join.rank}, which the topology of the job does not have"
+        for name in sorted({*self._facts, *join.facts}):
+            own, other = self._facts.get(name, "(nothing)"), join.facts.get(name, "(nothing)")
+            if own != other:
+                return f"{name} is {other} here and {own} in the job"
+        return ""
+
+    # -- how it is done ----------------------------------------------------------------------
+
+    def _propose(self, living: Sequence[int]) -> Decision:
+        new = self._newcomers(living)
+        ranks = tuple(sorted({*living, *new}))
+        since = {r: self.since[r] for r in living if r in self.since}
+        since |= {r: join.since for r, join in new.items()}
+        speeds = {r: s for r, s in self.records.speeds(ranks).items() if s != 1}
+        tokens = {r: join.token for r, join in new.items()}
+        return Decision(ranks, tokens, since, speeds, self.records.stops())
+
+    def _go_over(self, decision: Decision) -> None:
+        if decision.is_end:
+            self.is_over = True
+            return
+        if self.rank not in decision.ranks:
+            raise self._fenced(decision)
+        for token in decision.newcomers.values():
+            # A request that was granted once is not granted again.
+            self.records.mark_taken(token)
+        self.number += 1
+        self.ranks, self.since, self.speeds = decision.ranks, decision.since, decision.speeds
+        self.watch.enter(self.number, self.ranks, self.since)
+
+    def _fenced(self, decision: Decision) -> FencedError:
+        return FencedError(
+            f"Session: rank {self.rank} in generation {self.number}",
+            found=f"generation {self.number + 1} has begun, of ranks {list(decision.ranks)}",
+            why="The others took this process for dead: it was silent, or did not leave its work "
+            "in time. Nothing that it has or writes counts any more.",
+            fix="End this process; a new one of the same rank joins again.",
+        )

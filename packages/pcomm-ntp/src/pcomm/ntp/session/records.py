@@ -1,0 +1,236 @@
+"""What the ranks of a session write into the store, and how it is spelled.
+
+| key below `pcomm/session/` | written by | says |
+|---|---|---|
+| `first/RANK` | each process of a rank | which of them is in generation 0 |
+| `flag/G` | the first rank that suspects | that the ranks of generation G meet |
+| `said/G/RANK` | each rank that leaves G | its state (`Arrival`) |
+| `decision/G` | the first that proposes | the ranks after G, or that all is done |
+| `left/G/RANK` | a rank whose program ends | that it is gone, and why |
+| `silent/G/RANK` | its neighbour | that its heartbeat has stopped |
+| `done/G` | each rank at the end | counter of ranks that have no step left |
+| `plan/G`, `scalars/G/STAGE` | a rank with the state | what a newcomer needs beside tensors |
+| `beat/RANK` | each rank's thread | heartbeats |
+| `joins`, `join/N` | newcomers | requests to join, numbered |
+| `refused/TOKEN`, `taken/TOKEN` | members | what became of a request |
+| `speed/RANK`, `stop` | any rank | relative speed of a rank; that the job shall end |
+
+Keys of a generation are written by its ranks alone, and decisions by compare-and-set. So what a
+rank writes that was left behind reaches no rank of a later generation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch.distributed as dist
+
+from pcomm.ntp.session.resume_point import Arrival
+
+__all__ = ["Decision", "Join", "Records"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows a generation; the same for all of its ranks.
+
+    Args:
+        ranks: Ranks of the next generation, ascending; empty if all steps are done.
+        newcomers: Tokens of the processes that are new in it, by rank.
+        since: Number of ends that were told before the process of each rank began, by rank: an
+            earlier end was that of another process.
+        speeds: Relative speeds other than 1, by rank.
+        stops: True if a rank has asked to end after the step.
+    """
+
+    ranks: tuple[int, ...]
+    newcomers: Mapping[int, str] = field(default_factory=dict)
+    since: Mapping[int, int] = field(default_factory=dict)
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    stops: bool = False
+
+    @property
+    def is_end(self) -> bool:
+        """Whether all steps are done, and no generation follows."""
+        return not self.ranks
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Decision:
+        """The decision that `to_json` wrote."""
+        found = json.loads(text)
+        by_rank = ("newcomers", "since", "speeds")
+        tables = {name: {int(r): v for r, v in found[name].items()} for name in by_rank}
+        return cls(tuple(found["ranks"]), **tables, stops=found["stops"])
+
+
+@dataclass(frozen=True)
+class Join:
+    """The request of a new process to take the place of a rank.
+
+    Args:
+        rank: Global rank whose place it takes.
+        token: Word that no other process has.
+        since: Number of ends that were told before it began.
+        facts: Facts that must be the same on all ranks, such as versions.
+    """
+
+    rank: int
+    token: str
+    since: int
+    facts: Mapping[str, str]
+
+
+class Records:
+    """Typed access to the store of a session. Local; nothing here waits for another rank.
+
+    Args:
+        store: A connection of its own: calls on one connection wait for each other.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+
+    # -- who is there ------------------------------------------------------------------------
+
+    def claim_first(self, rank: int, token: str) -> bool:
+        """Whether this process is the one that has the place of `rank` in generation 0."""
+        return self._first(f"first/{rank}", token) == token
+
+    def beat(self, rank: int, number: int) -> None:
+        """Write a heartbeat."""
+        self._set(f"beat/{rank}", str(number))
+
+    def beat_of(self, rank: int) -> str:
+        """The last heartbeat of a rank; empty before the first."""
+        return self._get(f"beat/{rank}") or ""
+
+    def say_left(self, generation: int, rank: int, reason: str) -> None:
+        """Tell that the program of this rank has left the session."""
+        self._set(f"left/{generation}/{rank}", reason)
+
+    def left(self, generation: int, rank: int) -> str | None:
+        """Why the program of a rank has left the session, or None."""
+        return self._get(f"left/{generation}/{rank}")
+
+    def say_silent(self, generation: int, rank: int, reason: str) -> None:
+        """Tell that the heartbeat of a rank has stopped for too long."""
+        self._first(f"silent/{generation}/{rank}", reason)
+
+    def silent(self, generation: int, rank: int) -> str | None:
+        """How long the heartbeat of a rank has stopped, as text, or None."""
+        return self._get(f"silent/{generation}/{rank}")
+
+    # -- leaving a generation ----------------------------------------------------------------
+
+    def raise_flag(self, generation: int, message: str) -> None:
+        """Have the ranks of a generation leave their operations and meet."""
+        self._first(f"flag/{generation}", message)
+
+    def flag(self, generation: int) -> str | None:
+        """Why the ranks of a generation leave it, or None."""
+        return self._get(f"flag/{generation}")
+
+    def say(self, generation: int, rank: int, arrival: Arrival) -> None:
+        """Write the state of this rank; it must not change before the decision."""
+        self._set(f"said/{generation}/{rank}", json.dumps(asdict(arrival)))
+
+    def said(self, generation: int, ranks: Sequence[int]) -> dict[int, Arrival]:
+        """The states of those of `ranks` that have arrived."""
+        texts = {rank: self._get(f"said/{generation}/{rank}") for rank in ranks}
+        return {r: Arrival(**json.loads(text)) for r, text in texts.items() if text is not None}
+
+    def decide(self, generation: int, proposal: Decision) -> Decision:
+        """The decision about a generation: `proposal`, or what another rank wrote first."""
+        return Decision.from_json(self._first(f"decision/{generation}", proposal.to_json()))
+
+    def decision(self, generation: int) -> Decision | None:
+        """The decision about a generation, or None."""
+        text = self._get(f"decision/{generation}")
+        return None if text is None else Decision.from_json(text)
+
+    def count_done(self, generation: int) -> int:
+        """Count this rank among those that have no step left; the number of them so far."""
+        return int(self.store.add(f"pcomm/session/done/{generation}", 1))
+
+    # -- what a newcomer needs ---------------------------------------------------------------
+
+    def publish(self, name: str, text: str) -> None:
+        """Write text under a name with the number of the generation."""
+        self._set(name, text)
+
+    def published(self, name: str) -> str | None:
+        """The text under a name, or None."""
+        return self._get(name)
+
+    def ask_to_join(self, join: Join) -> None:
+        """Ask the members to take this process in."""
+        number = self.store.add("pcomm/session/joins", 1)
+        self._set(f"join/{number}", json.dumps(asdict(join)))
+
+    def num_joins(self) -> int:
+        """Number of requests to join so far."""
+        return int(self.store.add("pcomm/session/joins", 0))
+
+    def joins(self, after: int, up_to: int) -> list[tuple[int, Join]]:
+        """The requests with these numbers; one that is still being written ends the list."""
+        found = []
+        for number in range(after + 1, up_to + 1):
+            text = self._get(f"join/{number}")
+            if text is None:
+                break
+            found.append((number, Join(**json.loads(text))))
+        return found
+
+    def refuse(self, token: str, reason: str) -> None:
+        """Tell a process that it is not taken in."""
+        self._set(f"refused/{token}", reason)
+
+    def refused(self, token: str) -> str | None:
+        """Why a process is not taken in, or None."""
+        return self._get(f"refused/{token}")
+
+    def mark_taken(self, token: str) -> None:
+        """Note that a process was taken in, so that its request is not granted again."""
+        self._set(f"taken/{token}", "1")
+
+    def is_settled(self, token: str) -> bool:
+        """Whether a process was taken in or refused."""
+        return self._get(f"taken/{token}") is not None or self.refused(token) is not None
+
+    # -- speeds ------------------------------------------------------------------------------
+
+    def set_speed(self, rank: int, speed: float) -> None:
+        """Write the relative speed of a rank."""
+        self._set(f"speed/{rank}", repr(float(speed)))
+
+    def speeds(self, ranks: Sequence[int]) -> dict[int, float]:
+        """The relative speeds of those of `ranks` for which one is written."""
+        texts = {rank: self._get(f"speed/{rank}") for rank in ranks}
+        return {rank: float(text) for rank, text in texts.items() if text is not None}
+
+    def ask_to_stop(self) -> None:
+        """Write that the job shall end after the step."""
+        self._set("stop", "1")
+
+    def stops(self) -> bool:
+        """Whether the job shall end after the step."""
+        return self._get("stop") is not None
+
+    # -- how it is done ----------------------------------------------------------------------
+
+    def _set(self, key: str, text: str) -> None:
+        # An empty value and a missing one would be the same to a compare-and-set.
+        self.store.set(f"pcomm/session/{key}", text or " ")
+
+    def _first(self, key: str, text: str) -> str:
+        return self.store.compare_set(f"pcomm/session/{key}", "", text or " ").decode()
+
+    def _get(self, key: str) -> str | None:
+        name = f"pcomm/session/{key}"
+        return self.store.get(name).decode() if self.store.check([name]) else None

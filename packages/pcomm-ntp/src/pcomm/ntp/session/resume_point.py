@@ -1,0 +1,93 @@
+"""From which state a job goes on, decided from what each rank says of its own. Integers alone.
+
+Two things of a rank change at a time that the others do not share: the number of steps that it has
+applied, and the generation whose state it holds. Both change in the same two phases. A rank first
+has all that the change needs, and says so to the others: its gradients are summed ("ready"), or its
+shards of the new generation have arrived ("complete"). Only when *every* rank of the generation has
+said so may one go over: apply the step, or drop the shards of the generation before.
+
+A failure can strike while some ranks have gone over and others have not. Then the highest number
+that any survivor has is the one that counts, since the others have all that they need to follow:
+the rank that went over had heard that from each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from pcomm.core.errors import DivergenceError
+
+__all__ = ["NONE", "Arrival", "ResumePoint", "resume_point"]
+
+NONE = -1
+"""Generation of a state that is not there."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a rank says of its state when it leaves a generation.
+
+    Args:
+        confirmed: Generation whose state this rank holds, known to be complete on all of its
+            ranks; `NONE` before the first.
+        complete: A later generation whose state is complete on this rank and may be so on all;
+            `NONE` if there is none.
+        applied: Number of steps in that state.
+        is_ready: True if the gradients of the next step are summed here, and the other ranks may
+            have been told so.
+    """
+
+    confirmed: int = NONE
+    complete: int = NONE
+    applied: int = 0
+    is_ready: bool = False
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The state from which all ranks go on.
+
+    Args:
+        generation: Generation of the state; `NONE` if no rank has any, and the job starts.
+        applied: Number of steps in it.
+        holders: Ranks that hold it, ascending.
+        behind: Those that have one step still to apply, whose gradients they hold.
+    """
+
+    generation: int
+    applied: int
+    holders: tuple[int, ...]
+    behind: tuple[int, ...]
+
+
+def resume_point(arrivals: Mapping[int, Arrival]) -> ResumePoint:
+    """The state from which the ranks that arrived go on. Local; equal arrivals, equal result.
+
+    Args:
+        arrivals: What each rank that takes part says, by rank. A process without a state, such as
+            one that joins, may be left out.
+
+    Raises:
+        DivergenceError: The states do not belong together, which is a mistake of this package.
+    """
+    generation = max((own.confirmed for own in arrivals.values()), default=NONE)
+    if generation == NONE:
+        return ResumePoint(NONE, 0, (), ())
+    holders = [r for r, own in arrivals.items() if generation in (own.confirmed, own.complete)]
+    applied = max(arrivals[rank].applied for rank in holders)
+    behind = [rank for rank in holders if arrivals[rank].applied < applied]
+    lost = [r for r, own in arrivals.items() if r not in holders and own.confirmed != NONE]
+    unready = [r for r in behind if arrivals[r].applied < applied - 1 or not arrivals[r].is_ready]
+    _check(arrivals, sorted(lost + unready))
+    return ResumePoint(generation, applied, tuple(sorted(holders)), tuple(sorted(behind)))
+
+
+def _check(arrivals: Mapping[int, Arrival], strays: Iterable[int]) -> None:
+    if stray := list(strays):
+        raise DivergenceError(
+            "Session: the state to go on from",
+            found=f"rank {stray[0]} with {arrivals[stray[0]]}, of {dict(arrivals)}",
+            why="A rank goes over to a new state only when all ranks have said that they can.",
+            fix="Start the job again from its last checkpoint, and report this.",
+        )

@@ -1,0 +1,410 @@
+"""`Session`: training that goes on when ranks die, at the tensor-parallel degree that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pcomm.core import Groups, Topology
+from pcomm.core.errors import ClosedError, ConfigError, FencedError
+from pcomm.core.process import RankPlace
+from pcomm.ntp.planning.failures import Failures
+from pcomm.ntp.planning.plan import Plan
+from pcomm.ntp.planning.policy import Policy
+from pcomm.ntp.planning.units import Units
+from pcomm.ntp.session import store_errors
+from pcomm.ntp.session.attempt import Attempt
+from pcomm.ntp.session.commit import Requests, commit
+from pcomm.ntp.session.job import Build, Job, Restore
+from pcomm.ntp.session.meeting import Patience
+from pcomm.ntp.session.membership import Membership
+from pcomm.ntp.session.opening import EVERYONE, Opened, Spec
+from pcomm.ntp.session.recovery import Held, Transition, Recovery, is_setback
+from pcomm.ntp.session.training_state import Built
+from pcomm.ntp.sync.grad_groups import Strategy
+from pcomm.ntp.sync.grad_sync import GradSync
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Training steps that all ranks that are left apply exactly once, whichever ranks die.
+
+        with Session(place, topology, units, build) as session:
+            for attempt in session.attempts(until=1000):
+                with attempt as step:
+                    inputs, targets, weight = batch_of(session.step, session.plan, session.rank)
+                    loss = loss_of(session.model(inputs), targets)
+                    step.backward(loss, weight=weight)
+                    step.commit(max_norm=1.0)
+
+    When a rank dies, the others leave the operations that they are in, meet in the store, plan for
+    the ranks that are left, open new groups, build the model anew, move the state, and attempt the
+    same step again. The `with` block takes the error. Everything in it that depends on the ranks
+    (plan, groups, model, batch) is asked of the session again in each attempt.
+
+    A process that takes the place of a rank that was gone makes the same `Session`: it waits until
+    the others take it in, at the end of a step. Making a session is collective.
+
+    Nothing that a rank wrote that the others have left behind reaches them; it gets a
+    `FencedError`, at the latest before its next step.
+
+    Args:
+        place: Place of this process, such as `ResilientRanks` gives; or a function that makes a new
+            connection to the store at each call, with `rank`.
+        topology: Axes and sizes of the whole job; `tp` and `dp` are among them.
+        units: Units of parameters by name or pattern, as `plan` takes them.
+        build: Function of a plan, its groups and this rank that returns `Built(model, optimizer)`;
+            called in each generation, on ranks that have units. `groups["tp"]` is the
+            tensor-parallel group. It does not communicate. Initial values must not depend on the
+            plan, such as by the random state of the whole weight.
+        rank: Global rank of this process; that of `place` by default.
+        policy: Rounding of degrees, and the limit on memory.
+        failures: Ranks that are gone from the start, and may join.
+        groups: Further groups of the model, or a function that makes them from a plan.
+        strategy: Strategy by which gradients are summed; see `GradSync`.
+        restore: Function of a plan, model and optimizer that loads a checkpoint and returns its
+            step; called on all ranks when the job starts, and when a state is lost with its ranks.
+        facts: Facts that must be the same on all ranks, such as a digest of the configuration.
+            Versions, topology and units are compared in any case.
+        heartbeat_s: Seconds between two heartbeats of a rank.
+        dead_after_s: Seconds without a heartbeat after which a rank is excluded. A process that the
+            launcher tells to have ended is excluded at once.
+        patience: All time limits, in place of the two before.
+        backend: `"gloo"` or `"nccl"`.
+        device: Device of this rank's tensors between ranks.
+
+    Attributes:
+        rank: Global rank of this process.
+
+    Raises:
+        ConfigError: The others refuse this process, for other software or facts.
+        DivergenceError: Ranks differ in facts or plan.
+        TopologyError: All ranks of a tensor-parallel group are gone.
+        FencedError: The others went on without this rank.
+        StoreLostError: The process that hosts the store has ended.
+    """
+
+    def __init__(
+        self,
+        place: RankPlace | Callable[[], dist.Store],
+        topology: Topology,
+        units: Mapping[str, Units],
+        build: Build,
+        *,
+        rank: int | None = None,
+        policy: Policy | None = None,
+        failures: Failures | None = None,
+        groups: Sequence[Spec] | Callable[[Plan], Sequence[Spec]] = (),
+        strategy: Strategy = "interval",
+        restore: Restore | None = None,
+        facts: Mapping[str, str] | None = None,
+        heartbeat_s: float = 0.5,
+        dead_after_s: float = 10.0,
+        patience: Patience | None = None,
+        backend: str = "gloo",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if isinstance(place, RankPlace):
+            connect: Callable[[], dist.Store] = place.store
+            self.rank = place.rank if rank is None else rank
+        else:
+            connect = place
+            self.rank = _given(rank)
+        limits = patience or Patience(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
+        self._job = Job(
+            topology,
+            dict(units),
+            build,
+            policy or Policy(),
+            failures or Failures(),
+            groups if callable(groups) else tuple(groups),
+            strategy,
+            backend,
+            restore,
+            dict(facts or {}),
+            limits,
+            device=device,
+        )
+        with store_errors.told():
+            self._membership = Membership(
+                connect,
+                self.rank,
+                self._job.first_ranks,
+                topology.ranks,
+                self._job.all_facts(),
+                limits,
+            )
+        self._recovery = Recovery(self._job, self._membership)
+        self._asks_move = False
+        self._told = Requests()
+        self._is_closed = False
+        try:
+            self._recovery.start()
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    # -- what there is now -------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Number of steps that are applied, which is the number of the next one."""
+        return self._recovery.applied
+
+    @property
+    def generation(self) -> int:
+        """Number of changes of membership so far."""
+        return self._membership.number
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that are there now, idle ones included, ascending."""
+        return self._membership.ranks
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of this generation."""
+        return self._held().plan
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of this generation; operations end with a `PeerError` when a rank fails."""
+        return self._opened().groups
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of this generation."""
+        return self._built().model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this generation."""
+        return self._built().optimizer
+
+    @property
+    def sync(self) -> GradSync:
+        """The sums of gradients of this generation."""
+        if self._recovery.sync is None:
+            raise _without("sync")
+        return self._recovery.sync
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has no units now; `attempts` then waits for the others by itself."""
+        return self._held().built is None
+
+    @property
+    def transitions(self) -> tuple[Transition, ...]:
+        """How each generation of this rank came about, and what that took; the newest last."""
+        return tuple(self._recovery.transitions)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the ranks leave this generation, or None; for waits of the caller's own."""
+        return self._membership.watch.failure()
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def attempts(self, *, until: int) -> Iterator[Attempt]:
+        """Attempts at all steps up to `until`, each to be entered by `with`. Collective.
+
+        After a failure the next attempt is at the same step, unless that was applied.
+
+        Args:
+            until: Number of steps after which there are none; the same on all ranks.
+        """
+        while self.step < until and not self._recovery.stops:
+            self._check_open("Session.attempts")
+            if (reason := self._membership.watch.failure()) is not None:
+                self._recovery.move(reason)
+            elif self.is_idle:
+                with Attempt(self):
+                    self._agree(None)
+            else:
+                attempt = Attempt(self)
+                yield attempt
+                if not attempt.was_entered:
+                    raise ConfigError(
+                        "Session.attempts",
+                        found="an attempt that was not entered",
+                        why="The with block takes the errors of ranks that die.",
+                        fix="Write `with attempt as step:` around each step.",
+                    )
+
+    def set_speed(self, rank: int, speed: float) -> None:
+        """Give a rank units in proportion to a relative speed, from the next step on. Local.
+
+        Any rank may call it, also for another one. The change takes place at the end of this
+        rank's next step, when all ranks begin another generation.
+
+        Args:
+            rank: Global rank.
+            speed: Speed relative to the fastest ranks; 1 for a rank that is not slow.
+
+        Raises:
+            ConfigError: A speed that is not above 0.
+        """
+        if not 0 < speed <= 1:
+            raise ConfigError(
+                f"Session.set_speed: rank {rank}, speed {speed}",
+                found="a speed that is not above 0 and at most 1",
+                why="Units are dealt out in proportion to speeds, relative to the fastest rank.",
+                fix="Give the time of the fastest rank over that of this one.",
+            )
+        self._membership.records.set_speed(rank, speed)
+        self._asks_move = True
+
+    def request_stop(self) -> None:
+        """Have all ranks end after the next step, such as before a time limit. Local."""
+        self._membership.records.ask_to_stop()
+        self._asks_move = True
+
+    def check_fence(self) -> None:
+        """Raise `FencedError` if the others went on without this rank. Local.
+
+        To be called before anything is written that outlives the process, such as a checkpoint.
+        """
+        with store_errors.told():
+            self._membership.check_fence()
+
+    # -- its end -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait until all ranks have come here, and end. Collective; again does nothing.
+
+        A rank that waits here still helps the others when one dies.
+        """
+        if self._is_closed:
+            return
+        try:
+            with store_errors.told():
+                while not self._membership.is_over and not self._membership.finish():
+                    self._recovery.move(self._membership.watch.failure() or "")
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self._end()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._leave(error)
+
+    # -- how it is done ----------------------------------------------------------------------
+
+    def _commit(self, max_norm: float | None) -> Tensor:
+        self.sync.finish()
+        norm = self.sync.grad_norm() if max_norm is None else self.sync.clip_grad_norm_(max_norm)
+        self._agree(self.sync)
+        return norm
+
+    def _agree(self, sync: GradSync | None) -> None:
+        """Agree that all ranks are ready, and apply the step."""
+        with store_errors.told():
+            own = Requests(self._asks_move or self._membership.wants_in())
+        self._recovery.is_ready = True
+        over = self._opened().every[EVERYONE].collectives
+        self._told = commit(own, over, torch.device(self._job.device))
+        self._recovery.apply()
+        if sync is not None:
+            sync.zero_grad()
+
+    def _end_attempt(self, number: int, error: BaseException | None) -> bool:
+        if error is None and self.step == number:
+            raise ConfigError(
+                f"Session: the attempt at step {number}",
+                found="an end of the with block without commit()",
+                why="A step that is not committed is not applied, and would come for ever.",
+                fix="Call step.commit() at the end of the block.",
+            )
+        told, self._told = self._told, Requests()
+        if error is None:
+            if not told.moves:
+                return False
+            reason = "a process joins, or a rank asks for a change"
+        elif is_setback(error):
+            self._membership.check_store()
+            reason = str(error).splitlines()[0]
+        else:
+            return False
+        self._asks_move = False
+        self._recovery.move(reason)
+        return True
+
+    def _leave(self, error: BaseException) -> None:
+        """End this rank alone, and tell the others unless they know."""
+        if self._is_closed:
+            return
+        if not isinstance(error, FencedError | store_errors.StoreLostError):
+            try:
+                reason = (
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                )
+                self._membership.leave(reason)
+            except dist.DistError as lost:
+                error.add_note(f"the store was not told: {lost}")
+        self._end()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._recovery.abandon()
+        self._membership.close()
+
+    def _check_open(self, asked: str) -> None:
+        if self._is_closed:
+            raise ClosedError(
+                asked,
+                found="a session that was closed",
+                why="Its groups are gone.",
+                fix="Make another session.",
+            )
+
+    def _held(self) -> Held:
+        if self._recovery.held is None:
+            raise _without("state")
+        return self._recovery.held
+
+    def _built(self) -> Built:
+        built = self._held().built
+        if built is None:
+            raise _without("model")
+        return built
+
+    def _opened(self) -> Opened:
+        if self._recovery.opened is None:
+            raise _without("groups")
+        return self._recovery.opened
+
+
+def _given(rank: int | None) -> int:
+    if rank is None:
+        raise ConfigError(
+            "Session: rank",
+            found="a function that connects to the store, and no rank",
+            why="The function does not tell which rank this process is.",
+            fix="Give rank=, or a RankPlace.",
+        )
+    return rank
+
+
+def _without(name: str) -> ClosedError:
+    return ClosedError(
+        f"Session: {name}",
+        found=f"no {name}",
+        why="A rank without units has no model, and a session that ended has no groups.",
+        fix="Ask within an attempt; `is_idle` tells whether the rank has units.",
+    )

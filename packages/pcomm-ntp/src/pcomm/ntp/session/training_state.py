@@ -1,0 +1,118 @@
+"""What moves between generations: parameters, optimizer state of their shape, and scalars.
+
+Tensors that have the shape of a parameter are cut like it, and move. Everything else of an
+optimizer, such as its count of steps, learning rate and betas, is the same on all ranks and travels
+as text through the store.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pcomm.core.errors import ConfigError, UnsupportedError
+
+__all__ = ["Built", "scalars_of", "set_scalars"]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Built:
+    """What `build` returns for a generation.
+
+    Args:
+        model: This rank's shard of the model, built for the plan and the groups.
+        optimizer: Optimizer of its parameters; it may be fresh, since its state arrives.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def scalars_of(built: Built) -> str:
+    """Text of all that `set_scalars` needs; the same on ranks with equal state."""
+    names = {parameter: name for name, parameter in built.model.named_parameters()}
+    groups = []
+    for group in built.optimizer.param_groups:
+        told = {k: _told(v) for k, v in group.items() if k != "params" and _is_plain(v)}
+        groups.append(told)
+    state: dict[str, dict[str, Any]] = {}
+    for parameter, own in built.optimizer.state.items():
+        if parameter not in names:
+            raise ConfigError(
+                "Session: the optimizer",
+                found="state of a parameter that is not one of the model's",
+                why="State moves with the parameters of the model, by their names.",
+                fix="Give the optimizer parameters of the model alone.",
+            )
+        state[names[parameter]] = {
+            key: _told_state(names[parameter], key, value, parameter) for key, value in own.items()
+        }
+    return json.dumps({"groups": groups, "state": state})
+
+
+def set_scalars(built: Built, text: str) -> None:
+    """Give a fresh optimizer the scalars of another, and room for state of parameters' shape."""
+    found = json.loads(text)
+    parameters = dict(built.model.named_parameters())
+    for group, told in zip(built.optimizer.param_groups, found["groups"], strict=True):
+        for key, value in told.items():
+            group[key] = _as_told(value, group.get(key))
+    for name, own in found["state"].items():
+        if name not in parameters:
+            continue
+        state = built.optimizer.state[parameters[name]]
+        for key, value in own.items():
+            if isinstance(value, Mapping) and "shaped" in value:
+                dtype = getattr(torch, value["shaped"])
+                state[key] = torch.zeros_like(parameters[name], dtype=dtype).detach()
+            else:
+                state[key] = _as_told(value, state.get(key))
+
+
+def _is_shaped(key: str, value: object, parameter: Tensor) -> bool:
+    # A parameter of one number has the shape of a count.
+    return isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
+
+
+def _told_state(name: str, key: str, value: object, parameter: Tensor) -> Any:
+    if isinstance(value, Tensor) and _is_shaped(key, value, parameter):
+        return {"shaped": str(value.dtype).removeprefix("torch.")}
+    if _is_plain(value):
+        return _told(value)
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    raise UnsupportedError(
+        f"Session: optimizer state {key!r} of parameter {name!r}",
+        found=f"a {type(value).__name__}{shape}, for a parameter of shape {tuple(parameter.shape)}",
+        why="State is cut like its parameter, or is one number that all ranks share.",
+        fix="Use an optimizer with such state, such as SGD, Adam or AdamW.",
+    )
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if isinstance(value, tuple | list):
+        return all(isinstance(one, _PLAIN) for one in value)
+    return isinstance(value, _PLAIN)
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": value.item(), "dtype": dtype, "shape": list(value.shape)}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _as_told(value: Any, now: Any) -> Any:
+    if isinstance(value, Mapping):
+        device = now.device if isinstance(now, Tensor) else None
+        dtype = getattr(torch, value["dtype"])
+        return torch.full(value["shape"], value["tensor"], dtype=dtype, device=device)
+    return tuple(value) if isinstance(value, list) and isinstance(now, tuple) else value

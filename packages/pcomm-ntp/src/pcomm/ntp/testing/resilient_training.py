@@ -1,0 +1,294 @@
+"""Training in a session, with faults at named points; what each rank saw, for comparisons.
+
+A fault is what a test asks for: a signal that a rank sends to itself at one point of one step. No
+fault depends on time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pcomm.core import Groups, Topology
+from pcomm.core.collectives import IdentityCollectives
+from pcomm.core.layout import Layout
+from pcomm.core.process import RankPlace
+from pcomm.core.tensor_parallel import ParamLayout
+from pcomm.ntp.planning.plan import Plan
+from pcomm.ntp.session import Built, Patience, Session
+from pcomm.ntp.testing import small_training
+from pcomm.ntp.testing.small_training import SmallModel, training_units
+
+__all__ = [
+    "Fault",
+    "Seen",
+    "SeenStep",
+    "check_seen",
+    "dense_run",
+    "hold_for_joins",
+    "train_in_session",
+]
+
+POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint", "build")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal that a rank sends to itself.
+
+    Args:
+        rank: Global rank.
+        point: One of `POINTS`: `reduction` is while sums are in flight, `ready` between the
+            agreement and the optimizer, `optimizer` when one parameter is updated, `checkpoint`
+            after a step is applied, `build` while a generation begins.
+        step: Number of the step; for `build` that of the generation.
+        number: Signal.
+        incarnation: Number of processes that had the rank before.
+    """
+
+    rank: int
+    point: str
+    step: int
+    number: int = signal.SIGKILL
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """What a rank saw of one committed step.
+
+    Args:
+        step: Number of the step.
+        replica: Coordinate of the rank on `dp`.
+        first: First token of the replica.
+        count: Number of tokens of the replica.
+        loss: Mean nats of these tokens.
+        norm: Norm of all gradients.
+    """
+
+    step: int
+    replica: int
+    first: int
+    count: int
+    loss: float
+    norm: float
+
+
+@dataclass
+class Seen:
+    """What a rank saw of a whole run.
+
+    Args:
+        steps: The steps that it committed, in order.
+        states: For each number of applied steps: the plan, as JSON, and by name the parameter and
+            its moments.
+        generations: For each generation that it was in: its ranks, and why it began.
+    """
+
+    steps: list[SeenStep] = field(default_factory=list)
+    states: dict[int, tuple[str, dict[str, tuple[Tensor, ...]]]] = field(default_factory=dict)
+    generations: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+
+
+def train_in_session(
+    place: RankPlace,
+    topology: Topology,
+    until: int,
+    faults: Sequence[Fault] = (),
+    options: dict[str, Any] | None = None,
+    each_step: Callable[[Session, RankPlace], None] | None = None,
+) -> Seen:
+    """Train the small model to step `until`; a task of `ResilientRanks`.
+
+    Args:
+        place: Place of this rank.
+        topology: Axes and sizes of the job.
+        until: Number of steps.
+        faults: Signals that ranks send to themselves.
+        options: Further arguments of `Session`.
+        each_step: Function called at the beginning of each attempt.
+    """
+    seen = Seen()
+    current: list[int] = [0, 0]
+
+    def strike(point: str, step: int) -> None:
+        for fault in faults:
+            if fault == Fault(place.rank, point, step, fault.number, place.incarnation):
+                os.kill(os.getpid(), fault.number)
+
+    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+        current[1] += 1
+        strike("build", current[1] - 1)
+        own = plan.place(rank)
+
+        def layout(name: str) -> Layout:
+            found = plan.units_of(name)
+            assert found is not None
+            return plan.layout(found[0], own.replica)
+
+        model = SmallModel(layout, groups["tp"].collectives)
+        # In the middle of forward and of backward: between collectives of the layers.
+        model.norm.register_forward_hook(lambda *_: strike("forward", current[0]))
+        model.norm.weight.register_hook(lambda _: strike("backward", current[0]))
+        return Built(model, _Optimizer(model, lambda point: strike(point, current[0])))
+
+    patience = Patience(heartbeat_s=0.05, dead_after_s=1.0)
+    chosen: dict[str, Any] = {"patience": patience, **(options or {})}
+    with Session(place, topology, training_units(), build, **chosen) as session:
+        for attempt in session.attempts(until=until):
+            current[0] = session.step
+            _note(seen, session)
+            if each_step is not None:
+                each_step(session, place)
+            with attempt as step:
+                seen_step = _one_step(session, step, strike)
+                seen.steps.append(seen_step)
+                strike("checkpoint", step.number)
+        _note(seen, session)
+        seen.generations = [(move.ranks, move.reason) for move in session.transitions]
+    return seen
+
+
+def hold_for_joins(session: Session, place: RankPlace, *, step: int, count: int) -> None:
+    """Wait at the beginning of a step until so many processes have asked to join."""
+    if session.step == step:
+        store = place.store()
+        while store.add("pcomm/session/joins", 0) < count and session.failure is None:
+            time.sleep(0.005)
+
+
+class _Optimizer(torch.optim.AdamW):
+    """AdamW with points before a step and within it."""
+
+    def __init__(self, model: nn.Module, strike: Callable[[str], None]) -> None:
+        super().__init__(model.parameters(), lr=0.05, weight_decay=0.1)
+        self._strike = strike
+
+    def step(self, closure: Any = None) -> Any:
+        """Apply a step, in two halves where a fault may strike between them."""
+        self._strike("ready")
+        whole = self.param_groups[0]["params"]
+        self.param_groups[0]["params"] = whole[:2]
+        super().step(closure)
+        self._strike("optimizer")
+        self.param_groups[0]["params"] = whole[2:]
+        result = super().step(closure)
+        self.param_groups[0]["params"] = whole
+        return result
+
+
+def _one_step(session: Session, step: Any, strike: Callable[[str, int], None]) -> SeenStep:
+    place = session.plan.place(session.rank)
+    tokens = small_training._TOKENS
+    shares = session.plan.token_shares(tokens)
+    first, count = sum(shares[: place.replica]), shares[place.replica]
+    ids_T, targets_T = (x[first : first + count] for x in small_training._batch(step.number))
+    losses = []
+    for turn, part in enumerate((slice(0, 2), slice(2, None))):
+        loss = session.model(ids_T[part], targets_T[part])
+        weight = len(ids_T[part]) / tokens
+        step.backward(loss, weight=weight, is_last=turn == 1)
+        losses.append(loss.item() * len(ids_T[part]))
+    strike("reduction", step.number)
+    norm = step.commit(max_norm=small_training._MAX_NORM)
+    return SeenStep(step.number, place.replica, first, count, sum(losses) / count, norm.item())
+
+
+def _note(seen: Seen, session: Session) -> None:
+    if session.is_idle:
+        return
+    kept = _state(session.model, session.optimizer)
+    seen.states[session.step] = session.plan.to_json(), kept
+
+
+def check_seen(seen: dict[int, Seen], until: int, *, atol: float = 1e-12) -> None:
+    """Compare what surviving ranks saw with the training of the whole model by one process.
+
+    Losses, norms, parameters and moments of each step; and no token is lost or repeated.
+
+    Args:
+        seen: What each rank that is left saw, by rank.
+        until: Number of steps.
+        atol: Largest difference.
+    """
+    dense, losses, norms = dense_run(until)
+    for rank, own in seen.items():
+        assert [one.step for one in own.steps] == sorted({one.step for one in own.steps}), rank
+        assert until in own.states, f"rank {rank} ended at {max(own.states)}"
+        for applied, (text, tensors) in own.states.items():
+            _check_state(Plan.from_json(text), rank, tensors, dense[applied], atol)
+    for number in range(until):
+        saw = [one for own in seen.values() for one in own.steps if one.step == number]
+        by_replica = {one.replica: one for one in saw}
+        for one in saw:
+            assert abs(one.norm - norms[number]) <= atol
+            # All ranks of a replica, and of all generations, had the same tokens.
+            assert (one.first, one.count, one.loss) == (
+                by_replica[one.replica].first,
+                by_replica[one.replica].count,
+                by_replica[one.replica].loss,
+            )
+        parts = sorted((one.first, one.count) for one in by_replica.values())
+        if parts and sum(count for _, count in parts) == small_training._TOKENS:
+            total = sum(one.loss * one.count for one in by_replica.values())
+            assert abs(total / small_training._TOKENS - losses[number]) <= atol
+        ends = [0, *(first + count for first, count in parts)]
+        assert all(first >= end for (first, _), end in zip(parts, ends, strict=False))
+
+
+def dense_run(until: int) -> tuple[list[dict[str, tuple[Tensor, ...]]], list[float], list[float]]:
+    """Parameters and moments after 0 to `until` steps of one process; losses and norms of steps."""
+    units = training_units()
+
+    def layout(name: str) -> Layout:
+        return units["fc1.*" if name.startswith("fc1") else name].layout(1)
+
+    model = SmallModel(layout, IdentityCollectives())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    states, losses, norms = [_state(model, optimizer)], [], []
+    for step in range(until):
+        loss = model(*small_training._batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), small_training._MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(_state(model, optimizer))
+    return states, losses, norms
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Tensor, ...]]:
+    """Each parameter and, where there are any, its moments; copies."""
+    kept: dict[str, tuple[Tensor, ...]] = {}
+    for name, parameter in model.named_parameters():
+        own = optimizer.state.get(parameter, {})
+        moments = [own[key] for key in ("exp_avg", "exp_avg_sq") if key in own]
+        kept[name] = tuple(one.detach().clone() for one in (parameter, *moments))
+    return kept
+
+
+def _check_state(
+    plan: Plan,
+    rank: int,
+    tensors: dict[str, tuple[Tensor, ...]],
+    dense: dict[str, tuple[Tensor, ...]],
+    atol: float,
+) -> None:
+    place = plan.place(rank)
+    assert tensors.keys() == dense.keys()
+    for name, own in tensors.items():
+        units = plan.units_of(name)
+        param_layout = ParamLayout()
+        if units is not None:
+            layout = plan.layout(units[0], place.replica)
+            param_layout = ParamLayout(layout, 1 if name == "fc2.weight" else 0)
+        for one, whole in zip(own, dense[name], strict=True):
+            expected = small_training._own(whole, param_layout, place.index)
+            torch.testing.assert_close(one, expected, rtol=0, atol=atol)
