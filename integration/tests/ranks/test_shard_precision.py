@@ -85,7 +85,7 @@ def trainer_of(
 def first_gradients(name: str, parallel: ParallelConfig, run_dir: Path) -> dict[str, Tensor]:
     """Whole gradients of the first step, and the nats of this rank's tokens."""
     with trainer_of(name, parallel, run_dir) as trainer:
-        nats, _ = trainer._accumulate(0)
+        nats, _ = trainer.accumulate(0)
         return {**trainer.replicas.sharded.full_gradients(), "nats": nats}
 
 
@@ -165,7 +165,7 @@ def sent_in_a_step(trainer: Trainer) -> dict[str, int]:
     for group in {id(g): g for plan in plans for g in (plan.gather, plan.reduce)}.values():
         spy = group.collectives = SpyCollectives(group.collectives)
         spies.append(spy)
-    trainer._accumulate(1)
+    trainer.accumulate(1)
     sums = Counter[str]()
     for call in (call for spy in spies for call in spy.calls):
         sums[call.operation] += call.input_bytes

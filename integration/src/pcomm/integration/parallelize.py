@@ -6,6 +6,7 @@ Where ranks are missing, a plan of pcomm-ntp says who holds what: see `planned_g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -29,7 +30,7 @@ from pcomm.integration.train.precision import precision_of, scope_in_fp32
 from pcomm.ntp import GradSync, grad_groups
 from pcomm.ntp import Plan as NtpPlan
 
-__all__ = ["ALL_RANKS", "SAME_ROWS", "build_model", "open_run_groups", "place_of"]
+__all__ = ["ALL_RANKS", "PLANNED_NAMES", "SAME_ROWS", "build_model", "open_run_groups", "place_of"]
 __all__ += ["plan_sequences", "shard_parameters", "share_gradients", "splitting_groups"]
 __all__ += ["topology_of"]
 
@@ -37,7 +38,8 @@ ALL_RANKS, SAME_ROWS = "dp_cp_tp", "cp_tp"
 """Keys of the group of all ranks, and of those that hold tokens of the same rows."""
 
 _ROLES = ("control", "checkpoint")
-_PLANNED_NAMES = {"tp": "tp", "cp": "cp", "rows": SAME_ROWS, "all": ALL_RANKS}
+PLANNED_NAMES = {"tp": "tp", "cp": "cp", "rows": SAME_ROWS, "all": ALL_RANKS}
+"""Keys of the groups of a planned run by their kinds in `planned_groups`."""
 
 
 def topology_of(parallel: ResolvedParallel) -> Topology:
@@ -68,7 +70,7 @@ def open_run_groups(config: Resolved, world: World) -> Groups:
         ranks = used_ranks(plan)
         specs = numbered((*group_specs(plan, _ROLES), *grad_groups(plan)), ranks)
         flat = open_groups(Topology({"process": world.size}), specs, backend=backend)
-        names = group_names(plan, ranks[world.rank], _PLANNED_NAMES)
+        names = group_names(plan, ranks[world.rank], PLANNED_NAMES)
         return flat.relabelled(names, dict(enumerate(ranks)))
     wanted: list[str | tuple[str, str] | GroupSpec] = ["tp", "cp", ALL_RANKS]
     wanted += _keys_of_roles("data")
@@ -103,12 +105,18 @@ def splitting_groups(groups: Groups) -> dict[str, Group]:
 
 
 def build_model(
-    config: Resolved, groups: Groups, device: torch.device, *, dtype: torch.dtype = torch.float32
+    config: Resolved,
+    groups: Groups,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    form: tuple[Fraction, ...] = (),
 ) -> LanguageModel:
     """Step 3: this rank's part of the model, with its first weights, on `device`. Local.
 
     Each layer is given its collectives. Parameters are of `dtype`; training keeps them in fp32. The
-    weights of `model.from` are read afterwards.
+    weights of `model.from` are read afterwards. With `form`, the speeds of the tensor-parallel
+    ranks, shares are proportional to these.
     """
     splitting = splitting_groups(groups)
     model = LanguageModel(
@@ -119,6 +127,7 @@ def build_model(
         device=device,
         dtype=dtype,
         experts=splitting["expert"].collectives if "expert" in splitting else None,
+        form=form,
     )
     if "expert" not in splitting:
         # Every rank has all experts, and the gradients of those tokens that it routes.
@@ -144,14 +153,14 @@ def share_gradients(
         groups: The groups of the run.
         plan: Plan of the ranks in use; None for that of the configuration, if it has one.
     """
-    layouts, plan = param_layouts_of(model), plan or plan_of(config)
+    plan = plan or plan_of(config)
     if plan is None:
+        layouts = param_layouts_of(model)
         ranks = {scope: group.rank for scope, group in splitting_groups(groups).items()}
         sharded = shard_parameters(model, config, groups)
         return ShardedReplicas(model, sharded, layouts, ranks, groups["tp"].collectives)
     rank = place_of(config, groups, plan).rank
-    sync = GradSync(plan, model, groups, rank=rank)
-    return PlannedReplicas(model, sync, plan, rank, layouts)
+    return PlannedReplicas(model, GradSync(plan, model, groups, rank=rank), plan, rank)
 
 
 def shard_parameters(model: LanguageModel, config: Resolved, groups: Groups) -> Sharded:

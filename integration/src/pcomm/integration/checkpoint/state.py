@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.optim import Optimizer
 
 from pcomm import fsdp
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.fsdp import Sharded
-from pcomm.ntp import Place, Plan
+from pcomm.ntp import Plan
+from pcomm.ntp.reshard import shard_views, state_tensors
 
 __all__ = [
     "model_shard_views",
@@ -67,46 +67,22 @@ def training_shard_views(
 
 
 def planned_shard_views(
-    model: nn.Module,
-    optimizer: Optimizer,
-    layouts: Mapping[str, ParamLayout],
-    place: Place,
-    plan: Plan,
+    model: nn.Module, optimizer: Optimizer, plan: Plan, rank: int
 ) -> dict[str, ShardView]:
     """The same of a replica whose degree is its own, under the same names. Local.
 
-    Replicas are cut at different places and hold the same numbers, so one of them is saved: the
-    canonical one of the plan. All of them read.
+    Replicas are cut at different places and hold the same numbers, so one of them is saved, and
+    all of them read.
 
     Args:
         model: The model.
         optimizer: AdamW of its parameters.
-        layouts: `ParamLayout` of each parameter, by name.
-        place: Place of this rank.
         plan: The plan of the job.
+        rank: Global rank of this process.
     """
     _make_moments(optimizer, model.parameters())
-    is_saved = place.replica == plan.canonical_replica(place.stage)
-    kind = ShardView if is_saved else _ReadView
-    views = {}
-    for name, parameter in model.named_parameters():
-        own, state = layouts[name], optimizer.state[parameter]
-        rank = place.index if own.is_split else 0
-        views[f"model.{name}"] = kind(parameter.detach(), own, rank)
-        for moment in _MOMENTS:
-            views[f"optimizer.{moment}.{name}"] = kind(state[moment], own, rank)
-    return views
-
-
-class _ReadView(ShardView):
-    """A view that is read and never saved, since another replica saves the same numbers."""
-
-    def write_items(self, name: str) -> list[WriteItem]:
-        return []
-
-    def clone(self) -> ShardView:
-        # Nothing is read from a copy.
-        return self
+    tensors = state_tensors(model, optimizer)
+    return shard_views(plan, rank, tensors, param_layouts_of(model))
 
 
 def _make_moments(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

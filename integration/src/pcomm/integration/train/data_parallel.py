@@ -103,19 +103,10 @@ class PlannedReplicas:
         sync: Sums of its gradients.
         plan: Plan of the job.
         rank: Global rank of this process.
-        layouts: `ParamLayout` of each parameter, by name, as `sync` knows them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sync: GradSync,
-        plan: Plan,
-        rank: int,
-        layouts: Mapping[str, ParamLayout],
-    ) -> None:
-        self.sync, self._model, self._layouts = sync, model, layouts
-        self._plan, self._rank = plan, rank
+    def __init__(self, model: nn.Module, sync: GradSync, plan: Plan, rank: int) -> None:
+        self.sync, self._model, self._plan, self._rank = sync, model, plan, rank
         self.named_parameters = model.named_parameters
         self.zero_grad = sync.zero_grad
 
@@ -138,9 +129,7 @@ class PlannedReplicas:
 
     def shard_views(self, optimizer: Optimizer) -> dict[str, ShardView]:
         """See `DataParallel`."""
-        return planned_shard_views(
-            self._model, optimizer, self._layouts, self._plan.place(self._rank), self._plan
-        )
+        return planned_shard_views(self._model, optimizer, self._plan, self._rank)
 
     def parameters_changed(self) -> None:
         """See `DataParallel`."""

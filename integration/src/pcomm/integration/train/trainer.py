@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from pcomm.core import Groups
 from pcomm.core.checkpoint import ShardView
@@ -38,7 +39,7 @@ from pcomm.integration.train.precision import autocast
 from pcomm.integration.train.schedule import Rewarm, learning_rate
 from pcomm.ntp import Plan as NtpPlan
 
-__all__ = ["StepResult", "Trainer", "names_that_decay"]
+__all__ = ["Agreed", "Found", "StepResult", "Trainer", "adamw", "names_that_decay"]
 
 _log = logging.getLogger("pcomm.train")
 
@@ -61,6 +62,32 @@ def names_that_decay(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() >= 2)
 
 
+class Found(NamedTuple):
+    """What a rank finds in its tokens of a step, in fp64."""
+
+    nats: torch.Tensor
+    """Nats of its targets."""
+
+    balance: torch.Tensor
+    """Its part of the balance losses."""
+
+
+class Agreed(NamedTuple):
+    """What all ranks found in a step; the same on all of them."""
+
+    nats: float
+    """Nats of all targets of the global batch."""
+
+    balance: float
+    """Balance losses of all layers."""
+
+    is_finite: bool
+    """Whether all numbers are."""
+
+    wants_to_stop: bool
+    """Whether any rank was asked to stop."""
+
+
 class Trainer:
     """A model, its optimizer and its batches; a step of it is one step of the whole job.
 
@@ -72,6 +99,9 @@ class Trainer:
         config: The validated configuration.
         batches: The batches of the train split.
         plan: Plan of the ranks in use, where it is not the one of the configuration.
+        replicas: Sums of gradients; None for those of `share_gradients`.
+        optimizer: Optimizer of the parameters of `replicas`; None for `adamw`.
+        compares: False if context-parallel ranks need not compare their first batch.
         recorder: Recorder of the spans of forward, backward and the optimizer; None for no record.
 
     Attributes:
@@ -87,18 +117,23 @@ class Trainer:
         batches: TrainBatches,
         *,
         plan: NtpPlan | None = None,
+        replicas: DataParallel | None = None,
+        optimizer: Optimizer | None = None,
+        compares: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
         self._recorder = recorder or Recorder(is_on=False)
         self.model, self.groups, self.config, self.batches = model, groups, config, batches
         # Asked before a shard that is cut inside rows has lost its dimensions.
         decaying = names_that_decay(model)
-        self.replicas = share_gradients(model, config, groups, plan)
-        self.optimizer = _adamw(self.replicas, decaying, config.train)
+        self.replicas = replicas or share_gradients(model, config, groups, plan)
+        self.optimizer = optimizer or adamw(
+            self.replicas.named_parameters(), decaying, config.train
+        )
         self.rewarm: Rewarm | None = None
         self._place = place_of(config, groups, plan)
         self._tp = groups["tp"].collectives
-        self._has_compared = groups["cp"].is_identity
+        self._has_compared = groups["cp"].is_identity or not compares
         layers = sum(expert_blocks(config.model))
         self._balanced_layers = layers if config.model.balance_loss else 0
 
@@ -111,29 +146,40 @@ class Trainer:
         finite number on any rank, no rank changes its parameters, and gradients stay as they are.
         """
         start = time.perf_counter()
-        nats, balance = self._accumulate(index)
+        found = self.accumulate(index)
         norm = self.replicas.finish()
         # Before the update, so that all ranks make it or none does.
-        loss, balance_loss, is_finite, wants_to_stop = self._agree(
-            nats, balance, norm, is_asked_to_stop
-        )
+        agreed = self.agree(found, norm, is_asked_to_stop=is_asked_to_stop)
+        rate = self.set_learning_rate(index)
+        if agreed.is_finite:
+            self._update(norm)
+        row = self.row(index, agreed, norm, rate, time.perf_counter() - start)
+        return StepResult(row, agreed.wants_to_stop, agreed.is_finite)
+
+    def set_learning_rate(self, index: int) -> float:
+        """Give the optimizer the learning rate of step `index`, and return it. Local."""
         rate = learning_rate(self.config.train, index, self.rewarm)
-        if is_finite:
-            self._update(norm, rate)
-        elapsed = time.perf_counter() - start
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def row(
+        self, index: int, agreed: Agreed, norm: torch.Tensor, rate: float, elapsed_s: float
+    ) -> dict[str, float]:
+        """What there is to tell of step `index`, from 0; the same on all ranks. Local."""
         row = {
             "step": index + 1,
-            "loss": loss / self.batches.num_targets(index),
-            "tokens_per_s": self.config.train.global_batch_tokens / elapsed,
-            "step_ms": elapsed * 1e3,
+            "loss": agreed.nats / self.batches.num_targets(index),
+            "tokens_per_s": self.config.train.global_batch_tokens / elapsed_s,
+            "step_ms": elapsed_s * 1e3,
             "lr": rate,
             "grad_norm": float(norm),
             "memory_mib": memory_mib(self.model.device),
         }
         if num_layers := self._balanced_layers:
             # 1 where the experts of a layer get as many tokens each, more where tokens crowd.
-            row["balance_loss"] = balance_loss / num_layers
-        return StepResult(row, wants_to_stop, is_finite)
+            row["balance_loss"] = agreed.balance / num_layers
+        return row
 
     def first_not_finite(self) -> str | None:
         """Which tensor is to blame after a step; see `not_finite.first_not_finite`. Collective."""
@@ -155,11 +201,10 @@ class Trainer:
         self.rewarm = rewarm
         self.replicas.parameters_changed()
 
-    def _accumulate(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of all micro-batches, summed over all ranks.
+    def accumulate(self, index: int) -> Found:
+        """Compute the gradients of a step, whose sums over replicas begin meanwhile. Collective.
 
-        Returns:
-            In fp64, the nats of this rank's tokens, and its part of the balance losses.
+        The loss of every token is divided by the targets of the *global* batch; see `step`.
         """
         num_targets = self.batches.num_targets(index)
         place = self._place
@@ -180,7 +225,7 @@ class Trainer:
                 with self._recorder.span("backward"):
                     (losses.sum() / num_targets).backward()
             nats += losses.detach().double().sum()
-        return nats, balance_loss
+        return Found(nats, balance_loss)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, Balance | None]:
         """Losses of this rank's tokens, and what their layers add to balance their experts."""
@@ -217,27 +262,25 @@ class Trainer:
             _log.info("%s", plan.describe())
         return plan
 
-    def _update(self, norm: torch.Tensor, rate: float) -> None:
-        """Clip the gradients and change the parameters."""
-        clip_norm = self.config.train.clip_norm
-        if clip_norm != "none":
-            self.replicas.clip(clip_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        with self._recorder.span("optimizer"):
-            self.optimizer.step()
-
-    def _agree(
-        self, nats: torch.Tensor, balance: torch.Tensor, norm: torch.Tensor, is_asked_to_stop: bool
-    ) -> tuple[float, float, bool, bool]:
-        """Losses of the global batch, whether all is finite, whether to stop: one small sum.
+    def agree(
+        self, found: Found, norm: torch.Tensor | None = None, *, is_asked_to_stop: bool = False
+    ) -> Agreed:
+        """What all ranks found together: one small sum. Collective.
 
         The norm is that of the whole model on every rank, but for a rank that computes wrongly;
         what each rank finds goes into the sum, so that all decide alike even then.
+
+        Args:
+            found: What `accumulate` returned.
+            norm: The norm of the gradient; None where it is not known yet.
+            is_asked_to_stop: True if this rank was asked to stop.
         """
+        nats, balance = found
         # Ranks of tp have the nats of the same tokens, but each routes tokens of its own.
         counts = self._tp.rank == 0
-        is_bad = ~(norm.isfinite() & nats.isfinite() & balance.isfinite())
+        is_bad = ~(nats.isfinite() & balance.isfinite())
+        if norm is not None:
+            is_bad = is_bad | ~norm.isfinite()
         nats = nats if counts else torch.zeros_like(nats)
         asked = nats.new_tensor(float(is_asked_to_stop))
         mine = torch.stack([nats, balance, is_bad.to(nats), asked])
@@ -245,11 +288,28 @@ class Trainer:
         total, balance_loss, num_bad, num_asked = everyone.all_reduce(mine, out=mine).tolist()
         # Finite terms may still have a sum that is not.
         is_finite = num_bad == 0 and math.isfinite(total) and math.isfinite(balance_loss)
-        return total, balance_loss, is_finite, num_asked > 0
+        return Agreed(total, balance_loss, is_finite, num_asked > 0)
+
+    def _update(self, norm: torch.Tensor) -> None:
+        """Clip the gradients and change the parameters."""
+        clip_norm = self.config.train.clip_norm
+        if clip_norm != "none":
+            self.replicas.clip(clip_norm, norm)
+        with self._recorder.span("optimizer"):
+            self.optimizer.step()
 
 
-def _adamw(replicas: DataParallel, decaying: frozenset[str], train: TrainConfig) -> AdamW:
-    parameters = dict(replicas.named_parameters())
+def adamw(
+    named: Iterable[tuple[str, nn.Parameter]], decaying: frozenset[str], train: TrainConfig
+) -> AdamW:
+    """The optimizer of a run. Local.
+
+    Args:
+        named: Parameters, or shards of them, by name.
+        decaying: Names of those that decay; see `names_that_decay`.
+        train: Learning rate, decay and decay rates of the averages.
+    """
+    parameters = dict(named)
     matrices = [parameter for name, parameter in parameters.items() if name in decaying]
     others = [parameter for name, parameter in parameters.items() if name not in decaying]
     return AdamW(
