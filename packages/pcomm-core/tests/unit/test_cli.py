@@ -233,9 +233,18 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("name", ["chat", "convert", "generate", "serve", "train"])
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        *(
+            (name, "pcomm-integration")
+            for name in ("chat", "convert", "generate", "serve", "train")
+        ),
+        ("plan", "pcomm-ntp"),
+    ],
+)
 def test_a_command_of_a_package_that_is_absent_names_the_package(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, home: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([name]) == 2
-    assert f"pcomm {name}: pcomm-integration is not installed" in capsys.readouterr().err
+    assert f"pcomm {name}: {home} is not installed" in capsys.readouterr().err

@@ -134,6 +134,7 @@ def test_shards_above_every_threshold(rank: int, strategy: Strategy) -> None:
             started = sum(len(spy.calls) for spy in spies.values())
         assert started
         sync.finish()
+        squares = 0.0
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             # Exact in fp32, and rounded once.
@@ -141,10 +142,14 @@ def test_shards_above_every_threshold(rank: int, strategy: Strategy) -> None:
             assert isinstance(total, Tensor)
             expected = model.own(name, total.bfloat16(), place.index)
             assert torch.equal(parameter.grad, expected), name
+            squares += float(total.bfloat16().double().square().sum())
+        sent = {name: spy.sent_bytes for name, spy in spies.items()}
+        # A norm of 16 bits would be off by 1e-3.
+        assert float(sync.grad_norm()) == pytest.approx(squares**0.5, rel=1e-5)
         shard_bytes = 4 * sum(one.numel() for one in model.parameters())
         if strategy == "interval":
             assert {op for spy in spies.values() for op in spy.counts} == {"all_reduce"}
-            assert sum(spy.sent_bytes for spy in spies.values()) == shard_bytes
+            assert sum(sent.values()) == shard_bytes
         elif place.replica == 0:
             assert any("all_to_all" in spy.counts for spy in spies.values())
 

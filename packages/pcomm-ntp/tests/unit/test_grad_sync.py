@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.collectives.spy import CallRecord, SpyCollectives
 from pcomm.core.groups.groups import Groups
 from pcomm.core.testing.poison import poisoned_memory
 from pcomm.core.topology import Topology
 from pcomm.ntp import Coord, Failures, GradSync, Plan, Units, grad_groups, plan
+from pcomm.ntp.sync.buckets import deal_out
 from pcomm.ntp.sync.grad_groups import Strategy
+from pcomm.ntp.sync.synced_params import SyncedParam
 from pcomm.ntp.testing.tagged_model import (
     TaggedModel,
     summed_gradients,
@@ -162,12 +164,13 @@ def test_context_parallel_ranks_are_replicas_too() -> None:
         assert None not in on_all(made, task, strategy).values() or made.idle_ranks
 
 
+@pytest.mark.parametrize("gone", [[], [7]], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_groups_of_one_degree_and_different_forms(strategy: Strategy) -> None:
+def test_groups_of_one_degree_and_different_forms(strategy: Strategy, gone: list[int]) -> None:
     """A slow rank has fewer units, so ranks at one index do not hold the same ones."""
     topology = Topology({"dp": 3, "tp": 3})
-    gone = Failures.at(Coord(dp=2, tp=1))
-    made = plan(topology, gone, tagged_units(), speeds={0: 0.5, 8: 0.5})
+    failures = Failures.from_global_ranks(gone)
+    made = plan(topology, failures, tagged_units(), speeds={0: 0.5, 8: 0.5})
     assert len({made.form(replica) for replica in range(3)}) == 3
     expected = summed_gradients({0: 1.0, 1: 0.5, 2: 0.25})
 
@@ -248,27 +251,44 @@ def test_micro_batches_with_weights_of_their_own() -> None:
 
 
 def sent_by(groups: Groups) -> int:
+    return len(calls(groups))
+
+
+def calls(groups: Groups) -> list[CallRecord]:
+    """All calls of this rank; each group is there under two keys."""
     spies = {id(group): group.collectives for group in groups.values()}
-    return sum(len(spy.calls) for spy in spies.values() if isinstance(spy, SpyCollectives))
+    return [c for spy in spies.values() if isinstance(spy, SpyCollectives) for c in spy.calls]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_of_16_bits_are_summed_in_fp32(strategy: Strategy) -> None:
-    """256 + 1 is not a bf16; the sum of 256, 1 and 1 is, if no sum on the way is rounded."""
-    made = plan_of((2, 3, 1))
-    value = {0: 256.0, 1: 1.0, 2: 1.0}
+def test_gradients_of_16_bits_are_weighted_and_summed_in_fp32(strategy: Strategy) -> None:
+    """What is sent has four bytes an element, and is rounded once, after the sum."""
+    made, weights = plan_of((4, 3)), {0: 0.7, 1: 0.3}
+    upstream = {
+        replica: {name: one.bfloat16() for name, one in tags(replica, seed=5).items()}
+        for replica in weights
+    }
+    # Its two halves would be rounded by autograd.
+    for own_tags in upstream.values():
+        own_tags["embedding.weight"].round_()
+    expected = {
+        name: sum((upstream[r][name].float() * w for r, w in weights.items()), torch.zeros(()))
+        for name in whole_shapes()
+    }
 
     def task(sync: GradSync, model: TaggedModel, groups: Groups) -> None:
-        upstream = {
-            name: torch.full(shape, value[model.place.replica], dtype=torch.bfloat16)
-            for name, shape in whole_shapes().items()
-        }
-        with sync.accumulate():
-            model.loss(upstream).backward()
+        replica = model.place.replica
+        with sync.accumulate(weight=weights[replica]):
+            model.loss(upstream[replica]).backward()
         sync.finish()
-        for name, gradient in gradients(model).items():
-            assert gradient.dtype == torch.bfloat16
-            assert (gradient == 258).all(), name
+        found = gradients(model)
+        check_equal(found, {n: one.bfloat16() for n, one in own(model, expected).items()})
+        if strategy == "interval":
+            spies = {id(one): one.collectives for one in groups.values()}.values()
+            sent = sum(
+                c.input_bytes for s in spies if isinstance(s, SpyCollectives) for c in s.calls
+            )
+            assert sent == 4 * sum(one.numel() for one in found.values())
 
     on_all(made, task, strategy, dtype=torch.bfloat16)
 
@@ -292,6 +312,24 @@ def test_parameters_that_one_replica_does_not_use(strategy: Strategy) -> None:
         check_equal(found, wanted)
 
     on_all(plan_of((4, 3)), task, strategy, bucket_bytes=500)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_may_arrive_in_another_order_in_each_replica(strategy: Strategy) -> None:
+    """Sums start in one order all the same: here an operation ends when all have called it."""
+    made, expected = plan_of((3, 2)), summed_gradients({0: 1.0, 1: 1.0})
+
+    def task(sync: GradSync, model: TaggedModel, _: Groups) -> None:
+        replica = model.place.replica
+        upstream = tags(replica)
+        if replica == 1:
+            upstream = dict(reversed(upstream.items()))
+        with sync.accumulate():
+            model.loss(upstream).backward()
+        sync.finish()
+        check_equal(gradients(model), own(model, expected))
+
+    on_all(made, task, strategy, bucket_bytes=1)
 
 
 # -- what is sent ----------------------------------------------------------------------------------
@@ -340,6 +378,24 @@ def test_sums_start_during_backward_in_one_order() -> None:
 
     for before_end, before_last in on_all(made, task, bucket_bytes=200).values():  # type: ignore[misc, attr-defined]
         assert 0 < before_last <= before_end
+
+
+def test_buckets_start_in_the_order_in_which_they_are_complete() -> None:
+    """Parameters of 16 bits between others: a bucket has one type, and is closed when full."""
+
+    def param(name: str, dtype: torch.dtype, length: int) -> SyncedParam:
+        parameter = nn.Parameter(torch.zeros(length, dtype=dtype))
+        return SyncedParam(name, parameter, "", None, None, 0, True, torch.float32)
+
+    wide, narrow = torch.float32, torch.bfloat16
+    params = [
+        *(param("a", wide, 4), param("b", narrow, 1), param("c", wide, 2)),
+        *(param("d", wide, 2), param("e", narrow, 1), param("f", wide, 1)),
+    ]
+    dealt = [[one.name for one in own] for own in deal_out(params, 16, 1)]
+    # 16 bytes are four elements of the sum; the others end with the first parameters.
+    assert dealt == [["f", "d", "c"], ["e", "b"], ["a"]]
+    assert [len(own) for own in deal_out(params, 1, 1)] == [1] * 6
 
 
 def test_groups_are_one_for_each_set_of_ranks() -> None:

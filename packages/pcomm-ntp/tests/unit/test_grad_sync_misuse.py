@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import weakref
 from collections.abc import Callable
@@ -11,8 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from pcomm.core.collectives import Call, InstrumentedCollectives, Pending
 from pcomm.core.control.control import Control
 from pcomm.core.errors import (
     ClosedError,
@@ -253,6 +253,37 @@ def test_an_error_before_anything_was_sent_ends_the_step_alone() -> None:
     assert torch.equal(model.weight.grad, torch.ones(1, 2))
 
 
+def test_a_peer_that_fails_while_sums_are_in_flight_ends_the_object() -> None:
+    """Waits go through the groups' collectives, which may be left when a rank fails."""
+    topology = Topology({"dp": 2, "tp": 1})
+    made = plan(topology, Failures.at(), {"w": Units.columns(2)})
+
+    class Failing(InstrumentedCollectives):
+        def start(self, call: Call) -> Pending:
+            result = self.inner.run(call)
+
+            def leave() -> Tensor:
+                raise PeerError("wait", found="rank 1", why="gone", fix="again")
+
+            return Pending(leave) if call.x.numel() > 2 else Pending.ready(result)
+
+    def task(rank: int, groups: Groups) -> None:
+        model = nn.Linear(2, 1)
+        failing = groups.with_collectives(lambda group: Failing(group.collectives))
+        sync = GradSync(made, model, failing, rank=rank)
+        with sync.accumulate():
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(PeerError, match="rank 1"):
+            sync.finish()
+        with pytest.raises(ClosedError, match="in flight"), sync.accumulate():
+            pass
+        groups.abandon()
+        with pytest.raises(ClosedError, match="was closed"):
+            sync.zero_grad()
+
+    run_on_virtual_groups(made.topology, grad_groups(made), task)
+
+
 def test_sparse_gradients_become_dense() -> None:
     model = nn.Embedding(4, 2, sparse=True)
     sync = sync_alone(model)
@@ -302,6 +333,7 @@ def test_hooks_end_with_it_with_its_groups_and_with_the_last_reference() -> None
             case "close":
                 sync.close()
                 sync.close()
+                assert groups._closing.take_all() == []
             case "groups":
                 groups.close()
             case "abandon":
@@ -312,7 +344,6 @@ def test_hooks_end_with_it_with_its_groups_and_with_the_last_reference() -> None
                     call()
             del call
         del sync
-        gc.collect()
         assert alive() is None, end
         model(torch.ones(1, 2)).sum().backward()
         assert not (end != "drop" and model.weight._post_accumulate_grad_hooks)

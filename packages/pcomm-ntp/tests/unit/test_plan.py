@@ -235,6 +235,8 @@ def test_slow_ranks_are_the_first_that_are_left_out() -> None:
     nice = plan(eight, Failures(), units, Policy("nice"), speeds={2: 0.1})
     assert nice.idle_ranks == (2,)
     assert nice.speeds[0] == Fraction(7, 8)
+    both = plan(eight, Failures(), units, Policy("nice"), speeds={2: 0.1, 5: 0.9})
+    assert both.idle_ranks == (2,)
     most = plan(eight, Failures(), units, speeds={2: 0.1})
     assert most.layout("heads", 0).sizes == (7, 8, 1, 8, 8, 8, 8, 8)
     assert most.speeds[0] == Fraction(7, 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pcomm.ntp.planning.units import Units
 
 __all__ = ["add_units_options", "units_from_json", "units_of_options"]
 
-_KINDS = {
+_KINDS: Mapping[str, Callable[..., Units]] = {
     "gqa": Units.gqa,
     "gated": Units.gated,
     "columns": Units.columns,

@@ -23,7 +23,7 @@ def plain(degree: int) -> Form:
 
 def is_plain(rates: Sequence[Fraction]) -> bool:
     """Whether all ranks are equally fast."""
-    return all(rate is rates[0] or rate == rates[0] for rate in rates)
+    return list(rates).count(rates[0]) == len(rates)
 
 
 def relative(rates: Sequence[Fraction]) -> Form:

@@ -359,7 +359,9 @@ def plan(
             A pattern that matches nothing does no harm.
         policy: Rounding of degrees, and the limit on memory.
         speeds: Speed of each slow rank by global rank, relative to a healthy one: above 0 and at
-            most 1. It gets fewer units in proportion. Those of failed ranks are left out.
+            most 1. It gets fewer units in proportion. Those of failed ranks are left out. Round
+            measured speeds, such as to tenths: ranks of equal speeds at equal places share cuts,
+            and each further form of a group adds segments.
 
     Raises:
         ConfigError: A speed out of range.

@@ -19,7 +19,8 @@ class Policy:
     Args:
         rounding: `"max"` uses every surviving rank. `"nice"` uses the fewest ranks that are as
             fast: 30 survivors with 128 heads become 26, since both have 5 heads on the busiest
-            rank. The others are idle.
+            rank. The others are idle, the slowest first, and so is a rank that is so slow that
+            it would hold the others up.
         rank_bytes: Bytes of split parameters, gradients and optimizer state on a rank at the full
             degree; 0 if `memory_limit` is 0.
         memory_limit: Bytes that these may take on any rank; 0 for no limit.

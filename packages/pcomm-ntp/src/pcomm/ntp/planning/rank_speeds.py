@@ -33,7 +33,8 @@ def rank_speeds(topology: Topology, speeds: Mapping[int, float | Fraction]) -> R
                 why="A speed is relative to that of a healthy rank, and a rank of speed 0 is gone.",
                 fix="Give a number above 0 and at most 1, or name the rank among the failures.",
             )
-        exact = Fraction(str(speed)) if isinstance(speed, float) else Fraction(speed)
+        is_exact = isinstance(speed, int | Fraction)
+        exact = Fraction(speed) if is_exact else Fraction(str(float(speed)))
         if exact < 1 and rank not in topology.failed:
             found.append((rank, exact))
     return tuple(found)

@@ -26,7 +26,8 @@ def relative_speed(units: Sequence[Units], over: int | Sequence[Fraction], full:
     def time(ranks: int | Sequence[Fraction]) -> Fraction:
         split = [u for u in units if u.is_split and u.work]
         longest = sum((u.work * busiest(u.count, ranks) / u.count for u in split), Fraction(0))
-        return longest or 1 / (Fraction(ranks) if isinstance(ranks, int) else sum(ranks))
+        total = Fraction(ranks) if isinstance(ranks, int) else sum(ranks, Fraction(0))
+        return longest or 1 / total
 
     return time(full) / time(over)
 

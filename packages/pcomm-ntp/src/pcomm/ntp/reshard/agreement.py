@@ -47,10 +47,10 @@ def agree(
         device: Device of the tensors that are gathered.
 
     Raises:
-        Exception: This rank's own `error`.
-        StateLostError: That of any rank.
-        PeerError: Another rank has an error.
         DivergenceError: Lines of one subject differ; on every rank, naming the first difference.
+        StateLostError: That of any rank.
+        Exception: This rank's own `error`.
+        PeerError: Another rank has an error.
     """
     told = _told(error)
     digest = {subject: _digest(lines) for subject, lines in sorted(facts.items())}
@@ -63,9 +63,9 @@ def agree(
         return
     full = json.dumps([told, dict(facts)]).encode()
     texts = [json.loads(text) for text in _gathered(collectives, full, device)]
-    if failed:
-        _raise_first(error, ranks, [text[0] for text in texts])
+    # A difference may be the cause of an error, such as state that only one rank takes for lost.
     _raise_difference(ranks, [text[1] for text in texts])
+    _raise_first(error, ranks, [text[0] for text in texts])
 
 
 def most(collectives: Collectives, value: int, device: torch.device) -> int:

@@ -10,7 +10,7 @@ from pcomm.core.errors import ConfigError, PcommError
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.reshard.holdings import Interval, TensorGroup, held_by_group, tensor_groups
-from pcomm.ntp.reshard.senders import lacking, leveled, pieces
+from pcomm.ntp.reshard.senders import balanced, lacking, leveled, pieces
 
 __all__ = ["Move", "StateLostError", "check_same_job", "moves", "units_of"]
 
@@ -126,18 +126,24 @@ def _moves_of_stage(
         return
     everyone = {rank: own for ranks in has.values() for rank, own in ranks.items()}
     cut = [(target, *piece) for target, own in afar for piece in pieces(own, everyone)]
-    # Units with few holders first: the others can still make up for them.
-    for target, piece, ranks in sorted(cut, key=lambda one: (len(one[2]), one[0], one[1])):
+    for _, piece, ranks in cut:
         if not ranks:
             raise _lost(name, piece, {r: own for one in had.values() for r, own in one.items()})
-        yield from _sent(target, piece, ranks, loads, turn)
+    turned = [(target, piece, _turned(ranks, turn)) for target, piece, ranks in cut]
+    for target, dealt in balanced(turned, loads):
+        for source, (start, stop) in dealt:
+            yield Move(source, target, start, stop)
+
+
+def _turned(ranks: list[int], turn: int) -> list[int]:
+    first = turn % len(ranks)
+    return ranks[first:] + ranks[:first]
 
 
 def _sent(
     target: int, interval: Interval, ranks: list[int], loads: dict[int, int], turn: int
 ) -> Iterator[Move]:
-    first = turn % len(ranks)
-    for source, (start, stop) in leveled(interval, ranks[first:] + ranks[:first], loads):
+    for source, (start, stop) in leveled(interval, _turned(ranks, turn), loads):
         yield Move(source, target, start, stop)
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from pcomm.ntp.reshard.holdings import Interval
 
-__all__ = ["lacking", "leveled", "pieces"]
+__all__ = ["balanced", "lacking", "leveled", "pieces"]
 
 
 def lacking(wanted: Interval, held: Interval | None) -> list[Interval]:
@@ -52,3 +52,34 @@ def leveled(
             loads[rank] = own[i] + count
             yield rank, (start, start + count)
             start += count
+
+
+def balanced(
+    wanted: Sequence[tuple[int, Interval, Sequence[int]]], loads: dict[int, int]
+) -> list[tuple[int, list[tuple[int, Interval]]]]:
+    """Deal many ranges out, so that no rank sends two units more than another that could send one.
+
+    Args:
+        wanted: Target, range of units, and the ranks that hold all of it, preferred first.
+        loads: Number of units that each rank sends already; those dealt out are added.
+
+    Returns:
+        For each of `wanted` the target, and the senders with their parts of the range.
+    """
+    dealt = [list(leveled(interval, ranks, loads)) for _, interval, ranks in wanted]
+    # Each range was dealt without a look at later ones. It is dealt again as long as that lowers
+    # the sum of squares of the loads, an integer; once it does for none, no unit has a better
+    # sender.
+    improved = True
+    while improved:
+        improved = False
+        for i, (_, interval, ranks) in enumerate(wanted):
+            own = {rank: loads.get(rank, 0) for rank in ranks}
+            before = sum(load * load for load in own.values())
+            for rank, (start, stop) in dealt[i]:
+                own[rank] -= stop - start
+            again = list(leveled(interval, ranks, own))
+            if sum(load * load for load in own.values()) < before:
+                dealt[i], improved = again, True
+                loads.update(own)
+    return [(target, own) for (target, _, _), own in zip(wanted, dealt, strict=True)]

@@ -20,7 +20,7 @@ from pcomm.ntp.session.resume_point import NONE, Arrival, ResumePoint, resume_po
 from pcomm.ntp.session.training_state import Built, scalars_of, set_scalars
 from pcomm.ntp.sync.grad_sync import GradSync
 
-__all__ = ["Transition", "Recovery", "is_setback"]
+__all__ = ["Recovery", "Transition", "is_setback"]
 
 # Generations in a row without a step, of the same ranks, before the error counts as no accident.
 _MOST_IN_VAIN = 5

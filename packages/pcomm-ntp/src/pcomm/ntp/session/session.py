@@ -23,7 +23,7 @@ from pcomm.ntp.session.job import Build, Job, Restore
 from pcomm.ntp.session.meeting import Patience
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.opening import EVERYONE, Opened, Spec
-from pcomm.ntp.session.recovery import Held, Transition, Recovery, is_setback
+from pcomm.ntp.session.recovery import Held, Recovery, Transition, is_setback
 from pcomm.ntp.session.training_state import Built
 from pcomm.ntp.sync.grad_groups import Strategy
 from pcomm.ntp.sync.grad_sync import GradSync

@@ -10,7 +10,7 @@ from torch import Tensor
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.tensor_parallel.norms import sum_of_squares
 from pcomm.ntp.planning.plan import Plan
-from pcomm.ntp.sync.grad_groups import tensor_groups
+from pcomm.ntp.sync.grad_groups import all_tensor_groups
 from pcomm.ntp.sync.synced_params import SyncedParam
 
 __all__ = ["NormSlots", "canonical_norm"]
@@ -33,9 +33,8 @@ class NormSlots:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         counted: list[int] = []
-        for stage in range(plan.topology.axes.get("pp", 1)):
+        for stage, groups in enumerate(all_tensor_groups(plan)):
             chosen = plan.canonical_replica(stage)
-            groups = tensor_groups(plan, stage)
             counted += next(group.ranks for group in groups if group.replica == chosen)
         self.count = len(counted)
         self.own = counted.index(rank) if rank in counted else None
@@ -65,5 +64,10 @@ def canonical_norm(
             for param, gradient in zip(params, gradients, strict=True)
             if param.units is not None or slots.is_first
         ]
-        squares[slots.own] = sum_of_squares(counted, device)
+        wide = [gradient for gradient in counted if gradient.element_size() > 2]
+        squares[slots.own] = sum_of_squares(wide, device)
+        for gradient in counted:
+            # Torch would round the norm of a gradient of 16 bits to its type. One copy at a time.
+            if gradient.element_size() <= 2:
+                squares[slots.own] += sum_of_squares([gradient.float()], device)
     return collectives.all_reduce(squares, out=squares).sum().sqrt()

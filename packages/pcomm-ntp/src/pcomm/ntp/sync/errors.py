@@ -148,7 +148,7 @@ def not_summed(asked: str) -> ConfigError:
 
 
 def outside(name: str) -> ConfigError:
-    """A gradient came that nobody counts."""
+    """A gradient came outside of a step."""
     return wrong_turn(
         f"backward: gradient of {name!r}",
         "a backward outside of accumulate(), which has added to the gradient",

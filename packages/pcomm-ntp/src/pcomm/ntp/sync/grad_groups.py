@@ -10,7 +10,16 @@ from pcomm.core.errors import ConfigError, near_misses
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.ntp.planning.plan import Plan
 
-__all__ = ["ALL", "Strategy", "TensorGroup", "core_group", "grad_groups", "group_names"]
+__all__ = [
+    "ALL",
+    "Strategy",
+    "TensorGroup",
+    "all_tensor_groups",
+    "core_group",
+    "grad_groups",
+    "group_names",
+    "tensor_groups",
+]
 
 Strategy = Literal["interval", "gather-core"]
 
@@ -62,7 +71,7 @@ def group_names(plan: Plan, strategy: Strategy) -> dict[tuple[int, ...], str]:
             why="The strategy says which ranks sum which gradients.",
             fix=near_misses(str(strategy), get_args(Strategy)),
         )
-    stages = [tensor_groups(plan, stage) for stage in range(plan.topology.axes.get("pp", 1))]
+    stages = all_tensor_groups(plan)
     used = [tuple(sorted(r for group in own for r in group.ranks)) for own in stages]
     names = {tuple(sorted(r for ranks in used for r in ranks)): ALL}
     for stage, ranks in enumerate(used):
@@ -75,14 +84,19 @@ def group_names(plan: Plan, strategy: Strategy) -> dict[tuple[int, ...], str]:
     return names
 
 
+def all_tensor_groups(plan: Plan) -> list[list[TensorGroup]]:
+    """The tensor-parallel groups of each stage, by their lowest rank. Local."""
+    found: list[list[TensorGroup]] = [[] for _ in range(plan.topology.axes.get("pp", 1))]
+    for alive in plan.topology.groups("tp"):
+        place = plan.topology.coordinates(alive[0])
+        ranks = plan.tensor_ranks(alive[0])
+        found[place.get("pp", 0)].append(TensorGroup(place["dp"], ranks))
+    return found
+
+
 def tensor_groups(plan: Plan, stage: int) -> list[TensorGroup]:
     """The tensor-parallel groups of a stage, by their lowest rank. Local."""
-    found = []
-    for alive in plan.topology.groups("tp"):
-        place = plan.place(alive[0])
-        if place.stage == stage:
-            found.append(TensorGroup(place.replica, plan.tensor_ranks(alive[0])))
-    return found
+    return all_tensor_groups(plan)[stage]
 
 
 def core_group(plan: Plan, groups: list[TensorGroup], stage: int) -> TensorGroup:

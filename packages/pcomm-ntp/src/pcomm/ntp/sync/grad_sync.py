@@ -11,7 +11,6 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.errors import PcommError
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import Groups
@@ -51,8 +50,10 @@ class GradSync:
     or from all of them where `ParamLayout.has_partial_gradient` says that each has a part.
 
     `torch.nn.utils.clip_grad_norm_` sees this rank's shards only and scales each rank by another
-    number: use `clip_grad_norm_` of this object. With `torch.amp.GradScaler` call `unscale_` of
-    this object, so that all ranks skip a step together.
+    number, which nothing notices: use `clip_grad_norm_` of this object. With
+    `torch.amp.GradScaler` call `unscale_` of this object, so that all ranks skip a step together.
+
+    Buffers of the sums, as large as the gradients in `reduce_dtype`, are kept between steps.
 
     Args:
         plan: Plan of the job, equal on all ranks.
@@ -96,7 +97,7 @@ class GradSync:
         self._groups, self._all = groups, groups[ALL]
         lines = [*plan.agreed_lines(), f"strategy: {strategy}", f"bucket_bytes: {bucket_bytes}"]
         agree_in_group(self._all, "GradSync: plan", lines)
-        error: PcommError | None = None
+        error: Exception | None = None
         try:
             if not bucket_bytes > 0:
                 raise errors.bad_argument("bucket_bytes", bucket_bytes, "a size below 1 byte")
@@ -106,7 +107,7 @@ class GradSync:
                     self._group_of(name, ranks, rank)
             layouts = param_layouts_of(model) if param_layouts is None else param_layouts
             params = synced_params(plan, model, rank, layouts, reduce_dtype)
-        except PcommError as problem:
+        except Exception as problem:
             error, names, params = problem, {}, []
         agree_in_group(self._all, "GradSync: model", [], error=error)
         sums = SumPlan(plan, rank, names, lambda ranks: groups[names[ranks]])

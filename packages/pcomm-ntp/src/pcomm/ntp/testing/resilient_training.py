@@ -33,6 +33,9 @@ __all__ = [
     "check_seen",
     "dense_run",
     "hold_for_joins",
+    "hold_for_key",
+    "raise_at",
+    "slow_down_at",
     "train_in_session",
 ]
 
@@ -116,11 +119,13 @@ def train_in_session(
         each_step: Function called at the beginning of each attempt.
     """
     seen = Seen()
-    current: list[int] = [0, 0]
+    current, left = [0, 0], list(faults)
 
     def strike(point: str, step: int) -> None:
-        for fault in faults:
-            if fault == Fault(place.rank, point, step, fault.number, place.incarnation):
+        for fault in [one for one in left if (one.point, one.step) == (point, step)]:
+            if (fault.rank, fault.incarnation) == (place.rank, place.incarnation):
+                # Before it strikes: a process that was stopped goes on behind this line.
+                left.remove(fault)
                 os.kill(os.getpid(), fault.number)
 
     def build(plan: Plan, groups: Groups, rank: int) -> Built:
@@ -161,6 +166,15 @@ def hold_for_joins(session: Session, place: RankPlace, *, step: int, count: int)
     if session.step == step:
         store = place.store()
         while store.add("pcomm/session/joins", 0) < count and session.failure is None:
+            time.sleep(0.005)
+
+
+def hold_for_key(session: Session, place: RankPlace, *, step: int, key: str) -> None:
+    """Wait at the beginning of a step until a key is in the store; count those that wait."""
+    if session.step == step:
+        store = place.store()
+        store.add("held", 1)
+        while not store.check([key]) and session.failure is None:
             time.sleep(0.005)
 
 
@@ -292,3 +306,15 @@ def _check_state(
         for one, whole in zip(own, dense[name], strict=True):
             expected = small_training._own(whole, param_layout, place.index)
             torch.testing.assert_close(one, expected, rtol=0, atol=atol)
+
+
+def raise_at(session: Session, place: RankPlace, *, step: int, rank: int) -> None:
+    """Raise an error of the program's own on one rank."""
+    if (session.step, place.rank) == (step, rank):
+        raise ValueError("no such file")
+
+
+def slow_down_at(session: Session, place: RankPlace, *, step: int, rank: int, speed: float) -> None:
+    """Give a rank another speed, once."""
+    if (session.step, place.rank) == (step, rank) and session.generation == 0:
+        session.set_speed(rank, speed)

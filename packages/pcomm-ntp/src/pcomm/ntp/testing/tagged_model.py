@@ -102,7 +102,7 @@ class TaggedModel(nn.Module):
                 gradient = _part(gradient, self.place.index, self.place.degree)
             if name == "embedding.weight":
                 # Half by either of its names; powers of two are exact.
-                terms += [(self.head.weight * gradient / 2).sum()]
+                terms.append((self.get_parameter("head.weight") * gradient / 2).sum())
                 gradient = gradient / 2
             terms.append((self._flat[name] * gradient).sum())
         return torch.stack([term.double() for term in terms]).sum()

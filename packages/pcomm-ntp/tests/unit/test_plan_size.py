@@ -1,0 +1,55 @@
+"""What a plan costs at 100,000 ranks, counted in calls of Python functions and not in time."""
+
+import sys
+from collections.abc import Callable
+
+from pcomm.core import Topology
+from pcomm.ntp import Failures, Policy, Units, plan
+
+UNITS = {
+    "*.qkv.weight": Units.gqa(q=128, kv=128, dim=128),
+    "*.fc1.weight": Units.gated(28672),
+    "embedding": Units.vocab(128256),
+    "*.norm.weight": Units.replicated(),
+}
+
+
+def calls_of(task: Callable[[], object]) -> int:
+    """Python functions that `task` calls, resumed generators included."""
+    found = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal found
+        found += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        task()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def planned(replicas: int, number: int, rounding: str) -> Callable[[], object]:
+    """A plan of `replicas` x 8 x 72 ranks, of which `number` failed and 10 are slow."""
+    topology = Topology({"pp": 8, "dp": replicas, "tp": 72})
+    failed = range(5, 5 + 97 * number, 97)
+    speeds = dict.fromkeys(range(50, 5050, 500), 0.5)
+    policy = Policy("nice") if rounding == "nice" else Policy()
+
+    def task() -> object:
+        made = plan(topology, Failures.from_global_ranks(failed), UNITS, policy, speeds=speeds)
+        return made.digest(), made.speeds, made.place(3), made.segments("embedding"), made.cost()
+
+    return task
+
+
+def test_a_plan_looks_at_failed_and_slow_ranks_and_not_at_all() -> None:
+    for rounding in ("max", "nice"):
+        small, large = (calls_of(planned(n, 50, rounding)) for n in (18, 175))
+        # 100,800 ranks against 10,368: a few calls for each replica and stage, none for a rank.
+        assert large - small < 20 * (175 - 18) * 8 < (100_800 - 10_368) / 3
+        # A failure costs a few calls for each rank of its group.
+        more = calls_of(planned(175, 400, rounding))
+        assert more - large < 20 * 72 * (400 - 50)
