@@ -25,7 +25,8 @@ from pcomm.integration.testing.short_runs import (
 )
 
 STEPS = 5
-FAULT = Fault(rank=1, step=2, joins_at=3)
+# The rank that writes the metrics.
+FAULT = Fault(rank=0, step=2, joins_at=3)
 
 
 def config(parallel: ParallelConfig) -> Config:
@@ -39,7 +40,8 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
     run_dir = prepare_words(tmp_path, documents=40)
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
     many = config(ParallelConfig(dp=2, tp=2))
-    with ResilientRanks(4, preload=["pcomm.integration.train.resilient"]) as processes:
+    preload = ["pcomm.integration.train.resilient", "torch._dynamo"]
+    with ResilientRanks(4, preload=preload) as processes:
         processes.start(faulty_rank, (many, run_dir, FAULT))
         died = processes.wait([FAULT.rank])[FAULT.rank]
         assert died.reason == "killed by SIGKILL"

@@ -105,10 +105,10 @@ def check_ranks_left(
     topology = plan.topology
     if plan.idle_ranks:
         places = (topology.coordinates(rank) for rank in plan.idle_ranks)
-        idle = ['"' + ",".join(f"{a}={n}" for a, n in place.items()) + '"' for place in places]
+        idle = [",".join(f"{axis}={at[axis]}" for axis in topology.axes) for at in places]
         raise ConfigError(
             "parallel.failed",
-            found=f"{len(idle)} ranks that are left and would be idle: {', '.join(idle)}",
+            found=f"ranks that are left and would be idle: {idle}",
             why="The ranks of cp of a replica exchange heads, so their groups of tp are of one "
             "size, that of the smallest.",
             fix="Add them to parallel.failed, and start as many processes fewer.",

@@ -83,6 +83,7 @@ def resilient_rank(place: RankPlace, config: Config, run_dir: Path) -> Outcome:
 
     logs.configure(environment.log_level(), place.rank)
     resolved = validate_resilient(config, place.size)
+    _log.warning("rank %d of %d is process %d", place.rank, place.size, os.getpid())
     return ResilientRun(place, resolved, run_dir, sys.stderr).go()
 
 
@@ -100,7 +101,6 @@ def join_resilient(address: str, rank: int, run_dir: Path) -> Outcome:
     import torch.distributed as dist
 
     from pcomm.core.process import RankPlace
-    from pcomm.integration.config import Config
     from pcomm.integration.config_file import from_dict
 
     host, _, port = address.rpartition(":")
@@ -111,7 +111,7 @@ def join_resilient(address: str, rank: int, run_dir: Path) -> Outcome:
             run = json.loads(store.get(_KEY)) if store.check([_KEY]) else None
             if run is not None and 0 <= rank < run["size"]:
                 place = RankPlace(rank, run["size"], host, int(port), 1)
-                return resilient_rank(place, from_dict(run["config"], Config()), run_dir)
+                return resilient_rank(place, from_dict(run["config"]), run_dir)
             found = "no run there" if run is None else f"a run of {run['size']} ranks"
         except dist.DistError as error:
             found = str(error).splitlines()[0]
