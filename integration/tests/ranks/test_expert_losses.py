@@ -24,7 +24,7 @@ from pcomm.integration.testing.short_runs import (
     train_steps,
     worst_difference,
 )
-from pcomm.integration.train import trainer as trainer_module
+from pcomm.integration.train import data_parallel
 
 STEPS = 4
 ROW = 64
@@ -134,7 +134,7 @@ def test_scopes_name_the_groups_of_every_parameter(rank: int, run_dir: Path) -> 
         (ParallelConfig(tp=2, ep=2), {"": (None, 1), "expert": (2, 1)}),
     ):
         with open_trainer(config(parallel, "all"), run_dir, torch.float64) as trainer:
-            plans = trainer.sharded.plans
+            plans = trainer.replicas.sharded.plans
             spread = {plan.scope: plan.spread and plan.spread.size for plan in plans}
             assert {p.scope: (spread[p.scope], p.num_replicas) for p in plans} == sizes
             names = [name for plan in plans for name in plan.names]
@@ -149,7 +149,7 @@ def test_a_model_without_experts_opens_no_groups_for_them(rank: int, run_dir: Pa
     with open_trainer(asked, run_dir, torch.float32) as trainer:
         keys = {str(key) for key in trainer.groups}
         assert not any("expert" in key for key in keys)
-        assert {plan.scope for plan in trainer.sharded.plans} == {""}
+        assert {plan.scope for plan in trainer.replicas.sharded.plans} == {""}
         assert "balance_loss" not in trainer.step(0).row
 
 
@@ -184,7 +184,7 @@ BREAKS = {
     "divisor": (parallelize_module, "Scope", _mean_over_replicas, "dp2"),
     "dropped tokens": (Dispatch, "bring_back", _drop_an_expert, "dp2 ep2"),
     "balance loss ignored": (balance_module, "with_side_loss", _ignore, "dp2 ep2"),
-    "router's gradient partial": (trainer_module, "sum_partial_gradients", _keep_partial, "tp2"),
+    "router's gradient partial": (data_parallel, "sum_partial_gradients", _keep_partial, "tp2"),
     "norm of one rank's experts": (parallelize_module, "Scope", _not_spread, "dp2 ep2"),
 }
 

@@ -67,7 +67,7 @@ def nan_in(*steps: int, rank: int) -> Iterator[None]:
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in trainer.sharded.parameters()]
+    return [p.detach().clone() for p in trainer.replicas.sharded.parameters()]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -81,7 +81,7 @@ def test_what_one_rank_has_stops_the_update_of_all(rank: int, layout: str, run_d
         with torch.no_grad():
             if rank == 1:
                 found[full].fill_(math.nan)
-        trainer.sharded.parameters_changed()
+        trainer.replicas.sharded.parameters_changed()
         before = weights(trainer)
         result = trainer.step(1)
         assert not result.is_finite

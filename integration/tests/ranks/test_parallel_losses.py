@@ -13,7 +13,7 @@ from pcomm.gdn_cp import Plan, Spec
 from pcomm.integration import recipes
 from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.testing.short_runs import tiny_config, train_steps
-from pcomm.integration.train import trainer as trainer_module
+from pcomm.integration.train import data_parallel
 
 STEPS = 20
 # Enough for a wrong gradient to be seen in the losses, and four ranks share two cores here.
@@ -167,13 +167,13 @@ MUTANTS = {
 @ranks(2)
 def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: dict) -> None:
     attribute, broken, parallel = MUTANTS[name]
-    whole = getattr(trainer_module, attribute)
-    setattr(trainer_module, attribute, broken)
+    whole = getattr(data_parallel, attribute)
+    setattr(data_parallel, attribute, broken)
     try:
         with pytest.raises(AssertionError, match="off by"):
             compare(ON_TWO[parallel], run_dir, single, torch.float64)
     finally:
-        setattr(trainer_module, attribute, whole)
+        setattr(data_parallel, attribute, whole)
 
 
 def drop_states(plan: Plan, spec: Spec, summary: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -26,7 +26,7 @@ def test_a_step_sums_each_gradient_once(rank: int, is_tied: bool, run_dir: Path)
     # A rank's share of the batch is computed in two micro-batches.
     config = tiny_config(ParallelConfig(dp=2), model=model, micro_batch_tokens=64)
     with open_trainer(config, run_dir, torch.float32) as trainer:
-        plans = trainer.sharded.plans
+        plans = trainer.replicas.sharded.plans
         assert [plan.unit for plan in plans] == UNITS[is_tied]
         trainer.step(0)
         assert all(plan.gather.is_identity and plan.reduce.is_identity for plan in plans)
@@ -37,5 +37,5 @@ def test_a_step_sums_each_gradient_once(rank: int, is_tied: bool, run_dir: Path)
         num_bytes = sum(call.input_bytes for call in spy.calls)
         assert num_bytes == sum(plan.gradient_bytes for plan in plans)
         # Padding aligns each buffer, and is no more than that.
-        num_parameters = sum(p.numel() for p in trainer.sharded.parameters())
+        num_parameters = sum(p.numel() for p in trainer.replicas.sharded.parameters())
         assert 0 <= num_bytes - 4 * num_parameters < 256 * len(plans)

@@ -18,7 +18,7 @@ from pcomm.integration.testing.short_runs import (
     train_steps,
     worst_difference,
 )
-from pcomm.integration.train import trainer as trainer_module
+from pcomm.integration.train import data_parallel
 
 STEPS = 4
 ROW = 64
@@ -152,7 +152,7 @@ def test_a_norm_of_own_shards_alone_is_noticed(rank: int, run_dir: Path, single:
         )
 
     with (
-        patch.object(trainer_module, "global_norm", own),
+        patch.object(data_parallel, "global_norm", own),
         pytest.raises(AssertionError, match="rows are off"),
     ):
         compare(ON_TWO["zero3"], run_dir, single, "A")

@@ -85,8 +85,8 @@ def trainer_of(
 def first_gradients(name: str, parallel: ParallelConfig, run_dir: Path) -> dict[str, Tensor]:
     """Whole gradients of the first step, and the nats of this rank's tokens."""
     with trainer_of(name, parallel, run_dir) as trainer:
-        nats, _ = trainer._accumulate(0)
-        return {**trainer.sharded.full_gradients(), "nats": nats}
+        nats, _ = trainer.accumulate(0)
+        return {**trainer.replicas.sharded.full_gradients(), "nats": nats}
 
 
 def compare_first_gradients(name: str, run_dir: Path, **how: object) -> None:
@@ -160,12 +160,12 @@ def is_rounded(name: str, num_dims: int, is_tied: bool) -> bool:
 def sent_in_a_step(trainer: Trainer) -> dict[str, int]:
     """Bytes that this rank puts into each kind of collective of a later step."""
     trainer.step(0)
-    plans = trainer.sharded.plans
+    plans = trainer.replicas.sharded.plans
     spies = []
     for group in {id(g): g for plan in plans for g in (plan.gather, plan.reduce)}.values():
         spy = group.collectives = SpyCollectives(group.collectives)
         spies.append(spy)
-    trainer._accumulate(1)
+    trainer.accumulate(1)
     sums = Counter[str]()
     for call in (call for spy in spies for call in spy.calls):
         sums[call.operation] += call.input_bytes
@@ -176,7 +176,7 @@ def sent_in_a_step(trainer: Trainer) -> dict[str, int]:
 @ranks(2)
 def test_gathers_move_two_bytes_a_parameter(rank: int, name: str, run_dir: Path) -> None:
     with trainer_of(name, SHARD, run_dir) as trainer:
-        shapes, plans = trainer.sharded.shapes, trainer.sharded.plans
+        shapes, plans = trainer.replicas.sharded.shapes, trainer.replicas.sharded.plans
         num_blocks = len(trainer.model.blocks)
         sums = sent_in_a_step(trainer)
     narrow = [plan for plan in plans if plan.param_dtype == torch.bfloat16]
@@ -201,7 +201,7 @@ def test_gathers_move_two_bytes_a_parameter(rank: int, name: str, run_dir: Path)
 def held_for_backward(trainer: Trainer) -> int:
     """Bytes of matrices, whole or rounded, that autograd keeps between forward and backward."""
     trainer.step(0)
-    shapes = {shape for shape in trainer.sharded.shapes.values() if len(shape) == 2}
+    shapes = {shape for shape in trainer.replicas.sharded.shapes.values() if len(shape) == 2}
     shapes |= {shape[::-1] for shape in shapes}
     saved: list[Tensor] = []
 
@@ -227,7 +227,7 @@ def test_backward_holds_no_rounded_copies(rank: int, run_dir: Path) -> None:
     """
     with trainer_of("A", SHARD, run_dir) as trainer:
         held = held_for_backward(trainer)
-        plans = {plan.unit: plan for plan in trainer.sharded.plans if plan.scope == ""}
+        plans = {plan.unit: plan for plan in trainer.replicas.sharded.plans if plan.scope == ""}
         expected = [plans[unit].gathered_bytes for unit in ("(root)", "blocks.1", "blocks.2")]
         assert held == sum(expected)
     right = precision_module._BF16

@@ -235,6 +235,9 @@ def test_batches_are_what_torch_takes():
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
+        ({"step": 0, "dp_size": 2, "shares": (1, 2)}, "2 data-parallel ranks and 4 rows"),
+        ({"step": 0, "dp_size": 2, "shares": (4, 0)}, "at least one row"),
+        ({"step": 0, "dp_size": 2, "shares": (3, 1), "dp_rank": 1, "micro": 1}, "micro 1 of 1"),
         ({"step": 0, "dp_size": 3}, "4, which is no multiple of 3"),
         ({"step": 0, "dp_size": 2, "dp_rank": 2}, "dp_rank 2 of 2"),
         ({"step": 0, "dp_size": 2, "micro": 1}, "micro 1 of 1"),

@@ -216,6 +216,11 @@ class ParallelConfig:
     sequence: bool = False
     """Split the tokens between the layers over the `tp` ranks, too."""
 
+    failed: Annotated[tuple[Text, ...], BeforeValidator(listed)] = ()
+    """Ranks of the grid that are not there, such as "dp=0,tp=3": their replicas train with the
+    ranks of tp that are left, and with as much less of the batch. Then `dp` is a number, and as
+    many processes fewer are started."""
+
 
 @section("train")
 class TrainConfig:

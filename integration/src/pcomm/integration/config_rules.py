@@ -17,7 +17,18 @@ from pcomm.integration.config_resolved import (
     given,
     values_of,
 )
-from pcomm.integration.model_rules import expert_blocks, resolve_model
+from pcomm.integration.model_rules import (
+    expert_blocks,
+    output_heads,
+    resolve_model,
+    split_dimensions,
+)
+from pcomm.integration.nonuniform_rules import (
+    check_ranks_left,
+    plan_without_failed,
+    resolve_batch_shares,
+    resolve_with_failed,
+)
 
 __all__ = ["check_shards", "validate"]
 
@@ -47,8 +58,13 @@ def validate(config: Config, world_size: int) -> Resolved:
     model = resolve_model(config.model)
     parallel = _resolve_parallel(config.parallel, world_size)
     _check_experts(model, parallel)
-    check_shards(model, config.data.vocabulary, parallel)
-    train = _resolve_batch(config.train, parallel)
+    if parallel.failed:
+        plan = plan_without_failed(model, config.data.vocabulary, parallel)
+        check_ranks_left(plan, model, parallel, world_size)
+        train = resolve_batch_shares(config.train, plan)
+    else:
+        check_shards(model, config.data.vocabulary, parallel)
+        train = _resolve_batch(config.train, parallel)
     return Resolved(**{**values_of(config), "model": model, "parallel": parallel, "train": train})
 
 
@@ -61,6 +77,8 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedPara
             "parallel.sequence each rank of tp has only some of a document's tokens.",
             fix="Set parallel.sequence = false, or parallel.cp_strategy to 'auto' or 'heads'.",
         )
+    if parallel.failed:
+        return resolve_with_failed(parallel)
     named = f"dp {parallel.dp}, tp {parallel.tp}, cp {parallel.cp}"
     others = parallel.tp * parallel.cp
     dp = given(parallel.dp, world_size // others)
@@ -159,43 +177,17 @@ def check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParall
         ConfigError: A dimension is no multiple of the ranks.
     """
     tp = parallel.tp
-    by_mixer = {
-        "A": (
-            ("model.heads", model.heads, "query heads"),
-            ("model.kv_heads", model.kv_heads, "key and value heads"),
-        ),
-        "G": (
-            ("model.gdn_key_heads", model.gdn_key_heads, "key heads of a GDN block"),
-            ("model.gdn_value_heads", model.gdn_value_heads, "value heads of a GDN block"),
-        ),
-        "M": (
-            ("model.mamba_heads", model.mamba_heads, "heads of a Mamba-2 block"),
-            ("model.mamba_groups", model.mamba_groups, "groups of a Mamba-2 block"),
-        ),
-    }
-    everywhere = [("data.vocabulary", vocabulary, "rows of the embedding")]
-    if any(expert_blocks(model)):
-        shared = model.shared_expert_width
-        everywhere.append(("model.shared_expert_width", shared, "columns of the shared expert"))
-    if not all(expert_blocks(model)) and model.mlp_width != "none":
-        everywhere.append(("model.mlp_width", model.mlp_width, "columns of the MLP"))
-    for key, size, part in (
-        *(row for letter, rows in by_mixer.items() if letter in model.pattern for row in rows),
-        *everywhere,
-    ):
+    for key, size, part in split_dimensions(model, vocabulary):
         must_divide(key, (key, size), ("parallel.tp", tp), f"Each rank of tp holds as many {part}.")
     if parallel.cp_strategy == "heads":
-        for letter, ((key, size, _), *others) in by_mixer.items():
-            # Output heads are what cp shares: queries, values, and those of Mamba-2.
-            key, size, _ = others[0] if letter == "G" else (key, size, "")
-            if letter in model.pattern:
-                must_divide(
-                    key,
-                    (f"{key} on each rank of tp", size // tp),
-                    ("parallel.cp", parallel.cp),
-                    "With parallel.cp_strategy = 'heads' each rank of cp works on as many heads; "
-                    "the other strategies need no heads to divide.",
-                )
+        for _, key, size in output_heads(model):
+            must_divide(
+                key,
+                (f"{key} on each rank of tp", size // tp),
+                ("parallel.cp", parallel.cp),
+                "With parallel.cp_strategy = 'heads' each rank of cp works on as many heads; "
+                "the other strategies need no heads to divide.",
+            )
 
 
 def _resolve_batch(train: TrainConfig, parallel: ResolvedParallel) -> ResolvedTrain:

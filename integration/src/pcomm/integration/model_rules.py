@@ -9,7 +9,14 @@ from pcomm.integration.config import ModelConfig
 from pcomm.integration.config_errors import must_divide
 from pcomm.integration.config_resolved import ResolvedModel, given, values_of
 
-__all__ = ["expert_blocks", "mixers", "resolve_model"]
+__all__ = [
+    "expert_blocks",
+    "mixer_units",
+    "mixers",
+    "output_heads",
+    "resolve_model",
+    "split_dimensions",
+]
 
 
 def mixers(model: ModelConfig) -> str:
@@ -32,6 +39,51 @@ def expert_blocks(model: ModelConfig) -> tuple[bool, ...]:
     return tuple(
         model.experts > 0 and number % model.moe_every == 0 for number in range(1, model.layers + 1)
     )
+
+
+def split_dimensions(model: ResolvedModel, vocabulary: int) -> list[tuple[str, int, str]]:
+    """What tensor-parallel ranks share of this model: key, number, and what it counts."""
+    by_mixer = {
+        "A": (
+            ("model.heads", model.heads, "query heads"),
+            ("model.kv_heads", model.kv_heads, "key and value heads"),
+        ),
+        "G": (
+            ("model.gdn_key_heads", model.gdn_key_heads, "key heads of a GDN block"),
+            ("model.gdn_value_heads", model.gdn_value_heads, "value heads of a GDN block"),
+        ),
+        "M": (
+            ("model.mamba_heads", model.mamba_heads, "heads of a Mamba-2 block"),
+            ("model.mamba_groups", model.mamba_groups, "groups of a Mamba-2 block"),
+        ),
+    }
+    found = [row for letter, rows in by_mixer.items() if letter in model.pattern for row in rows]
+    found.append(("data.vocabulary", vocabulary, "rows of the embedding"))
+    if any(expert_blocks(model)):
+        shared = model.shared_expert_width
+        found.append(("model.shared_expert_width", shared, "columns of the shared expert"))
+    if not all(expert_blocks(model)) and model.mlp_width != "none":
+        found.append(("model.mlp_width", model.mlp_width, "columns of the MLP"))
+    return found
+
+
+def mixer_units(model: ResolvedModel) -> dict[str, int]:
+    """Number of units that ranks of tp share in each kind of mixer, by its letter.
+
+    A unit stays whole: a key head with the heads that it serves, or a group of Mamba-2.
+    """
+    units = {"A": model.kv_heads, "G": model.gdn_key_heads, "M": model.mamba_groups}
+    return {letter: count for letter, count in units.items() if letter in model.pattern}
+
+
+def output_heads(model: ResolvedModel) -> list[tuple[str, str, int]]:
+    """Heads that ranks of cp share with strategy `heads`: letter of the mixer, key, number."""
+    rows = (
+        ("A", "model.heads", model.heads),
+        ("G", "model.gdn_value_heads", model.gdn_value_heads),
+        ("M", "model.mamba_heads", model.mamba_heads),
+    )
+    return [row for row in rows if row[0] in model.pattern]
 
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:

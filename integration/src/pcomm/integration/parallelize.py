@@ -1,8 +1,12 @@
-"""How the packages combine into one parallel model: five steps, read from top to bottom."""
+"""How the packages combine into one parallel model: five steps, read from top to bottom.
+
+Where ranks are missing, a plan of pcomm-ntp says who holds what: see `planned_groups` for step 2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -10,20 +14,32 @@ from torch import nn
 
 from pcomm.core import Group, Groups, GroupSpec, Topology, open_groups
 from pcomm.core.process import World
-from pcomm.core.tensor_parallel import param_layouts_of
+from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.fsdp import ReshardPolicy, Roles, Scope, Sharded, fully_shard
 from pcomm.gdn_cp import Plan, StrategyName, make_plan
 from pcomm.integration.config_resolved import Resolved, ResolvedParallel
 from pcomm.integration.models.block import Block
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.models.moe.experts import Experts
+from pcomm.integration.nonuniform_rules import plan_of
+from pcomm.integration.planned_groups import group_names, group_specs, numbered, used_ranks
+from pcomm.integration.run_place import RunPlace
+from pcomm.integration.train.data_parallel import DataParallel, PlannedReplicas, ShardedReplicas
 from pcomm.integration.train.precision import precision_of, scope_in_fp32
+from pcomm.ntp import GradSync, grad_groups
+from pcomm.ntp import Plan as NtpPlan
 
-__all__ = ["ALL_RANKS", "SAME_ROWS", "build_model", "open_run_groups", "plan_sequences"]
-__all__ += ["shard_parameters", "splitting_groups", "topology_of"]
+__all__ = ["ALL_RANKS", "PLANNED_NAMES", "SAME_ROWS", "build_model", "open_run_groups", "place_of"]
+__all__ += ["plan_sequences", "shard_parameters", "share_gradients", "splitting_groups"]
+__all__ += ["topology_of"]
 
 ALL_RANKS, SAME_ROWS = "dp_cp_tp", "cp_tp"
 """Keys of the group of all ranks, and of those that hold tokens of the same rows."""
+
+_ROLES = ("control", "checkpoint")
+PLANNED_NAMES = {"tp": "tp", "cp": "cp", "rows": SAME_ROWS, "all": ALL_RANKS}
+"""Keys of the groups of a planned run by their kinds in `planned_groups`."""
 
 
 def topology_of(parallel: ResolvedParallel) -> Topology:
@@ -48,18 +64,38 @@ def open_run_groups(config: Resolved, world: World) -> Groups:
     Gathers, sums of gradients, what layers exchange, control and checkpoints have communicators of
     their own, so that none queues behind another. A group of one rank has no communicator.
     """
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    if (plan := plan_of(config)) is not None:
+        # Processes are numbered without the failed ranks, and groups run along no axes.
+        ranks = used_ranks(plan)
+        specs = numbered((*group_specs(plan, _ROLES), *grad_groups(plan)), ranks)
+        flat = open_groups(Topology({"process": world.size}), specs, backend=backend)
+        names = group_names(plan, ranks[world.rank], PLANNED_NAMES)
+        return flat.relabelled(names, dict(enumerate(ranks)))
     wanted: list[str | tuple[str, str] | GroupSpec] = ["tp", "cp", ALL_RANKS]
     wanted += _keys_of_roles("data")
     if config.model.experts:
         wanted += ["expert.ep", SAME_ROWS, *_keys_of_roles("expert")]
-    for role in ("control", "checkpoint"):
-        wanted.append(GroupSpec(ALL_RANKS, role, backend="gloo"))
-    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    wanted += [GroupSpec(ALL_RANKS, role, backend="gloo") for role in _ROLES]
     return open_groups(topology_of(config.parallel), wanted, backend=backend)
 
 
 def _keys_of_roles(view: str) -> list[tuple[str, str]]:
     return [(f"{view}.inner", "gather"), (f"{view}.inner", "reduce"), (f"{view}.outer", "reduce")]
+
+
+def place_of(config: Resolved, groups: Groups, plan: NtpPlan | None = None) -> RunPlace:
+    """Where this rank stands, and which rows of a batch its replica takes. Local.
+
+    Args:
+        config: The validated configuration.
+        groups: The groups of the run.
+        plan: Plan of the ranks in use; None for that of the configuration, if it has one.
+    """
+    everyone, plan = groups[ALL_RANKS], plan or plan_of(config)
+    if plan is None:
+        return RunPlace.uniform(config, topology_of(config.parallel), everyone)
+    return RunPlace.planned(config, plan, everyone)
 
 
 def splitting_groups(groups: Groups) -> dict[str, Group]:
@@ -69,12 +105,18 @@ def splitting_groups(groups: Groups) -> dict[str, Group]:
 
 
 def build_model(
-    config: Resolved, groups: Groups, device: torch.device, *, dtype: torch.dtype = torch.float32
+    config: Resolved,
+    groups: Groups,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    form: tuple[Fraction, ...] = (),
 ) -> LanguageModel:
     """Step 3: this rank's part of the model, with its first weights, on `device`. Local.
 
     Each layer is given its collectives. Parameters are of `dtype`; training keeps them in fp32. The
-    weights of `model.from` are read afterwards.
+    weights of `model.from` are read afterwards. With `form`, the speeds of the tensor-parallel
+    ranks, shares are proportional to these.
     """
     splitting = splitting_groups(groups)
     model = LanguageModel(
@@ -85,15 +127,44 @@ def build_model(
         device=device,
         dtype=dtype,
         experts=splitting["expert"].collectives if "expert" in splitting else None,
+        form=form,
     )
+    if "expert" not in splitting:
+        # Every rank has all experts, and the gradients of those tokens that it routes.
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.param_layouts = dict.fromkeys(
+                    module.param_layouts, ParamLayout(has_partial_gradient=True)
+                )
     if not config.model.from_:
         ranks = {scope: group.rank for scope, group in splitting.items()}
         initialise(model, config.model, seed=config.train.seed, ranks=ranks)
     return model
 
 
+def share_gradients(
+    model: LanguageModel, config: Resolved, groups: Groups, plan: NtpPlan | None = None
+) -> DataParallel:
+    """Step 4: data parallelism, of shards or of uneven replicas. Collective over all ranks.
+
+    Args:
+        model: This rank's part of the model.
+        config: The validated configuration.
+        groups: The groups of the run.
+        plan: Plan of the ranks in use; None for that of the configuration, if it has one.
+    """
+    plan = plan or plan_of(config)
+    if plan is None:
+        layouts = param_layouts_of(model)
+        ranks = {scope: group.rank for scope, group in splitting_groups(groups).items()}
+        sharded = shard_parameters(model, config, groups)
+        return ShardedReplicas(model, sharded, layouts, ranks, groups["tp"].collectives)
+    rank = place_of(config, groups, plan).rank
+    return PlannedReplicas(model, GradSync(plan, model, groups, rank=rank), plan, rank)
+
+
 def shard_parameters(model: LanguageModel, config: Resolved, groups: Groups) -> Sharded:
-    """Step 4: data parallelism: parameters become shards, in place. Collective over all ranks.
+    """Step 4 of uniform replicas: parameters become shards, in place. Collective over all ranks.
 
     With `data = "replicate"` a shard is the whole parameter, and gradients are summed over replicas
     while backward runs. A loss is divided by the targets of the global batch: there is no divisor.
@@ -139,14 +210,17 @@ def plan_sequences(
     Local; collective with `verify`. `cu_seqlens` are the offsets of the sequences in the tokens of
     all ranks, of which each rank holds one range between the layers. See `make_plan`.
     """
-    # Shares of tensor-parallel ranks cannot be re-sharded, which leaves strategy `docs` out.
+    # Shares of tensor-parallel ranks cannot be re-sharded, which leaves strategy `docs` out. Ranks
+    # with different numbers of heads may find different strategies cheapest, and `docs` is the one
+    # that all of them have to take together.
+    without_docs = model.has_stream_shares or (strategy == "auto" and model.has_uneven_shards)
     return make_plan(
         cu_seqlens,
         group,
         model.specs,
         layout="contiguous",
         strategy=strategy,
-        hidden_dim=None if model.has_stream_shares else model.config.width,
+        hidden_dim=None if without_docs else model.config.width,
         element_bytes=model.element_bytes,
         verify=verify,
     )

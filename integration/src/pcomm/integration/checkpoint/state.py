@@ -12,8 +12,15 @@ from pcomm import fsdp
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.fsdp import Sharded
+from pcomm.ntp import Plan
+from pcomm.ntp.reshard import shard_views, state_tensors
 
-__all__ = ["model_shard_views", "set_optimizer_step", "training_shard_views"]
+__all__ = [
+    "model_shard_views",
+    "planned_shard_views",
+    "set_optimizer_step",
+    "training_shard_views",
+]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -57,6 +64,25 @@ def training_shard_views(
     return views | fsdp.optimizer_shard_views(
         sharded, optimizer, keys=_MOMENTS, param_layouts=layouts, ranks=ranks
     )
+
+
+def planned_shard_views(
+    model: nn.Module, optimizer: Optimizer, plan: Plan, rank: int
+) -> dict[str, ShardView]:
+    """The same of a replica whose degree is its own, under the same names. Local.
+
+    Replicas are cut at different places and hold the same numbers, so one of them is saved, and
+    all of them read.
+
+    Args:
+        model: The model.
+        optimizer: AdamW of its parameters.
+        plan: The plan of the job.
+        rank: Global rank of this process.
+    """
+    _make_moments(optimizer, model.parameters())
+    tensors = state_tensors(model, optimizer)
+    return shard_views(plan, rank, tensors, param_layouts_of(model))
 
 
 def _make_moments(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

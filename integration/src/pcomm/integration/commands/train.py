@@ -13,7 +13,7 @@ from pcomm.core.process import environment, logs
 
 if TYPE_CHECKING:
     from pcomm.integration.config import Config
-    from pcomm.integration.train.run import Outcome
+    from pcomm.integration.train.outcome import Outcome
 
 __all__ = ["TrainCommand", "command"]
 
@@ -58,6 +58,17 @@ class TrainCommand:
             metavar="FILE",
             help="write what all ranks did in a few steps, for https://ui.perfetto.dev",
         )
+        parser.add_argument(
+            "--resilient",
+            action="store_true",
+            help="go on with the ranks that are left when some of --ranks N die",
+        )
+        parser.add_argument(
+            "--join",
+            metavar="HOST:PORT",
+            help="with --resilient: come back as --rank R of the run whose launcher is there",
+        )
+        parser.add_argument("--rank", type=int, metavar="R", help="the rank that comes back")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Train, then print bits per byte, a sample, and where everything is."""
@@ -67,9 +78,14 @@ class TrainCommand:
         from pcomm.integration.huggingface.run_start import start_config
         from pcomm.integration.train.interrupt import terminate_as_interrupt
 
+        _check_resilient(arguments)
+        if arguments.join is not None:
+            return _joined(arguments)
         config = load_config(arguments.config, overrides=arguments.set)
         given = given_keys(arguments.config, arguments.set)
         config = start_config(config, arguments.out, is_new=arguments.restart, given=given)
+        if arguments.resilient:
+            return _resilient(config, arguments)
         validate(config, _world_size(arguments.ranks))
         of_rank = (config, arguments.out, arguments.restart, _trace_file(arguments.trace))
         try:
@@ -83,6 +99,45 @@ class TrainCommand:
                 file=sys.stderr,
             )
             return _INTERRUPTED
+
+
+def _resilient(config: Config, arguments: argparse.Namespace) -> int:
+    """The launcher of a run whose ranks may die; it keeps their store and restarts nothing."""
+    from pcomm.integration.commands.train_resilient import launch_resilient
+
+    logs.configure(environment.log_level(), 0)
+    outcome = launch_resilient(
+        config, arguments.out, arguments.ranks, must_restart=arguments.restart
+    )
+    _report(config, arguments.out, outcome)
+    return _INTERRUPTED if outcome.is_interrupted else 0
+
+
+def _joined(arguments: argparse.Namespace) -> int:
+    """A process that takes the place of a rank that has died."""
+    from pcomm.integration.commands.train_resilient import join_resilient
+
+    outcome = join_resilient(arguments.join, arguments.rank, arguments.out)
+    return _INTERRUPTED if outcome.is_interrupted else 0
+
+
+def _check_resilient(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together."""
+    joins = arguments.join is not None or arguments.rank is not None
+    if joins and (not arguments.resilient or arguments.join is None or arguments.rank is None):
+        found = "--join or --rank without the other two"
+    elif arguments.resilient and arguments.trace is not None:
+        found = "--trace, whose events all ranks gather"
+    elif arguments.resilient and not joins and "WORLD_SIZE" in os.environ:
+        found = "a launcher such as torchrun, which ends all ranks when one dies"
+    else:
+        return
+    raise ConfigError(
+        "pcomm train --resilient",
+        found=found,
+        why="Its ranks are started by it, and a rank that comes back names the run and its place.",
+        fix="Start it with --ranks N, and a rank that comes back with --join HOST:PORT --rank R.",
+    )
 
 
 def _train_local(ranks: int, of_rank: tuple[Config, Path, bool, Path | None]) -> int:

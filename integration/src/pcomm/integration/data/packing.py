@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pcomm.integration.data.token_cache import TokenCorpus
 
-__all__ = ["IGNORE", "PADDING", "Batch", "Segment", "pack"]
+__all__ = ["IGNORE", "PADDING", "Batch", "Segment", "pack", "padded"]
 
 IGNORE = -100
 """The target of a token that predicts nothing; torch's cross-entropy leaves it out by default."""
@@ -75,4 +75,26 @@ def pack(corpus: TokenCorpus, segments: Sequence[Segment]) -> Batch:
         targets=targets,
         cu_seqlens=tuple(cu_seqlens),
         num_bytes=int(corpus.bytes_per_id[predicted].sum(dtype=np.int64)),
+    )
+
+
+def padded(batch: Batch, multiple: int) -> Batch:
+    """`batch` with a document of ignored targets behind it, so that `multiple` divides its tokens.
+
+    Args:
+        batch: Tokens of any number.
+        multiple: Number of ranks that have to hold as many tokens each.
+
+    Returns:
+        `batch` itself where nothing is missing.
+    """
+    missing = -len(batch.tokens) % multiple
+    if not missing:
+        return batch
+    # Any id will do: the document is read by no other, and nothing is learnt from it.
+    return Batch(
+        tokens=np.concatenate([batch.tokens, np.zeros(missing, np.int64)]),
+        targets=np.concatenate([batch.targets, np.full(missing, IGNORE, np.int64)]),
+        cu_seqlens=(*batch.cu_seqlens, batch.cu_seqlens[-1] + missing),
+        num_bytes=batch.num_bytes,
     )

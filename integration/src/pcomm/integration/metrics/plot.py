@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from pcomm.integration.atomic_file import atomic_write
 from pcomm.integration.metrics.json_lines import read_rows
 
-__all__ = ["plot_loss"]
+__all__ = ["draw_loss", "plot_loss"]
+
+_log = logging.getLogger("pcomm.train")
+
+
+def draw_loss(run_dir: Path) -> None:
+    """Draw `loss.png` of a run, or warn that it cannot be written: the run has ended well."""
+    try:
+        plot_loss(run_dir / "metrics.jsonl", run_dir / "loss.png")
+    except OSError as error:
+        _log.warning("no picture of the loss: %s", error)
 
 
 def plot_loss(metrics: Path, image: Path) -> None:

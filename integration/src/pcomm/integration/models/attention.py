@@ -36,7 +36,9 @@ class Attention(nn.Module):
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
         config, unit = build.config, build.config.head_dim
-        heads, kv_heads = build.split(config.heads, unit), build.split(config.kv_heads, unit)
+        # A key head and the query heads that read it lie on one rank.
+        queries = config.heads // config.kv_heads * unit
+        heads, kv_heads = (build.split(config.kv_heads, width) for width in (queries, unit))
         sections = [heads, kv_heads, kv_heads, *([heads] if config.attention_gate else [])]
         self.sizes = [build.own(layout) for layout in sections]
         self.heads = [size // unit for size in self.sizes]

@@ -48,9 +48,10 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         config = build.config
         key_dim, value_dim = config.gdn_key_dim, config.gdn_value_dim
-        keys = build.split(config.gdn_key_heads, key_dim)
-        values = build.split(config.gdn_value_heads, value_dim)
-        heads = build.split(config.gdn_value_heads)
+        # A key head and the value heads that it serves lie on one rank.
+        count, served = config.gdn_key_heads, config.gdn_value_heads // config.gdn_key_heads
+        keys, values = build.split(count, key_dim), build.split(count, served * value_dim)
+        heads = build.split(count, served)
         channels = Layout.sections([keys, keys, values])
         self.sizes = [build.own(n) for n in (keys, keys, values, values, heads, heads)]
         self.spec = GdnSpec(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import cast
 
 import torch
@@ -22,7 +23,7 @@ from pcomm.gdn_cp import AttentionSpec, Plan, Spec
 from pcomm.inference import LayerMemory, LayerSpec, StepBatch
 from pcomm.inference.roofline import StepWeights
 from pcomm.integration.config_resolved import ResolvedModel
-from pcomm.integration.model_rules import expert_blocks, mixers
+from pcomm.integration.model_rules import expert_blocks, mixer_units, mixers
 from pcomm.integration.models.attention import Attention
 from pcomm.integration.models.block import Block
 from pcomm.integration.models.context import Context
@@ -55,6 +56,8 @@ class LanguageModel(nn.Module):
             for fp32, and for fp64 in a model of that.
         initialise: False allocates this rank's shards of split weights alone and leaves them as the
             memory was, for weights that are loaded; otherwise each is allocated whole first.
+        form: Speed of each tensor-parallel rank, to which its share of the layers is proportional;
+            empty for equal shares, or those that are closest to them.
 
     Parameters hold torch's default values until `initialisation.initialise` is called.
     """
@@ -71,6 +74,7 @@ class LanguageModel(nn.Module):
         experts: Collectives | None = None,
         state_dtype: torch.dtype | None = None,
         initialise: bool = True,
+        form: tuple[Fraction, ...] = (),
     ) -> None:
         super().__init__()
         self.config = config
@@ -84,9 +88,12 @@ class LanguageModel(nn.Module):
             experts or IdentityCollectives(),
             state_dtype,
             initialise,
+            form,
         )
         self.vocabulary = build.split(vocabulary)
         self.has_stream_shares = sequence_parallel and self.collectives.size > 1
+        shares = [build.split(count).sizes for count in mixer_units(config).values()]
+        self.has_uneven_shards = any(len(set(sizes)) > 1 for sizes in shares)
         self.embedding = VocabularyParallelEmbedding(
             self.vocabulary,
             config.width,

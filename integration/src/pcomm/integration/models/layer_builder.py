@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.gdn_cp.ops import Kernels, choose_kernels
 from pcomm.integration.config_resolved import ResolvedModel
 from pcomm.integration.models.norm import RMSNorm
+from pcomm.ntp import Units
 
 __all__ = ["LayerBuilder"]
 
@@ -30,6 +32,8 @@ class LayerBuilder:
         state_dtype: Dtype of the states that recurrent layers keep of a request in inference; None
             for fp32, and for fp64 in a model of that.
         initialise: False allocates this rank's shards alone and leaves them as the memory was.
+        form: Speed of each tensor-parallel rank, to which its share is proportional; empty for
+            shares that are as equal as whole units can be.
     """
 
     config: ResolvedModel
@@ -40,10 +44,17 @@ class LayerBuilder:
     experts: Collectives = field(default_factory=IdentityCollectives)
     state_dtype: torch.dtype | None = None
     initialise: bool = True
+    form: tuple[Fraction, ...] = ()
 
-    def split(self, num_heads: int, width: int = 1) -> Layout:
-        """Whole heads of `width` columns over the ranks, as many on each."""
-        return Layout.even(num_heads * width, self.collectives.size, unit=width)
+    def split(self, num_units: int, width: int = 1) -> Layout:
+        """Whole units of `width` columns over the ranks, by their speeds.
+
+        What belongs together is cut at the same units: query heads with the key head they read,
+        for example. So the unit is the group, and its width is that of all its members.
+        """
+        if self.form:
+            return Units.columns(num_units * width, block=width).layout(self.form)
+        return Layout.cuts(num_units * width, self.collectives.size, unit=width)
 
     def own(self, layout: Layout) -> int:
         """How much of `layout` this rank has."""

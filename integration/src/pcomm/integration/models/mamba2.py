@@ -58,9 +58,10 @@ class Mamba2(nn.Module):
         super().__init__()
         config = build.config
         head_dim, state_dim = config.mamba_head_dim, config.mamba_state_dim
-        inner = build.split(config.mamba_heads, head_dim)
-        groups = build.split(config.mamba_groups, state_dim)
-        heads = build.split(config.mamba_heads)
+        # A group and the heads that share its matrices lie on one rank.
+        count, sharing = config.mamba_groups, config.mamba_heads // config.mamba_groups
+        inner, groups = build.split(count, sharing * head_dim), build.split(count, state_dim)
+        heads = build.split(count, sharing)
         channels = Layout.sections([inner, groups, groups])
         sections = [inner, inner, groups, groups, heads]
         self.sizes = [build.own(layout) for layout in sections]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -20,7 +19,7 @@ from pcomm.integration.config_rules import validate
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.preparation import Prepared, open_prepared
 from pcomm.integration.huggingface.run_start import ModelStart, start_config
-from pcomm.integration.metrics.plot import plot_loss
+from pcomm.integration.metrics.plot import draw_loss
 from pcomm.integration.metrics.run_sinks import open_sinks
 from pcomm.integration.metrics.sink import Sink, SinkGroup
 from pcomm.integration.parallelize import (
@@ -33,6 +32,7 @@ from pcomm.integration.train.batch_memory import check_batch_memory, largest_mem
 from pcomm.integration.train.evaluate import evaluate
 from pcomm.integration.train.interrupt import listen_for_interrupt
 from pcomm.integration.train.not_finite import NotFiniteSteps
+from pcomm.integration.train.outcome import Outcome
 from pcomm.integration.train.progress import Progress
 from pcomm.integration.train.run_folder import (
     check_resumable,
@@ -50,22 +50,6 @@ _log = logging.getLogger("pcomm.train")
 
 _TOKENISING_S = 24 * 3600.0
 _READING_S = 4 * 3600.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended; the same on all ranks.
-
-    Args:
-        steps: Number of optimizer steps done, over all starts.
-        bits_per_byte: Bits per byte of the held-out documents after the last step; None if there
-            are none, with `train.eval_every = "none"`, or if the run was interrupted.
-        is_interrupted: True if a rank was asked to stop, by Ctrl-C or SIGTERM, before the end.
-    """
-
-    steps: int
-    bits_per_byte: float | None
-    is_interrupted: bool
 
 
 def run_training(
@@ -233,10 +217,7 @@ class _Run:
         self.trace.finish()
         self.world.fail_together("train: metrics", sinks.error)
         if self.world.rank == 0:
-            try:
-                plot_loss(self.run_dir / "metrics.jsonl", self.run_dir / "loss.png")
-            except OSError as error:
-                _log.warning("no picture of the loss: %s", error)
+            draw_loss(self.run_dir)
         return outcome
 
     def _loop(self, progress: Progress, sinks: SinkGroup, saver: Saver) -> Outcome:

@@ -5,42 +5,41 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from pcomm.core import Groups
 from pcomm.core.checkpoint import ShardView
-from pcomm.core.tensor_parallel import param_layouts_of
 from pcomm.core.trace import Recorder
-from pcomm.fsdp import Sharded
 from pcomm.gdn_cp import Plan
-from pcomm.integration.checkpoint.state import set_optimizer_step, training_shard_views
+from pcomm.integration.checkpoint.state import set_optimizer_step
 from pcomm.integration.config import TrainConfig
 from pcomm.integration.config_resolved import Resolved
 from pcomm.integration.data.batches import TrainBatches
-from pcomm.integration.data.packing import Batch
+from pcomm.integration.data.packing import Batch, padded
 from pcomm.integration.model_rules import expert_blocks
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.moe.balance import Balance, rows_of_tokens
 from pcomm.integration.parallelize import (
     ALL_RANKS,
     SAME_ROWS,
+    place_of,
     plan_sequences,
-    shard_parameters,
-    splitting_groups,
-    topology_of,
+    share_gradients,
 )
+from pcomm.integration.train.data_parallel import DataParallel
 from pcomm.integration.train.device_batch import DeviceBatch
-from pcomm.integration.train.gradient_norm import global_norm, sum_partial_gradients
 from pcomm.integration.train.memory import memory_mib
 from pcomm.integration.train.not_finite import first_not_finite
 from pcomm.integration.train.precision import autocast
 from pcomm.integration.train.schedule import Rewarm, learning_rate
+from pcomm.ntp import Plan as NtpPlan
 
-__all__ = ["StepResult", "Trainer", "names_that_decay"]
+__all__ = ["Agreed", "Found", "StepResult", "Trainer", "adamw", "names_that_decay"]
 
 _log = logging.getLogger("pcomm.train")
 
@@ -63,20 +62,50 @@ def names_that_decay(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() >= 2)
 
 
+class Found(NamedTuple):
+    """What a rank finds in its tokens of a step, in fp64."""
+
+    nats: torch.Tensor
+    """Nats of its targets."""
+
+    balance: torch.Tensor
+    """Its part of the balance losses."""
+
+
+class Agreed(NamedTuple):
+    """What all ranks found in a step; the same on all of them."""
+
+    nats: float
+    """Nats of all targets of the global batch."""
+
+    balance: float
+    """Balance losses of all layers."""
+
+    is_finite: bool
+    """Whether all numbers are."""
+
+    wants_to_stop: bool
+    """Whether any rank was asked to stop."""
+
+
 class Trainer:
     """A model, its optimizer and its batches; a step of it is one step of the whole job.
 
-    Making one shards the model's parameters, see `shard_parameters`; collective over all ranks.
+    Making one may shard the model's parameters, see `share_gradients`; collective over all ranks.
 
     Args:
         model: This rank's part of the model, from `build_model`.
         groups: The groups of `open_run_groups`.
         config: The validated configuration.
         batches: The batches of the train split.
+        plan: Plan of the ranks in use, where it is not the one of the configuration.
+        replicas: Sums of gradients; None for those of `share_gradients`.
+        optimizer: Optimizer of the parameters of `replicas`; None for `adamw`.
+        compares: False if context-parallel ranks need not compare their first batch.
         recorder: Recorder of the spans of forward, backward and the optimizer; None for no record.
 
     Attributes:
-        sharded: The parameters, as this rank's shards.
+        replicas: The parameters that the optimizer changes, and the sum of their gradients.
         rewarm: Place where the learning rate leaves its schedule for some steps; None if none.
     """
 
@@ -87,20 +116,24 @@ class Trainer:
         config: Resolved,
         batches: TrainBatches,
         *,
+        plan: NtpPlan | None = None,
+        replicas: DataParallel | None = None,
+        optimizer: Optimizer | None = None,
+        compares: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
         self._recorder = recorder or Recorder(is_on=False)
         self.model, self.groups, self.config, self.batches = model, groups, config, batches
-        self._layouts = param_layouts_of(model)
         # Asked before a shard that is cut inside rows has lost its dimensions.
         decaying = names_that_decay(model)
-        self.sharded = shard_parameters(model, config, groups)
-        self.optimizer = _adamw(self.sharded, decaying, config.train)
+        self.replicas = replicas or share_gradients(model, config, groups, plan)
+        self.optimizer = optimizer or adamw(
+            self.replicas.named_parameters(), decaying, config.train
+        )
         self.rewarm: Rewarm | None = None
-        place = topology_of(config.parallel).coordinates(groups[ALL_RANKS].rank)
-        self._dp_rank, self._dp_size = place["dp"], config.parallel.dp
+        self._place = place_of(config, groups, plan)
         self._tp = groups["tp"].collectives
-        self._has_compared = groups["cp"].is_identity
+        self._has_compared = groups["cp"].is_identity or not compares
         layers = sum(expert_blocks(config.model))
         self._balanced_layers = layers if config.model.balance_loss else 0
 
@@ -113,30 +146,40 @@ class Trainer:
         finite number on any rank, no rank changes its parameters, and gradients stay as they are.
         """
         start = time.perf_counter()
-        nats, balance = self._accumulate(index)
-        sum_partial_gradients(self.model, self._tp)
-        norm = global_norm(self.sharded, self._layouts, self._tp)
+        found = self.accumulate(index)
+        norm = self.replicas.finish()
         # Before the update, so that all ranks make it or none does.
-        loss, balance_loss, is_finite, wants_to_stop = self._agree(
-            nats, balance, norm, is_asked_to_stop
-        )
+        agreed = self.agree(found, norm, is_asked_to_stop=is_asked_to_stop)
+        rate = self.set_learning_rate(index)
+        if agreed.is_finite:
+            self._update(norm)
+        row = self.row(index, agreed, norm, rate, time.perf_counter() - start)
+        return StepResult(row, agreed.wants_to_stop, agreed.is_finite)
+
+    def set_learning_rate(self, index: int) -> float:
+        """Give the optimizer the learning rate of step `index`, and return it. Local."""
         rate = learning_rate(self.config.train, index, self.rewarm)
-        if is_finite:
-            self._update(norm, rate)
-        elapsed = time.perf_counter() - start
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def row(
+        self, index: int, agreed: Agreed, norm: torch.Tensor, rate: float, elapsed_s: float
+    ) -> dict[str, float]:
+        """What there is to tell of step `index`, from 0; the same on all ranks. Local."""
         row = {
             "step": index + 1,
-            "loss": loss / self.batches.num_targets(index),
-            "tokens_per_s": self.config.train.global_batch_tokens / elapsed,
-            "step_ms": elapsed * 1e3,
+            "loss": agreed.nats / self.batches.num_targets(index),
+            "tokens_per_s": self.config.train.global_batch_tokens / elapsed_s,
+            "step_ms": elapsed_s * 1e3,
             "lr": rate,
             "grad_norm": float(norm),
             "memory_mib": memory_mib(self.model.device),
         }
         if num_layers := self._balanced_layers:
             # 1 where the experts of a layer get as many tokens each, more where tokens crowd.
-            row["balance_loss"] = balance_loss / num_layers
-        return StepResult(row, wants_to_stop, is_finite)
+            row["balance_loss"] = agreed.balance / num_layers
+        return row
 
     def first_not_finite(self) -> str | None:
         """Which tensor is to blame after a step; see `not_finite.first_not_finite`. Collective."""
@@ -144,8 +187,7 @@ class Trainer:
 
     def shard_views(self) -> dict[str, ShardView]:
         """This rank's part of every tensor that a checkpoint holds, by name. Local."""
-        ranks = {scope: group.rank for scope, group in splitting_groups(self.groups).items()}
-        return training_shard_views(self.sharded, self.optimizer, self._layouts, ranks)
+        return self.replicas.shard_views(self.optimizer)
 
     def resume_at(self, step: int, *, skipped: int = 0, rewarm: Rewarm | None = None) -> None:
         """Tell the optimizer how far the run is, after `shard_views` were read. Local.
@@ -157,24 +199,25 @@ class Trainer:
         """
         set_optimizer_step(self.optimizer, step - skipped)
         self.rewarm = rewarm
-        self.sharded.parameters_changed()
+        self.replicas.parameters_changed()
 
-    def _accumulate(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of all micro-batches, summed over all ranks.
+    def accumulate(self, index: int) -> Found:
+        """Compute the gradients of a step, whose sums over replicas begin meanwhile. Collective.
 
-        Returns:
-            In fp64, the nats of this rank's tokens, and its part of the balance losses.
+        The loss of every token is divided by the targets of the *global* batch; see `step`.
         """
         num_targets = self.batches.num_targets(index)
-        num_micro = self.batches.num_micro_batches(self._dp_size)
+        place = self._place
+        replica, num_replicas, shares = place.replica, place.num_replicas, place.shares
+        num_micro = self.batches.num_micro_batches(num_replicas, dp_rank=replica, shares=shares)
         nats = torch.zeros((), dtype=torch.float64, device=self.model.device)
         balance_loss = torch.zeros_like(nats)
-        self.sharded.zero_grad()
+        self.replicas.zero_grad()
         for micro in range(num_micro):
             batch = self.batches.batch(
-                index, dp_rank=self._dp_rank, dp_size=self._dp_size, micro=micro
+                index, micro=micro, dp_rank=replica, dp_size=num_replicas, shares=shares
             )
-            with self.sharded.accumulate(is_last=micro == num_micro - 1):
+            with self.replicas.accumulate(is_last=micro == num_micro - 1):
                 losses, balance = self._forward(batch)
                 if balance is not None:
                     # Before backward, in which layers may be computed, and counted, again.
@@ -182,26 +225,30 @@ class Trainer:
                 with self._recorder.span("backward"):
                     (losses.sum() / num_targets).backward()
             nats += losses.detach().double().sum()
-        return nats, balance_loss
+        return Found(nats, balance_loss)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, Balance | None]:
         """Losses of this rank's tokens, and what their layers add to balance their experts."""
         device = self.model.device
         with self._recorder.span("forward"), autocast(self.config.train.dtype, device):
-            inputs = DeviceBatch.of(batch, self._plan(batch), device)
-            balance = self._balance(inputs.plan) if self._balanced_layers else None
+            whole = padded(batch, self._place.token_multiple)
+            inputs = DeviceBatch.of(whole, self._plan(whole), device)
+            balance = self._balance(batch, inputs.plan) if self._balanced_layers else None
             return self.model.token_losses(*inputs, balance), balance
 
-    def _balance(self, plan: Plan) -> Balance:
+    def _balance(self, batch: Batch, plan: Plan) -> Balance:
         """What the layers of a micro-batch need for their balance losses."""
         row_tokens = self.config.train.sequence_length
+        num_rows = len(batch.tokens) // row_tokens
+        rows = rows_of_tokens(plan, row_tokens, self._tp, self.model.device)
         return Balance(
-            rows_of_tokens(plan, row_tokens, self._tp, self.model.device),
-            num_rows=plan.tokens.num_tokens // row_tokens,
+            rows.clamp(max=num_rows),
+            num_rows=num_rows,
             row_tokens=row_tokens,
             rows_in_batch=self.batches.rows_per_batch,
             coefficient=self.config.model.balance_loss,
             collectives=self.groups[SAME_ROWS].collectives,
+            has_filling=plan.tokens.num_tokens > len(batch.tokens),
         )
 
     def _plan(self, batch: Batch) -> Plan:
@@ -215,27 +262,25 @@ class Trainer:
             _log.info("%s", plan.describe())
         return plan
 
-    def _update(self, norm: torch.Tensor, rate: float) -> None:
-        """Clip the gradients and change the parameters."""
-        clip_norm = self.config.train.clip_norm
-        if clip_norm != "none":
-            self.sharded.clip_grad_norm(clip_norm, norm=norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        with self._recorder.span("optimizer"):
-            self.optimizer.step()
-
-    def _agree(
-        self, nats: torch.Tensor, balance: torch.Tensor, norm: torch.Tensor, is_asked_to_stop: bool
-    ) -> tuple[float, float, bool, bool]:
-        """Losses of the global batch, whether all is finite, whether to stop: one small sum.
+    def agree(
+        self, found: Found, norm: torch.Tensor | None = None, *, is_asked_to_stop: bool = False
+    ) -> Agreed:
+        """What all ranks found together: one small sum. Collective.
 
         The norm is that of the whole model on every rank, but for a rank that computes wrongly;
         what each rank finds goes into the sum, so that all decide alike even then.
+
+        Args:
+            found: What `accumulate` returned.
+            norm: The norm of the gradient; None where it is not known yet.
+            is_asked_to_stop: True if this rank was asked to stop.
         """
+        nats, balance = found
         # Ranks of tp have the nats of the same tokens, but each routes tokens of its own.
         counts = self._tp.rank == 0
-        is_bad = ~(norm.isfinite() & nats.isfinite() & balance.isfinite())
+        is_bad = ~(nats.isfinite() & balance.isfinite())
+        if norm is not None:
+            is_bad = is_bad | ~norm.isfinite()
         nats = nats if counts else torch.zeros_like(nats)
         asked = nats.new_tensor(float(is_asked_to_stop))
         mine = torch.stack([nats, balance, is_bad.to(nats), asked])
@@ -243,11 +288,28 @@ class Trainer:
         total, balance_loss, num_bad, num_asked = everyone.all_reduce(mine, out=mine).tolist()
         # Finite terms may still have a sum that is not.
         is_finite = num_bad == 0 and math.isfinite(total) and math.isfinite(balance_loss)
-        return total, balance_loss, is_finite, num_asked > 0
+        return Agreed(total, balance_loss, is_finite, num_asked > 0)
+
+    def _update(self, norm: torch.Tensor) -> None:
+        """Clip the gradients and change the parameters."""
+        clip_norm = self.config.train.clip_norm
+        if clip_norm != "none":
+            self.replicas.clip(clip_norm, norm)
+        with self._recorder.span("optimizer"):
+            self.optimizer.step()
 
 
-def _adamw(sharded: Sharded, decaying: frozenset[str], train: TrainConfig) -> AdamW:
-    parameters = dict(sharded.named_parameters())
+def adamw(
+    named: Iterable[tuple[str, nn.Parameter]], decaying: frozenset[str], train: TrainConfig
+) -> AdamW:
+    """The optimizer of a run. Local.
+
+    Args:
+        named: Parameters, or shards of them, by name.
+        decaying: Names of those that decay; see `names_that_decay`.
+        train: Learning rate, decay and decay rates of the averages.
+    """
+    parameters = dict(named)
     matrices = [parameter for name, parameter in parameters.items() if name in decaying]
     others = [parameter for name, parameter in parameters.items() if name not in decaying]
     return AdamW(

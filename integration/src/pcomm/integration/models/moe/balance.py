@@ -41,12 +41,14 @@ class Balance:
     """What the layers of one training pass need for their balance losses, and what they found.
 
     Args:
-        row_of_token_T: `[T]`, int64: the row of each token that this rank routes.
+        row_of_token_T: `[T]`, int64: the row of each token that this rank routes; R for one that
+            only fills up the micro-batch.
         num_rows: R, the number of rows of the micro-batch.
         row_tokens: Number of tokens in a row.
         rows_in_batch: Number of rows in the global batch of a step, over which the loss is a mean.
         coefficient: Factor of the loss.
         collectives: Collectives of the ranks that hold tokens of the same rows, without gradients.
+        has_filling: True if tokens fill up the micro-batch; they count for nothing.
     """
 
     row_of_token_T: Tensor
@@ -55,6 +57,7 @@ class Balance:
     rows_in_batch: int
     coefficient: float
     collectives: Collectives
+    has_filling: bool = False
     _found: list[Tensor] = field(default_factory=list)
 
     def observe(self, routing: Routing) -> Tensor:
@@ -64,10 +67,14 @@ class Balance:
         """
         probabilities_TE = routing.probabilities_TE
         num_experts, top_k = probabilities_TE.shape[1], routing.experts_TK.shape[1]
+        # Tokens that fill up a batch stand in one more row, which counts for nothing.
+        num_rows = self.num_rows + self.has_filling
         places = self.row_of_token_T.unsqueeze(1) * num_experts + routing.experts_TK
         counts_RE = self.collectives.all_reduce(
-            count(places.flatten(), self.num_rows * num_experts)
-        ).view(self.num_rows, num_experts)
+            count(places.flatten(), num_rows * num_experts)
+        ).view(num_rows, num_experts)
+        if self.has_filling:
+            counts_RE[-1] = 0
         # Each token adds its own part of P_e, so parts add up over ranks and micro-batches.
         factor = num_experts / (self.row_tokens**2 * top_k * self.rows_in_batch)
         crowd_TE = counts_RE.index_select(0, self.row_of_token_T).to(probabilities_TE.dtype)

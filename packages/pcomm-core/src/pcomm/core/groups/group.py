@@ -126,6 +126,13 @@ class Group(Handle):
         other.collectives, other.differentiable = collectives, differentiable(collectives)
         return other
 
+    def relabelled(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """The same group with another name and other numbers for its ranks. Local."""
+        other = self.with_collectives(self.collectives)
+        other.differentiable = self.differentiable
+        other.name, other.ranks = name, ranks
+        return other
+
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """Torch's group; None for one rank, which needs no communicator.

@@ -135,6 +135,29 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         groups._owned = self._owned
         return groups
 
+    def relabelled(
+        self, names: Mapping[str, str], ranks: Mapping[int, int] | None = None
+    ) -> Groups:
+        """The same groups with other names, and other numbers for their ranks. Local.
+
+        So each rank finds its own of many groups of explicit ranks under one name. Both use the
+        same communicators; closing one closes those of the other too.
+
+        Args:
+            names: Name of a group by the one it was opened with; others keep theirs.
+            ranks: Number of each rank by its present one, in the same order, where processes are
+                numbered without the ranks that are gone; None to keep the numbers.
+        """
+        others = []
+        for group in self._distinct():
+            own = group.ranks if ranks is None else tuple(ranks[rank] for rank in group.ranks)
+            others.append(group.relabelled(names.get(group.name, group.name), own))
+        # Each group still agrees by the control that it was opened with.
+        control = self.control if ranks is None else None
+        groups = Groups(others, topology=self.topology, control=control, closing=self._closing)
+        groups._owned = self._owned
+        return groups
+
     def close(self) -> None:
         """Close the communicators that these groups own, last opened first. Collective.
 

@@ -1,0 +1,149 @@
+"""`pcomm train --resilient`: a launcher that keeps the store, and ranks that may die."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pcomm.core.errors import ConfigError
+from pcomm.core.process import environment, logs
+
+if TYPE_CHECKING:
+    from pcomm.core.process import RankPlace, RankReport
+    from pcomm.integration.config import Config
+    from pcomm.integration.train.outcome import Outcome
+
+__all__ = ["join_resilient", "launch_resilient", "resilient_rank"]
+
+_log = logging.getLogger("pcomm.train")
+
+# Where the ranks of a run find what it trains.
+_KEY = "pcomm/train/run"
+# What a rank imports late. Its optimizer asks for Dynamo.
+_OF_EVERY_RANK = ("pcomm.integration.train.resilient", "torch._dynamo")
+
+
+def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart: bool) -> Outcome:
+    """Prepare the text, start the ranks, and keep their store until all have ended.
+
+    Args:
+        config: The configuration as the user wrote it.
+        run_dir: Folder of the run; made if absent.
+        ranks: Number of ranks that are started.
+        must_restart: True to remove the checkpoints and metrics that are there.
+
+    Raises:
+        PcommError: The run cannot begin, or no rank has come to its end.
+    """
+    # Imported late: mistakes in the configuration are found without torch.
+    from pcomm.core.process import ResilientRanks
+    from pcomm.integration.metrics.plot import draw_loss
+    from pcomm.integration.resilient_rules import validate_resilient
+    from pcomm.integration.train.run_folder import (
+        check_resumable,
+        hold_folder,
+        prepare_folder,
+        write_config,
+    )
+
+    resolved = validate_resilient(config, ranks)
+    if not must_restart:
+        check_resumable(resolved, run_dir)
+    with hold_folder(run_dir):
+        prepare_folder(resolved, run_dir, must_restart=must_restart)
+        write_config(config, run_dir)
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        with ResilientRanks(
+            ranks, threads=threads, preload=_OF_EVERY_RANK, imports_main=False
+        ) as processes:
+            place = processes.place(0)
+            told = json.dumps({"size": ranks, "config": _as_json(config)})
+            place.store().set(_KEY, told)
+            _log.warning(
+                "a rank R that has died comes back by: pcomm train --resilient --join %s:%d "
+                "--rank R --out %s",
+                place.host,
+                place.port,
+                run_dir,
+            )
+            processes.start(resilient_rank, (config, run_dir))
+            outcome = _outcome(processes.wait(), run_dir)
+        draw_loss(run_dir)
+        return outcome
+
+
+def resilient_rank(place: RankPlace, config: Config, run_dir: Path) -> Outcome:
+    """One rank of a resilient run; the task of `ResilientRanks`."""
+    from pcomm.integration.resilient_rules import validate_resilient
+    from pcomm.integration.train.resilient import ResilientRun
+
+    logs.configure(environment.log_level(), place.rank)
+    resolved = validate_resilient(config, place.size)
+    _log.warning("rank %d of %d is process %d", place.rank, place.size, os.getpid())
+    return ResilientRun(place, resolved, run_dir, sys.stderr).go()
+
+
+def join_resilient(address: str, rank: int, run_dir: Path) -> Outcome:
+    """Come back as a rank of a run whose process has died; returns when the run ends.
+
+    Args:
+        address: `HOST:PORT` of the launcher's store, as it has told.
+        rank: Rank to take.
+        run_dir: Folder of the run.
+
+    Raises:
+        ConfigError: There is no run at the address, or it has no such rank.
+    """
+    import torch.distributed as dist
+
+    from pcomm.core.process import RankPlace
+    from pcomm.integration.config_file import from_dict
+
+    host, _, port = address.rpartition(":")
+    found = "no HOST:PORT"
+    if host and port.isdecimal():
+        try:
+            store = RankPlace(rank, rank + 1, host, int(port)).store()
+            run = json.loads(store.get(_KEY)) if store.check([_KEY]) else None
+            if run is not None and 0 <= rank < run["size"]:
+                place = RankPlace(rank, run["size"], host, int(port), 1)
+                return resilient_rank(place, from_dict(run["config"]), run_dir)
+            found = "no run there" if run is None else f"a run of {run['size']} ranks"
+        except dist.DistError as error:
+            found = str(error).splitlines()[0]
+    raise ConfigError(
+        f"pcomm train --resilient --join {address} --rank {rank}",
+        found=found,
+        why="A rank that comes back finds the run in the store of its launcher.",
+        fix="Give the address that `pcomm train --resilient` has told, and a rank of that run.",
+    )
+
+
+def _as_json(config: Config) -> dict[str, object]:
+    from pcomm.integration.config_file import to_dict
+
+    return dict(to_dict(config))
+
+
+def _outcome(reports: dict[int, RankReport], run_dir: Path) -> Outcome:
+    """The outcome of a rank that came to the end, or the error of one that did not."""
+    for rank, report in sorted(reports.items()):
+        if not report.has_finished:
+            _log.warning("rank %d: %s", rank, report.reason)
+    finished = [report for report in reports.values() if report.has_finished]
+    if finished:
+        outcome: Outcome = finished[0].result
+        return outcome
+    first = next((r for r in reports.values() if r.error is not None), None)
+    if first is not None and first.error is not None:
+        raise first.error
+    raise ConfigError(
+        "pcomm train --resilient",
+        found="; ".join(f"rank {rank}: {r.reason}" for rank, r in sorted(reports.items())),
+        why="No rank was left to go on.",
+        fix=f"Start it again with --out {run_dir}: it goes on from the newest checkpoint.",
+    )

@@ -1,0 +1,79 @@
+"""Ranks of a resilient run that die at a named place, and wait for those that come back."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pcomm.core.process import RankPlace
+from pcomm.integration.config import Config
+from pcomm.integration.resilient_rules import validate_resilient
+from pcomm.integration.train.interrupt import Interrupt
+from pcomm.integration.train.outcome import Outcome
+from pcomm.integration.train.resilient import ResilientRun
+from pcomm.integration.train.whole_state import WholeStateSaver
+from pcomm.ntp import Session
+from pcomm.ntp.session import Attempt, Patience
+
+__all__ = ["Fault", "faulty_rank"]
+
+_PAUSE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a run.
+
+    Args:
+        rank: Rank whose first process sends itself a signal in the middle of backward.
+        step: Number of the step, from 0.
+        joins_at: Step at whose beginning the others wait until a process has asked to join; None
+            if none will.
+        number: The signal.
+    """
+
+    rank: int
+    step: int
+    joins_at: int | None = None
+    number: int = signal.SIGKILL
+
+
+def faulty_rank(place: RankPlace, config: Config, run_dir: Path, fault: Fault) -> Outcome:
+    """One rank of a resilient run in fp64 with a fault; a task of `ResilientRanks`.
+
+    Args:
+        place: Place of this process.
+        config: The configuration.
+        run_dir: Folder of the run, with its tokens.
+        fault: What happens.
+    """
+    resolved = validate_resilient(config, place.size)
+    patience = Patience(heartbeat_s=0.1, dead_after_s=5.0)
+    stream = io.StringIO()
+    run = _FaultyRun(place, resolved, run_dir, stream, dtype=torch.float64, patience=patience)
+    run.fault = fault
+    return run.go()
+
+
+class _FaultyRun(ResilientRun):
+    fault: Fault
+
+    def _step(
+        self, session: Session, attempt: Attempt, saver: WholeStateSaver, interrupt: Interrupt
+    ) -> None:
+        fault, step = self.fault, session.step
+        if step == fault.joins_at:
+            store = self.place.store()
+            while store.add("pcomm/session/joins", 0) < 1:
+                time.sleep(_PAUSE_S)
+        if (self.place.rank, step, self.place.incarnation) == (fault.rank, fault.step, 0):
+            norm: Tensor = session.model.norm.weight  # type: ignore[assignment, union-attr]
+            norm.register_hook(lambda _: os.kill(os.getpid(), fault.number))
+        super()._step(session, attempt, saver, interrupt)

@@ -1,0 +1,248 @@
+"""A training run that goes on when ranks die: the trainer's steps within a session of pcomm-ntp."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal, TextIO
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pcomm.core import Groups, Topology
+from pcomm.core.process import RankPlace
+from pcomm.integration.checkpoint.folders import newest
+from pcomm.integration.checkpoint.reader import read
+from pcomm.integration.checkpoint.state import planned_shard_views, set_optimizer_step
+from pcomm.integration.config_file import to_dict
+from pcomm.integration.config_resolved import Resolved
+from pcomm.integration.data.batches import TrainBatches
+from pcomm.integration.data.preparation import open_prepared
+from pcomm.integration.metrics.run_sinks import open_sinks
+from pcomm.integration.metrics.sink import SinkGroup
+from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.models.units import units_of_model
+from pcomm.integration.parallelize import PLANNED_NAMES, build_model
+from pcomm.integration.planned_groups import group_names, group_specs, used_ranks
+from pcomm.integration.train.data_parallel import PlannedReplicas
+from pcomm.integration.train.evaluate import evaluate
+from pcomm.integration.train.interrupt import Interrupt, listen_for_interrupt
+from pcomm.integration.train.not_finite import NotFiniteSteps
+from pcomm.integration.train.outcome import Outcome
+from pcomm.integration.train.progress import Progress
+from pcomm.integration.train.trainer import Trainer, adamw, names_that_decay
+from pcomm.integration.train.whole_state import WholeStateSaver
+from pcomm.ntp import Built, Plan, Session
+from pcomm.ntp.session import Attempt, Patience
+
+__all__ = ["ResilientRun"]
+
+_log = logging.getLogger("pcomm.train")
+
+
+class ResilientRun:
+    """One rank of a run whose other ranks may die, and come back.
+
+    A generation of ranks has a model, groups and batches of its own; what lasts is the state of the
+    session. The first rank in use writes the metrics; a rank of the canonical replica writes the
+    checkpoints, with whole tensors, so that no file depends on who is there.
+
+    Args:
+        place: Place of this process.
+        config: Configuration of `validate_resilient`, the same on all ranks.
+        run_dir: Folder of the run, with its tokens.
+        stream: Stream of the progress.
+        dtype: Dtype of the parameters.
+        patience: Time limits of the session; None for its own.
+    """
+
+    def __init__(
+        self,
+        place: RankPlace,
+        config: Resolved,
+        run_dir: Path,
+        stream: TextIO,
+        *,
+        dtype: torch.dtype = torch.float32,
+        patience: Patience | None = None,
+    ) -> None:
+        self.place, self.config, self.run_dir, self._stream = place, config, run_dir, stream
+        self._dtype, self._patience = dtype, patience
+        self.prepared = open_prepared(run_dir)
+        train = config.train
+        self._batches = TrainBatches(
+            self.prepared.train,
+            seed=train.seed,
+            sequence_length=train.sequence_length,
+            global_batch_tokens=train.global_batch_tokens,
+            micro_batch_tokens=train.micro_batch_tokens,
+        )
+        start = newest(run_dir)
+        self._progress = Progress.resumed(start, train) if start else Progress()
+        self._not_finite = NotFiniteSteps(train, run_dir)
+        self._sinks = SinkGroup()
+        self._is_speaker = False
+        self._current: tuple[int, Trainer] | None = None
+        self._bits: float | None = None
+
+    def go(self) -> Outcome:
+        """Train until the last step, whoever dies meanwhile. Every rank of the job calls it."""
+        parallel, model = self.config.parallel, self.config.model
+        with listen_for_interrupt() as interrupt, ExitStack() as held:
+            session = held.enter_context(
+                Session(
+                    self.place,
+                    Topology({"dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp}),
+                    units_of_model(model, self.config.data.vocabulary),
+                    self._build,
+                    groups=lambda plan: group_specs(plan, ()),
+                    restore=self._restore,
+                    facts=self._facts(),
+                    patience=self._patience,
+                )
+            )
+            held.callback(lambda: self._sinks.close())
+            saver = held.enter_context(WholeStateSaver(self.run_dir, self.config, self.prepared))
+            for attempt in session.attempts(until=self.config.train.steps):
+                with attempt as step:
+                    self._step(session, step, saver, interrupt)
+            done = session.step
+        is_interrupted = done < self.config.train.steps
+        return Outcome(done, None if is_interrupted else self._bits, is_interrupted)
+
+    # -- what the session asks for -------------------------------------------------------------
+
+    def _build(self, plan: Plan, groups: Groups, rank: int) -> Built:
+        named, replica = _named(plan, groups, rank), plan.place(rank).replica
+        device = torch.device("cpu")
+        form = plan.form(replica)
+        model = build_model(self.config, named, device, dtype=self._dtype, form=form)
+        decaying = names_that_decay(model)
+        return Built(model, adamw(model.named_parameters(), decaying, self.config.train))
+
+    def _restore(self, plan: Plan, model: nn.Module, optimizer: Optimizer) -> int:
+        checkpoint = newest(self.run_dir)
+        if checkpoint is None:
+            return 0
+        views = planned_shard_views(model, optimizer, plan, self.place.rank)
+        if checkpoint.step == 0:
+            # Converted from a directory of weights: the optimizer begins anew.
+            views = {name: view for name, view in views.items() if name.startswith("model.")}
+        read(checkpoint, views)
+        set_optimizer_step(optimizer, checkpoint.step)
+        return checkpoint.step
+
+    def _facts(self) -> dict[str, str]:
+        text = json.dumps(to_dict(self.config), sort_keys=True).encode()
+        return {
+            "configuration": hashlib.blake2b(text, digest_size=8).hexdigest(),
+            "tokens": self.prepared.fingerprint,
+        }
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def _step(
+        self, session: Session, attempt: Attempt, saver: WholeStateSaver, interrupt: Interrupt
+    ) -> None:
+        """One attempt at a step, and what is due after it. Collective over the ranks in use."""
+        trainer, train, index = self._trainer(session), self.config.train, session.step
+        start = time.perf_counter()
+        found = trainer.accumulate(index)
+        asked = interrupt.is_requested or self._sinks.error is not None
+        agreed = trainer.agree(found, is_asked_to_stop=asked)
+        if not agreed.is_finite:
+            loss = agreed.nats / self._batches.num_targets(index)
+            self._not_finite.note_bad(index + 1, loss, float("nan"), None)
+        rate = trainer.set_learning_rate(index)
+        if agreed.wants_to_stop:
+            session.request_stop()
+        norm = attempt.commit(max_norm=None if train.clip_norm == "none" else train.clip_norm)
+        row = trainer.row(index, agreed, norm, rate, time.perf_counter() - start)
+        self._write(session, {**row, **_where(session)})
+        done, is_last = index + 1, index + 1 == train.steps or agreed.wants_to_stop
+        if _is_due(self.config.checkpoint.every, done) or is_last:
+            progress = Progress(done, 0, trainer.rewarm)
+            saver.save(session, trainer, progress)
+        if _is_due(train.eval_every, done) or (done == train.steps and train.eval_every != "none"):
+            self._bits = evaluate(
+                trainer.model, trainer.groups, self.prepared.held_out, self.config, session.plan
+            )
+            if self._bits is not None:
+                self._write(session, {"step": done, "bits_per_byte": self._bits})
+
+    def _trainer(self, session: Session) -> Trainer:
+        """The trainer of this generation; making one is collective over the ranks in use."""
+        if self._current is not None and self._current[0] == session.generation:
+            return self._current[1]
+        plan, rank, model = session.plan, session.rank, session.model
+        assert isinstance(model, LanguageModel)
+        trainer = Trainer(
+            model,
+            _named(plan, session.groups, rank),
+            self.config,
+            self._batches,
+            plan=plan,
+            replicas=PlannedReplicas(model, session.sync, plan, rank),
+            optimizer=session.optimizer,
+            compares=False,
+        )
+        trainer.rewarm = self._progress.rewarm
+        self._current = session.generation, trainer
+        self._speak(session)
+        return trainer
+
+    # -- metrics -------------------------------------------------------------------------------
+
+    def _speak(self, session: Session) -> None:
+        """Take over the metrics where the rank that wrote them is gone. Local."""
+        is_speaker = used_ranks(session.plan)[0] == session.rank
+        if is_speaker != self._is_speaker:
+            self._sinks.close()
+            self._is_speaker = is_speaker
+            self._sinks = open_sinks(
+                self.run_dir,
+                rank=0 if is_speaker else 1,
+                total_steps=self.config.train.steps,
+                stream=self._stream,
+                keep_through=session.step or None,
+            )
+        if is_speaker and session.transitions:
+            last = session.transitions[-1]
+            _log.warning(
+                "generation %d after step %d: %d ranks, tp %s, in %.2f s (%s)",
+                session.generation,
+                session.step,
+                len(session.ranks),
+                "/".join(str(own[0]) for own in session.plan.degrees),
+                last.total_s,
+                last.reason or "the beginning",
+            )
+
+    def _write(self, session: Session, row: dict[str, float]) -> None:
+        if self._is_speaker:
+            session.check_fence()
+            self._sinks.write(row)
+
+
+def _named(plan: Plan, groups: Groups, rank: int) -> Groups:
+    return groups.relabelled(group_names(plan, rank, PLANNED_NAMES))
+
+
+def _where(session: Session) -> dict[str, float]:
+    """Who took part in a step, and when it was done."""
+    degrees = {f"tp.{replica}": float(own[0]) for replica, own in enumerate(session.plan.degrees)}
+    return {
+        "wall_s": time.time(),
+        "ranks": float(len(session.ranks)),
+        "generation": float(session.generation),
+        **degrees,
+    }
+
+
+def _is_due(every: int | Literal["end", "none"], step: int) -> bool:
+    return isinstance(every, int) and step % every == 0

@@ -1,0 +1,81 @@
+"""A run that loses a rank, and gets it back, learns what a run on one process learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pcomm.core.errors import UnsupportedError
+from pcomm.core.process import ResilientRanks
+from pcomm.integration.checkpoint.folders import newest
+from pcomm.integration.checkpoint.reader import read
+from pcomm.integration.config import CheckpointConfig, Config, ParallelConfig
+from pcomm.integration.resilient_rules import validate_resilient
+from pcomm.integration.testing.faulty_runs import Fault, faulty_rank
+from pcomm.integration.testing.short_runs import (
+    open_trainer,
+    prepare_words,
+    tiny_config,
+    train_steps,
+    worst_difference,
+)
+
+STEPS = 5
+# The rank that writes the metrics.
+FAULT = Fault(rank=0, step=2, joins_at=3)
+
+
+def config(parallel: ParallelConfig) -> Config:
+    # A small learning rate, see test_uneven_replicas.
+    keys = {"learning_rate": 1e-5, "warmup_steps": 1, "eval_every": "none"}
+    base = tiny_config(parallel, steps=STEPS, **keys)
+    return dataclasses.replace(base, checkpoint=CheckpointConfig(every=2))
+
+
+def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
+    run_dir = prepare_words(tmp_path, documents=40)
+    alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
+    many = config(ParallelConfig(dp=2, tp=2))
+    preload = ["pcomm.integration.train.resilient", "torch._dynamo"]
+    with ResilientRanks(4, preload=preload) as processes:
+        processes.start(faulty_rank, (many, run_dir, FAULT))
+        died = processes.wait([FAULT.rank])[FAULT.rank]
+        assert died.reason == "killed by SIGKILL"
+        processes.join_again(FAULT.rank)
+        reports = processes.wait(timeout_s=120)
+    assert [report.reason for report in reports.values()] == ["finished"] * 4
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    # The step in which it died is there once; so is every other.
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    # A new process is taken in at the end of a step, here the third or the fourth.
+    ranks = [row["ranks"] for row in rows]
+    assert ranks[:3] + ranks[4:] == [4, 4, 3, 4]
+    assert [(row["tp.0"], row["tp.1"]) for row in rows] == [(n - 2, 2) for n in ranks]
+    found = torch.tensor([[row["loss"], row["grad_norm"]] for row in rows], dtype=torch.float64)
+    expected = torch.tensor(alone.rows, dtype=torch.float64)
+    assert float((found - expected).abs().max()) <= 1e-12
+    last = newest(run_dir)
+    assert last is not None
+    assert last.step == STEPS
+    with open_trainer(config(ParallelConfig()), run_dir, torch.float64) as trainer:
+        views = trainer.shard_views()
+        read(last, views)
+        worst, where = worst_difference(views, alone.tensors)
+    assert worst <= 1e-12, where
+
+
+@pytest.mark.parametrize(
+    ("parallel", "key"),
+    [
+        (ParallelConfig(dp=2, data="shard"), "parallel.data"),
+        (ParallelConfig(dp=1, tp=2, failed=("dp=0,tp=0",)), "parallel.failed"),
+        (ParallelConfig(dp=1, cp=2, cp_strategy="heads"), "parallel.cp_strategy"),
+    ],
+)
+def test_what_could_not_go_on_is_refused(parallel: ParallelConfig, key: str) -> None:
+    with pytest.raises(UnsupportedError, match=key):
+        validate_resilient(config(parallel), 2)
