@@ -109,8 +109,8 @@ class Seen:
         generations: Ranks of each generation that it was in.
         reasons: Reason for each of these generations.
         gone: Ranks that it saw go, with the reason that was told.
-        living: At the beginning of each attempt at each fifth step, numbers of the threads of this process, of its
-            open files, of process groups and of living tensors.
+        living: At the beginning of each attempt at each fifth step, numbers of the threads of this
+            process, of its open files, of process groups and of living tensors.
     """
 
     steps: list[SeenStep] = field(default_factory=list)
