@@ -31,7 +31,7 @@ from pcomm.core.control.failure_flag import FailureFlag
 from pcomm.core.errors import ClosedError, PeerError
 from pcomm.core.groups.groups import open_groups
 from pcomm.core.groups.spec import GroupSpec
-from pcomm.core.testing.living import Living
+from pcomm.core.testing.living import Living, left_behind
 from pcomm.core.topology import Topology
 
 SIZE, LARGE, WAIT_S = 5, 128 * 1024, 3600.0
@@ -45,15 +45,14 @@ def run(rank, path, fails):
     store = dist.distributed_c10d._get_default_store()
     control, topology = Control(store, range(SIZE), rank), Topology({"dp": SIZE})
     alive = [*range(SIZE)]
-    before, num_abandoned, num_stuck, stuck, log = Living.now(), 0, 0, [], []
+    before, log = Living.now(), []
     for turn, (victim, how) in enumerate([*zip((4, 3, 2), fails), (None, "")]):
         specs = ["dp", GroupSpec.of_ranks(alive[1:], "tail")] if len(alive) > 2 else ["dp"]
         groups = open_groups(topology, specs, control=control, timeout_s=WAIT_S)
         flag = FailureFlag(control, "work")
         total = groups["dp"].collectives.all_reduce(torch.tensor([10**rank]))
         assert total.tolist() == [sum(10**r for r in alive)], total
-        assert not any(p.is_done() for p in stuck), "the old generation ended"
-        # Large and small operations of the new generation while the old ones are stuck.
+        # Large operations, too, while those of the old generation end.
         large = groups["dp"].collectives.all_gather_async(torch.full((LARGE,), float(rank)))
         assert large.wait().view(len(alive), -1)[:, 0].tolist() == alive
         if victim is None:
@@ -80,16 +79,13 @@ def run(rank, path, fails):
             except PeerError as problem:
                 log.append("heard")
                 assert how == "killed" or f"rank {victim}: stands still" in str(problem)
-            except RuntimeError as problem:
-                assert how == "killed", problem
-                flag.sound("lost a peer", round_number=turn)
+            except RuntimeError:
+                # Its peer was killed, or another rank has abandoned the groups.
+                if how == "killed":
+                    flag.sound("lost a peer", round_number=turn)
                 log.append("lost")
             else:
                 raise AssertionError("ended without a rank")
-        if how == "stands still":
-            assert [p.is_done() for p in pending] == [False] * len(pending)
-            stuck += pending
-            num_stuck += len(handles)
         called = []
         groups.before_close(lambda: called.append("waits for others"))
         groups.before_close(lambda: called.append("local"), is_local=True)
@@ -97,6 +93,13 @@ def run(rank, path, fails):
         groups.abandon()
         groups.close()
         assert called == ["local"], called
+        for p in pending:
+            # Each has ended, or soon will, also towards a rank that stands still.
+            try:
+                p.wait()
+            except RuntimeError:
+                continue
+            raise AssertionError("ended without a rank")
         for handle in handles:
             for length in (4, LARGE):
                 for call in (handle.collectives.all_gather, handle.differentiable.all_gather):
@@ -105,21 +108,12 @@ def run(rank, path, fails):
                     except ClosedError:
                         continue
                     raise AssertionError("an abandoned communicator was used")
-        num_abandoned += len(handles)
         alive.remove(victim)
         control = control.next(alive)
         topology = topology.with_failed([victim])
         del groups, handles, pending, p
-    now = Living.now()
-    assert now.process_groups == before.process_groups, now.process_groups
-    threads = sorted(t.name for t in now.threads - before.threads)
-    # One for each communicator in which a large operation is stuck; those that failed have ended
-    # theirs, or are about to.
-    assert num_stuck <= len(threads) <= num_abandoned, threads
-    assert set(threads) <= {"pcomm work queue"}, threads
-    assert len(stuck) == 2 * num_stuck + fails.count("stands still")
-    gloo = now.gloo_threads - before.gloo_threads - before.other_threads
-    assert len(gloo) in (0, 3 * num_abandoned), gloo
+    left = left_behind(before, within_s=60.0)
+    assert not left, left
     dist.destroy_process_group()
     print(f"rank {rank}: ended, {'heard' in log}", flush=True)
 
@@ -159,7 +153,7 @@ def test_survivors_of_three_failures_leave_and_go_on(programs: Programs, tmp_pat
         assert f"rank {rank}: ended, True" in done.stdout, told
 
 
-@ranks(2, leaves="abandoned communicators stay until the process ends")
+@ranks(2)
 def test_idle_groups_and_those_with_others_collectives_are_abandoned(rank: int) -> None:
     before, log = Living.now(), list[str]()
     groups = open_groups(Topology({"dp": 2, "tp": 1}), ["dp", "tp", ("dp", "gather")])
@@ -176,7 +170,7 @@ def test_idle_groups_and_those_with_others_collectives_are_abandoned(rank: int) 
     groups["tp"].before_close(fail, is_local=True)
     take_back()
     if rank == 0:
-        # The other rank is in no hurry: it still uses what is abandoned here.
+        # The other rank is in no hurry.
         with pytest.raises(ValueError, match="a mistake"):
             other.abandon()
         assert log == ["fails", "first"]
@@ -189,7 +183,8 @@ def test_idle_groups_and_those_with_others_collectives_are_abandoned(rank: int) 
             handle.collectives.all_reduce(torch.ones(1))
     assert Living.now().process_groups == before.process_groups
     # An idle queue has no thread any more.
-    assert Living.now().threads == before.threads
+    names = {thread.name for thread in Living.now().threads - before.threads}
+    assert names <= {"pcomm freeing"}
     with open_groups(Topology({"dp": 2}), ["dp"]) as again:
         assert again["dp"].collectives.all_reduce(torch.ones(1)).tolist() == [2.0]
 

@@ -2,38 +2,141 @@
 
 from __future__ import annotations
 
-import pytest
+import multiprocessing as mp
+import signal
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
 
 from pcomm.core import Topology
+from pcomm.core.errors import ConfigError, FencedError
 from pcomm.core.process import RankReport, ResilientRanks
-from pcomm.core.testing.patience import scaled_s
-from pcomm.ntp.testing.resilient_training import Fault, check_seen, train_in_session
+from pcomm.core.testing.patience import scaled_s, wait_until
+from pcomm.ntp import StateLostError, StoreLostError
+from pcomm.ntp.session import Patience
+from pcomm.ntp.testing.resilient_training import (
+    PRELOAD,
+    Fault,
+    Seen,
+    check_seen,
+    from_the_start,
+    hold_for_failure,
+    hold_for_joins,
+    host_store,
+    slow_down_at,
+    train_in_session,
+    train_with_store,
+)
 
 TOPOLOGY = Topology({"dp": 2, "tp": 2})
 
 
-def trained(until: int, *faults: Fault, topology: Topology = TOPOLOGY) -> dict[int, RankReport]:
-    """The reports of all ranks of a job with faults, of which some ranks finish."""
-    with ResilientRanks(topology.world_size, imports_main=False) as ranks:
-        ranks.start(train_in_session, (topology, until, faults))
+def survivors(reports: Mapping[int, RankReport], until: int) -> dict[int, Any]:
+    """What the ranks that finished saw, compared with one process."""
+    found = {rank: report.result for rank, report in reports.items() if report.has_finished}
+    check_seen(found, until)
+    return found
+
+
+def test_kills_in_forward_in_recovery_and_within_the_optimizer() -> None:
+    # The second one strikes while the ranks that are left recover from the first.
+    faults = (Fault(1, "forward", 1), Fault(5, "build", 1), Fault(2, "optimizer", 2))
+    topology = Topology({"dp": 2, "tp": 3})
+    with ResilientRanks(6, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (topology, 4, faults))
         reports = ranks.wait(timeout_s=scaled_s(60.0))
-    gone = {fault.rank for fault in faults}
-    for rank, report in reports.items():
-        assert report.has_finished or rank in gone, (
-            f"rank {rank}: {report.reason}\n{report.traceback}"
-        )
-    finished = {rank: report.result for rank, report in reports.items() if report.has_finished}
-    check_seen(finished, until)
-    return reports
+    seen = survivors(reports, 4)
+    assert sorted(seen) == [0, 3, 4]
+    for own in seen.values():
+        assert own.gone == dict.fromkeys((1, 2, 5), "killed by SIGKILL")
+        assert own.generations[-1] == (0, 3, 4)
 
 
-def test_without_a_failure_training_is_that_of_one_process() -> None:
-    trained(3)
+def test_ranks_that_did_not_hear_that_all_are_ready_follow_those_that_did() -> None:
+    # Rank 0 applies the step and goes on, rank 1 meets an error; nobody is gone.
+    faults = (Fault(1, "told", 1, 0), Fault(0, "backward", 3, 0))
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (Topology({"dp": 2, "tp": 1}), 4, faults))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    seen = survivors(reports, 4)
+    assert [one.step for one in seen[0].steps] == [0, 1, 2, 3]
+    assert [one.step for one in seen[1].steps] == [0, 2, 3]
+    assert seen[1].generations == [(0, 1)] * 3
+    assert not seen[0].gone
 
 
-@pytest.mark.parametrize(
-    "point", ["forward", "backward", "reduction", "ready", "optimizer", "checkpoint"]
-)
-def test_a_killed_rank_is_left_behind(point: str) -> None:
-    reports = trained(4, Fault(1, point, 2))
-    assert [rank for rank, report in reports.items() if report.has_finished] == [0, 2, 3]
+def test_a_stopped_rank_is_fenced_and_a_new_process_takes_its_place() -> None:
+    faults = (Fault(1, "backward", 1, signal.SIGSTOP),)
+    hold = partial(hold_for_joins, counts={2: 1, 3: 2})
+    # The only test that waits for time to pass: for a process that neither ends nor beats.
+    patience = Patience(heartbeat_s=0.05, dead_after_s=2.0)
+    first, other = ({"patience": patience, "facts": {"digest": word}} for word in ("a", "b"))
+    with ResilientRanks(4, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (TOPOLOGY, 5, faults, first, hold))
+        ranks.place(0).store().wait(["pcomm/generation/1"])
+        ranks.kill(1, signal.SIGCONT)
+        stopped = ranks.wait([1], timeout_s=scaled_s(60.0))[1]
+        assert isinstance(stopped.error, FencedError)
+        # Other software is refused by name, and the others wait for no one.
+        ranks.join_again(1, (TOPOLOGY, 5, (), other))
+        refused = ranks.wait([1], timeout_s=scaled_s(60.0))[1]
+        assert isinstance(refused.error, ConfigError)
+        assert refused.error.found == "digest is b here and a in the job"
+        ranks.join_again(1)
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    seen = survivors(reports, 5)
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert seen[0].generations == [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)], seen[0].reasons
+    assert seen[1].generations == [(0, 1, 2, 3)]
+    assert "no heartbeat" in seen[0].gone[1]
+
+
+def test_a_state_that_is_lost_with_its_ranks_is_restored_or_an_error() -> None:
+    # Ranks 1 and 3 hold the same units, and no other rank does. The second one dies before the
+    # state has moved.
+    faults = (Fault(1, "forward", 2), Fault(3, "build", 1))
+    for restore in (None, from_the_start):
+        with ResilientRanks(4, preload=PRELOAD) as ranks:
+            ranks.start(train_in_session, (TOPOLOGY, 3, faults, {"restore": restore}))
+            reports = ranks.wait(timeout_s=scaled_s(60.0))
+        if restore is None:
+            errors = {rank: report.error for rank, report in reports.items()}
+            assert isinstance(errors[0], StateLostError), errors
+            assert isinstance(errors[2], StateLostError), errors
+            continue
+        for rank in (0, 2):
+            own = reports[rank].result
+            assert [one.step for one in own.steps] == [0, 1, 0, 1, 2]
+            assert own.steps[:2] != own.steps[2:4]
+            check_seen({rank: Seen(own.steps[2:], own.states)}, 3)
+
+
+def test_the_end_of_the_store_ends_every_rank_with_an_error_that_says_so() -> None:
+    ours, theirs = mp.Pipe()
+    host = mp.get_context("forkserver").Process(target=host_store, args=(theirs,), daemon=True)
+    host.start()
+    port = ours.recv()
+    hold = partial(hold_for_failure, step=1)
+    with ResilientRanks(4, preload=PRELOAD) as ranks:
+        ranks.start(train_with_store, (port, TOPOLOGY, 3, (), None, hold))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        wait_until(lambda: store.add("held", 0) == 4, "four ranks that wait")
+        host.kill()
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    host.join()
+    assert all(isinstance(report.error, StoreLostError) for report in reports.values())
+
+
+def test_a_slow_rank_gets_fewer_units_from_the_next_step_on() -> None:
+    slow = partial(slow_down_at, step=1, rank=1, speed=0.5)
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (Topology({"dp": 1, "tp": 2}), 3, (), None, slow))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    seen = survivors(reports, 3)
+    columns = [
+        [own.states[step][1]["fc2.weight"][0].shape[1] for step in (1, 2)] for own in seen.values()
+    ]
+    # Of 11 columns 5 and 6, and then 7 and 4.
+    assert columns == [[5, 7], [6, 4]]

@@ -363,6 +363,20 @@ def test_gradients_of_a_compiled_model_are_summed() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
+def test_a_backward_that_is_differentiated_again() -> None:
+    """Sums are written into gradients that belong to a graph, and are not part of it."""
+    model = nn.Linear(2, 1)
+    sync, x = sync_alone(model, bucket_bytes=1), torch.ones(1, 2)
+    y = model(x)
+    with sync.accumulate(weight=0.5), pytest.warns(UserWarning, match="reference cycle"):
+        y.square().sum().backward(create_graph=True)
+    sync.finish()
+    assert model.bias.grad is not None
+    assert torch.equal(model.bias.grad, y.detach()[0])
+    # Or parameters and gradients keep each other.
+    sync.zero_grad()
+
+
 def test_the_store_is_enough_to_agree() -> None:
     """No process group of torch is begun: recovery makes groups without one."""
     assert not dist.is_initialized()

@@ -163,7 +163,7 @@ def _close_with(roles: Sequence[Roles], engine: Engine) -> None:
         id(group): group for r in roles for group in (r.gather, r.reduce, r.replicate) if group
     }
     for group in distinct.values():
-        engine.at_end(group.before_close(close))
+        engine.at_end(group.before_close(close, is_local=True))
 
 
 def _close(engine: weakref.ref[Engine]) -> None:

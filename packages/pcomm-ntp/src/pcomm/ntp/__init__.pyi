@@ -6,7 +6,9 @@ from pcomm.ntp.planning.plan import Plan as Plan
 from pcomm.ntp.planning.plan import plan as plan
 from pcomm.ntp.planning.policy import Policy as Policy
 from pcomm.ntp.planning.units import Units as Units
+from pcomm.ntp.reshard.planned_moves import StateLostError as StateLostError
 from pcomm.ntp.session.session import Session as Session
+from pcomm.ntp.session.store_errors import StoreLostError as StoreLostError
 from pcomm.ntp.session.training_state import Built as Built
 from pcomm.ntp.sync.grad_groups import grad_groups as grad_groups
 from pcomm.ntp.sync.grad_sync import GradSync as GradSync

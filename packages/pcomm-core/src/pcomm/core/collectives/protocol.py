@@ -107,7 +107,7 @@ class Pending:
 
         An operation that has ended counts before a failure, so its result or its own error comes
         first. One that is left behind goes on: its tensors may neither be read nor written, and
-        no further operation of that communicator ends. `Groups.abandon` leaves all of that.
+        no further operation of that communicator ends. `Groups.abandon` ends or leaves them.
 
         Args:
             failure: Function called every few milliseconds while the operation is in flight, on

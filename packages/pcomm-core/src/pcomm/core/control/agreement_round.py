@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from pcomm.core.errors import PeerTimeoutError
+from pcomm.core.errors import FencedError, PeerTimeoutError
 
 __all__ = ["AgreementRound", "Missed"]
 
@@ -92,7 +92,13 @@ class AgreementRound:
         pause_s = _PAUSE_S
         longest_s = _LONGEST_PAUSE_S + _PAUSE_FOR_EACH_RANK_S * len(self._ranks)
         while not self._store.check([self._key(name)]):
-            self._check_fence()
+            try:
+                self._check_fence()
+            except FencedError:
+                # A rank that has heard it may have begun the next generation in between.
+                if self._store.check([self._key(name)]):
+                    break
+                raise
             if self._is_decided():
                 self._raise_if_late()
             if time.monotonic() > self._end_s:

@@ -14,6 +14,7 @@ private to torch, so this file is the only one that calls it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -26,6 +27,7 @@ from pcomm.core.collectives.backend import new_collectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.groups.never_freed import never_freed
 from pcomm.core.groups.options import Granted
+from pcomm.core.groups.own_connections import OwnConnections
 from pcomm.core.process.unconnected_default import end_if_unused, unconnected_default
 
 __all__ = [
@@ -46,9 +48,11 @@ class Communicator:
     Attributes:
         collectives: Operations without gradients.
         differentiable: Operations with gradients.
+        connections: Connections of its own; none where they are not known.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.connections = OwnConnections()
         self._inner = new_collectives(process_group)
         self.collectives: Collectives = self._inner
         self.differentiable: Collectives = differentiable(self._inner)
@@ -108,7 +112,12 @@ def new_communicator(
         description: Name in torch's own reports.
     """
     with unconnected_default(store, rank, 1 + ranks[-1]):
-        return _new_process_group(name, ranks, granted, store, rank, description)
+        if granted.backend != "gloo":
+            return _new_process_group(name, ranks, granted, store, rank, description)
+        with OwnConnections.recorded() as connections:
+            made = _new_process_group(name, ranks, granted, store, rank, description)
+        communicator_of(made).connections = connections
+        return made
 
 
 def _new_process_group(
@@ -157,13 +166,27 @@ def close_communicator(process_group: dist.ProcessGroup) -> None:
 def abandon_communicator(process_group: dist.ProcessGroup) -> None:
     """Refuse its operations and leave it behind, operations in flight included. Local.
 
-    Torch forgets it, as `destroy_process_group` does, but nothing ends it: its destructor waits for
-    operations in flight, so it never runs. Torch's end of the default group does not meet it.
+    Torch forgets it, as `destroy_process_group` does, so that torch's end of the default group does
+    not meet it. Its destructor waits for operations in flight. Where its connections are known
+    they are shut down, which ends all of these, and a thread runs the destructor; where they are
+    not, it never runs.
     """
     communicator = communicator_of(process_group)
     # The queue's thread ends if it has nothing to do, and is not waited for otherwise.
     communicator.close()
-    never_freed([process_group, communicator])
+    _forget(process_group)
+    if not communicator.connections:
+        never_freed([process_group, communicator])
+        return
+    communicator.connections.shut_down()
+    # The thread has the last reference, unless the caller keeps one.
+    held = [process_group]
+    del process_group
+    threading.Thread(target=held.clear, name="pcomm freeing", daemon=True).start()
+
+
+def _forget(process_group: dist.ProcessGroup) -> None:
+    """Have torch forget a group that it still knows, without ending it."""
     world = distributed_c10d._world
     if process_group not in world.pg_map:
         return

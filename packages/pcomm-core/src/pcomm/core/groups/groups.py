@@ -181,17 +181,22 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         For ranks whose peers are gone: a close would wait for operations that never end. Handles
         raise `ClosedError` from then on, also those of groups made by `with_collectives`, and
         torch.distributed forgets the communicators, so that its own end does not wait for them.
-        Groups of the next generation (`Control.next`) can be opened while operations are still
-        in flight here. Closing or abandoning again does nothing, and leaving a `with` block too.
+        Groups of the next generation (`Control.next`) can be opened at once. Closing or abandoning
+        again does nothing, and leaving a `with` block too.
+
+        On Linux the connections of gloo's communicators are shut down. So operations in flight end
+        with torch's error, here and on ranks that have not abandoned the groups yet, and soon after
+        threads, connections and tensors are free, except for what a `Pending` that the caller
+        keeps refers to.
 
         Of the calls of `before_close` those with `is_local=True` are made, the last one given
         first; the others never are, and what they refer to is kept. Their errors are raised once
         everything is abandoned. Groups around communicators of others abandon none.
 
-        What stays until the process ends, for each communicator: its connections and threads
-        (three with gloo), the tensors of its operations in flight, and a thread of the queue if
-        one of these is large. A communicator of NCCL is not aborted: its kernels in flight keep
-        the device busy until the owner of torch's group aborts them.
+        On other systems, connections and threads of each communicator (three with gloo) and the
+        tensors of operations in flight stay until the process ends. A communicator of NCCL stays
+        too, and is not aborted: its kernels in flight keep the device busy until the owner of
+        torch's group aborts them.
         """
         self._groups = {}
         local, others = self._closing.take_local()
@@ -199,9 +204,9 @@ class Groups(Mapping[str | tuple[str, str], Group]):
             for call in local:
                 last_first.callback(call)
             never_freed(others)
-            for communicator in self._owned:
-                abandon_communicator(communicator)
-            self._owned.clear()
+            # In place, as in `close`; and each is freed as soon as it is let go here.
+            while self._owned:
+                abandon_communicator(self._owned.pop(0))
 
     def __enter__(self) -> Groups:
         return self

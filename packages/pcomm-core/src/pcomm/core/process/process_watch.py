@@ -30,9 +30,9 @@ class RankReport:
         incarnation: Number of processes that had this rank before.
         reason: `finished` for a task that returned, `failed: ...` for one that raised, or how the
             process ended, such as `killed by SIGKILL`; one line.
-        result: What the task returned; None if it did not.
-        error: What the task raised, where it could be carried over; or why its result could not.
-        traceback: Where it was raised; empty if nothing was.
+        result: The task's return value; None if it did not return.
+        error: The task's exception if it could be carried over, or the one of loading its result.
+        traceback: Traceback of the task's exception; empty if there was none.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class ProcessWatch:
     """A thread that waits for the ends of processes, and tells each in a store.
 
     Args:
-        store: Connection to the store that nobody else uses.
+        store: Connection to the store, for this thread alone.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -100,7 +100,7 @@ class ProcessWatch:
             return dict(self._ended)
 
     def close(self) -> None:
-        """End the thread, and kill the processes that run. Their ends are told to nobody."""
+        """End the thread, and kill the processes that run. The store does not get their ends."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -141,7 +141,7 @@ class ProcessWatch:
             _receive(found)
         found.process.join()
         report = _report_of(rank, found)
-        # In the store before anybody can start another process for this rank.
+        # In the store before another process can be started for this rank.
         number = self._store.add("pcomm/ended/count", 1)
         told = f"{rank} {found.incarnation} {report.reason}"
         self._store.set(f"pcomm/ended/{number}", told)

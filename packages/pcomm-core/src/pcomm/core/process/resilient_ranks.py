@@ -143,7 +143,7 @@ class ResilientRanks:
                 if not running:
                     return {rank: reports[rank] for rank in chosen}
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise RankError(self._stacks_of(running))
+                    raise RankError(self._told(running, reports))
             except KeyboardInterrupt:
                 if is_interrupted:
                     raise
@@ -189,11 +189,14 @@ class ResilientRanks:
     def _stacks(self, rank: int, incarnation: int) -> Path:
         return Path(self._folder.name, f"stacks-{rank}-{incarnation}")
 
-    def _stacks_of(self, running: Sequence[int]) -> str:
+    def _told(self, running: Sequence[int], reports: dict[int, RankReport]) -> str:
+        """Why the ranks that run are waited for, and what became of the others."""
         lines = [f"ranks {list(running)} of {self.size} did not finish in time"]
-        for rank in running:
+        for rank in range(self.size):
             found = self._watch.running(rank)
-            if found is not None:
+            if rank in reports:
+                lines.append(f"rank {rank}: {reports[rank].reason}\n{reports[rank].traceback}")
+            elif found is not None:
                 stacks = stacks_of(found.process.pid, self._stacks(rank, found.incarnation))
                 lines.append(f"rank {rank}: still running at\n{stacks}")
         return "\n".join(lines)

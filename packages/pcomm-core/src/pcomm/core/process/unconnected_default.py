@@ -63,7 +63,7 @@ def _is_ours() -> bool:
 
 def _begin(store: dist.Store, rank: int, size: int) -> None:
     group = dist.ProcessGroup(store, rank, size)
-    group._set_group_name(_NAME)
+    group._set_group_name(_NAME)  # type: ignore[arg-type]
     group._set_group_desc(_NAME)
     world = distributed_c10d._world
     # As `init_process_group` does. The registry of names, by which operators of compiled code find

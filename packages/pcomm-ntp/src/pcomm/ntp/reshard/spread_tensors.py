@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pcomm.core import Layout
 from pcomm.core.errors import ConfigError, LayoutError, PcommError
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp.planning.plan import Plan
@@ -144,6 +145,8 @@ def spread_tensors(
         ]
         made = SpreadTensor(name, parameter, units, dim, sides[0], sides[1])
         _check_shapes(made, rank)
+        if made.target is not None and units is not None and layout.layout is not None:
+            _check_layout(new, rank, made, layout.layout)
         found.append(made)
     return found
 
@@ -160,6 +163,29 @@ def _check_names(
             fix=f"Pass {'all tensors' if is_there else 'no tensors'} as {side} on this rank, "
             "and name as holders the ranks that are alive and have state.",
         )
+
+
+def _check_layout(new: Plan, rank: int, one: SpreadTensor, declared: Layout) -> None:
+    """Refuse a model whose shard has the right size, and other positions than the plan says."""
+    place = new.place(rank)
+    planned = new.layout(one.parameter, place.replica, place.stage)
+    same = declared.size == planned.size and declared.length == planned.length
+    if not same or _joined(declared, place.index) != _joined(planned, place.index):
+        raise _unfit(
+            f"reshard: target {one.name!r} on rank {rank}",
+            f"a layout of {declared.describe()}, the plan has {planned.describe()}",
+        )
+
+
+def _joined(layout: Layout, index: int) -> list[list[int]]:
+    """Runs of one rank, those that touch joined into one."""
+    joined: list[list[int]] = []
+    for start, stop in layout.runs[index]:
+        if joined and joined[-1][1] == start:
+            joined[-1][1] = stop
+        else:
+            joined.append([start, stop])
+    return joined
 
 
 def _check_shapes(one: SpreadTensor, rank: int) -> None:

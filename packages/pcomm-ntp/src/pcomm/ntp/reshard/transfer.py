@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pcomm.core import Group
 from pcomm.core.errors import TopologyError
+from pcomm.core.exchange import RowMoves
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.reshard.agreement import agree, most
@@ -160,11 +161,9 @@ def _exchanged(group: Group, found: Traffic, device: torch.device, round_bytes: 
         leaving = [_round(sent.get(i), number) for i in range(group.size)]
         coming = [_round(received.get(i), number) for i in range(group.size)]
         send_sizes, receive_sizes = ([_bytes(own) for own in side] for side in (leaving, coming))
-        data = collectives.all_to_all(
-            packed(chain.from_iterable(leaving), device),
-            send_sizes=send_sizes,
-            receive_sizes=receive_sizes,
-        )
+        # Parcels lie in the order of the peers already: the plan of this exchange is its sizes.
+        plan = RowMoves(tuple(send_sizes), tuple(receive_sizes), None, None)
+        data = plan.move(packed(chain.from_iterable(leaving), device), collectives)
         unpack(data, chain.from_iterable(coming))
         total[0] += sum(send_sizes)
         total[1] += sum(receive_sizes)

@@ -69,7 +69,7 @@ class Meeting:
         self,
         rank: int,
         arrival: Arrival,
-        propose: Callable[[Sequence[int]], Decision],
+        propose: Callable[[Sequence[int], Mapping[int, str]], Decision],
         check_store: Callable[[], None],
     ) -> Decision:
         """Say what this rank has, and wait for the decision.
@@ -77,7 +77,8 @@ class Meeting:
         Args:
             rank: Global rank of this process.
             arrival: State of this rank, which must not change before the decision.
-            propose: Function from the ranks that are there to what should follow.
+            propose: Function from the ranks that are there, and from those that are not with the
+                reasons, to what should follow.
             check_store: Function that raises when the store is lost.
         """
         self._records.say(self.generation, rank, arrival)
@@ -90,19 +91,30 @@ class Meeting:
             self._ends.read()
             missing = [r for r in self.ranks if r not in here and not self._is_gone(r)]
             if not missing or time.monotonic() > end_s:
-                return self._records.decide(self.generation, propose(self._living(here, rank)))
+                living = self._living(here, rank)
+                gone = {r: self._reason(r) for r in self.ranks if r not in living}
+                return self._records.decide(self.generation, propose(living, gone))
             time.sleep(_PAUSE_S)
 
     def _living(self, here: Mapping[int, Arrival], rank: int) -> list[int]:
         """Those that have arrived and not ended since."""
         return [r for r in here if r == rank or self._ends.of(r, self._since) is None]
 
+    def _told(self, rank: int) -> str | None:
+        return (
+            self._ends.of(rank, self._since)
+            or self._records.left(self.generation, rank)
+            or self._records.silent(self.generation, rank)
+        )
+
+    def _reason(self, rank: int) -> str:
+        """Why a rank is gone."""
+        return self._told(rank) or (
+            "its heartbeat has stopped" if self._is_gone(rank) else "did not leave its work in time"
+        )
+
     def _is_gone(self, rank: int) -> bool:
-        if self._ends.of(rank, self._since) is not None:
-            return True
-        if self._records.left(self.generation, rank) is not None:
-            return True
-        if self._records.silent(self.generation, rank) is not None:
+        if self._told(rank) is not None:
             return True
         beat = self._records.beat_of(rank)
         silent_s = self._silence.look(rank, beat, time.monotonic())

@@ -39,6 +39,7 @@ class Membership:
         number: Number of the generation.
         ranks: Its ranks, ascending.
         speeds: Relative speeds other than 1, by rank.
+        gone: Ranks that are gone since the last generation that was complete, with the reason.
         is_over: True once all steps are done on all ranks.
     """
 
@@ -59,6 +60,8 @@ class Membership:
         self.number, self.ranks = 0, tuple(sorted(ranks))
         self.since: Mapping[int, int] = {}
         self.speeds: Mapping[int, float] = {}
+        self.gone: dict[int, str] = {}
+        self._is_member = False
         self.is_over = False
         self._joins_done = 0
         self.watch = Watch(
@@ -85,6 +88,7 @@ class Membership:
         had_another = self._ends.of(self.rank, {}) is not None
         is_first = not had_another and self.rank in self.ranks
         if is_first and self.records.claim_first(self.rank, self._token):
+            self._is_member = True
             self.watch.enter(0, self.ranks, {})
             return {}
         decision = self._join()
@@ -150,6 +154,7 @@ class Membership:
                 self.records, self._ends, self.number, self.ranks, self.since, self._patience
             )
             decision = meeting.attend(self.rank, arrival, self._propose, self.check_store)
+        self.gone |= decision.gone
         states = {} if decision.is_end else states_before(self.records, self.number, decision)
         self._go_over(decision)
         return decision, states
@@ -170,7 +175,9 @@ class Membership:
         return self.is_over
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank leaves them for good. Local."""
+        """Tell the others that this rank leaves them for good, if it was with them. Local."""
+        if not self._is_member:
+            return
         self.records.say_left(self.number, self.rank, reason)
         self.records.raise_flag(self.number, f"rank {self.rank} has left: {reason}")
 
@@ -248,14 +255,14 @@ class Membership:
 
     # -- how it is done ----------------------------------------------------------------------
 
-    def _propose(self, living: Sequence[int]) -> Decision:
+    def _propose(self, living: Sequence[int], gone: Mapping[int, str]) -> Decision:
         new = self._newcomers(living)
         ranks = tuple(sorted({*living, *new}))
         since = {r: self.since[r] for r in living if r in self.since}
         since |= {r: join.since for r, join in new.items()}
         speeds = {r: s for r, s in self.records.speeds(ranks).items() if s != 1}
         tokens = {r: join.token for r, join in new.items()}
-        return Decision(ranks, tokens, since, speeds, self.records.stops())
+        return Decision(ranks, tokens, since, speeds, self.records.stops(), gone)
 
     def _go_over(self, decision: Decision) -> None:
         if decision.is_end:
@@ -266,6 +273,7 @@ class Membership:
         for token in decision.newcomers.values():
             # A request that was granted once is not granted again.
             self.records.mark_taken(token)
+        self._is_member = True
         self.number += 1
         self.ranks, self.since, self.speeds = decision.ranks, decision.since, decision.speeds
         self.watch.enter(self.number, self.ranks, self.since)

@@ -43,6 +43,7 @@ class Decision:
             earlier end was that of another process.
         speeds: Relative speeds other than 1, by rank.
         stops: True if a rank has asked to end after the step.
+        gone: Ranks of the generation before whose processes are gone, each with the reason.
     """
 
     ranks: tuple[int, ...]
@@ -50,6 +51,7 @@ class Decision:
     since: Mapping[int, int] = field(default_factory=dict)
     speeds: Mapping[int, float] = field(default_factory=dict)
     stops: bool = False
+    gone: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def is_end(self) -> bool:
@@ -64,7 +66,7 @@ class Decision:
     def from_json(cls, text: str) -> Decision:
         """The decision that `to_json` wrote."""
         found = json.loads(text)
-        by_rank = ("newcomers", "since", "speeds")
+        by_rank = ("newcomers", "since", "speeds", "gone")
         tables = {name: {int(r): v for r, v in found[name].items()} for name in by_rank}
         return cls(tuple(found["ranks"]), **tables, stops=found["stops"])
 

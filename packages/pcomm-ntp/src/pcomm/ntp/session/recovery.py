@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,7 @@ class Transition:
         generation: Number of the generation.
         reason: Reason for leaving the one before.
         ranks: Ranks of the generation.
+        gone: Ranks of the one before whose processes are gone, each with the reason.
         meet_s: Seconds until it was decided who goes on.
         open_s: Seconds until the groups were open.
         build_s: Seconds until the model was built.
@@ -59,6 +61,7 @@ class Transition:
     generation: int
     reason: str
     ranks: tuple[int, ...]
+    gone: Mapping[int, str]
     meet_s: float
     open_s: float
     build_s: float
@@ -160,6 +163,12 @@ class Recovery:
                         raise
                     reason = _headline(error)
 
+    def close(self) -> None:
+        """Close the groups. Collective: all ranks have come to the end."""
+        opened, self.opened, self.sync = self.opened, None, None
+        if opened is not None:
+            opened.close()
+
     def abandon(self) -> None:
         """Leave the groups as they are. Local."""
         opened, self.opened, self.sync = self.opened, None, None
@@ -201,7 +210,17 @@ class Recovery:
         if member.rank not in made.idle_ranks:
             built = job.build(made, self.opened.groups, member.rank)
         build_s = clock.lap()
-        moved = self._fill(point, made, built)
+        try:
+            moved = self._fill(point, made, built)
+        except StateLostError:
+            # Raised on all ranks, before anything was sent.
+            if job.restore is None:
+                raise
+            if built is not None:
+                # Its optimizer has the scalars of the state that is lost.
+                built = job.build(made, self.opened.groups, member.rank)
+            moved = None
+            self._restore(made, built)
         if built is not None:
             self.sync = GradSync(
                 made, built.model, self.opened.groups, rank=member.rank, strategy=job.strategy
@@ -213,9 +232,18 @@ class Recovery:
         # From here on all ranks have the new state, so the old one is not needed any more.
         self.held, self._complete = self._complete, None
         took = Transition(
-            member.number, reason, member.ranks, meet_s, open_s, build_s, clock.lap(), moved
+            generation=member.number,
+            reason=reason,
+            ranks=member.ranks,
+            gone=dict(member.gone),
+            meet_s=meet_s,
+            open_s=open_s,
+            build_s=build_s,
+            move_s=clock.lap(),
+            moved=moved,
         )
         self.transitions.append(took)
+        member.gone.clear()
 
     def _take_up(self, point: ResumePoint) -> None:
         """Hold the state of `point`: follow where this rank is behind."""
@@ -254,31 +282,26 @@ class Recovery:
         source = {}
         if self.held is not None and self.held.built is not None:
             source = state_tensors(self.held.built.model, self.held.built.optimizer)
-        try:
-            target, layouts = {}, {}
-            if built is not None:
-                stage = made.place(member.rank).stage
-                told = member.records.published(f"scalars/{member.number}/{stage}")
-                if told is not None:
-                    set_scalars(built, told)
-                target = state_tensors(built.model, built.optimizer)
-                layouts = param_layouts_of(built.model)
-            assert self.opened is not None
-            return reshard(
-                old,
-                made,
-                self.opened.every[EVERYONE],
-                rank=member.rank,
-                source=source,
-                target=target,
-                param_layouts=layouts,
-                holders=self._with_units(point, old),
-            )
-        except StateLostError:
-            if self._job.restore is None:
-                raise
-            self._restore(made, built)
-            return None
+        target, layouts = {}, {}
+        if built is not None:
+            stage = made.place(member.rank).stage
+            told = member.records.published(f"scalars/{member.number}/{stage}")
+            if told is not None:
+                set_scalars(built, told)
+            target = state_tensors(built.model, built.optimizer)
+            layouts = param_layouts_of(built.model)
+        assert self.opened is not None
+        return reshard(
+            old,
+            made,
+            self.opened.every[EVERYONE],
+            rank=member.rank,
+            source=source,
+            target=target,
+            param_layouts=layouts,
+            holders=self._with_units(point, old),
+            device=torch.device(self._job.device),
+        )
 
     def _restore(self, made: Plan, built: Built | None) -> None:
         """Load the checkpoint on all ranks, or begin at step 0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -288,9 +289,13 @@ class Session:
         except BaseException as error:
             self._leave(error)
             raise
-        self._end()
+        self._is_closed = True
+        try:
+            self._recovery.close()
+        finally:
+            self._membership.close()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -317,11 +322,15 @@ class Session:
         with store_errors.told():
             own = Requests(self._asks_move or self._membership.wants_in())
         self._recovery.is_ready = True
-        over = self._opened().every[EVERYONE].collectives
-        self._told = commit(own, over, torch.device(self._job.device))
+        self._told = self._ready(own)
         self._recovery.apply()
         if sync is not None:
             sync.zero_grad()
+
+    def _ready(self, own: Requests) -> Requests:
+        """Tell that this rank is ready, and wait until all are."""
+        over = self._opened().every[EVERYONE].collectives
+        return commit(own, over, torch.device(self._job.device))
 
     def _end_attempt(self, number: int, error: BaseException | None) -> bool:
         if error is None and self.step == number:
@@ -357,9 +366,6 @@ class Session:
                 self._membership.leave(reason)
             except dist.DistError as lost:
                 error.add_note(f"the store was not told: {lost}")
-        self._end()
-
-    def _end(self) -> None:
         self._is_closed = True
         self._recovery.abandon()
         self._membership.close()

@@ -72,9 +72,8 @@ class BucketQueue:
             return
         self._is_here[index] = True
         self._missing[bucket] -= 1
-        with torch.no_grad():
-            while self._started < len(self._sums) and not self._missing[self._started]:
-                self._start_next(weight)
+        while self._started < len(self._sums) and not self._missing[self._started]:
+            self._start_next(weight)
 
     def finish(self, weight: float) -> None:
         """Start all others, wait for all, and write the sums into the gradients. Collective."""
@@ -92,7 +91,9 @@ class BucketQueue:
         number = self._started
         # Counted first: what fails half way has sent something.
         self._started += 1
-        self._sums[number].start(_gradients(self._buckets[number]), weight)
+        # A backward that is differentiated again records what its hooks do.
+        with torch.no_grad():
+            self._sums[number].start(_gradients(self._buckets[number]), weight)
 
 
 def _gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:

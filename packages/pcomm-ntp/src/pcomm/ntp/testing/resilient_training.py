@@ -6,14 +6,17 @@ fault depends on time.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pcomm.core import Groups, Topology
@@ -21,25 +24,35 @@ from pcomm.core.collectives import IdentityCollectives
 from pcomm.core.layout import Layout
 from pcomm.core.process import RankPlace
 from pcomm.core.tensor_parallel import ParamLayout
+from pcomm.core.testing.living import Living
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.session import Built, Patience, Session
+from pcomm.ntp.session.commit import Requests
+from pcomm.ntp.session.suspicion import SuspectedFailure
 from pcomm.ntp.testing import small_training
 from pcomm.ntp.testing.small_training import SmallModel, training_units
 
 __all__ = [
+    "PRELOAD",
     "Fault",
     "Seen",
     "SeenStep",
     "check_seen",
     "dense_run",
+    "from_the_start",
+    "hold_for_failure",
     "hold_for_joins",
-    "hold_for_key",
+    "host_store",
     "raise_at",
     "slow_down_at",
     "train_in_session",
+    "train_with_store",
 ]
 
-POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint", "build")
+PRELOAD = ("torch._dynamo", __name__)
+"""Modules for `ResilientRanks` to import once, for all ranks: the first optimizer needs seconds."""
+
+POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint", "build", "told")
 
 
 @dataclass(frozen=True)
@@ -50,9 +63,10 @@ class Fault:
         rank: Global rank.
         point: One of `POINTS`: `reduction` is while sums are in flight, `ready` between the
             agreement and the optimizer, `optimizer` when one parameter is updated, `checkpoint`
-            after a step is applied, `build` while a generation begins.
+            after a step is applied, `build` while a generation begins, `told` when all ranks are
+            known to be ready, for errors.
         step: Number of the step; for `build` that of the generation.
-        number: Signal.
+        number: Signal; 0 for an error of a connection, with all ranks alive.
         incarnation: Number of processes that had the rank before.
     """
 
@@ -92,12 +106,19 @@ class Seen:
         steps: The steps that it committed, in order.
         states: For each number of applied steps: the plan, as JSON, and by name the parameter and
             its moments.
-        generations: For each generation that it was in: its ranks, and why it began.
+        generations: Ranks of each generation that it was in.
+        reasons: Reason for each of these generations.
+        gone: Ranks that it saw go, with the reason that was told.
+        living: At the beginning of each attempt at each fifth step, numbers of the threads of this
+            process, of its open files, of process groups and of living tensors.
     """
 
     steps: list[SeenStep] = field(default_factory=list)
     states: dict[int, tuple[str, dict[str, tuple[Tensor, ...]]]] = field(default_factory=dict)
-    generations: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    generations: list[tuple[int, ...]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    gone: dict[int, str] = field(default_factory=dict)
+    living: list[tuple[int, int, int, int]] = field(default_factory=list)
 
 
 def train_in_session(
@@ -107,6 +128,7 @@ def train_in_session(
     faults: Sequence[Fault] = (),
     options: dict[str, Any] | None = None,
     each_step: Callable[[Session, RankPlace], None] | None = None,
+    counts: bool = False,
 ) -> Seen:
     """Train the small model to step `until`; a task of `ResilientRanks`.
 
@@ -117,6 +139,7 @@ def train_in_session(
         faults: Signals that ranks send to themselves.
         options: Further arguments of `Session`.
         each_step: Function called at the beginning of each attempt.
+        counts: True to count what lives in the process, for `Seen.living`.
     """
     seen = Seen()
     current, left = [0, 0], list(faults)
@@ -126,6 +149,8 @@ def train_in_session(
             if (fault.rank, fault.incarnation) == (place.rank, place.incarnation):
                 # Before it strikes: a process that was stopped goes on behind this line.
                 left.remove(fault)
+                if fault.number == 0:
+                    raise SuspectedFailure(point, found="nothing", why="A fault.", fix="Go on.")
                 os.kill(os.getpid(), fault.number)
 
     def build(plan: Plan, groups: Groups, rank: int) -> Built:
@@ -144,12 +169,16 @@ def train_in_session(
         model.norm.weight.register_hook(lambda _: strike("backward", current[0]))
         return Built(model, _Optimizer(model, lambda point: strike(point, current[0])))
 
-    patience = Patience(heartbeat_s=0.05, dead_after_s=1.0)
+    patience = Patience(dead_after_s=3600.0, leave_s=3600.0, agree_s=3600.0)
     chosen: dict[str, Any] = {"patience": patience, **(options or {})}
-    with Session(place, topology, training_units(), build, **chosen) as session:
+    with _Session(place, topology, training_units(), build, **chosen) as session:
+        session.strike = lambda: strike("told", current[0])
         for attempt in session.attempts(until=until):
             current[0] = session.step
             _note(seen, session)
+            if counts and session.step % 5 == 0:
+                kept = sum(len(own) for _, state in seen.states.values() for own in state.values())
+                seen.living.append(_living(kept))
             if each_step is not None:
                 each_step(session, place)
             with attempt as step:
@@ -157,25 +186,57 @@ def train_in_session(
                 seen.steps.append(seen_step)
                 strike("checkpoint", step.number)
         _note(seen, session)
-        seen.generations = [(move.ranks, move.reason) for move in session.transitions]
+        seen.generations = [one.ranks for one in session.transitions]
+        seen.reasons = [one.reason for one in session.transitions]
+        for one in session.transitions:
+            seen.gone |= one.gone
     return seen
 
 
-def hold_for_joins(session: Session, place: RankPlace, *, step: int, count: int) -> None:
-    """Wait at the beginning of a step until so many processes have asked to join."""
-    if session.step == step:
-        store = place.store()
+def hold_for_joins(session: Session, place: RankPlace, *, counts: Mapping[int, int]) -> None:
+    """Wait at the beginning of some steps until so many processes have asked to join, by step."""
+    if session.step in counts:
+        store, count = place.store(), counts[session.step]
         while store.add("pcomm/session/joins", 0) < count and session.failure is None:
             time.sleep(0.005)
 
 
-def hold_for_key(session: Session, place: RankPlace, *, step: int, key: str) -> None:
-    """Wait at the beginning of a step until a key is in the store; count those that wait."""
+def hold_for_failure(session: Session, place: RankPlace, *, step: int) -> None:
+    """Wait at the beginning of a step until the ranks leave; count those that wait as `held`."""
     if session.step == step:
-        store = place.store()
-        store.add("held", 1)
-        while not store.check([key]) and session.failure is None:
+        place.store().add("held", 1)
+        while session.failure is None:
             time.sleep(0.005)
+
+
+def from_the_start(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Restore what a checkpoint of step 0 has: the values that the model was built with."""
+    del plan, model, optimizer
+    return 0
+
+
+def host_store(port: Connection) -> None:
+    """Host a store until the process ends; sends its port."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    port.recv()
+
+
+def train_with_store(place: RankPlace, port: int, *args: Any) -> Seen:
+    """Train with another store on this host than that of the launcher."""
+    return train_in_session(replace(place, port=port), *args)
+
+
+class _Session(Session):
+    """A session with a point behind the agreement that all ranks are ready."""
+
+    strike: Callable[[], None] | None = None
+
+    def _ready(self, own: Requests) -> Requests:
+        told = super()._ready(own)
+        if self.strike is not None:
+            self.strike()
+        return told
 
 
 class _Optimizer(torch.optim.AdamW):
@@ -213,6 +274,14 @@ def _one_step(session: Session, step: Any, strike: Callable[[str, int], None]) -
     strike("reduction", step.number)
     norm = step.commit(max_norm=small_training._MAX_NORM)
     return SeenStep(step.number, place.replica, first, count, sum(losses) / count, norm.item())
+
+
+def _living(kept: int) -> tuple[int, int, int, int]:
+    """Threads, open files, process groups, and tensors but for those that the caller keeps."""
+    gc.collect()
+    threads, files = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))
+    tensors = sum(issubclass(type(one), Tensor) for one in gc.get_objects()) - kept
+    return threads, files, len(Living.now().process_groups), tensors
 
 
 def _note(seen: Seen, session: Session) -> None:

@@ -104,7 +104,7 @@ class WorkQueue:
         # Words and not the exception, which would hold the frames of all who have raised it.
         self._failure: str | None = None
         # What failed, or had begun behind it: the peers may still read and write its memory.
-        self._abandoned: list[WorkItem] = []
+        self._abandoned: list[WorkItem] | None = []
         self._last: Transfer | None = None
         self._to_finish: SimpleQueue[tuple[Callable[[Transfer], None], Transfer] | None] = (
             SimpleQueue()
@@ -125,7 +125,9 @@ class WorkQueue:
     def forget(self) -> None:
         """Drop the memory of operations that failed, once no peer can reach it any more. Local."""
         self._end_thread()
-        self._abandoned.clear()
+        with self._lock:
+            # What fails from now on is not kept either. An error holds the frames that raised it.
+            self._abandoned = self._last = None
 
     def start(self, item: WorkItem, *, is_async: bool) -> Transfer:
         """Run an operation after all that were started before. Called by one thread.
@@ -189,7 +191,7 @@ class WorkQueue:
                 self._failure = f"{type(problem).__name__}: {problem}"
             if transfer in self._not_begun:
                 self._not_begun.remove(transfer)
-            elif transfer.item is not None:
+            elif transfer.item is not None and self._abandoned is not None:
                 self._abandoned.append(transfer.item)
 
     def _end_thread(self) -> threading.Thread | None:

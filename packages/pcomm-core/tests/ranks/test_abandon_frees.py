@@ -1,0 +1,131 @@
+"""Abandoned communicators are freed: their threads, files and tensors, whatever became of peers."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+from pcomm.core.testing.programs import Programs
+
+PROGRAM = """
+import gc, os, signal, sys, weakref
+from contextlib import suppress
+import torch
+from pcomm.core.control.control import Control
+from pcomm.core.groups import communicators
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.process.resilient_ranks import ResilientRanks
+from pcomm.core.testing.living import Living
+from pcomm.core.testing.patience import wait_until
+from pcomm.core.topology import Topology
+
+SIZE, NUM_GENERATIONS, WAIT_S = 3, 20, 3600.0
+# From 256 KiB on, gathers and sums go through a queue with a thread of its own.
+SMALL, LARGE = 4, 3 * 40 * 1024
+# Rank 2 is killed in one generation, and stands still in the last one.
+KILLED, STOPPED = 8, 19
+
+
+def names_of_files():
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{number}").split(":")[0])
+    return sorted(found)
+
+
+def start_operations(groups, names):
+    '''Operations that need a rank which does not join them; references to their tensors.'''
+    pending, tensors = [], []
+    for name in names:
+        for length in (SMALL, LARGE):
+            for operation in ("all_reduce", "all_gather", "reduce_scatter"):
+                x = torch.ones(length * groups[name].size)
+                tensors.append(weakref.ref(x))
+                pending.append(getattr(groups[name].collectives, f"{operation}_async")(x))
+    return pending, tensors
+
+
+def task(place):
+    store, rank = place.store(timeout_s=WAIT_S), place.rank
+    # What torch and Python make once.
+    torch.ones(LARGE).sum()
+    before, files = Living.now(), names_of_files()
+    if place.incarnation:
+        control = Control.join(store, rank, timeout_s=WAIT_S)
+    else:
+        control = Control(store, range(SIZE), rank, timeout_s=WAIT_S)
+    tensors, num_failed = [], 0
+    while (number := control.generation) < NUM_GENERATIONS:
+        topology = Topology({"dp": SIZE}).with_failed(sorted(set(range(SIZE)) - set(control.ranks)))
+        specs = ["dp", GroupSpec.of_ranks((0, 1), "tail")]
+        groups = open_groups(topology, specs, control=control)
+        total = groups["dp"].collectives.all_reduce(torch.tensor([10**rank]))
+        assert int(total) == sum(10**r for r in control.ranks)
+        # The rank that fails joins no operation, and else one of the others.
+        fails = number in (KILLED, STOPPED)
+        names = [name for name in ("dp", "tail") if name in groups and not (fails and name != "dp")]
+        if rank != (2 if fails else number % 2):
+            pending, began = start_operations(groups, names)
+            tensors += began
+        else:
+            pending = []
+        assert not any(p.is_done() for p in pending)
+        control.agree("test: in flight")
+        if rank == 2 and fails:
+            os.kill(os.getpid(), signal.SIGKILL if number == KILLED else signal.SIGSTOP)
+        if number == KILLED:
+            store.wait(["pcomm/ended/1"])
+        groups.abandon()
+        for p in pending:
+            # They end soon, whatever keeps the peers.
+            try:
+                p.wait()
+            except RuntimeError:
+                num_failed += 1
+        p = None
+        del groups, pending
+        control = control.next(range(2) if fails else range(SIZE))
+    assert num_failed == len(tensors) > 0, (num_failed, len(tensors))
+
+    def left():
+        gc.collect()
+        now = Living.now()
+        return [
+            *now.beyond(before),
+            *(f"{n} tensors" for n in [sum(t() is not None for t in tensors)] if n),
+            *(f"{n} communicators" for n in [len(communicators._communicators)] if n),
+            *([] if names_of_files() == files else ["open files"]),
+        ]
+
+    wait_until(lambda: not left(), "the end of what was abandoned")
+    return num_failed
+
+
+if __name__ == "__main__":
+    with ResilientRanks(SIZE) as ranks:
+        store = ranks.place(0).store(timeout_s=WAIT_S)
+        ranks.start(task)
+        assert store.get("pcomm/ended/1") == b"2 0 killed by SIGKILL", ranks.wait(timeout_s=1)
+        ranks.wait([2])
+        # The process that comes back must not take the generation of the one before for its own.
+        store.wait([f"pcomm/generation/{KILLED + 1}"])
+        ranks.join_again(2)
+        assert store.get("pcomm/ended/2").endswith(b" finished"), ranks.wait(timeout_s=1)
+        reports = ranks.wait([0, 1])
+        for rank, report in reports.items():
+            print(rank, report.reason, report.result, report.traceback)
+"""
+
+
+def test_twenty_abandoned_generations_leave_nothing(tmp_path: Path, programs: Programs) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    done = programs.run(sys.executable, program)
+    told = done.stdout + done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [
+        ["0", "finished"],
+        ["1", "finished"],
+    ], told

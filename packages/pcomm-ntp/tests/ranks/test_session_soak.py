@@ -1,0 +1,58 @@
+"""Many kills at random points, and many recoveries in one process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pcomm.core import Topology
+from pcomm.core.process import ResilientRanks
+from pcomm.core.testing.patience import scaled_s
+from pcomm.ntp.testing.resilient_training import PRELOAD, Fault, check_seen, train_in_session
+
+pytestmark = pytest.mark.soak
+
+POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint", "build")
+JOBS, KILLS = 34, 3
+
+
+def random_faults(generator: random.Random) -> list[Fault]:
+    """Kills of ranks of a job of two replicas of three ranks, of which both are left."""
+    victims = generator.sample([0, 1, 2, 3, 4, 5], KILLS)
+    while {0, 1, 2} <= set(victims) or {3, 4, 5} <= set(victims):
+        victims = generator.sample([0, 1, 2, 3, 4, 5], KILLS)
+    faults: list[Fault] = []
+    for number, victim in enumerate(victims):
+        # One that strikes in a recovery is of the replica that is hit already: of two replicas
+        # that are hit at once no rank may have the state.
+        is_near = bool(faults) and faults[-1].rank // 3 == victim // 3
+        point = generator.choice(POINTS if is_near else POINTS[:-1])
+        faults.append(Fault(victim, point, number if point == "build" else 1 + 2 * number))
+    return faults
+
+
+@pytest.mark.parametrize("seed", range(JOBS))
+def test_kills_at_random_points(seed: int) -> None:
+    faults = random_faults(random.Random(seed))
+    with ResilientRanks(6, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (Topology({"dp": 2, "tp": 3}), 7, faults))
+        reports = ranks.wait(timeout_s=scaled_s(120.0))
+    left = {rank for rank, report in reports.items() if report.has_finished}
+    assert left == set(range(6)) - {fault.rank for fault in faults}, (faults, reports)
+    check_seen({rank: reports[rank].result for rank in left}, 7)
+
+
+def test_twenty_recoveries_leave_nothing_behind() -> None:
+    faults = [Fault(step % 2, "backward", step, 0) for step in range(1, 26)]
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (Topology({"dp": 2, "tp": 1}), 27, faults, None, None, True))
+        reports = ranks.wait(timeout_s=scaled_s(120.0))
+    seen = {rank: report.result for rank, report in reports.items()}
+    check_seen(seen, 27)
+    for own in seen.values():
+        assert len(own.generations) == 26
+        names = ("threads", "open files", "process groups", "tensors")
+        for name, counts in zip(names, zip(*own.living, strict=True), strict=True):
+            # The first attempts at steps 0 and 5, and then up to step 25.
+            assert max(counts[3:]) <= max(counts[:3]), (name, counts)
