@@ -54,7 +54,10 @@ __all__ = [
 PRELOAD = ("torch._dynamo", __name__)
 """Modules for `ResilientRanks` to import once, for all ranks: the first optimizer needs seconds."""
 
-POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint", "build", "told")
+POINTS = (
+    *("forward", "backward", "reduction", "ready", "optimizer", "checkpoint"),
+    *("connect", "build", "told"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,10 @@ class Fault:
         rank: Global rank.
         point: One of `POINTS`: `reduction` is while sums are in flight, `ready` between the
             agreement and the optimizer, `optimizer` when one parameter is updated, `checkpoint`
-            after a step is applied, `build` while a generation begins, `told` when all ranks are
+            after a step is applied, `connect` and `build` while a generation
+            begins, before and after its groups are open, `told` when all ranks are
             known to be ready, for errors.
-        step: Number of the step; for `build` that of the generation.
+        step: Number of the step; for `connect` and `build` that of the generation.
         number: Signal; 0 for an error of a connection, with all ranks alive.
         incarnation: Number of processes that had the rank before.
     """
@@ -205,8 +209,12 @@ def _attempts(
         model.norm.weight.register_hook(lambda _: strike("backward", current[0]))
         return Built(model, _Optimizer(model, lambda point: strike(point, current[0])))
 
+    def groups(plan: Plan) -> tuple[()]:
+        strike("connect", current[1])
+        return ()
+
     patience = Patience(dead_after_s=3600.0, leave_s=3600.0, agree_s=3600.0)
-    chosen: dict[str, Any] = {"patience": patience, **(options or {})}
+    chosen: dict[str, Any] = {"patience": patience, "groups": groups, **(options or {})}
     with _Session(place, topology, training_units(), build, **chosen) as session:
         session.strike = lambda: strike("told", current[0])
         for attempt in session.attempts(until=until):
