@@ -22,14 +22,16 @@ from pcomm.ntp.testing.resilient_training import (
     Fault,
     Seen,
     check_seen,
+    train_in_session,
+    train_two,
+    train_with_store,
+)
+from pcomm.ntp.testing.session_events import (
     from_the_start,
     hold_for_failure,
     hold_for_joins,
     host_store,
     slow_down_at,
-    train_in_session,
-    train_two,
-    train_with_store,
 )
 
 TOPOLOGY = Topology({"dp": 2, "tp": 2})
