@@ -15,21 +15,23 @@ from pcomm.core import Topology
 from pcomm.core.errors import ConfigError, FencedError
 from pcomm.core.process import RankReport, ResilientRanks
 from pcomm.core.testing.patience import scaled_s, wait_until
-from pcomm.ntp import StateLostError, StoreLostError
+from pcomm.ntp import Failures, Policy, StateLostError, StoreLostError
 from pcomm.ntp.session import Patience
 from pcomm.ntp.testing.resilient_training import (
     PRELOAD,
     Fault,
     Seen,
     check_seen,
+    train_in_session,
+    train_two,
+    train_with_store,
+)
+from pcomm.ntp.testing.session_events import (
     from_the_start,
     hold_for_failure,
     hold_for_joins,
     host_store,
     slow_down_at,
-    train_in_session,
-    train_two,
-    train_with_store,
 )
 
 TOPOLOGY = Topology({"dp": 2, "tp": 2})
@@ -159,6 +161,21 @@ def test_the_end_of_the_store_ends_every_rank_with_an_error_that_says_so() -> No
         reports = ranks.wait(timeout_s=scaled_s(60.0))
     host.join()
     assert all(isinstance(report.error, StoreLostError) for report in reports.values())
+
+
+def test_a_rank_without_units_waits_with_the_others_and_gets_some_when_a_process_joins() -> None:
+    # Seven ranks are no faster than six, since the busiest one has two of 11 columns either way.
+    options = {"failures": Failures.from_global_ranks([7]), "policy": Policy(rounding="nice")}
+    hold = partial(hold_for_joins, counts={1: 1})
+    with ResilientRanks(8, preload=PRELOAD) as ranks:
+        topology = Topology({"dp": 1, "tp": 8})
+        ranks.start(train_in_session, (topology, 3, (), options, hold))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    seen = survivors(reports, 3)
+    # Taken in after step 0 or step 1, as soon as it asked.
+    assert [one.step for one in seen[6].steps] in ([1, 2], [2])
+    assert [one.step for one in seen[0].steps] == [0, 1, 2]
+    assert seen[6].generations == [tuple(range(7)), tuple(range(8))]
 
 
 def test_a_slow_rank_gets_fewer_units_from_the_next_step_on() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import pytest
 
 from pcomm.core import Topology
+from pcomm.core.errors import FencedError
 from pcomm.core.process import ResilientRanks
 from pcomm.core.testing.patience import scaled_s
+from pcomm.ntp.session import Patience
 from pcomm.ntp.testing.resilient_training import PRELOAD, Fault, check_seen, train_in_session
 
 pytestmark = pytest.mark.soak
 
-POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint", "build")
+POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint")
+WITHIN_RECOVERY = ("connect", "build")
 JOBS, KILLS = 34, 3
 
 
@@ -27,8 +31,8 @@ def random_faults(generator: random.Random) -> list[Fault]:
         # One that strikes in a recovery is of the replica that is hit already: of two replicas
         # that are hit at once no rank may have the state.
         is_near = bool(faults) and faults[-1].rank // 3 == victim // 3
-        point = generator.choice(POINTS if is_near else POINTS[:-1])
-        faults.append(Fault(victim, point, number if point == "build" else 1 + 2 * number))
+        point = generator.choice(POINTS + WITHIN_RECOVERY if is_near else POINTS)
+        faults.append(Fault(victim, point, number if point in WITHIN_RECOVERY else 1 + 2 * number))
     return faults
 
 
@@ -41,6 +45,21 @@ def test_kills_at_random_points(seed: int) -> None:
     left = {rank for rank, report in reports.items() if report.has_finished}
     assert left == set(range(6)) - {fault.rank for fault in faults}, (faults, reports)
     check_seen({rank: reports[rank].result for rank in left}, 7)
+
+
+@pytest.mark.parametrize("point", [*POINTS, *WITHIN_RECOVERY])
+def test_a_rank_that_is_stopped_at_any_point_is_fenced(point: str) -> None:
+    """One is stopped, at two points while the others recover from an error of a connection."""
+    patience = Patience(heartbeat_s=0.1, dead_after_s=3.0)
+    faults = (Fault(0, "forward", 1, 0), Fault(3, point, 1, signal.SIGSTOP))
+    with ResilientRanks(4, preload=PRELOAD) as ranks:
+        topology = Topology({"dp": 2, "tp": 2})
+        ranks.start(train_in_session, (topology, 4, faults, {"patience": patience}))
+        others = ranks.wait([0, 1, 2], timeout_s=scaled_s(120.0))
+        ranks.kill(3, signal.SIGCONT)
+        stopped = ranks.wait([3], timeout_s=scaled_s(120.0))[3]
+    assert isinstance(stopped.error, FencedError), stopped
+    check_seen({rank: report.result for rank, report in others.items()}, 4)
 
 
 def test_twenty_recoveries_leave_nothing_behind() -> None:

@@ -42,7 +42,6 @@ class Job:
         restore: Function that loads a checkpoint; None where there is none.
         facts: Facts that must be the same on all ranks, such as a digest of the configuration.
         patience: Time limits.
-        operation_s: Seconds after which an operation between ranks ends by itself.
         device: Device of tensors between ranks.
     """
 
@@ -57,7 +56,6 @@ class Job:
     restore: Restore | None
     facts: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
-    operation_s: float = 600.0
     device: torch.device | str = "cpu"
 
     @property

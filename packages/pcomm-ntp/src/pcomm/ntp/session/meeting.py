@@ -27,13 +27,16 @@ class Patience:
             after that it is excluded, too. More than the longest stretch of computation between
             two collectives.
         agree_s: Seconds that the ranks have to agree and to connect in a new generation.
-        join_s: Seconds that a new process waits until it is taken in. More than a step takes.
+        operation_s: Seconds after which an operation between ranks ends by itself.
+        join_s: Seconds that a new process waits until it is taken in, and a rank that is through
+            for the others. More than a step takes.
     """
 
     heartbeat_s: float = 0.5
     dead_after_s: float = 10.0
     leave_s: float = 60.0
     agree_s: float = 120.0
+    operation_s: float = 600.0
     join_s: float = 3600.0
 
 

@@ -164,13 +164,28 @@ class Membership:
 
         Returns:
             False where the generation ends before that, since a rank is gone.
+
+        Raises:
+            PeerTimeoutError: Ranks did not come in time; names them.
         """
-        if self.records.count_done(self.number) == len(self.ranks):
-            self.records.decide(self.number, Decision(()))
+        self.records.say_done(self.number, self.rank)
+        missing, end_s = list(self.ranks), time.monotonic() + self._patience.join_s
         while (decision := self.records.decision(self.number)) is None:
             if self.watch.failure() is not None:
                 return False
-            time.sleep(_PAUSE_S / 4)
+            missing = self.records.not_done(self.number, missing)
+            if not missing:
+                # Ranks that see this at once write the same.
+                self.records.decide(self.number, Decision(()))
+            elif time.monotonic() > end_s:
+                raise PeerTimeoutError(
+                    "Session: the end of the job",
+                    found=f"ranks {missing} did not come within {self._patience.join_s:g} s",
+                    why="A rank that is through stays until all are, to help if one dies.",
+                    fix="Give the same number of steps on all ranks, or raise join_s.",
+                )
+            else:
+                time.sleep(_PAUSE_S / 4)
         self.is_over = decision.is_end
         return self.is_over
 

@@ -9,7 +9,7 @@
 | `decision/G` | the first that proposes | the ranks after G, or that all is done |
 | `left/G/RANK` | a rank whose program ends | that it is gone, and why |
 | `silent/G/RANK` | its neighbour | that its heartbeat has stopped |
-| `done/G` | each rank at the end | counter of ranks that have no step left |
+| `done/G/RANK` | each rank at the end | that it has no step left |
 | `plan/G`, `scalars/G/STAGE` | a rank with the state | what a newcomer needs beside tensors |
 | `beat/RANK` | each rank's thread | heartbeats |
 | `joins`, `join/N` | newcomers | requests to join, numbered |
@@ -162,9 +162,13 @@ class Records:
         text = self._get(f"decision/{generation}")
         return None if text is None else Decision.from_json(text)
 
-    def count_done(self, generation: int) -> int:
-        """Count this rank among those that have no step left; the number of them so far."""
-        return int(self.store.add(f"pcomm/session/done/{generation}", 1))
+    def say_done(self, generation: int, rank: int) -> None:
+        """Tell that this rank has no step left."""
+        self._set(f"done/{generation}/{rank}", "1")
+
+    def not_done(self, generation: int, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that have not told that they have no step left."""
+        return [rank for rank in ranks if self._get(f"done/{generation}/{rank}") is None]
 
     # -- what a newcomer needs ---------------------------------------------------------------
 

@@ -199,7 +199,7 @@ class Recovery:
                 job.strategy,
                 member.watch.failure,
                 backend=job.backend,
-                timeout_s=job.operation_s,
+                timeout_s=job.patience.operation_s,
             ),
             member.watch.check,
             Opened.abandon,

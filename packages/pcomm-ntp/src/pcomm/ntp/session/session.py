@@ -17,7 +17,7 @@ from pcomm.ntp.planning.failures import Failures
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.planning.policy import Policy
 from pcomm.ntp.planning.units import Units
-from pcomm.ntp.session import store_errors
+from pcomm.ntp.session import misuse, store_errors
 from pcomm.ntp.session.attempt import Attempt
 from pcomm.ntp.session.commit import Requests, commit
 from pcomm.ntp.session.job import Build, Job, Restore
@@ -115,7 +115,7 @@ class Session:
             self.rank = place.rank if rank is None else rank
         else:
             connect = place
-            self.rank = _given(rank)
+            self.rank = misuse.given(rank)
         limits = patience or Patience(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
         self._job = Job(
             topology,
@@ -191,7 +191,7 @@ class Session:
     def sync(self) -> GradSync:
         """The sums of gradients of this generation."""
         if self._recovery.sync is None:
-            raise _without("sync")
+            raise misuse.without("sync")
         return self._recovery.sync
 
     @property
@@ -381,36 +381,16 @@ class Session:
 
     def _held(self) -> Held:
         if self._recovery.held is None:
-            raise _without("state")
+            raise misuse.without("state")
         return self._recovery.held
 
     def _built(self) -> Built:
         built = self._held().built
         if built is None:
-            raise _without("model")
+            raise misuse.without("model")
         return built
 
     def _opened(self) -> Opened:
         if self._recovery.opened is None:
-            raise _without("groups")
+            raise misuse.without("groups")
         return self._recovery.opened
-
-
-def _given(rank: int | None) -> int:
-    if rank is None:
-        raise ConfigError(
-            "Session: rank",
-            found="a function that connects to the store, and no rank",
-            why="The function does not tell which rank this process is.",
-            fix="Give rank=, or a RankPlace.",
-        )
-    return rank
-
-
-def _without(name: str) -> ClosedError:
-    return ClosedError(
-        f"Session: {name}",
-        found=f"no {name}",
-        why="A rank without units has no model, and a session that ended has no groups.",
-        fix="Ask within an attempt; `is_idle` tells whether the rank has units.",
-    )

@@ -9,15 +9,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pcomm.core import Groups, Topology
@@ -40,12 +37,6 @@ __all__ = [
     "SeenStep",
     "check_seen",
     "dense_run",
-    "from_the_start",
-    "hold_for_failure",
-    "hold_for_joins",
-    "host_store",
-    "raise_at",
-    "slow_down_at",
     "train_in_session",
     "train_two",
     "train_with_store",
@@ -54,7 +45,10 @@ __all__ = [
 PRELOAD = ("torch._dynamo", __name__)
 """Modules for `ResilientRanks` to import once, for all ranks: the first optimizer needs seconds."""
 
-POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint", "build", "told")
+POINTS = (
+    *("forward", "backward", "reduction", "ready", "optimizer", "checkpoint"),
+    *("connect", "build", "told"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,9 +59,10 @@ class Fault:
         rank: Global rank.
         point: One of `POINTS`: `reduction` is while sums are in flight, `ready` between the
             agreement and the optimizer, `optimizer` when one parameter is updated, `checkpoint`
-            after a step is applied, `build` while a generation begins, `told` when all ranks are
+            after a step is applied, `connect` and `build` while a generation
+            begins, before and after its groups are open, `told` when all ranks are
             known to be ready, for errors.
-        step: Number of the step; for `build` that of the generation.
+        step: Number of the step; for `connect` and `build` that of the generation.
         number: Signal; 0 for an error of a connection, with all ranks alive.
         incarnation: Number of processes that had the rank before.
     """
@@ -205,8 +200,12 @@ def _attempts(
         model.norm.weight.register_hook(lambda _: strike("backward", current[0]))
         return Built(model, _Optimizer(model, lambda point: strike(point, current[0])))
 
+    def groups(plan: Plan) -> tuple[()]:
+        strike("connect", current[1])
+        return ()
+
     patience = Patience(dead_after_s=3600.0, leave_s=3600.0, agree_s=3600.0)
-    chosen: dict[str, Any] = {"patience": patience, **(options or {})}
+    chosen: dict[str, Any] = {"patience": patience, "groups": groups, **(options or {})}
     with _Session(place, topology, training_units(), build, **chosen) as session:
         session.strike = lambda: strike("told", current[0])
         for attempt in session.attempts(until=until):
@@ -228,35 +227,6 @@ def _attempts(
         for one in session.transitions:
             seen.gone |= one.gone
     yield seen
-
-
-def hold_for_joins(session: Session, place: RankPlace, *, counts: Mapping[int, int]) -> None:
-    """Wait at the beginning of some steps until so many processes have asked to join, by step."""
-    if session.step in counts:
-        store, count = place.store(), counts[session.step]
-        while store.add("pcomm/session/joins", 0) < count and session.failure is None:
-            time.sleep(0.005)
-
-
-def hold_for_failure(session: Session, place: RankPlace, *, step: int) -> None:
-    """Wait at the beginning of a step until the ranks leave; count those that wait as `held`."""
-    if session.step == step:
-        place.store().add("held", 1)
-        while session.failure is None:
-            time.sleep(0.005)
-
-
-def from_the_start(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Restore what a checkpoint of step 0 has: the values that the model was built with."""
-    del plan, model, optimizer
-    return 0
-
-
-def host_store(port: Connection) -> None:
-    """Host a store until the process ends; sends its port."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port.send(store.port)
-    port.recv()
 
 
 def train_with_store(place: RankPlace, port: int, *args: Any) -> Seen:
@@ -412,15 +382,3 @@ def _check_state(
         for one, whole in zip(own, dense[name], strict=True):
             expected = small_training._own(whole, param_layout, place.index)
             torch.testing.assert_close(one, expected, rtol=0, atol=atol)
-
-
-def raise_at(session: Session, place: RankPlace, *, step: int, rank: int) -> None:
-    """Raise an error of the program's own on one rank."""
-    if (session.step, place.rank) == (step, rank):
-        raise ValueError("no such file")
-
-
-def slow_down_at(session: Session, place: RankPlace, *, step: int, rank: int, speed: float) -> None:
-    """Give a rank another speed, once."""
-    if (session.step, place.rank) == (step, rank) and session.generation == 0:
-        session.set_speed(rank, speed)

@@ -1,0 +1,65 @@
+"""What tests have ranks of a session do at the beginning of a step, and stores and checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pcomm.core.process import RankPlace
+from pcomm.ntp.planning.plan import Plan
+from pcomm.ntp.session import Session
+
+__all__ = [
+    "from_the_start",
+    "hold_for_failure",
+    "hold_for_joins",
+    "host_store",
+    "raise_at",
+    "slow_down_at",
+]
+
+
+def hold_for_joins(session: Session, place: RankPlace, *, counts: Mapping[int, int]) -> None:
+    """Wait at the beginning of some steps until so many processes have asked to join, by step."""
+    if session.step in counts:
+        store, count = place.store(), counts[session.step]
+        while store.add("pcomm/session/joins", 0) < count and session.failure is None:
+            time.sleep(0.005)
+
+
+def hold_for_failure(session: Session, place: RankPlace, *, step: int) -> None:
+    """Wait at the beginning of a step until the ranks leave; count those that wait as `held`."""
+    if session.step == step:
+        place.store().add("held", 1)
+        while session.failure is None:
+            time.sleep(0.005)
+
+
+def from_the_start(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Restore what a checkpoint of step 0 has: the values that the model was built with."""
+    del plan, model, optimizer
+    return 0
+
+
+def host_store(port: Connection) -> None:
+    """Host a store until the process ends; sends its port."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    port.recv()
+
+
+def raise_at(session: Session, place: RankPlace, *, step: int, rank: int) -> None:
+    """Raise an error of the program's own on one rank."""
+    if (session.step, place.rank) == (step, rank):
+        raise ValueError("no such file")
+
+
+def slow_down_at(session: Session, place: RankPlace, *, step: int, rank: int, speed: float) -> None:
+    """Give a rank another speed, once."""
+    if (session.step, place.rank) == (step, rank) and session.generation == 0:
+        session.set_speed(rank, speed)
