@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing as mp
 import signal
 from collections.abc import Mapping
@@ -9,13 +10,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from pcomm.core import Topology
+from pcomm.core import Groups, Topology
 from pcomm.core.errors import ConfigError, FencedError
-from pcomm.core.process import RankReport, ResilientRanks
+from pcomm.core.process import RankPlace, RankReport, ResilientRanks
 from pcomm.core.testing.patience import scaled_s, wait_until
-from pcomm.ntp import Failures, Policy, StateLostError, StoreLostError
+from pcomm.ntp import Built, Failures, Plan, Policy, Session, StateLostError, StoreLostError
 from pcomm.ntp.session import Patience
 from pcomm.ntp.testing.resilient_training import (
     PRELOAD,
@@ -189,3 +191,44 @@ def test_a_slow_rank_gets_fewer_units_from_the_next_step_on() -> None:
     ]
     # Of 11 columns 5 and 6, and then 7 and 4.
     assert columns == [[5, 7], [6, 4]]
+
+
+def test_a_caller_sees_the_norm_before_the_step_is_applied() -> None:
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        ranks.start(_stop_at_infinity)
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    for report in reports.values():
+        steps, weights, refusal = report.result
+        assert steps == [0]
+        assert weights == [1.0, 0.5]
+        assert "finish()" in refusal
+
+
+def _stop_at_infinity(place: RankPlace) -> tuple[list[int], list[float], str]:
+    """Two steps of one weight, of which the second has an infinite gradient: what is applied."""
+    applied: list[int] = []
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    weights, refusal = [float(model.weight)], ""
+
+    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+        return Built(model, torch.optim.SGD(model.parameters(), lr=0.25))
+
+    try:
+        with Session(place, Topology({"dp": 2, "tp": 1}), {}, build) as session:
+            for attempt in session.attempts(until=3):
+                with attempt as step:
+                    scale = math.inf if step.number == 1 else 1.0
+                    step.backward(scale * model(torch.ones(1, 1)).sum())
+                    if not step.finish().isfinite():
+                        raise ArithmeticError("the gradient is not finite")
+                    try:
+                        step.commit(max_norm=1.0)
+                    except ConfigError as error:
+                        refusal = str(error)
+                        step.commit()
+                    applied.append(step.number)
+                    weights.append(float(model.weight))
+    except ArithmeticError:
+        weights[1:] = [float(model.weight)]
+    return applied, weights, refusal

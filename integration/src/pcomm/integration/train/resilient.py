@@ -162,10 +162,11 @@ class ResilientRun:
         rate = trainer.set_learning_rate(index)
         if agreed.wants_to_stop:
             session.request_stop()
-        norm = attempt.commit(max_norm=None if train.clip_norm == "none" else train.clip_norm)
+        norm = attempt.finish(max_norm=None if train.clip_norm == "none" else train.clip_norm)
         if not norm.isfinite():
-            # Applied already, on all ranks, and saved by none.
+            # The same number on all ranks, none of which applies the step.
             self._not_finite.note_bad(index + 1, loss, float(norm), None)
+        attempt.commit()
         row = trainer.row(index, agreed, norm, rate, time.perf_counter() - start)
         self._write(session, {**row, **_where(session)})
         done, is_last = index + 1, index + 1 == train.steps or agreed.wants_to_stop

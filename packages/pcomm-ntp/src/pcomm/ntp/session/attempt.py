@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pcomm.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from pcomm.ntp.session.session import Session
 
@@ -25,6 +27,7 @@ class Attempt:
         self._session = session
         self.number = session.step
         self.was_entered = False
+        self._norm: Tensor | None = None
 
     def backward(self, loss: Tensor, *, weight: float = 1.0, is_last: bool = True) -> None:
         """Compute gradients, whose sums over replicas start meanwhile. Collective.
@@ -37,8 +40,11 @@ class Attempt:
         with self._session.sync.accumulate(is_last=is_last, weight=weight):
             loss.backward()
 
-    def commit(self, *, max_norm: float | None = None) -> Tensor:
-        """Finish the sums, agree that all ranks are ready, and apply the step. Collective.
+    def finish(self, *, max_norm: float | None = None) -> Tensor:
+        """Finish the sums of gradients, and clip them. Collective.
+
+        For callers that look at the norm before the step is applied: an error that they raise here
+        alike on all ranks ends the job with the state before the step. `commit` calls it otherwise.
 
         Args:
             max_norm: Largest norm of all gradients that is left as it is; None does not clip.
@@ -47,9 +53,35 @@ class Attempt:
             The norm of all gradients before, in fp64 and with the same bits on all ranks.
 
         Raises:
+            ConfigError: The sums of this step are finished.
             PeerError: Another rank failed; the `with` block takes it.
         """
-        return self._session._commit(max_norm)
+        self._norm = self._session._finish(max_norm)
+        return self._norm
+
+    def commit(self, *, max_norm: float | None = None) -> Tensor:
+        """Agree that all ranks are ready, and apply the step. Collective.
+
+        Args:
+            max_norm: As for `finish`, which is called first unless the caller has done so.
+
+        Returns:
+            The norm, as `finish` returns it.
+
+        Raises:
+            ConfigError: A `max_norm` after `finish`.
+            PeerError: Another rank failed; the `with` block takes it.
+        """
+        if self._norm is not None and max_norm is not None:
+            raise ConfigError(
+                f"Attempt.commit: max_norm={max_norm}",
+                found="gradients that are finished, with or without clipping",
+                why="They are clipped once, by the norm that finish() has returned.",
+                fix="Give max_norm to finish(), and nothing to commit().",
+            )
+        norm = self.finish(max_norm=max_norm) if self._norm is None else self._norm
+        self._session._commit()
+        return norm
 
     def __enter__(self) -> Attempt:
         self.was_entered = True

@@ -311,11 +311,12 @@ class Session:
 
     # -- how it is done ----------------------------------------------------------------------
 
-    def _commit(self, max_norm: float | None) -> Tensor:
+    def _finish(self, max_norm: float | None) -> Tensor:
         self.sync.finish()
-        norm = self.sync.grad_norm() if max_norm is None else self.sync.clip_grad_norm_(max_norm)
+        return self.sync.grad_norm() if max_norm is None else self.sync.clip_grad_norm_(max_norm)
+
+    def _commit(self) -> None:
         self._agree(self.sync)
-        return norm
 
     def _agree(self, sync: GradSync | None) -> None:
         """Agree that all ranks are ready, and apply the step."""
