@@ -9,7 +9,7 @@ import pytest
 from pcomm.core.testing import ranks
 from pcomm.ntp.bench.kills import SETTINGS, Kill, kill_ranks
 from pcomm.ntp.bench.state_moves import MOVES, moves_of_rank
-from pcomm.ntp.bench.step import BY_HAND, CASES, steps_of_rank
+from pcomm.ntp.bench.step import BY_HAND, CASES, SESSION, steps_of_rank
 
 
 @ranks(4)
@@ -23,6 +23,7 @@ def test_steps_of_all_cases_and_their_bytes(rank: int) -> None:
     # 4 blocks of 2 x 32 x 128 numbers in fp32, half of them on each rank.
     shard = 4 * 2 * 32 * 128 * 4 // 2
     assert found[BY_HAND].sent_bytes == found["whole"].sent_bytes == shard
+    assert found[SESSION].sent_bytes == 0  # not counted
     # The one rank that is left of the second replica sums both halves.
     assert found["one rank lost"].sent_bytes == {0: shard, 1: shard, 2: 2 * shard, 3: 0}[rank]
 

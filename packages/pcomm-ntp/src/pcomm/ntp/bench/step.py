@@ -15,14 +15,15 @@ from fractions import Fraction
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pcomm.core.collectives import SpyCollectives
-from pcomm.core.control import default_control
+from pcomm.core.control import Control
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import Groups, open_groups
 from pcomm.core.process.local_ranks import LocalRanks
 from pcomm.core.topology import Topology
+from pcomm.ntp.bench.session_step import SessionSteps, SharedStore
 from pcomm.ntp.bench.small_model import (
     LAYERS_ROLE,
     StackModel,
@@ -32,12 +33,14 @@ from pcomm.ntp.bench.small_model import (
 )
 from pcomm.ntp.planning.failures import Coord, Failures
 from pcomm.ntp.planning.plan import Plan, plan
+from pcomm.ntp.session import Built
 from pcomm.ntp.sync.grad_groups import Strategy, grad_groups
 from pcomm.ntp.sync.grad_sync import GradSync
 
 __all__ = [
     "BY_HAND",
     "CASES",
+    "SESSION",
     "SIZES",
     "WHOLE",
     "StepTimes",
@@ -53,9 +56,13 @@ BY_HAND = "whole, one all-reduce by hand"
 WHOLE = "whole"
 """The whole job with `GradSync`."""
 
+SESSION = "whole, in a session"
+"""The whole job whose ranks could be lost: with the norm of all gradients, and a vote."""
+
 CASES: dict[str, tuple[bool, Strategy | None]] = {
     BY_HAND: (False, None),
     WHOLE: (False, "interval"),
+    SESSION: (False, "interval"),
     "one rank lost": (True, "interval"),
     "one rank lost, gather-core": (True, "gather-core"),
 }
@@ -134,7 +141,7 @@ def steps_of_rank(tp: int, rows: int, rounds: int, width: int = _WIDTH) -> dict[
         width: Size of a row.
     """
     rank = dist.get_rank()
-    opened: list[Groups] = []
+    store, opened = SharedStore(), list[Groups]()
     steps: dict[str, Callable[[], None]] = {}
     spies: dict[str, list[SpyCollectives]] = {}
     for case, (is_lost, strategy) in CASES.items():
@@ -142,7 +149,10 @@ def steps_of_rank(tp: int, rows: int, rounds: int, width: int = _WIDTH) -> dict[
         if rank in made.topology.failed:
             continue
         spies[case] = []
-        groups = _open(made, strategy, spies[case])
+        if case == SESSION:
+            ending, steps[case] = _session_step(store, made, rank, width, rows)
+            continue
+        groups = _open(store, made, strategy, spies[case])
         opened.append(groups)
         steps[case] = _step(made, groups, rank, width, rows, strategy)
     wall: dict[str, list[float]] = {case: [] for case in CASES}
@@ -162,12 +172,16 @@ def steps_of_rank(tp: int, rows: int, rounds: int, width: int = _WIDTH) -> dict[
                 if turn >= 2:
                     wall[case].append(ended[0])
                     core[case].append(ended[1])
+    ending()
     for groups in reversed(opened):
         groups.close()
+    dist.barrier()
     return {case: StepTimes(tuple(wall[case]), tuple(core[case]), *sent[case]) for case in CASES}
 
 
-def _open(made: Plan, strategy: Strategy | None, spies: list[SpyCollectives]) -> Groups:
+def _open(
+    store: SharedStore, made: Plan, strategy: Strategy | None, spies: list[SpyCollectives]
+) -> Groups:
     """Groups of a job; `spies` gets one of each group that sums gradients."""
 
     def spied(group: Group) -> SpyCollectives:
@@ -179,7 +193,7 @@ def _open(made: Plan, strategy: Strategy | None, spies: list[SpyCollectives]) ->
     return open_groups(
         made.topology,
         [*tensor_specs(made), *grad_groups(made, strategy or "interval")],
-        control=default_control(_ranks_of(made)),
+        control=Control(store.connect(), _ranks_of(made), dist.get_rank()),
         collectives=spied,
     )
 
@@ -194,15 +208,10 @@ def _step(
     tensor = next(one for one in groups.values() if one.role == LAYERS_ROLE and rank in one.ranks)
     model = StackModel(made, tensor.collectives, rank, width=width, layers=_LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    shares = made.token_shares(rows)
-    replica = made.place(rank).replica
-    batch = torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
-    own = batch[rows_of_replica(shares, replica)]
-    weight = len(own) / rows
+    loss_of, weight = _loss(made, rank, width, rows)
 
     def loss() -> Tensor:
-        found: Tensor = model(own).square().mean()
-        return found
+        return loss_of(model)
 
     if strategy is None:
         peers = next(
@@ -238,3 +247,31 @@ def _step(
         sync.zero_grad()
 
     return step
+
+
+def _session_step(
+    store: SharedStore, made: Plan, rank: int, width: int, rows: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What ends a session, and what takes a step in it."""
+
+    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+        model = StackModel(plan, groups["tp"].collectives, rank, width=width, layers=_LAYERS)
+        return Built(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+    steps = SessionSteps(store, made.topology, dict(made.units), build)
+    loss, weight = _loss(made, rank, width, rows)
+    return steps.close, lambda: steps.step(loss, weight)
+
+
+def _loss(
+    made: Plan, rank: int, width: int, rows: int
+) -> tuple[Callable[[nn.Module], Tensor], float]:
+    """The loss of this rank's rows, and their share of the global batch."""
+    batch = torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+    own = batch[rows_of_replica(made.token_shares(rows), made.place(rank).replica)]
+
+    def loss(model: nn.Module) -> Tensor:
+        found: Tensor = model(own).square().mean()
+        return found
+
+    return loss, len(own) / rows

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from pcomm.core.testing.timing import Row, Timing
-from pcomm.ntp.bench.step import BY_HAND, WHOLE, StepTimes
+from pcomm.ntp.bench.step import BY_HAND, SESSION, WHOLE, StepTimes
 
 __all__ = ["OVER_SHARE", "step_rows"]
 
@@ -43,11 +43,13 @@ def step_rows(found: Mapping[str, Sequence[StepTimes]], share: Fraction, place: 
             add(case, round(timing.median_us / 1e3, 2), unit, ratio, len(timing.rounds_us))
     baseline = min((busiest[case] for case in (BY_HAND, WHOLE)), key=lambda one: one.median_us)
     for case, timing in busiest.items():
-        if case not in (BY_HAND, WHOLE):
+        if case not in (BY_HAND, WHOLE, SESSION):
             over = round(timing.ratio_to(baseline) / float(share), 3)
             add(case, over, OVER_SHARE, rounds=len(timing.rounds_us))
     add("share of work", round(float(share), 3), "x the busiest rank's of the whole job")
     for case, ranks in used.items():
+        if case == SESSION:  # its groups are its own
+            continue
         sent = round(max(one.sent_bytes for one in ranks) / 2**20, 2)
         add(case, sent, "MiB sent in sums")
         add(case, max(one.calls for one in ranks), "sums a rank")
