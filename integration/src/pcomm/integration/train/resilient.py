@@ -91,7 +91,7 @@ class ResilientRun:
         self._bits: float | None = None
 
     def go(self) -> Outcome:
-        """Train until the last step, whoever dies meanwhile. Every rank of the job calls it."""
+        """Train until the last step, whichever ranks die. Every rank of the job calls it."""
         parallel, model = self.config.parallel, self.config.model
         with listen_for_interrupt() as interrupt, ExitStack() as held:
             session = held.enter_context(

@@ -26,7 +26,7 @@ class WholeStateSaver:
     """Gathers the state on one rank of the canonical replica, which writes it alone.
 
     The gather goes through the session's groups, so that it ends when a rank dies; the files are
-    written by one process, which waits for nobody. That rank needs memory for a copy of the model
+    written by one process, which waits for no other. That rank needs memory for a copy of the model
     and of both averages of AdamW.
 
     Args:

@@ -85,7 +85,7 @@ class Recovery:
     """The state of this rank, and how it goes from generation to generation.
 
     Args:
-        job: What the session was given.
+        job: Arguments of the session.
         membership: This process as a member of the job.
 
     Attributes:

@@ -104,13 +104,13 @@ class Seen:
 
     Args:
         steps: The steps that it committed, in order.
-        states: For each number of applied steps: the plan, as JSON, and by name the parameter and
-            its moments.
+        states: Plan, as JSON, and parameters with their moments, by name, after each number of
+            applied steps.
         generations: Ranks of each generation that it was in.
         reasons: Reason for each of these generations.
         gone: Ranks that it saw go, with the reason that was told.
-        living: At the beginning of each attempt at each fifth step, numbers of the threads of this process, of its
-            open files, of process groups and of living tensors.
+        living: Numbers of threads of this process, of its open files, of process groups and of
+            living tensors, at the beginning of each attempt at each fifth step.
     """
 
     steps: list[SeenStep] = field(default_factory=list)
@@ -297,7 +297,7 @@ def check_seen(seen: dict[int, Seen], until: int, *, atol: float = 1e-12) -> Non
     Losses, norms, parameters and moments of each step; and no token is lost or repeated.
 
     Args:
-        seen: What each rank that is left saw, by rank.
+        seen: Observations of each rank that is left, by rank.
         until: Number of steps.
         atol: Largest difference.
     """
