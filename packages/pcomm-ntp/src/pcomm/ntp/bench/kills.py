@@ -10,7 +10,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from json import dumps, loads
@@ -74,11 +74,13 @@ class Kill:
         parts: How the rank that was last to commit spent the time; None where it had left the
             step before the kill.
         missing: Number of steps that a rank never applied, or applied twice.
+        excluded: Number of ranks that were alive and taken for dead during the recovery.
     """
 
     recovery: Recovery
     parts: Parts | None
     missing: int
+    excluded: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Signs:
 SETTINGS = (
     (4, Signs("told by the launcher")),
     (2, Signs("told by the launcher")),
-    (2, Signs("by heartbeats alone, dead after 0.3 s", 0.02, 0.3, is_told=False)),
+    (2, Signs("by heartbeats alone, dead after 0.5 s", 0.05, 0.5, is_told=False)),
 )
 """Tensor-parallel degree and evidence of the jobs whose ranks are killed."""
 
@@ -144,33 +146,45 @@ def kill_ranks(
             return {rank: read_attempts(_path(folder, rank, n)) for rank, n in starts.items()}
 
         store = ranks.place(0).store()
+        seen, excluded = 0, 0
 
-        def wait(is_done: Callable[[], bool], what: str, expected: int) -> None:
-            """Wait for what comes while no more than the expected number of processes end."""
+        def rejoin(rank: int) -> None:
+            starts[rank] += 1
+            ranks.join_again(rank, (tp, name, starts[rank], signs))
+
+        def wait(is_done: Callable[[], bool], what: str, killed: Collection[int]) -> None:
+            """Wait, and let ranks join again that were alive and taken for dead."""
+            nonlocal seen, excluded
             end_s = time.monotonic() + _PATIENCE_S
             while not is_done():
-                ended = store.add("pcomm/ended/count", 0)
-                if ended > expected or time.monotonic() > end_s:
-                    told = [store.get(f"pcomm/ended/{n + 1}").decode() for n in range(ended)]
-                    raise UnsupportedError(
-                        "pcomm bench ntp --parts recovery",
-                        found=f"no sign of {what}; processes that ended: {told}",
-                        why="Each kill is timed until the others have committed a step.",
-                        fix="Try it on a machine with less other work.",
-                    )
+                told: list[str] = []
+                while seen < store.add("pcomm/ended/count", 0):
+                    seen += 1
+                    told.append(store.get(f"pcomm/ended/{seen}").decode())
+                for words in told:
+                    rank = int(words.split()[0])
+                    if "FencedError" in words:
+                        excluded += 1
+                        rejoin(rank)
+                    elif rank not in killed or "killed" not in words:
+                        raise _no_sign(what, words)
+                if time.monotonic() > end_s:
+                    raise _no_sign(what, "none that should not")
                 time.sleep(0.02)
 
-        for turn in range(kills):
-            wait(lambda: _is_whole(attempts(), size), "the whole job", turn)
+        killed: set[int] = set()
+        for _ in range(kills):
+            wait(lambda: _is_whole(attempts(), size), "the whole job", killed)
             time.sleep(chance.uniform(0, 0.2))
             victim = chance.randrange(size)
+            killed, before = {victim}, excluded
             killed_at_s = time.monotonic()
             ranks.kill(victim, signal.SIGKILL)
 
             def recovery(victim: int = victim, at: float = killed_at_s) -> Recovery | None:
                 return recovery_of(attempts(), killed_at_s=at, victim=victim, members=size - 1)
 
-            wait(lambda: recovery() is not None, "a step without the killed rank", turn + 1)
+            wait(lambda: recovery() is not None, "a step without the killed rank", killed)
             last = recovery()
             assert last is not None
             others = {rank: own for rank, own in attempts().items() if rank != victim}
@@ -179,11 +193,21 @@ def kill_ranks(
             )
             left = _read_left(_path(folder, slowest, starts[slowest]))
             parts = parts_of(others[slowest], left, killed_at_s=killed_at_s, members=size - 1)
-            found.append(Kill(last, parts, sum(map(steps_missing, others.values()))))
+            missing = sum(map(steps_missing, others.values()))
+            found.append(Kill(last, parts, missing, excluded - before))
             tell(found[-1])
-            starts[victim] += 1
-            ranks.join_again(victim, (tp, name, starts[victim], signs))
+            ranks.wait([victim])
+            rejoin(victim)
     return found
+
+
+def _no_sign(what: str, ended: str) -> UnsupportedError:
+    return UnsupportedError(
+        "pcomm bench ntp --parts recovery",
+        found=f"no sign of {what}; processes that ended: {ended}",
+        why="Each kill is timed until the others have committed a step.",
+        fix="Try it on a machine with less other work.",
+    )
 
 
 def parts_of(

@@ -48,4 +48,6 @@ def kill_rows(found: Sequence[Kill], place: str) -> list[Row]:
             rows.append(row(case, value, "ms of the slowest rank, median", len(parts)))
     lost = ROWS * sum(kill.missing for kill in found)
     rows.append(row("lost or trained on twice", float(lost), "samples of all kills", number))
+    taken = float(sum(kill.excluded for kill in found))
+    rows.append(row("alive and taken for dead", taken, "ranks in all recoveries", number))
     return rows
