@@ -29,12 +29,19 @@ pcomm bench inference --csv docs/benchmarks/inference.csv --plot docs/benchmarks
 pcomm bench serving --csv docs/benchmarks/serving.csv --plot docs/benchmarks/serving.png \\
     --report docs/benchmarks/serving.note
 pcomm bench nvls --csv docs/benchmarks/nvls.csv
+pcomm bench ntp --csv docs/benchmarks/ntp.csv
+pcomm bench ntp --parts simulated --csv docs/benchmarks/ntp_simulated.csv \\
+    --plot docs/benchmarks/ntp_simulated.png
 pcomm bench fsdp --csv docs/benchmarks/fsdp.csv --plot docs/benchmarks/fsdp.png
 ```
 
 The last one gives each rank a network namespace with rate-limited links: it needs root, on Linux.
-`serving` needs transformers, which it compares with.
+`serving` needs transformers, which it compares with. A section whose name ends in `simulated` holds
+predictions: nothing in it was measured.
 """
+
+# Files of predictions end in this.
+SIMULATED = "_simulated"
 
 # What a reader compares; every other column says where the numbers come from.
 SHOWN = ("case", "value", "unit", "ratio", "ratio_to")
@@ -54,7 +61,8 @@ def text(files: list[Path]) -> str:
 def picture(path: Path) -> str:
     """The picture beside a file of rows, where there is one of the same name."""
     image = path.with_suffix(".png")
-    return f"\n![What was measured in {path.stem}]({image.name})\n" if image.exists() else ""
+    done = "predicted" if path.stem.endswith(SIMULATED) else "measured"
+    return f"\n![What was {done} in {path.stem}]({image.name})\n" if image.exists() else ""
 
 
 def note(path: Path) -> str:

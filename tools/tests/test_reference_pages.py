@@ -61,6 +61,12 @@ def test_a_picture_is_shown_where_there_is_one(tmp_path):
     assert picture(tmp_path / "moves.csv") == "\n![What was measured in moves](moves.png)\n"
 
 
+def test_predictions_are_called_so(tmp_path):
+    (tmp_path / "moves_simulated.png").touch()
+    shown = picture(tmp_path / "moves_simulated.csv")
+    assert shown == "\n![What was predicted in moves_simulated](moves_simulated.png)\n"
+
+
 def test_a_note_stands_before_the_rows_it_speaks_of(tmp_path):
     path = tmp_path / "moves.csv"
     path.write_text(GRID)

@@ -19,6 +19,7 @@ _HOMES = {
     "fsdp": "pcomm-fsdp",
     "gdn-cp": "pcomm-gdn-cp",
     "inference": "pcomm-inference",
+    "ntp": "pcomm-ntp",
     "nvls": "pcomm-nvls",
     "serving": "pcomm-integration",
 }

@@ -1,0 +1,1 @@
+"""`pcomm bench ntp`; start at `command`."""
