@@ -377,6 +377,22 @@ def test_a_backward_that_is_differentiated_again() -> None:
     sync.zero_grad()
 
 
+def test_gradients_that_a_caller_asks_for_have_no_weight() -> None:
+    """Those of `autograd.grad`, in a micro-batch of another weight than the first, and after it."""
+    model, asked = nn.Linear(2, 1, bias=False), []
+    sync, x = sync_alone(model, param_layouts={}), torch.tensor([4.0, 8.0])
+    with sync.accumulate(is_last=False, weight=0.5):
+        model(x).backward()
+    with sync.accumulate(weight=0.25):
+        asked += torch.autograd.grad(model(x), model.weight)
+        model(x).backward()
+    sync.finish()
+    asked += torch.autograd.grad(model(x), model.weight)
+    assert [gradient.tolist() for gradient in asked] == 2 * [[[4.0, 8.0]]]
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[3.0, 6.0]]
+
+
 def test_the_store_is_enough_to_agree() -> None:
     """No process group of torch is begun: recovery makes groups without one."""
     assert not dist.is_initialized()

@@ -10,6 +10,8 @@ from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
@@ -123,7 +125,7 @@ class GradSync:
         self._state = "collecting"
         self._has_begun = self._is_inside = self._is_last = False
         self._base, self._factor = 1.0, 1.0
-        self._scalers: list[Callable[[], None]] = []
+        self._scalers: list[tuple[Node, RemovableHandle]] = []
         self._hooks = [
             one.parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
             for index, one in enumerate(params)
@@ -290,8 +292,8 @@ class GradSync:
         self._take_back()
         for hook in self._hooks:
             hook.remove()
-        for remove in self._scalers:
-            remove()
+        for _, scaler in self._scalers:
+            scaler.remove()
         self._hooks, self._scalers = [], []
         self._queue.forget()
 
@@ -329,13 +331,16 @@ class GradSync:
         """From now on multiply gradients before they are added to those of other weights."""
         this = weakref.ref(self)
 
-        def scale(gradient: Tensor) -> Tensor | None:
+        def scale(arrived: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
             found = this()
             if found is None or found._factor == 1.0:
                 return None
-            return gradient * found._factor
+            return tuple(one if one is None else one * found._factor for one in arrived)
 
-        self._scalers = [one.parameter.register_hook(scale).remove for one in self._params]
+        # At the node that adds to `.grad`: a hook of the parameter would see `autograd.grad`, too.
+        nodes = [get_gradient_edge(one.parameter).node for one in self._params]
+        # A node, and its hooks, live as long as something refers to it.
+        self._scalers = [(node, node.register_prehook(scale)) for node in nodes]
 
     def _norm(self, asked: str) -> Tensor:
         self._check_summed(asked)
