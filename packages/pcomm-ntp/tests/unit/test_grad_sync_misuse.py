@@ -393,6 +393,27 @@ def test_gradients_that_a_caller_asks_for_have_no_weight() -> None:
     assert model.weight.grad.tolist() == [[3.0, 6.0]]
 
 
+def test_dropped_gradients_inference_mode_and_parameters_that_are_frozen_meanwhile() -> None:
+    model = nn.Linear(2, 1)
+    sync = sync_alone(model, param_layouts={})
+    with sync.accumulate():
+        (model.weight * torch.tensor([3.0, 4.0])).sum().backward()
+    with torch.inference_mode():
+        sync.finish()
+        assert float(sync.clip_grad_norm_(1.0)) == 5.0
+    assert model.bias.grad is not None
+    assert not model.bias.grad.is_inference()
+    model.bias.grad = None
+    assert float(sync.clip_grad_norm_(1.0)) == pytest.approx(1.0)
+    # A parameter that was frozen meanwhile is named, and not torch's internals.
+    sync.zero_grad()
+    with sync.accumulate(is_last=False):
+        model(torch.ones(2)).backward()
+    model.bias.requires_grad_(False)
+    with pytest.raises(ConfigError, match="'bias'"), sync.accumulate(weight=0.5):
+        pass
+
+
 def test_the_store_is_enough_to_agree() -> None:
     """No process group of torch is begun: recovery makes groups without one."""
     assert not dist.is_initialized()

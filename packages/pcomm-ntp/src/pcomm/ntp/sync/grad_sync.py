@@ -24,7 +24,7 @@ from pcomm.ntp.sync.canonical_norm import NormSlots, canonical_norm
 from pcomm.ntp.sync.grad_groups import ALL, Strategy, group_names
 from pcomm.ntp.sync.model_guard import ModelGuard
 from pcomm.ntp.sync.strategies import SumPlan
-from pcomm.ntp.sync.synced_params import synced_params
+from pcomm.ntp.sync.synced_params import SyncedParam, synced_params
 
 __all__ = ["GradSync"]
 
@@ -169,6 +169,7 @@ class GradSync:
             self._base, self._has_begun = (weight or 1.0), True
         self._factor = weight / self._base
         if self._factor != 1.0 and not self._scalers:
+            self._guard.check_model()
             self._scale_gradients()
         self._is_inside, self._is_last = True, is_last
         try:
@@ -201,7 +202,8 @@ class GradSync:
             fix = "Call it once, after `with sync.accumulate(is_last=True):` around backward."
             raise errors.wrong_turn(asked, found, fix)
         try:
-            with torch.no_grad():
+            # Training cannot go on with gradients of inference mode, which may be on here.
+            with torch.inference_mode(False), torch.no_grad():
                 self._queue.finish(self._base)
         except BaseException:
             self._state = "broken"
@@ -256,7 +258,7 @@ class GradSync:
         norm = self._norm("GradSync.clip_grad_norm_")
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in self._gradients():
+        for _, gradient in self._gradients():
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for dtype, gradients in by_dtype.items():
             torch._foreach_mul_(gradients, scale.to(dtype))
@@ -345,10 +347,11 @@ class GradSync:
     def _norm(self, asked: str) -> Tensor:
         self._check_summed(asked)
         over = self._all.collectives
-        return canonical_norm(self._params, self._gradients(), self._slots, over, self._device)
+        return canonical_norm(self._gradients(), self._slots, over, self._device)
 
-    def _gradients(self) -> list[Tensor]:
-        return [g for one in self._params if (g := one.parameter.grad) is not None]
+    def _gradients(self) -> list[tuple[SyncedParam, Tensor]]:
+        """Parameters and gradients, but for those that a caller has dropped since."""
+        return [(one, g) for one in self._params if (g := one.parameter.grad) is not None]
 
     def _begin(self) -> None:
         self._state, self._has_begun = "collecting", False
