@@ -414,6 +414,20 @@ def test_dropped_gradients_inference_mode_and_parameters_that_are_frozen_meanwhi
         pass
 
 
+def test_the_norm_of_complex_gradients_is_not_rounded_as_it_grows() -> None:
+    model = nn.Module()
+    model.register_parameter("x", nn.Parameter(torch.zeros(300_000, dtype=torch.complex64)))
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randint(-20, 21, (2, 300_000), generator=generator).float()
+    upstream = torch.complex(*parts)
+    sync = sync_alone(model, param_layouts={})
+    with sync.accumulate():
+        (model.x * upstream).sum().real.backward()
+    sync.finish()
+    expected = float(upstream.to(torch.complex128).abs().square().sum().sqrt())
+    assert float(sync.grad_norm()) == pytest.approx(expected, rel=1e-6)
+
+
 def test_the_store_is_enough_to_agree() -> None:
     """No process group of torch is begun: recovery makes groups without one."""
     assert not dist.is_initialized()

@@ -58,7 +58,10 @@ def canonical_norm(
     squares = torch.zeros(slots.count, dtype=torch.float64, device=device)
     if slots.own is not None:
         counted = [
-            gradient for param, gradient in gradients if param.units is not None or slots.is_first
+            # Torch adds up the squares of complex numbers one after another, in their precision.
+            torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            for param, gradient in gradients
+            if param.units is not None or slots.is_first
         ]
         wide = [gradient for gradient in counted if gradient.element_size() > 2]
         squares[slots.own] = sum_of_squares(wide, device)
