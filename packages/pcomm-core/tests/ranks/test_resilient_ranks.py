@@ -22,10 +22,11 @@ from pcomm.core.testing.patience import scaled_s, wait_until
 from pcomm.core.testing.programs import Programs
 
 PROGRAM = """
-import os, signal, sys, time
+import os, pickle, signal, sys, time
 import torch, torch.distributed as dist
 from pcomm.core.control.control import Control
 from pcomm.core.groups.groups import open_groups
+from pcomm.core.process import resilient_process
 from pcomm.core.process.resilient_ranks import ResilientRanks
 from pcomm.core.topology import Topology
 
@@ -81,7 +82,41 @@ def pauses(place):
         return f"rank {place.rank} has stopped"
 
 
+class HalfOfIt:
+    '''What a report is pickled by, in a process that stands still before the second half of it.'''
+
+    dumps = staticmethod(pickle.dumps)
+
+    @staticmethod
+    def dump(report, pipe):
+        text = pickle.dumps(report)
+        pipe.write(text[: len(text) // 2])
+        pipe.flush()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stands_still(place):
+    if place.rank == 0:
+        resilient_process.pickle = HalfOfIt
+        # More than a pipe holds.
+        return bytes(1 << 20)
+    if place.rank == 1:
+        signal.pause()
+
+
 def main(job):
+    if job == "half":
+        with ResilientRanks(3) as ranks:
+            ranks.start(stands_still)
+            ranks.wait([2])
+            ranks.kill(1)
+            print(ranks.wait([1])[1].reason)
+            # Also if all that is there has been read.
+            ranks.kill(0)
+            print(ranks.wait([0])[0].reason)
+            ranks.join_again(0)
+        print("closed")
+        return
     with ResilientRanks(SIZE if job == "generations" else 2) as ranks:
         if job == "pauses":
             ranks.start(pauses)
@@ -126,6 +161,15 @@ def test_killed_ranks_come_back_in_later_generations(program: Path, programs: Pr
         "3 1 [1111, 1110, 1111, 1101, 1111]",
         "7 finished",
     ], told
+
+
+def test_a_rank_that_stands_still_within_its_report_keeps_nobody(
+    program: Path, programs: Programs
+) -> None:
+    done = programs.run(sys.executable, program, "half")
+    told = done.stdout + done.stderr
+    killed = "killed by SIGKILL"
+    assert done.stdout.splitlines() == [killed, killed, "closed"], told
 
 
 @pytest.mark.parametrize("request_", ["kill", "Ctrl-C"])

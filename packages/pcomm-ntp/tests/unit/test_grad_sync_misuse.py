@@ -377,6 +377,57 @@ def test_a_backward_that_is_differentiated_again() -> None:
     sync.zero_grad()
 
 
+def test_gradients_that_a_caller_asks_for_have_no_weight() -> None:
+    """Those of `autograd.grad`, in a micro-batch of another weight than the first, and after it."""
+    model, asked = nn.Linear(2, 1, bias=False), []
+    sync, x = sync_alone(model, param_layouts={}), torch.tensor([4.0, 8.0])
+    with sync.accumulate(is_last=False, weight=0.5):
+        model(x).backward()
+    with sync.accumulate(weight=0.25):
+        asked += torch.autograd.grad(model(x), model.weight)
+        model(x).backward()
+    sync.finish()
+    asked += torch.autograd.grad(model(x), model.weight)
+    assert [gradient.tolist() for gradient in asked] == 2 * [[[4.0, 8.0]]]
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[3.0, 6.0]]
+
+
+def test_dropped_gradients_inference_mode_and_parameters_that_are_frozen_meanwhile() -> None:
+    model = nn.Linear(2, 1)
+    sync = sync_alone(model, param_layouts={})
+    with sync.accumulate():
+        (model.weight * torch.tensor([3.0, 4.0])).sum().backward()
+    with torch.inference_mode():
+        sync.finish()
+        assert float(sync.clip_grad_norm_(1.0)) == 5.0
+    assert model.bias.grad is not None
+    assert not model.bias.grad.is_inference()
+    model.bias.grad = None
+    assert float(sync.clip_grad_norm_(1.0)) == pytest.approx(1.0)
+    # A parameter that was frozen meanwhile is named, and not torch's internals.
+    sync.zero_grad()
+    with sync.accumulate(is_last=False):
+        model(torch.ones(2)).backward()
+    model.bias.requires_grad_(False)
+    with pytest.raises(ConfigError, match="'bias'"), sync.accumulate(weight=0.5):
+        pass
+
+
+def test_the_norm_of_complex_gradients_is_not_rounded_as_it_grows() -> None:
+    model = nn.Module()
+    model.register_parameter("x", nn.Parameter(torch.zeros(300_000, dtype=torch.complex64)))
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randint(-20, 21, (2, 300_000), generator=generator).float()
+    upstream = torch.complex(*parts)
+    sync = sync_alone(model, param_layouts={})
+    with sync.accumulate():
+        (model.x * upstream).sum().real.backward()
+    sync.finish()
+    expected = float(upstream.to(torch.complex128).abs().square().sum().sqrt())
+    assert float(sync.grad_norm()) == pytest.approx(expected, rel=1e-6)
+
+
 def test_the_store_is_enough_to_agree() -> None:
     """No process group of torch is begun: recovery makes groups without one."""
     assert not dist.is_initialized()

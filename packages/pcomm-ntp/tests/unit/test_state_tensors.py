@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.ntp.reshard import add_state, parameter_name, state_entries, state_tensors
 
 
@@ -65,12 +65,13 @@ def test_an_optimizer_without_state_gets_what_another_one_has() -> None:
     assert optimizer.state[model.scale]["exp_avg"] is first
 
 
-def test_state_of_another_shape_is_left_out() -> None:
+def test_state_of_another_shape_is_refused_and_single_numbers_are_left_out() -> None:
     model = nn.Linear(3, 4)
-    optimizer = stepped(model, torch.optim.Adafactor)
-    keys = {entry.key for entry in state_entries(model, optimizer)}
-    assert "row_var" not in keys
-    assert "step" not in keys
+    for look in (state_entries, state_tensors):
+        with pytest.raises(UnsupportedError, match=r"'row_var' of 'weight' in Adafactor"):
+            look(model, stepped(model, torch.optim.Adafactor))
+    keys = {entry.key for entry in state_entries(model, stepped(model, torch.optim.ASGD))}
+    assert keys == {"ax"}
 
 
 def test_names() -> None:

@@ -20,6 +20,9 @@ from pcomm.core.process.rank_process import Report
 
 __all__ = ["ProcessWatch", "RankReport", "Watched"]
 
+# Bytes that are read at a time, so that no rank keeps the thread from the others.
+_PART_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class RankReport:
@@ -50,12 +53,32 @@ class RankReport:
 
 @dataclass
 class Watched:
-    """A process that runs, and the connection that its report comes from."""
+    """A process that runs, and what has come of its report: pickled, without a length before it."""
 
     incarnation: int
     process: mp.process.BaseProcess
     reports: Connection
-    report: Report | None = field(default=None)
+    sent: bytearray = field(default_factory=bytearray)
+
+    def receive(self) -> bool:
+        """Take more of the report, without waiting for it; False if there is nothing more now."""
+        # A process may stand still, or be killed, in the middle of a long one.
+        os.set_blocking(self.reports.fileno(), False)
+        try:
+            part = os.read(self.reports.fileno(), _PART_BYTES)
+        except BlockingIOError:
+            return False
+        self.sent += part
+        if not part:
+            self.reports.close()
+        return bool(part)
+
+    def report(self) -> Report | None:
+        """The report; None if the process ended before all of it was sent."""
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            found: Report = pickle.loads(self.sent)
+            return found
+        return None
 
 
 class ProcessWatch:
@@ -131,14 +154,14 @@ class ProcessWatch:
                 elif waited[ready] not in self._running:
                     continue
                 elif isinstance(ready, Connection):
-                    _receive(self._running[waited[ready]])
+                    self._running[waited[ready]].receive()
                 else:
                     self._record_end(waited[ready])
 
     def _record_end(self, rank: int) -> None:
         found = self._running[rank]
-        if not found.reports.closed:
-            _receive(found)
+        while not found.reports.closed and found.receive():
+            pass
         found.process.join()
         report = _report_of(rank, found)
         # In the store before another process can be started for this rank.
@@ -152,14 +175,6 @@ class ProcessWatch:
         _close(found)
 
 
-def _receive(found: Watched) -> None:
-    """Read what a process has sent before it ended, if anything; only once."""
-    with contextlib.suppress(EOFError, ConnectionResetError):
-        if found.reports.poll():
-            found.report = found.reports.recv()
-    found.reports.close()
-
-
 def _close(found: Watched) -> None:
     found.reports.close()
     # Its files would stay open as long as something refers to the process.
@@ -167,7 +182,7 @@ def _close(found: Watched) -> None:
 
 
 def _report_of(rank: int, found: Watched) -> RankReport:
-    report = found.report
+    report = found.report()
     if report is None:
         return RankReport(rank, found.incarnation, end_of(found.process.exitcode))
     if report.failed_at is None:

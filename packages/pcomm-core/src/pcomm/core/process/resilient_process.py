@@ -45,6 +45,9 @@ def run_once(
             report = Report(None, pickle.dumps(function(place, *args)))
         except BaseException as error:  # told in the report
             report = failure_report(error, time.monotonic())
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            caller.send(report)
+        with (
+            contextlib.suppress(BrokenPipeError, ConnectionResetError),
+            open(caller.fileno(), "wb", closefd=False) as pipe,
+        ):
+            pickle.dump(report, pipe)
         faulthandler.unregister(signal.SIGUSR1)

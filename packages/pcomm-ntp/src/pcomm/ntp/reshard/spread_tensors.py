@@ -212,6 +212,32 @@ def _check_shapes(one: SpreadTensor, rank: int) -> None:
                 f"reshard: {one.name!r} on rank {rank}",
                 f"{tuple(a.shape)} of {a.dtype} before, {tuple(b.shape)} of {b.dtype} after",
             )
+        # A shard may keep its shape and move by a unit.
+        if sides[0][1].held != sides[1][1].held and _shares_memory(a, b):
+            raise LayoutError(
+                f"reshard: {one.name!r} on rank {rank}",
+                found=f"one memory on both sides, for units {_told(sides[0][1])} before and "
+                f"{_told(sides[1][1])} after",
+                why="The source is only read, and the target would be written into it.",
+                fix="Pass the same tensor on both sides only where the rank's units stay the same.",
+            )
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    (first, end), (other_first, other_end) = _addresses(one), _addresses(other)
+    return max(first, other_first) < min(end, other_end)
+
+
+def _addresses(x: Tensor) -> tuple[int, int]:
+    """Address of the first byte of a tensor, and the one after its last byte."""
+    if not x.numel():
+        return 0, 0
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _told(side: Side) -> str:
+    return f"{side.held[0]} to {side.held[1] - 1}"
 
 
 def _unfit(asked: str, found: str) -> PcommError:

@@ -1,8 +1,9 @@
 """The tensors of a model and its optimizer that a plan spreads, by name.
 
 Names are those of checkpoints: `model.NAME` for a parameter or buffer, `optimizer.KEY.NAME` for
-state of the same shape as the parameter. Everything else in an optimizer's state, such as a count
-of steps, is equal on all ranks and not part of it.
+state of the same shape as the parameter. Single numbers in an optimizer's state, such as a count
+of steps, are equal on all ranks and not part of it. State of any other shape, such as the factors
+of Adafactor, is refused: nothing says how it would be split.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, UnsupportedError
 
 __all__ = ["StateEntry", "add_state", "parameter_name", "state_entries", "state_tensors"]
 
@@ -63,6 +64,9 @@ def state_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> dict[
     Args:
         model: This rank's part of the model.
         optimizer: Optimizer of its parameters.
+
+    Raises:
+        UnsupportedError: The optimizer has state of another shape.
     """
     found = {f"model.{name}": one.detach() for name, one in model.named_parameters()}
     saved = model.state_dict(keep_vars=True)
@@ -78,6 +82,9 @@ def state_entries(model: nn.Module, optimizer: Optimizer) -> tuple[StateEntry, .
     """The entries of the optimizer's state that have the shape of their parameter. Local.
 
     They are what `add_state` makes on a rank whose optimizer has no state yet.
+
+    Raises:
+        UnsupportedError: The optimizer has state of another shape.
     """
     return tuple(
         StateEntry(name, parameter, key, str(tensor.dtype).removeprefix("torch."))
@@ -119,5 +126,21 @@ def _entries(
         for key, value in optimizer.state.get(parameter, {}).items():
             # A parameter of one number has the shape of a count; the count is not spread.
             is_count = key == "step"
-            if isinstance(value, Tensor) and value.shape == parameter.shape and not is_count:
+            if not isinstance(value, Tensor) or is_count:
+                continue
+            if value.shape == parameter.shape:
                 yield f"optimizer.{key}.{name}", name, key, value
+            elif value.numel() > 1:
+                raise _other_shape(optimizer, key, name, value, parameter)
+
+
+def _other_shape(
+    optimizer: Optimizer, key: str, name: str, value: Tensor, parameter: Tensor
+) -> UnsupportedError:
+    return UnsupportedError(
+        f"reshard: state {key!r} of {name!r} in {type(optimizer).__name__}",
+        found=f"shape {tuple(value.shape)}, the parameter has {tuple(parameter.shape)}",
+        why="Units say how a parameter is split, and so state of its shape; this would be lost.",
+        fix="Use an optimizer whose state has the shape of its parameters, such as AdamW or SGD "
+        "with momentum.",
+    )

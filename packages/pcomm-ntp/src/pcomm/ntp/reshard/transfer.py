@@ -85,7 +85,8 @@ def reshard(
     Raises:
         StateLostError: No holder has some units; on every rank.
         ConfigError: Plans of different jobs, missing names, a split parameter without units.
-        LayoutError: A tensor whose shape or data type is not what the plans say.
+        LayoutError: A tensor whose shape or data type is not what the plans say, or one memory on
+            both sides where the rank's units change.
         TopologyError: A group without some rank of the new plan, or without a holder.
         PeerError: Another rank found one of these errors.
         DivergenceError: Ranks passed different plans or holders, or tensors of different names,
@@ -107,9 +108,11 @@ def reshard(
     except Exception as caught:
         error = caught
     agree(group.collectives, group.ranks, facts, error, where)
-    for one in tensors:
-        _copy_own(one)
-    return _exchanged(group, found, where, round_bytes)
+    # Parameters themselves may be passed.
+    with torch.no_grad():
+        for one in tensors:
+            _copy_own(one)
+        return _exchanged(group, found, where, round_bytes)
 
 
 def _plan_facts(old: Plan, new: Plan, holders: Collection[int]) -> dict[str, list[str]]:

@@ -42,8 +42,7 @@ class NormSlots:
 
 
 def canonical_norm(
-    params: Sequence[SyncedParam],
-    gradients: Sequence[Tensor],
+    gradients: Sequence[tuple[SyncedParam, Tensor]],
     slots: NormSlots,
     collectives: Collectives,
     device: torch.device,
@@ -51,8 +50,7 @@ def canonical_norm(
     """The 2-norm in fp64, without a dimension. Collective: one all-reduce over all used ranks.
 
     Args:
-        params: Parameters of this rank.
-        gradients: Their summed gradients.
+        gradients: Parameters of this rank, each with its summed gradient.
         slots: Numbers of the job.
         collectives: Collectives of all used ranks.
         device: Device of the result.
@@ -60,8 +58,9 @@ def canonical_norm(
     squares = torch.zeros(slots.count, dtype=torch.float64, device=device)
     if slots.own is not None:
         counted = [
-            gradient
-            for param, gradient in zip(params, gradients, strict=True)
+            # Torch adds up the squares of complex numbers one after another, in their precision.
+            torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            for param, gradient in gradients
             if param.units is not None or slots.is_first
         ]
         wide = [gradient for gradient in counted if gradient.element_size() > 2]

@@ -10,6 +10,8 @@ from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
@@ -22,7 +24,7 @@ from pcomm.ntp.sync.canonical_norm import NormSlots, canonical_norm
 from pcomm.ntp.sync.grad_groups import ALL, Strategy, group_names
 from pcomm.ntp.sync.model_guard import ModelGuard
 from pcomm.ntp.sync.strategies import SumPlan
-from pcomm.ntp.sync.synced_params import synced_params
+from pcomm.ntp.sync.synced_params import SyncedParam, synced_params
 
 __all__ = ["GradSync"]
 
@@ -123,7 +125,7 @@ class GradSync:
         self._state = "collecting"
         self._has_begun = self._is_inside = self._is_last = False
         self._base, self._factor = 1.0, 1.0
-        self._scalers: list[Callable[[], None]] = []
+        self._scalers: list[tuple[Node, RemovableHandle]] = []
         self._hooks = [
             one.parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
             for index, one in enumerate(params)
@@ -167,6 +169,7 @@ class GradSync:
             self._base, self._has_begun = (weight or 1.0), True
         self._factor = weight / self._base
         if self._factor != 1.0 and not self._scalers:
+            self._guard.check_model()
             self._scale_gradients()
         self._is_inside, self._is_last = True, is_last
         try:
@@ -199,7 +202,8 @@ class GradSync:
             fix = "Call it once, after `with sync.accumulate(is_last=True):` around backward."
             raise errors.wrong_turn(asked, found, fix)
         try:
-            with torch.no_grad():
+            # Training cannot go on with gradients of inference mode, which may be on here.
+            with torch.inference_mode(False), torch.no_grad():
                 self._queue.finish(self._base)
         except BaseException:
             self._state = "broken"
@@ -254,7 +258,7 @@ class GradSync:
         norm = self._norm("GradSync.clip_grad_norm_")
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in self._gradients():
+        for _, gradient in self._gradients():
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for dtype, gradients in by_dtype.items():
             torch._foreach_mul_(gradients, scale.to(dtype))
@@ -290,8 +294,8 @@ class GradSync:
         self._take_back()
         for hook in self._hooks:
             hook.remove()
-        for remove in self._scalers:
-            remove()
+        for _, scaler in self._scalers:
+            scaler.remove()
         self._hooks, self._scalers = [], []
         self._queue.forget()
 
@@ -329,21 +333,25 @@ class GradSync:
         """From now on multiply gradients before they are added to those of other weights."""
         this = weakref.ref(self)
 
-        def scale(gradient: Tensor) -> Tensor | None:
+        def scale(arrived: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
             found = this()
             if found is None or found._factor == 1.0:
                 return None
-            return gradient * found._factor
+            return tuple(one if one is None else one * found._factor for one in arrived)
 
-        self._scalers = [one.parameter.register_hook(scale).remove for one in self._params]
+        # At the node that adds to `.grad`: a hook of the parameter would see `autograd.grad`, too.
+        nodes = [get_gradient_edge(one.parameter).node for one in self._params]
+        # A node, and its hooks, live as long as something refers to it.
+        self._scalers = [(node, node.register_prehook(scale)) for node in nodes]
 
     def _norm(self, asked: str) -> Tensor:
         self._check_summed(asked)
         over = self._all.collectives
-        return canonical_norm(self._params, self._gradients(), self._slots, over, self._device)
+        return canonical_norm(self._gradients(), self._slots, over, self._device)
 
-    def _gradients(self) -> list[Tensor]:
-        return [g for one in self._params if (g := one.parameter.grad) is not None]
+    def _gradients(self) -> list[tuple[SyncedParam, Tensor]]:
+        """Parameters and gradients, but for those that a caller has dropped since."""
+        return [(one, g) for one in self._params if (g := one.parameter.grad) is not None]
 
     def _begin(self) -> None:
         self._state, self._has_begun = "collecting", False
