@@ -36,13 +36,20 @@ class OwnConnections:
     @classmethod
     @contextlib.contextmanager
     def recorded(cls) -> Iterator[OwnConnections]:
-        """A block that makes one communicator; what is yielded has its connections afterwards."""
+        """A block that makes one communicator; what is yielded has its connections afterwards.
+
+        None where another thread of this process makes a communicator meanwhile: nothing tells
+        which of the two a connection belongs to.
+        """
         connections, before = cls(), {i for watched in _polls() for i in watched.values()}
         yield connections
+        made: list[dict[int, int]] = []
         for watched in _polls():
             new = {number: i for number, i in watched.items() if i not in before}
             if any(_is_listening(number) for number in new):
-                connections._found |= {n: i for n, i in new.items() if _is_connected(n)}
+                made.append(new)
+        if len(made) == 1:
+            connections._found = {n: i for n, i in made[0].items() if _is_connected(n)}
 
     def __bool__(self) -> bool:
         return bool(self._found)

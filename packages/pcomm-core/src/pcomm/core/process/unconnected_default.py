@@ -10,6 +10,7 @@ It is private to torch how such a group is put in place, so this file is the onl
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,10 @@ from torch.distributed import distributed_c10d
 __all__ = ["end_if_unused", "is_connected", "unconnected_default"]
 
 _NAME = "pcomm: a default group without connections"
+
+# Torch has one default group a process, so threads that make groups count in one place, too.
+_lock = threading.Lock()
+_makers: set[int] = set()
 
 
 def is_connected() -> bool:
@@ -37,23 +42,29 @@ def unconnected_default(store: dist.Store, rank: int, size: int) -> Iterator[Non
         rank: Global rank of this process.
         size: Number of global ranks; larger than each of them.
     """
-    if not dist.is_initialized():
-        _begin(store, rank, size)
+    maker = threading.get_ident()
+    with _lock:
+        _makers.add(maker)
+        if not dist.is_initialized():
+            _begin(store, rank, size)
     try:
         yield
     finally:
+        with _lock:
+            _makers.discard(maker)
         end_if_unused()
 
 
 def end_if_unused() -> None:
-    """End the default group without connections if there is no other process group. Local."""
+    """End the default group without connections if no other is there or being made. Local."""
     world = distributed_c10d._world
-    if not (dist.is_initialized() and _is_ours()) or len(world.pg_map) > 1:
-        return
-    default = distributed_c10d._get_default_group()
-    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-        table.pop(default, None)
-    distributed_c10d._update_default_pg(None)
+    with _lock:
+        if _makers or not (dist.is_initialized() and _is_ours()) or len(world.pg_map) > 1:
+            return
+        default = distributed_c10d._get_default_group()
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            table.pop(default, None)
+        distributed_c10d._update_default_pg(None)
 
 
 def _is_ours() -> bool:
