@@ -226,6 +226,7 @@ class Session:
                 with Attempt(self):
                     self._agree(None)
             else:
+                self._recovery.begin()
                 attempt = Attempt(self)
                 yield attempt
                 if not attempt.was_entered:
@@ -256,12 +257,14 @@ class Session:
                 why="Units are dealt out in proportion to speeds, relative to the fastest rank.",
                 fix="Give the time of the fastest rank over that of this one.",
             )
-        self._membership.records.set_speed(rank, speed)
+        with store_errors.told():
+            self._membership.records.set_speed(rank, speed)
         self._asks_move = True
 
     def request_stop(self) -> None:
         """Have all ranks end after the next step, such as before a time limit. Local."""
-        self._membership.records.ask_to_stop()
+        with store_errors.told():
+            self._membership.records.ask_to_stop()
         self._asks_move = True
 
     def check_fence(self) -> None:
@@ -346,6 +349,7 @@ class Session:
             reason = "a process joins, or a rank asks for a change"
         elif is_setback(error):
             self._membership.check_store()
+            self._recovery.count_in_vain(error)
             reason = str(error).splitlines()[0]
         else:
             return False
