@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from pcomm.core.errors import UnsupportedError
+from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.process import ResilientRanks
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import read
+from pcomm.integration.commands.train import command
+from pcomm.integration.commands.train_resilient import join_resilient
 from pcomm.integration.config import CheckpointConfig, Config, ParallelConfig
 from pcomm.integration.resilient_rules import validate_resilient
 from pcomm.integration.testing.faulty_runs import Fault, faulty_rank
@@ -23,8 +27,10 @@ from pcomm.integration.testing.short_runs import (
     train_steps,
     worst_difference,
 )
+from pcomm.integration.train.outcome import Outcome
 
 STEPS = 5
+PRELOAD = ["pcomm.integration.train.resilient", "torch._dynamo"]
 # The rank that writes the metrics.
 FAULT = Fault(rank=0, step=2, joins_at=3)
 
@@ -40,8 +46,7 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
     run_dir = prepare_words(tmp_path, documents=40)
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
     many = config(ParallelConfig(dp=2, tp=2))
-    preload = ["pcomm.integration.train.resilient", "torch._dynamo"]
-    with ResilientRanks(4, preload=preload) as processes:
+    with ResilientRanks(4, preload=PRELOAD) as processes:
         processes.start(faulty_rank, (many, run_dir, FAULT))
         died = processes.wait([FAULT.rank])[FAULT.rank]
         assert died.reason == "killed by SIGKILL"
@@ -68,6 +73,19 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
     assert worst <= 1e-12, where
 
 
+def test_a_request_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
+    """Ranks without a part in the checkpoint wait for those that gather it."""
+    run_dir = prepare_words(tmp_path, documents=40)
+    fault = Fault(rank=1, step=2, number=signal.SIGINT)
+    with ResilientRanks(2, preload=PRELOAD) as processes:
+        processes.start(faulty_rank, (config(ParallelConfig(dp=2)), run_dir, fault))
+        reports = processes.wait(timeout_s=120)
+    assert [report.result for report in reports.values()] == [Outcome(3, None, True)] * 2
+    last = newest(run_dir)
+    assert last is not None
+    assert last.step == 3
+
+
 @pytest.mark.parametrize(
     ("parallel", "key"),
     [
@@ -79,3 +97,24 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
 def test_what_could_not_go_on_is_refused(parallel: ParallelConfig, key: str) -> None:
     with pytest.raises(UnsupportedError, match=key):
         validate_resilient(config(parallel), 2)
+
+
+@pytest.mark.parametrize(
+    "options", [["--join", "h:1"], ["--rank", "1"], ["--resilient", "--rank", "1"]], ids=" ".join
+)
+def test_options_that_lack_another_are_refused(options: list[str], tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(ConfigError, match="--join HOST:PORT --rank R"):
+        command.run(parser.parse_args(["--out", str(tmp_path), *options]))
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:x"])
+def test_an_address_that_is_none(address: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no HOST:PORT"):
+        join_resilient(address, 0, tmp_path)
+
+
+def test_a_store_without_a_run(tmp_path: Path) -> None:
+    with ResilientRanks(1) as processes, pytest.raises(ConfigError, match="no run there"):
+        join_resilient(f"127.0.0.1:{processes.port}", 0, tmp_path)

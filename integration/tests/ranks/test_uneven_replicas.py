@@ -61,7 +61,7 @@ def config(model: str, parallel: ParallelConfig | None = None, **train: Any) -> 
     # AdamW divides by the size of a gradient plus 1e-8: rounding of 1e-16 in one of that size moves
     # the parameter by 1e-8 of the learning rate, and many times that is still below 1e-12.
     keys = {"global_batch_tokens": 9 * ROW, "learning_rate": 1e-5, "warmup_steps": 1, **train}
-    shape = {**SIZES, **{**MODELS, **MANY_HEADS}[model]}
+    shape = {**SIZES, **{**MODELS, **SOAKED}[model]}
     return tiny_config(
         parallel,
         model=shape,
@@ -71,7 +71,11 @@ def config(model: str, parallel: ParallelConfig | None = None, **train: Any) -> 
     )
 
 
-MANY_HEADS = {"many heads": {"heads": 11, "kv_heads": 11}}
+SOAKED: dict[str, dict[str, Any]] = {
+    "many heads": {"heads": 11, "kv_heads": 11},
+    # Shards of some MiB, above the sizes at which collectives change how they send.
+    "wide": {"width": 512, "heads": 20, "kv_heads": 10, "head_dim": 32, "mlp_width": 2731},
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,16 @@ def single(run_dir: Path) -> dict[str, Steps]:
     """Steps of the dense model, which never touches torch.distributed."""
     return {
         model: train_steps(config(model, ParallelConfig()), run_dir, torch.float64, STEPS)
-        for model in (*MODELS, *MANY_HEADS)
+        for model in MODELS
+    }
+
+
+@pytest.fixture(scope="module")
+def single_soaked(run_dir: Path) -> dict[str, Steps]:
+    """The same of models that take longer."""
+    return {
+        model: train_steps(config(model, ParallelConfig()), run_dir, torch.float64, STEPS)
+        for model in SOAKED
     }
 
 
@@ -167,9 +180,15 @@ def test_degrees_three_two_and_four(rank: int, model: str, run_dir: Path, single
 
 @pytest.mark.soak
 @ranks(15)
-def test_degrees_eight_and_seven(rank: int, run_dir: Path, single: dict) -> None:
+def test_degrees_eight_and_seven(rank: int, run_dir: Path, single_soaked: dict) -> None:
     """Eleven heads and thirteen columns, which neither degree divides."""
-    compare("many heads", FIFTEEN, run_dir, single)
+    compare("many heads", FIFTEEN, run_dir, single_soaked)
+
+
+@pytest.mark.soak
+@ranks(7)
+def test_shards_of_a_real_size(rank: int, run_dir: Path, single_soaked: dict) -> None:
+    compare("wide", dataclasses.replace(SEVEN, sequence=True), run_dir, single_soaked)
 
 
 @ranks(5)

@@ -14,6 +14,17 @@ from pcomm.ntp import Failures, plan
 
 VOCABULARY = 29
 TP = 4
+SIZES = {
+    "layers": 2,
+    "width": 16,
+    "heads": 10,
+    "kv_heads": 5,
+    "head_dim": 4,
+    "mlp_width": 13,
+    "mamba_heads": 15,
+    "mamba_groups": 5,
+    "mamba_state_dim": 3,
+}
 MODELS = {
     "gpt": {"pattern": "A", "qkv_bias": True, "qk_norm": True},
     "gpt, gated and tied": {"pattern": "A", "attention_gate": True, "tie_embeddings": True},
@@ -40,18 +51,7 @@ class _OneOf(IdentityCollectives):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_and_plan_cut_alike(name: str) -> None:
-    sizes = {
-        "layers": 2,
-        "width": 16,
-        "heads": 10,
-        "kv_heads": 5,
-        "head_dim": 4,
-        "mlp_width": 13,
-        "mamba_heads": 15,
-        "mamba_groups": 5,
-        "mamba_state_dim": 3,
-    }
-    config = resolve_model(ModelConfig(**{**sizes, **MODELS[name]}))
+    config = resolve_model(ModelConfig(**{**SIZES, **MODELS[name]}))
     topology = Topology({"dp": TP, "tp": TP})
     failed = [TP * replica + gone for replica in range(TP) for gone in range(replica)]
     # Replica r has lost r ranks, so every degree is there.
@@ -90,3 +90,23 @@ def test_the_degree_four_of_five_heads_is_as_fast_as_its_busiest_rank() -> None:
     after = attention / 2 + others / 3
     assert float(made.speeds[1]) == 1
     assert float(made.speeds[0]) == pytest.approx(before / after)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gdn", "mamba"])
+def test_slow_ranks_hold_less_as_the_plan_says(name: str) -> None:
+    config = resolve_model(ModelConfig(**{**SIZES, **MODELS[name]}))
+    made = plan(
+        Topology({"dp": 2, "tp": 3}),
+        Failures.from_global_ranks([5]),
+        units_of_model(config, VOCABULARY),
+        speeds={1: 0.5, 4: 0.25},
+    )
+    for replica in range(2):
+        form = made.form(replica)
+        assert len(set(form)) > 1
+        for rank in range(len(form)):
+            model = LanguageModel(config, VOCABULARY, _OneOf(rank, len(form)), form=form)
+            for parameter, own in param_layouts_of(model).items():
+                if own.layout is not None:
+                    assert own.layout == made.layout(parameter, replica), parameter
+                    assert len(set(own.layout.sizes)) > 1

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.interruptible import interruptible
+from pcomm.core.collectives.interruption import interruptible
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.control.failure_flag import FailureFlag
 from pcomm.core.errors import PeerError

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.collectives.interruptible import interruptible
+from pcomm.core.collectives.interruption import interruptible
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.errors import ClosedError, PeerError
 

@@ -31,6 +31,7 @@ from pcomm.ntp.testing.resilient_training import (
     slow_down_at,
     stop_with_a_newcomer,
     train_in_session,
+    train_two,
     train_with_store,
 )
 
@@ -69,6 +70,36 @@ def test_ranks_that_did_not_hear_that_all_are_ready_follow_those_that_did() -> N
     assert [one.step for one in seen[1].steps] == [0, 2, 3]
     assert seen[1].generations == [(0, 1)] * 3
     assert not seen[0].gone
+
+
+@pytest.mark.parametrize("setbacks", [4, 5])
+def test_an_error_in_every_generation_is_raised_in_the_end(setbacks: int) -> None:
+    faults = [Fault(0, "forward", 1, 0), *(Fault(0, "build", 1 + n, 0) for n in range(setbacks))]
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (Topology({"dp": 1, "tp": 2}), 2, faults))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    if setbacks < 5:
+        assert survivors(reports, 2)[0].generations == [(0, 1), (0, 1)]
+    else:
+        assert "build: nothing" in str(reports[0].error)
+        assert not reports[1].has_finished
+
+
+def test_two_sessions_in_one_process_do_not_disturb_each_other() -> None:
+    ours, theirs = mp.Pipe()
+    host = mp.get_context("forkserver").Process(target=host_store, args=(theirs,), daemon=True)
+    host.start()
+    port = ours.recv()
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        ranks.start(train_two, (port, Topology({"dp": 2, "tp": 1}), 4, Fault(1, "forward", 2, 0)))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    host.kill()
+    host.join()
+    assert all(report.has_finished for report in reports.values()), reports
+    for number, generations in enumerate((2, 1)):
+        seen = {rank: report.result[number] for rank, report in reports.items()}
+        check_seen(seen, 4)
+        assert all(len(own.generations) == generations for own in seen.values())
 
 
 def test_a_stopped_rank_is_fenced_and_a_new_process_takes_its_place() -> None:

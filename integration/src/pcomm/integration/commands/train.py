@@ -80,16 +80,19 @@ class TrainCommand:
 
         _check_resilient(arguments)
         if arguments.join is not None:
-            return _joined(arguments)
+            with terminate_as_interrupt():
+                return _joined(arguments)
         config = load_config(arguments.config, overrides=arguments.set)
         given = given_keys(arguments.config, arguments.set)
         config = start_config(config, arguments.out, is_new=arguments.restart, given=given)
-        if arguments.resilient:
-            return _resilient(config, arguments)
-        validate(config, _world_size(arguments.ranks))
+        world_size = _world_size(arguments.ranks)
+        if not arguments.resilient:
+            validate(config, world_size)
         of_rank = (config, arguments.out, arguments.restart, _trace_file(arguments.trace))
         try:
             with terminate_as_interrupt():
+                if arguments.resilient:
+                    return _resilient(config, arguments)
                 if arguments.ranks == 1:
                     return train_rank(*of_rank)
                 return _train_local(arguments.ranks, of_rank)

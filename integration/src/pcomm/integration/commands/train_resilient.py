@@ -23,6 +23,8 @@ _log = logging.getLogger("pcomm.train")
 
 # Where the ranks of a run find what it trains.
 _KEY = "pcomm/train/run"
+# A launcher that is there answers at once.
+_CONNECT_S = 10.0
 # What a rank imports late. Its optimizer asks for Dynamo.
 _OF_EVERY_RANK = ("pcomm.integration.train.resilient", "torch._dynamo")
 
@@ -107,7 +109,7 @@ def join_resilient(address: str, rank: int, run_dir: Path) -> Outcome:
     found = "no HOST:PORT"
     if host and port.isdecimal():
         try:
-            store = RankPlace(rank, rank + 1, host, int(port)).store()
+            store = RankPlace(rank, rank + 1, host, int(port)).store(timeout_s=_CONNECT_S)
             run = json.loads(store.get(_KEY)) if store.check([_KEY]) else None
             if run is not None and 0 <= rank < run["size"]:
                 place = RankPlace(rank, run["size"], host, int(port), 1)

@@ -52,7 +52,7 @@ def faulty_rank(place: RankPlace, config: Config, run_dir: Path, fault: Fault) -
         place: Place of this process.
         config: The configuration.
         run_dir: Folder of the run, with its tokens.
-        fault: What happens.
+        fault: Signal, rank and step of the fault.
     """
     resolved = validate_resilient(config, place.size)
     patience = Patience(heartbeat_s=0.1, dead_after_s=5.0)

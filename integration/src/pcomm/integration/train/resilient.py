@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -91,7 +92,7 @@ class ResilientRun:
         self._bits: float | None = None
 
     def go(self) -> Outcome:
-        """Train until the last step, whoever dies meanwhile. Every rank of the job calls it."""
+        """Train until the last step, also when ranks die. Every rank of the job calls it."""
         parallel, model = self.config.parallel, self.config.model
         with listen_for_interrupt() as interrupt, ExitStack() as held:
             session = held.enter_context(
@@ -155,13 +156,16 @@ class ResilientRun:
         found = trainer.accumulate(index)
         asked = interrupt.is_requested or self._sinks.error is not None
         agreed = trainer.agree(found, is_asked_to_stop=asked)
+        loss = agreed.nats / self._batches.num_targets(index)
         if not agreed.is_finite:
-            loss = agreed.nats / self._batches.num_targets(index)
-            self._not_finite.note_bad(index + 1, loss, float("nan"), None)
+            self._not_finite.note_bad(index + 1, loss, math.nan, None)
         rate = trainer.set_learning_rate(index)
         if agreed.wants_to_stop:
             session.request_stop()
         norm = attempt.commit(max_norm=None if train.clip_norm == "none" else train.clip_norm)
+        if not norm.isfinite():
+            # Applied already, on all ranks, and saved by none.
+            self._not_finite.note_bad(index + 1, loss, float(norm), None)
         row = trainer.row(index, agreed, norm, rate, time.perf_counter() - start)
         self._write(session, {**row, **_where(session)})
         done, is_last = index + 1, index + 1 == train.steps or agreed.wants_to_stop

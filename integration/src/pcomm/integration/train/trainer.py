@@ -271,7 +271,7 @@ class Trainer:
         what each rank finds goes into the sum, so that all decide alike even then.
 
         Args:
-            found: What `accumulate` returned.
+            found: Result of `accumulate` on this rank.
             norm: The norm of the gradient; None where it is not known yet.
             is_asked_to_stop: True if this rank was asked to stop.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
 from pcomm.core import Collectives, Group
@@ -15,6 +16,7 @@ from pcomm.integration.checkpoint.identity import identity_of
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.config_resolved import Resolved
 from pcomm.integration.data.preparation import Prepared
+from pcomm.integration.parallelize import ALL_RANKS
 from pcomm.integration.train.progress import Progress
 from pcomm.integration.train.trainer import Trainer
 from pcomm.ntp import Session
@@ -26,7 +28,7 @@ class WholeStateSaver:
     """Gathers the state on one rank of the canonical replica, which writes it alone.
 
     The gather goes through the session's groups, so that it ends when a rank dies; the files are
-    written by one process, which waits for nobody. That rank needs memory for a copy of the model
+    written by one process, which waits for no other. That rank needs memory for a copy of the model
     and of both averages of AdamW.
 
     Args:
@@ -47,32 +49,34 @@ class WholeStateSaver:
         )
 
     def save(self, session: Session, trainer: Trainer, progress: Progress) -> None:
-        """Write a checkpoint. Collective over the ranks in use; those of other replicas return.
+        """Write a checkpoint. Collective over the ranks in use.
 
         Args:
             session: The session; a rank that the others left behind writes nothing.
             trainer: The trainer of this generation.
             progress: State of the run after the step.
         """
-        place, coordinates = (
-            session.plan.place(session.rank),
-            session.plan.topology.coordinates(session.rank),
-        )
-        is_canonical = place.replica == session.plan.canonical_replica(place.stage)
-        if not is_canonical or coordinates["cp"]:
-            return
-        over = trainer.groups["tp"].collectives
-        whole = {name: _whole(view, over) for name, view in trainer.shard_views().items()}
-        if place.index:
-            return
-        # The rank that wrote before may have got this far before it died.
+        plan, rank = session.plan, session.rank
+        place = plan.place(rank)
+        is_canonical = place.replica == plan.canonical_replica(place.stage)
+        if is_canonical and plan.topology.coordinates(rank)["cp"] == 0:
+            over = trainer.groups["tp"].collectives
+            whole = {name: _whole(view, over) for name, view in trainer.shard_views().items()}
+            if place.index == 0:
+                self._write(session, whole, progress)
+        # A rank that went on to the next generation would end the gather of the others.
+        waiting = torch.zeros(1, device=trainer.model.device)
+        trainer.groups[ALL_RANKS].collectives.all_reduce(waiting)
+
+    def _write(self, session: Session, views: dict[str, ShardView], progress: Progress) -> None:
+        """Begin to write, unless the others have left this rank behind. Local."""
         self._saver.wait()
         last = newest(self._run_dir)
-        if last is not None and last.step >= progress.step:
-            return
-        session.check_fence()
-        state = {"identity": self._identity, **progress.state(self._config.train)}
-        self._saver.save(progress.step, whole, state)
+        # The rank that wrote before may have got this far before it died.
+        if last is None or last.step < progress.step:
+            session.check_fence()
+            state = {"identity": self._identity, **progress.state(self._config.train)}
+            self._saver.save(progress.step, views, state)
 
     def __enter__(self) -> WholeStateSaver:
         return self

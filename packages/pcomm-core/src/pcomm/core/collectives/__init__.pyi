@@ -4,7 +4,7 @@ from pcomm.core.collectives.call import Call as Call
 from pcomm.core.collectives.distributed import DistributedCollectives as DistributedCollectives
 from pcomm.core.collectives.identity import IdentityCollectives as IdentityCollectives
 from pcomm.core.collectives.instrumented import InstrumentedCollectives as InstrumentedCollectives
-from pcomm.core.collectives.interruptible import interruptible as interruptible
+from pcomm.core.collectives.interruption import interruptible as interruptible
 from pcomm.core.collectives.protocol import Collectives as Collectives
 from pcomm.core.collectives.protocol import Pending as Pending
 from pcomm.core.collectives.spy import SpyCollectives as SpyCollectives

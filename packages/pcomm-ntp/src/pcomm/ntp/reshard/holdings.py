@@ -19,7 +19,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """A tensor-parallel group of a topology, whoever of it is left.
+    """A tensor-parallel group of a topology, whichever of its ranks are left.
 
     Args:
         lowest: Rank at index 0 of `tp`; it names the group, and may have failed.

@@ -47,7 +47,7 @@ def traffic(
     """What a rank sends and gets, from plans and its tensors. Local.
 
     Raises:
-        StateLostError: Nobody holds some units.
+        StateLostError: No rank holds some units.
     """
     place = {one: i for i, one in enumerate(ranks)}
     stage = new.topology.coordinates(rank).get("pp", 0)

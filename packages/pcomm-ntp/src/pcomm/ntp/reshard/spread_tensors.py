@@ -41,8 +41,8 @@ class SpreadTensor:
         parameter: Name of the parameter to which it belongs.
         units: Units of `dim`; None if it is replicated.
         dim: Dimension along which it is split, counted from the front; 0 if it is replicated.
-        source: What this rank has under the old plan; None if it has nothing.
-        target: What it has under the new plan; None if it is idle there.
+        source: Tensors of this rank under the old plan; None if it has nothing.
+        target: Tensors of this rank under the new plan; None if it is idle there.
     """
 
     name: str
@@ -132,7 +132,7 @@ def spread_tensors(
             raise ConfigError(
                 f"reshard: {name!r}",
                 found=f"a parameter split along dim {layout.dim} that the plan has no units for",
-                why="Without units nobody can say which part a rank has under a plan.",
+                why="Without units nothing says which part a rank has under a plan.",
                 fix="Give plan() units for its name, or for a pattern that matches it.",
             )
         one = source[name] if has_old else target[name]

@@ -2,7 +2,7 @@
 
 Certain is only what the launcher tells, that a process has ended, and what a process tells of
 itself when its program leaves the session. Silence is no more than a suspicion that has become old.
-An error of a connection says nothing about who is at fault, so it excludes nobody.
+An error of a connection does not tell which rank is at fault, so it excludes none.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -51,7 +51,7 @@ class Job:
     build: Build
     policy: Policy
     failures: Failures
-    groups: tuple[Spec, ...] | Callable[[Plan], tuple[Spec, ...]]
+    groups: Sequence[Spec] | Callable[[Plan], Sequence[Spec]]
     strategy: Strategy
     backend: str
     restore: Restore | None

@@ -202,6 +202,7 @@ class Membership:
             self.ranks,
             self.rank,
             self.watch.check,
+            job=self.records.job(),
             generation=self.number,
             timeout_s=self._patience.agree_s,
         )

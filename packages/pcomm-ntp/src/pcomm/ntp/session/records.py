@@ -2,6 +2,7 @@
 
 | key below `pcomm/session/` | written by | says |
 |---|---|---|
+| `job` | the first rank | a word for the job |
 | `first/RANK` | each process of a rank | which of them is in generation 0 |
 | `flag/G` | the first rank that suspects | that the ranks of generation G meet |
 | `said/G/RANK` | each rank that leaves G | its state (`Arrival`) |
@@ -22,6 +23,7 @@ rank writes that was left behind reaches no rank of a later generation.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -103,6 +105,10 @@ class Records:
     def claim_first(self, rank: int, token: str) -> bool:
         """Whether this process is the one that has the place of `rank` in generation 0."""
         return self._first(f"first/{rank}", token) == token
+
+    def job(self) -> str:
+        """A word for the job of this store, the same on all ranks; no other store has it."""
+        return self._first("job", uuid.uuid4().hex[:12])
 
     def beat(self, generation: int, rank: int, number: int) -> None:
         """Write a heartbeat; that of a process that is not of the generation is not read."""

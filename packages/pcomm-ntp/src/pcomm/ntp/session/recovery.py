@@ -87,7 +87,7 @@ class Recovery:
     """The state of this rank, and how it goes from generation to generation.
 
     Args:
-        job: What the session was given.
+        job: Settings of the session.
         membership: This process as a member of the job.
 
     Attributes:

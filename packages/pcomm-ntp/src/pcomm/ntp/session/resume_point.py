@@ -65,7 +65,7 @@ def resume_point(arrivals: Mapping[int, Arrival]) -> ResumePoint:
     """The state from which the ranks that arrived go on. Local; equal arrivals, equal result.
 
     Args:
-        arrivals: What each rank that takes part says, by rank. A process without a state, such as
+        arrivals: The word of each rank that takes part, by rank. A process without a state, such as
             one that joins, may be left out.
 
     Raises:

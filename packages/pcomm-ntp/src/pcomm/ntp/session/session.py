@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -297,7 +298,7 @@ class Session:
         finally:
             self._membership.close()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pcomm.core.collectives import Collectives, InstrumentedCollectives, Pending
 from pcomm.core.collectives.call import Call
-from pcomm.core.collectives.interruptible import interruptible
+from pcomm.core.collectives.interruption import interruptible
 from pcomm.core.errors import PcommError, PeerError
 
 __all__ = ["SuspectedFailure", "suspecting"]

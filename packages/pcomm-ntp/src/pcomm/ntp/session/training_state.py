@@ -37,7 +37,7 @@ class Built:
 
 def scalars_of(built: Built) -> str:
     """Text of all that `set_scalars` needs; the same on ranks with equal state."""
-    names = {parameter: name for name, parameter in built.model.named_parameters()}
+    names: dict[Tensor, str] = {own: name for name, own in built.model.named_parameters()}
     groups = []
     for group in built.optimizer.param_groups:
         told = {k: _told(v) for k, v in group.items() if k != "params" and _is_plain(v)}

@@ -10,8 +10,9 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -47,6 +48,7 @@ __all__ = [
     "slow_down_at",
     "stop_with_a_newcomer",
     "train_in_session",
+    "train_two",
     "train_with_store",
 ]
 
@@ -105,13 +107,13 @@ class Seen:
 
     Args:
         steps: The steps that it committed, in order.
-        states: For each number of applied steps: the plan, as JSON, and by name the parameter and
+        states: By number of applied steps, the plan, as JSON, and by name the parameter and
             its moments.
         generations: Ranks of each generation that it was in.
         reasons: Reason for each of these generations.
         gone: Ranks that it saw go, with the reason that was told.
-        living: At the beginning of each attempt at each fifth step, numbers of the threads of this process, of its
-            open files, of process groups and of living tensors.
+        living: At the beginning of each attempt at each fifth step, numbers of the threads of this
+            process, of its open files, of process groups and of living tensors.
     """
 
     steps: list[SeenStep] = field(default_factory=list)
@@ -142,6 +144,40 @@ def train_in_session(
         each_step: Function called at the beginning of each attempt.
         counts: True to count what lives in the process, for `Seen.living`.
     """
+    *_, seen = _attempts(place, topology, until, faults, options, each_step, counts)
+    return seen
+
+
+def train_two(
+    place: RankPlace, port: int, topology: Topology, until: int, fault: Fault
+) -> list[Seen]:
+    """Train in two sessions at once, whose attempts take turns; a task of `ResilientRanks`.
+
+    Args:
+        place: Place of this rank, also in the second session.
+        port: Port on this host of the store of the second session.
+        topology: Axes and sizes of either job.
+        until: Number of steps.
+        fault: Fault in the first session.
+    """
+    first = _attempts(place, topology, until, [fault])
+    second = _attempts(replace(place, port=port), topology, until)
+    seen = [Seen(), Seen()]
+    for pair in zip_longest(first, second):
+        seen = [now or before for now, before in zip(pair, seen, strict=True)]
+    return seen
+
+
+def _attempts(
+    place: RankPlace,
+    topology: Topology,
+    until: int,
+    faults: Sequence[Fault] = (),
+    options: dict[str, Any] | None = None,
+    each_step: Callable[[Session, RankPlace], None] | None = None,
+    counts: bool = False,
+) -> Iterator[Seen]:
+    """Train as `train_in_session` does; what was seen so far after each attempt, and at the end."""
     seen = Seen()
     current, left = [0, 0], list(faults)
 
@@ -186,12 +222,13 @@ def train_in_session(
                 seen_step = _one_step(session, step, strike)
                 seen.steps.append(seen_step)
                 strike("checkpoint", step.number)
+            yield seen
         _note(seen, session)
         seen.generations = [one.ranks for one in session.transitions]
         seen.reasons = [one.reason for one in session.transitions]
         for one in session.transitions:
             seen.gone |= one.gone
-    return seen
+    yield seen
 
 
 def hold_for_joins(session: Session, place: RankPlace, *, counts: Mapping[int, int]) -> None:
@@ -298,7 +335,7 @@ def check_seen(seen: dict[int, Seen], until: int, *, atol: float = 1e-12) -> Non
     Losses, norms, parameters and moments of each step; and no token is lost or repeated.
 
     Args:
-        seen: What each rank that is left saw, by rank.
+        seen: Results of the ranks that are left, by rank.
         until: Number of steps.
         atol: Largest difference.
     """
