@@ -73,6 +73,26 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
     assert worst <= 1e-12, where
 
 
+def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(
+    tmp_path: Path,
+) -> None:
+    run_dir = prepare_words(tmp_path, documents=40)
+    base = config(ParallelConfig(dp=2, tp=2))
+    last_only = dataclasses.replace(
+        base,
+        checkpoint=CheckpointConfig(every="end"),
+        train=dataclasses.replace(base.train, eval_every=STEPS),
+    )
+    with ResilientRanks(4, preload=PRELOAD) as processes:
+        processes.start(faulty_rank, (last_only, run_dir, Fault(rank=1, step=STEPS)))
+        reports = processes.wait(timeout_s=120)
+    last = newest(run_dir)
+    assert reports[1].reason == "killed by SIGKILL"
+    assert last is not None, reports[0]
+    assert last.step == STEPS
+    assert reports[0].result.bits_per_byte is not None
+
+
 def test_a_request_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     """Ranks without a part in the checkpoint wait for those that gather it."""
     run_dir = prepare_words(tmp_path, documents=40)

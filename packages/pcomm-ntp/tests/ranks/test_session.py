@@ -19,6 +19,8 @@ from pcomm.core.process import RankPlace, RankReport, ResilientRanks
 from pcomm.core.testing.patience import scaled_s, wait_until
 from pcomm.ntp import Built, Failures, Plan, Policy, Session, StateLostError, StoreLostError
 from pcomm.ntp.session import Patience
+from pcomm.ntp.session.suspicion import SuspectedFailure
+from pcomm.ntp.testing.counted_training import count_in_session
 from pcomm.ntp.testing.resilient_training import (
     PRELOAD,
     Fault,
@@ -34,6 +36,7 @@ from pcomm.ntp.testing.session_events import (
     hold_for_joins,
     host_store,
     slow_down_at,
+    stop_with_a_newcomer,
 )
 
 TOPOLOGY = Topology({"dp": 2, "tp": 2})
@@ -232,3 +235,33 @@ def _stop_at_infinity(place: RankPlace) -> tuple[list[int], list[float], str]:
     except ArithmeticError:
         weights[1:] = [float(model.weight)]
     return applied, weights, refusal
+
+
+@pytest.mark.parametrize("point", ["forward", "told"])
+def test_buffers_and_learning_rates_of_a_step_count_once(point: str) -> None:
+    # Rank 0 repeats the forward, or does not come to the line behind commit; rank 1 does.
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        ranks.start(count_in_session, (4, point, 2))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    # Gradients are the numbers of the steps.
+    weight = 1 - sum(step * 0.5**step for step in range(4))
+    assert [report.result for report in reports.values()] == [(4, 0.5**4, weight)] * 2
+
+
+def test_a_newcomer_ends_with_those_that_were_asked_to_stop() -> None:
+    with ResilientRanks(4, preload=PRELOAD) as ranks:
+        faults = (Fault(1, "forward", 1),)
+        ranks.start(train_in_session, (TOPOLOGY, 6, faults, None, stop_with_a_newcomer))
+        ranks.wait([1], timeout_s=scaled_s(60.0))
+        ranks.join_again(1)
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    steps = {rank: len(report.result.steps) for rank, report in reports.items()}
+    assert steps == {0: 2, 1: 0, 2: 2, 3: 2}
+
+
+def test_a_rank_that_meets_the_same_error_for_ever_leaves_the_others() -> None:
+    faults = (Fault(1, "forward", 1, 0),) * 9
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (Topology({"dp": 2, "tp": 1}), 3, faults))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    assert isinstance(reports[1].error, SuspectedFailure)

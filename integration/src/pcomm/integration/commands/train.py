@@ -97,21 +97,32 @@ class TrainCommand:
                     return train_rank(*of_rank)
                 return _train_local(arguments.ranks, of_rank)
         except KeyboardInterrupt:
-            print(
-                "stopped at once; the same command goes on from the newest checkpoint, or begins",
-                file=sys.stderr,
-            )
-            return _INTERRUPTED
+            return _stopped_at_once()
+
+
+def _stopped_at_once() -> int:
+    """Say how the run goes on; returns the exit code."""
+    print(
+        "stopped at once; the same command goes on from the newest checkpoint, or begins",
+        file=sys.stderr,
+    )
+    return _INTERRUPTED
 
 
 def _resilient(config: Config, arguments: argparse.Namespace) -> int:
     """The launcher of a run whose ranks may die; it keeps their store and restarts nothing."""
     from pcomm.integration.commands.train_resilient import launch_resilient
+    from pcomm.integration.train.interrupt import terminate_as_interrupt
 
     logs.configure(environment.log_level(), 0)
-    outcome = launch_resilient(
-        config, arguments.out, arguments.ranks, must_restart=arguments.restart
-    )
+    try:
+        # A second request while the ranks save; the first one is passed on to them.
+        with terminate_as_interrupt():
+            outcome = launch_resilient(
+                config, arguments.out, arguments.ranks, must_restart=arguments.restart
+            )
+    except KeyboardInterrupt:
+        return _stopped_at_once()
     _report(config, arguments.out, outcome)
     return _INTERRUPTED if outcome.is_interrupted else 0
 

@@ -33,7 +33,8 @@ class Fault:
 
     Args:
         rank: Rank whose first process sends itself a signal in the middle of backward.
-        step: Number of the step, from 0.
+        step: Number of the step, from 0; for the number of steps, the signal is sent when the last
+            checkpoint is due.
         joins_at: Step at whose beginning the others wait until a process has asked to join; None
             if none will.
         number: The signal.
@@ -77,3 +78,9 @@ class _FaultyRun(ResilientRun):
             norm: Tensor = session.model.norm.weight  # type: ignore[assignment, union-attr]
             norm.register_hook(lambda _: os.kill(os.getpid(), fault.number))
         super()._step(session, attempt, saver, interrupt)
+
+    def _end(self, session: Session, saver: WholeStateSaver) -> None:
+        fault, place = self.fault, (self.place.rank, session.step, self.place.incarnation)
+        if place == (fault.rank, fault.step, 0):
+            os.kill(os.getpid(), fault.number)
+        super()._end(session, saver)

@@ -90,11 +90,14 @@ class ResilientRun:
         self._is_speaker = False
         self._current: tuple[int, Trainer] | None = None
         self._bits: float | None = None
+        self._evaluated = 0
 
     def go(self) -> Outcome:
         """Train until the last step, also when ranks die. Every rank of the job calls it."""
         parallel, model = self.config.parallel, self.config.model
         with listen_for_interrupt() as interrupt, ExitStack() as held:
+            saver = held.enter_context(WholeStateSaver(self.run_dir, self.config, self.prepared))
+            held.callback(lambda: self._sinks.close())
             session = held.enter_context(
                 Session(
                     self.place,
@@ -103,12 +106,11 @@ class ResilientRun:
                     self._build,
                     groups=lambda plan: group_specs(plan, ()),
                     restore=self._restore,
+                    at_end=lambda session: self._end(session, saver),
                     facts=self._facts(),
                     patience=self._patience,
                 )
             )
-            held.callback(lambda: self._sinks.close())
-            saver = held.enter_context(WholeStateSaver(self.run_dir, self.config, self.prepared))
             for attempt in session.attempts(until=self.config.train.steps):
                 with attempt as step:
                     self._step(session, step, saver, interrupt)
@@ -169,16 +171,30 @@ class ResilientRun:
         attempt.commit()
         row = trainer.row(index, agreed, norm, rate, time.perf_counter() - start)
         self._write(session, {**row, **_where(session)})
-        done, is_last = index + 1, index + 1 == train.steps or agreed.wants_to_stop
-        if _is_due(self.config.checkpoint.every, done) or is_last:
-            progress = Progress(done, 0, trainer.rewarm)
-            saver.save(session, trainer, progress)
-        if _is_due(train.eval_every, done) or (done == train.steps and train.eval_every != "none"):
-            self._bits = evaluate(
-                trainer.model, trainer.groups, self.prepared.held_out, self.config, session.plan
-            )
-            if self._bits is not None:
-                self._write(session, {"step": done, "bits_per_byte": self._bits})
+        done = index + 1
+        if done == train.steps:
+            return
+        if _is_due(self.config.checkpoint.every, done):
+            saver.save(session, trainer, Progress(done, 0, trainer.rewarm))
+        if _is_due(train.eval_every, done):
+            self._evaluate(session, trainer)
+
+    def _end(self, session: Session, saver: WholeStateSaver) -> None:
+        """Save and evaluate what the run has come to; again if a rank dies. Collective."""
+        trainer, train = self._trainer(session), self.config.train
+        if session.step:
+            saver.save(session, trainer, Progress(session.step, 0, trainer.rewarm))
+            saver.wait()
+        if session.step == train.steps and train.eval_every != "none":
+            self._evaluate(session, trainer)
+
+    def _evaluate(self, session: Session, trainer: Trainer) -> None:
+        bits = evaluate(
+            trainer.model, trainer.groups, self.prepared.held_out, self.config, session.plan
+        )
+        if bits is not None and self._evaluated != session.step:
+            self._write(session, {"step": session.step, "bits_per_byte": bits})
+        self._bits, self._evaluated = bits, session.step
 
     def _trainer(self, session: Session) -> Trainer:
         """The trainer of this generation; making one is collective over the ranks in use."""

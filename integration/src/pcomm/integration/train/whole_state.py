@@ -68,6 +68,10 @@ class WholeStateSaver:
         waiting = torch.zeros(1, device=trainer.model.device)
         trainer.groups[ALL_RANKS].collectives.all_reduce(waiting)
 
+    def wait(self) -> None:
+        """Until the checkpoint that this rank writes, if any, is whole. Local."""
+        self._saver.wait()
+
     def _write(self, session: Session, views: dict[str, ShardView], progress: Progress) -> None:
         """Begin to write, unless the others have left this rank behind. Local."""
         self._saver.wait()

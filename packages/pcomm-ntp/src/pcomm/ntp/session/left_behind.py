@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import torch
+
 from pcomm.core.errors import PcommError
 from pcomm.ntp.session.suspicion import SuspectedFailure
 
@@ -79,7 +81,8 @@ class _Task(Generic[T]):
         error, self._error = self._error, None
         if error is None:
             return self._found.pop()
-        if isinstance(error, RuntimeError) and not isinstance(error, PcommError):
+        of_this_rank = isinstance(error, PcommError | torch.OutOfMemoryError)
+        if isinstance(error, RuntimeError) and not of_this_rank:
             raise SuspectedFailure(
                 "Session: connecting the ranks of a generation",
                 found=str(error).splitlines()[0],

@@ -119,7 +119,7 @@ class Meeting:
     def _is_gone(self, rank: int) -> bool:
         if self._told(rank) is not None:
             return True
-        beat = self._records.beat_of(rank)
+        beat = self._records.beat_of(self.generation, rank)
         silent_s = self._silence.look(rank, beat, time.monotonic())
         return silent_s >= self._patience.dead_after_s
 

@@ -41,6 +41,7 @@ class Membership:
         speeds: Relative speeds other than 1, by rank.
         gone: Ranks that are gone since the last generation that was complete, with the reason.
         is_over: True once all steps are done on all ranks.
+        stops: True once it was decided that the job ends after a step.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Membership:
         self.speeds: Mapping[int, float] = {}
         self.gone: dict[int, str] = {}
         self._is_member = False
-        self.is_over = False
+        self.is_over, self.stops = False, False
         self._joins_done = 0
         self.watch = Watch(
             connect,
@@ -190,8 +191,10 @@ class Membership:
         return self.is_over
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank leaves them for good, if it was with them. Local."""
+        """Tell the others that this rank leaves them for good, or joins no more. Local."""
         if not self._is_member:
+            # Else they would take in a process that has ended, and wait for it.
+            self.records.refuse(self._token, f"it waits no more: {reason}")
             return
         self.records.say_left(self.number, self.rank, reason)
         self.records.raise_flag(self.number, f"rank {self.rank} has left: {reason}")
@@ -289,7 +292,7 @@ class Membership:
         for token in decision.newcomers.values():
             # A request that was granted once is not granted again.
             self.records.mark_taken(token)
-        self._is_member = True
+        self._is_member, self.stops = True, decision.stops
         self.number += 1
         self.ranks, self.since, self.speeds = decision.ranks, decision.since, decision.speeds
         self.watch.enter(self.number, self.ranks, self.since)

@@ -11,7 +11,7 @@
 | `silent/G/RANK` | its neighbour | that its heartbeat has stopped |
 | `done/G/RANK` | each rank at the end | that it has no step left |
 | `plan/G`, `scalars/G/STAGE` | a rank with the state | what a newcomer needs beside tensors |
-| `beat/RANK` | each rank's thread | heartbeats |
+| `beat/G/RANK` | each rank's thread | heartbeats |
 | `joins`, `join/N` | newcomers | requests to join, numbered |
 | `refused/TOKEN`, `taken/TOKEN` | members | what became of a request |
 | `speed/RANK`, `stop` | any rank | relative speed of a rank; that the job shall end |
@@ -110,13 +110,13 @@ class Records:
         """A word for the job of this store, the same on all ranks; no other store has it."""
         return self._first("job", uuid.uuid4().hex[:12])
 
-    def beat(self, rank: int, number: int) -> None:
-        """Write a heartbeat."""
-        self._set(f"beat/{rank}", str(number))
+    def beat(self, generation: int, rank: int, number: int) -> None:
+        """Write a heartbeat; that of a process that is not of the generation is not read."""
+        self._set(f"beat/{generation}/{rank}", str(number))
 
-    def beat_of(self, rank: int) -> str:
-        """The last heartbeat of a rank; empty before the first."""
-        return self._get(f"beat/{rank}") or ""
+    def beat_of(self, generation: int, rank: int) -> str:
+        """The last heartbeat of a rank in a generation; empty before the first."""
+        return self._get(f"beat/{generation}/{rank}") or ""
 
     def say_left(self, generation: int, rank: int, reason: str) -> None:
         """Tell that the program of this rank has left the session."""

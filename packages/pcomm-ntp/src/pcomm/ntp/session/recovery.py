@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from pcomm.core.errors import ConfigError, FencedError, PeerError, PeerTimeoutError
 from pcomm.core.tensor_parallel import param_layouts_of
@@ -18,6 +19,7 @@ from pcomm.ntp.session.left_behind import wait_or_leave
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.opening import EVERYONE, Opened, open_generation
 from pcomm.ntp.session.resume_point import NONE, Arrival, ResumePoint, resume_point
+from pcomm.ntp.session.suspicion import SuspectedFailure
 from pcomm.ntp.session.training_state import Built, scalars_of, set_scalars
 from pcomm.ntp.sync.grad_sync import GradSync
 
@@ -105,9 +107,17 @@ class Recovery:
         self.opened: Opened | None = None
         self.sync: GradSync | None = None
         self.applied, self.is_ready, self.stops = 0, False, False
+        self._buffers: tuple[int, dict[str, Tensor]] = 0, {}
+        self._in_vain: tuple[tuple[tuple[int, ...], int], int] = ((), -1), 0
         self.transitions: list[Transition] = []
 
     # -- steps -------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Keep the buffers, which a forward changes, for the case that the step is repeated."""
+        if self.held is not None and self.held.built is not None:
+            found = _buffers_of(self.held.built.model)
+            self._buffers = self.applied, {name: one.clone() for name, one in found.items()}
 
     def apply(self) -> None:
         """Apply the step whose gradients are summed. Local."""
@@ -123,6 +133,7 @@ class Recovery:
         started_s = time.monotonic()
         with store_errors.told():
             states = self._membership.enter()
+            self.stops = self._membership.stops
             reason = "the job starts" if not states else "this process joins"
             try:
                 self._settle(resume_point(states), reason, time.monotonic() - started_s)
@@ -138,9 +149,8 @@ class Recovery:
         Args:
             reason: Reason, for the other ranks and for `transitions`.
         """
-        in_vain = 0
         while True:
-            started_s, before = time.monotonic(), (self._membership.ranks, self.applied)
+            started_s = time.monotonic()
             arrival = Arrival(
                 NONE if self.held is None else self.held.generation,
                 NONE if self._complete is None else self._complete.generation,
@@ -151,17 +161,25 @@ class Recovery:
                 decision, states = self._membership.meet(reason, arrival)
                 if decision.is_end:
                     return
-                self.stops = decision.stops
+                self.stops = self._membership.stops
                 try:
                     self._settle(resume_point(states), reason, time.monotonic() - started_s)
                     return
                 except (PeerError, PeerTimeoutError) as error:
                     self._check_setback(error)
-                    after = self._membership.ranks, self.applied
-                    in_vain = in_vain + 1 if after == before else 0
-                    if in_vain >= _MOST_IN_VAIN:
-                        raise
+                    self.count_in_vain(error)
                     reason = _headline(error)
+
+    def count_in_vain(self, error: BaseException) -> None:
+        """Raise an error that has come again and again with the same ranks and at the same step."""
+        if not isinstance(error, SuspectedFailure | PeerTimeoutError):
+            # Another rank has met an error, and leaves if it meets the same one for ever.
+            return
+        now = self._membership.ranks, self.applied
+        before, count = self._in_vain
+        self._in_vain = now, count + 1 if now == before else 1
+        if self._in_vain[1] > _MOST_IN_VAIN:
+            raise error
 
     def close(self) -> None:
         """Close the groups. Collective: all ranks have come to the end."""
@@ -254,6 +272,13 @@ class Recovery:
             self.held = None
         if self._membership.rank in point.behind:
             self.apply()
+        elif self.held is not None and self.held.built is not None:
+            step, kept = self._buffers
+            if step == self.applied:
+                for name, one in _buffers_of(self.held.built.model).items():
+                    if name in kept:
+                        one.copy_(kept[name])
+        self._buffers = 0, {}
         self.applied, self.is_ready = point.applied, False
 
     def _publish(self, point: ResumePoint) -> None:
@@ -264,7 +289,10 @@ class Recovery:
         if member.rank == point.holders[0]:
             member.records.publish(f"plan/{member.number}", held.plan.to_json())
         speakers: dict[int, int] = {}
-        for rank in self._with_units(point, held.plan):
+        # A rank that did not hear that all were ready has not run what the program does after that,
+        # such as setting a learning rate; it speaks only where no other one can.
+        ranks = self._with_units(point, held.plan)
+        for rank in sorted(ranks, key=lambda one: (one in point.behind, one)):
             speakers.setdefault(held.plan.place(rank).stage, rank)
         for stage, rank in speakers.items():
             if rank == member.rank and held.built is not None:
@@ -323,6 +351,12 @@ class Recovery:
 
     def _with_units(self, point: ResumePoint, old: Plan) -> list[int]:
         return [rank for rank in point.holders if not old.place(rank).is_idle]
+
+
+def _buffers_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The buffers that move with the state."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: one.detach() for name, one in model.named_buffers() if name in saved}
 
 
 class _Clock:

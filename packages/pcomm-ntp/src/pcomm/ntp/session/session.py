@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pcomm.core import Groups, Topology
-from pcomm.core.errors import ClosedError, ConfigError, FencedError
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    FencedError,
+    PeerError,
+    PeerTimeoutError,
+)
 from pcomm.core.process import RankPlace
 from pcomm.ntp.planning.failures import Failures
 from pcomm.ntp.planning.plan import Plan
@@ -70,6 +76,9 @@ class Session:
         strategy: Strategy by which gradients are summed; see `GradSync`.
         restore: Function of a plan, model and optimizer that loads a checkpoint and returns its
             step; called on all ranks when the job starts, and when a state is lost with its ranks.
+        at_end: Function of the session that `close` calls on each rank with units, such as to save
+            the last checkpoint. It may communicate: if a rank dies meanwhile, it is called again on
+            all ranks that are left, in the next generation.
         facts: Facts that must be the same on all ranks, such as a digest of the configuration.
             Versions, topology and units are compared in any case.
         heartbeat_s: Seconds between two heartbeats of a rank.
@@ -103,6 +112,7 @@ class Session:
         groups: Sequence[Spec] | Callable[[Plan], Sequence[Spec]] = (),
         strategy: Strategy = "interval",
         restore: Restore | None = None,
+        at_end: Callable[[Session], None] | None = None,
         facts: Mapping[str, str] | None = None,
         heartbeat_s: float = 0.5,
         dead_after_s: float = 10.0,
@@ -141,6 +151,7 @@ class Session:
                 limits,
             )
         self._recovery = Recovery(self._job, self._membership)
+        self._at_end = at_end
         self._asks_move = False
         self._told = Requests()
         self._is_closed = False
@@ -227,6 +238,7 @@ class Session:
                 with Attempt(self):
                     self._agree(None)
             else:
+                self._recovery.begin()
                 attempt = Attempt(self)
                 yield attempt
                 if not attempt.was_entered:
@@ -257,12 +269,14 @@ class Session:
                 why="Units are dealt out in proportion to speeds, relative to the fastest rank.",
                 fix="Give the time of the fastest rank over that of this one.",
             )
-        self._membership.records.set_speed(rank, speed)
+        with store_errors.told():
+            self._membership.records.set_speed(rank, speed)
         self._asks_move = True
 
     def request_stop(self) -> None:
         """Have all ranks end after the next step, such as before a time limit. Local."""
-        self._membership.records.ask_to_stop()
+        with store_errors.told():
+            self._membership.records.ask_to_stop()
         self._asks_move = True
 
     def check_fence(self) -> None:
@@ -284,7 +298,9 @@ class Session:
             return
         try:
             with store_errors.told():
-                while not self._membership.is_over and not self._membership.finish():
+                while not self._membership.is_over:
+                    if self._has_ended() and self._membership.finish():
+                        break
                     self._recovery.move(self._membership.watch.failure() or "")
         except BaseException as error:
             self._leave(error)
@@ -333,6 +349,19 @@ class Session:
         over = self._opened().every[EVERYONE].collectives
         return commit(own, over, torch.device(self._job.device))
 
+    def _has_ended(self) -> bool:
+        """Do what the program does at the end; False if another rank failed meanwhile."""
+        try:
+            if self._at_end is not None and not self.is_idle:
+                self._at_end(self)
+        except (PeerError, PeerTimeoutError) as error:
+            if not is_setback(error):
+                raise
+            self._membership.check_store()
+            self._recovery.count_in_vain(error)
+            return False
+        return True
+
     def _end_attempt(self, number: int, error: BaseException | None) -> bool:
         if error is None and self.step == number:
             raise ConfigError(
@@ -348,6 +377,7 @@ class Session:
             reason = "a process joins, or a rank asks for a change"
         elif is_setback(error):
             self._membership.check_store()
+            self._recovery.count_in_vain(error)
             reason = str(error).splitlines()[0]
         else:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from pcomm.core.collectives import Collectives, InstrumentedCollectives, Pending
@@ -49,7 +50,8 @@ def _attempt(operation: Callable[[], T]) -> T:
     try:
         return operation()
     except RuntimeError as error:
-        if isinstance(error, PcommError):
+        # Memory that this rank lacks is no suspicion: it would lack it again in each generation.
+        if isinstance(error, PcommError | torch.OutOfMemoryError):
             raise
         raise SuspectedFailure(
             "an operation between ranks",

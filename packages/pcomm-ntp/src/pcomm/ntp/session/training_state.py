@@ -61,6 +61,15 @@ def set_scalars(built: Built, text: str) -> None:
     """Give a fresh optimizer the scalars of another, and room for state of parameters' shape."""
     found = json.loads(text)
     parameters = dict(built.model.named_parameters())
+    names = {parameter: name for name, parameter in parameters.items()}
+    # Where torch's own load_state_dict keeps the count, too.
+    on_device = {
+        names[one]
+        for group in built.optimizer.param_groups
+        if group.get("capturable") or group.get("fused")
+        for one in group["params"]
+        if one in names
+    }
     for group, told in zip(built.optimizer.param_groups, found["groups"], strict=True):
         for key, value in told.items():
             group[key] = _as_told(value, group.get(key))
@@ -74,6 +83,8 @@ def set_scalars(built: Built, text: str) -> None:
                 state[key] = torch.zeros_like(parameters[name], dtype=dtype).detach()
             else:
                 state[key] = _as_told(value, state.get(key))
+                if key == "step" and isinstance(state[key], Tensor) and name in on_device:
+                    state[key] = state[key].to(parameters[name].device)
 
 
 def _is_shaped(key: str, value: object, parameter: Tensor) -> bool:

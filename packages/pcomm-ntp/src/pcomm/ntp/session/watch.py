@@ -95,9 +95,10 @@ class Watch:
         try:
             while not self._stop.wait(_LOOK_S):
                 watched, now_s = self._watched, time.monotonic()
-                if now_s >= next_beat_s:
+                # Who waits to join does not beat: its rank may have a process that is silent.
+                if watched is not None and now_s >= next_beat_s:
                     beats, next_beat_s = beats + 1, now_s + self._heartbeat_s
-                    self._records.beat(self._rank, beats)
+                    self._records.beat(watched.generation, self._rank, beats)
                     self._look_at_neighbour(watched, now_s)
                 if watched is not None:
                     self._look(watched, reads_all=looks % _LOOKS_PER_READ == 0)
@@ -120,12 +121,16 @@ class Watch:
         if message_of_flag is not None:
             self._told = watched.generation, message_of_flag
 
-    def _look_at_neighbour(self, watched: _Watched | None, now_s: float) -> None:
-        if watched is None or len(watched.ranks) < 2 or self._rank not in watched.ranks:
+    def _look_at_neighbour(self, watched: _Watched, now_s: float) -> None:
+        if len(watched.ranks) < 2 or self._rank not in watched.ranks:
             return
         following = (watched.ranks.index(self._rank) + 1) % len(watched.ranks)
         rank = watched.ranks[following]
-        silent_s = self._silence.look(rank, self._records.beat_of(rank), now_s)
+        beat = self._records.beat_of(watched.generation, rank)
+        if not beat and watched.generation == 0:
+            # Not silent but late to begin: the agreement to open the groups has a limit for that.
+            return
+        silent_s = self._silence.look(rank, beat, now_s)
         if silent_s >= self._dead_after_s:
             message = f"no heartbeat for {silent_s:.1f} s"
             self._records.say_silent(watched.generation, rank, message)

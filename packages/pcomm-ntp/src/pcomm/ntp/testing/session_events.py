@@ -21,6 +21,7 @@ __all__ = [
     "host_store",
     "raise_at",
     "slow_down_at",
+    "stop_with_a_newcomer",
 ]
 
 
@@ -63,3 +64,11 @@ def slow_down_at(session: Session, place: RankPlace, *, step: int, rank: int, sp
     """Give a rank another speed, once."""
     if (session.step, place.rank) == (step, rank) and session.generation == 0:
         session.set_speed(rank, speed)
+
+
+def stop_with_a_newcomer(session: Session, place: RankPlace) -> None:
+    """Ask to stop in the step at whose end a process is taken in."""
+    if (session.step, session.generation) == (1, 1):
+        hold_for_joins(session, place, counts={1: 1})
+        if place.rank == 0:
+            session.request_stop()
