@@ -210,6 +210,19 @@ def test_a_slow_rank_gets_fewer_units_and_its_replica_is_slower() -> None:
     ]
 
 
+def test_replicas_of_equal_outcome_share_a_line() -> None:
+    topology, units = Topology({"dp": 16, "tp": 4}), {"fc": Units.columns(12)}
+    words = [f"dp={replica},tp={replica % 4}" for replica in range(10)]
+    text = plan(topology, Failures.parse(*words[:8], "dp=9,tp=0", "dp=9,tp=3"), units).explain()
+    assert [line.split(",", 8)[:8] for line in text.splitlines() if line.startswith("dp=0")] == [
+        ["dp=0", "1", "2", "3", "4", "5", "6", "7: tp 3"]
+    ]
+    assert "\ndp=9: tp 2, speed 0.5" in text
+    text = plan(topology, Failures.parse(*words), units).explain()
+    assert "\ndp=0,1,2,3,4,5,6,7 and 2 more: tp 3, speed 0.75" in text
+    assert text.count("\ndp=") == 1
+
+
 def test_a_group_of_equally_slow_ranks_is_cut_like_any_other() -> None:
     topology = Topology({"dp": 2, "tp": 4})
     made = plan(topology, Failures(), UNITS, speeds=dict.fromkeys(range(4), 0.25))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.process import environment, logs
@@ -100,29 +102,40 @@ def join_resilient(address: str, rank: int, run_dir: Path) -> Outcome:
     Raises:
         ConfigError: There is no run at the address, or it has no such rank.
     """
-    import torch.distributed as dist
-
     from pcomm.core.process import RankPlace
     from pcomm.integration.config_file import from_dict
 
     host, _, port = address.rpartition(":")
-    found = "no HOST:PORT"
+    run, found = None, "no HOST:PORT"
     if host and port.isdecimal():
-        try:
-            store = RankPlace(rank, rank + 1, host, int(port)).store(timeout_s=_CONNECT_S)
-            run = json.loads(store.get(_KEY)) if store.check([_KEY]) else None
-            if run is not None and 0 <= rank < run["size"]:
-                place = RankPlace(rank, run["size"], host, int(port), 1)
-                return resilient_rank(place, from_dict(run["config"]), run_dir)
-            found = "no run there" if run is None else f"a run of {run['size']} ranks"
-        except dist.DistError as error:
-            found = str(error).splitlines()[0]
-    raise ConfigError(
-        f"pcomm train --resilient --join {address} --rank {rank}",
-        found=found,
-        why="A rank that comes back finds the run in the store of its launcher.",
-        fix="Give the address that `pcomm train --resilient` has told, and a rank of that run.",
-    )
+        place = RankPlace(rank, rank + 1, host, int(port), 1)
+        run, found = _run_at(place)
+    if run is None or not 0 <= rank < run["size"]:
+        raise ConfigError(
+            f"pcomm train --resilient --join {address} --rank {rank}",
+            found=found if run is None else f"a run of {run['size']} ranks",
+            why="A rank that comes back finds the run in the store of its launcher.",
+            fix="Give the address that `pcomm train --resilient` has told, and a rank of that run. "
+            "Where the launcher has ended, start the run again with --ranks: it goes on from its "
+            "newest checkpoint.",
+        )
+    # Errors of the run itself are not those of the address.
+    return resilient_rank(replace(place, size=run["size"]), from_dict(run["config"]), run_dir)
+
+
+def _run_at(place: RankPlace) -> tuple[Any, str]:
+    """What the launcher at a place has told of its run; or None, and what was found instead."""
+    import torch.distributed as dist
+
+    try:
+        # Torch's store tries a closed port again for minutes.
+        socket.create_connection((place.host, place.port), timeout=_CONNECT_S).close()
+        store = place.store(timeout_s=_CONNECT_S)
+        return (json.loads(store.get(_KEY)), "") if store.check([_KEY]) else (None, "no run there")
+    except (OSError, OverflowError) as error:
+        return None, f"no launcher there ({error})"
+    except dist.DistError as error:
+        return None, str(error).splitlines()[0]
 
 
 def _as_json(config: Config) -> dict[str, object]:

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal, TextIO
@@ -39,9 +40,9 @@ from pcomm.integration.train.progress import Progress
 from pcomm.integration.train.trainer import Trainer, adamw, names_that_decay
 from pcomm.integration.train.whole_state import WholeStateSaver
 from pcomm.ntp import Built, Plan, Session
-from pcomm.ntp.session import Attempt, Patience
+from pcomm.ntp.session import Attempt, Patience, Transition
 
-__all__ = ["ResilientRun"]
+__all__ = ["ResilientRun", "cause"]
 
 _log = logging.getLogger("pcomm.train")
 
@@ -241,7 +242,7 @@ class ResilientRun:
                 len(session.ranks),
                 "/".join(str(own[0]) for own in session.plan.degrees),
                 last.total_s,
-                last.reason or "the beginning",
+                cause(session.transitions),
             )
 
     def _write(self, session: Session, row: dict[str, float]) -> None:
@@ -252,6 +253,17 @@ class ResilientRun:
 
 def _named(plan: Plan, groups: Groups, rank: int) -> Groups:
     return groups.relabelled(group_names(plan, rank, PLANNED_NAMES))
+
+
+def cause(transitions: Sequence[Transition]) -> str:
+    """Which ranks died or joined in the newest transition, else what was noticed first."""
+    last = transitions[-1]
+    found = [f"rank {rank}: {reason}" for rank, reason in sorted(last.gone.items())]
+    if len(transitions) > 1:
+        # A process may take the place of one that has just died.
+        stayed = set(transitions[-2].ranks).difference(last.gone)
+        found += [f"rank {rank} joins" for rank in last.ranks if rank not in stayed]
+    return ", ".join(found) or last.reason or "the beginning"
 
 
 def _where(session: Session) -> dict[str, float]:

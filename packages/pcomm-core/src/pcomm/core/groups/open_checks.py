@@ -71,7 +71,11 @@ def check_callers(topology: Topology, callers: Control, *, is_given: bool) -> No
         fix = "Give control.among(...) of the ranks of this topology, or change its sizes."
     elif has_rank and rank != dist.get_rank():
         found = f"this is rank {dist.get_rank()} of torch.distributed, and {rank} of the control"
-        fix = "Make the control with the rank of torch.distributed."
+        fix = (
+            "Make the control with the rank of torch.distributed. Where ranks are missing, so that "
+            "its numbers are others, give the control a store of its own and do not initialise "
+            "torch.distributed."
+        )
     elif not is_given and connected and size != topology.world_size and topology.offset == 0:
         found = f"torch.distributed has {size} ranks"
         fix += " If only some of the processes open it: control=default_control(topology.ranks)."

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 from pcomm.ntp.planning.failures import Coord
 
 if TYPE_CHECKING:
+    from pcomm.ntp.planning.cost import ReplicaCost
     from pcomm.ntp.planning.plan import Plan
 
 __all__ = ["explanation"]
+
+# Replicas of equal outcome that a line names; the JSON form has all.
+_MOST_NAMED = 8
 
 
 def explanation(plan: Plan) -> str:
@@ -23,13 +27,10 @@ def explanation(plan: Plan) -> str:
         f"throughput {float(cost.throughput):.4f} of a whole job, "
         f"{float(cost.ratio_to_ideal):.4f} of the ranks' that are left (predicted)",
     ]
+    alike: dict[str, list[int]] = {}
     for one in cost.replicas:
-        why = f", {one.uneven} cut with efficiency {float(one.efficiency):.3f}"
-        lines.append(
-            f"dp={one.replica}: tp {'/'.join(map(str, one.degrees))}, speed "
-            f"{float(one.speed):.3f}, memory x{float(one.memory_growth):.3f}, "
-            f"{one.idle} idle{why if one.uneven else ''}"
-        )
+        alike.setdefault(_outcome(one), []).append(one.replica)
+    lines += [f"dp={_some(replicas)}: {outcome}" for outcome, replicas in alike.items()]
     for rank, speed in slow:
         place = plan.place(rank)
         lines.append(
@@ -45,6 +46,21 @@ def explanation(plan: Plan) -> str:
         lines.append(f"at the next restart, swap for {gain:.3f} replicas more of speed:")
         lines += [f"  {swap}" for swap in advice.swaps]
     return "\n".join(lines)
+
+
+def _outcome(one: ReplicaCost) -> str:
+    why = f", {one.uneven} cut with efficiency {float(one.efficiency):.3f}" if one.uneven else ""
+    return (
+        f"tp {'/'.join(map(str, one.degrees))}, speed {float(one.speed):.3f}, "
+        f"memory x{float(one.memory_growth):.3f}, {one.idle} idle{why}"
+    )
+
+
+def _some(replicas: list[int]) -> str:
+    """The first of the replicas, and how many more there are."""
+    named = ",".join(map(str, replicas[:_MOST_NAMED]))
+    more = len(replicas) - _MOST_NAMED
+    return named if more <= 0 else f"{named} and {more} more"
 
 
 def _units_of_rank(plan: Plan, rank: int) -> str:

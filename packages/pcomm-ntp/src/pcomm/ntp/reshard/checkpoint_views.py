@@ -37,7 +37,9 @@ def shard_views(
 
     The canonical replica of each stage saves, at the first place of the other axes, and all ranks
     read; so a checkpoint has every element once, and which ranks had failed is not visible in it.
-    All ranks call `dcp.save` and `dcp.load`, idle ones with the empty mapping that they get.
+    All ranks of a process group call `dcp.save` and `dcp.load` with it as `process_group`, such as
+    that of the group `ntp.all`. Without one DCP takes the default group: then idle ranks call it,
+    too, with the empty mapping that they get, and torch.distributed has to be initialised.
 
     Args:
         plan: Plan that is in force.

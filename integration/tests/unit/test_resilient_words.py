@@ -1,0 +1,61 @@
+"""What a resilient run says when ranks die or come back, and where no run is found."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from pcomm.core.errors import ConfigError
+from pcomm.core.process import RankPlace
+from pcomm.integration.commands import train_resilient
+from pcomm.integration.train.resilient import cause
+from pcomm.ntp.session import Transition
+
+
+def transition(reason: str, ranks: tuple[int, ...], gone: dict[int, str]) -> Transition:
+    return Transition(0, reason, ranks, gone, 0, 0, 0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "ranks", "gone", "expected"),
+    [
+        ("Connection reset", (0, 2), {1: "killed by SIGKILL"}, "rank 1: killed by SIGKILL"),
+        ("a process joins", (0, 1, 2, 3), {}, "rank 3 joins"),
+        ("Connection reset", (0, 1, 2), {1: "failed"}, "rank 1: failed, rank 1 joins"),
+        ("a link broke", (0, 1, 2), {}, "a link broke"),
+    ],
+)
+def test_a_generation_is_explained_by_its_ranks(
+    reason: str, ranks: tuple[int, ...], gone: dict[int, str], expected: str
+) -> None:
+    first = transition("the job starts", (0, 1, 2), {})
+    assert cause([first]) == "the job starts"
+    assert cause([first, transition(reason, ranks, gone)]) == expected
+
+
+def test_a_closed_port_is_told_without_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    # It would try for minutes.
+    monkeypatch.setattr(RankPlace, "store", lambda *_: pytest.fail("it connects"))
+    with pytest.raises(ConfigError, match="no launcher there"):
+        train_resilient.join_resilient(f"127.0.0.1:{port}", 1, tmp_path)
+
+
+def test_an_error_of_the_run_is_not_that_of_the_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    told = {"size": 2, "config": {}}
+    monkeypatch.setattr(train_resilient, "_run_at", lambda _: (told, ""))
+    monkeypatch.setattr(train_resilient, "resilient_rank", fails)
+    with pytest.raises(OSError, match="No space left"):
+        train_resilient.join_resilient("127.0.0.1:1", 1, tmp_path)
+    with pytest.raises(ConfigError, match="a run of 2 ranks"):
+        train_resilient.join_resilient("127.0.0.1:1", 2, tmp_path)
