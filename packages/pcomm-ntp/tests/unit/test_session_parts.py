@@ -20,7 +20,7 @@ def tell(store: dist.Store, number: int, text: str) -> None:
     store.set(f"pcomm/ended/{number}", text)
 
 
-def test_an_end_that_was_told_before_a_process_began_was_that_of_another_one() -> None:
+def test_the_end_of_a_process_that_was_replaced_is_not_that_of_the_one_of_now() -> None:
     store = dist.HashStore()
     ends = Ends(store)
     tell(store, 1, "3 0 killed by SIGKILL")
@@ -32,6 +32,11 @@ def test_an_end_that_was_told_before_a_process_began_was_that_of_another_one() -
     tell(store, 2, "3 1 failed: ValueError: no such file")
     ends.read()
     assert ends.of(3, {3: 1}) == "failed: ValueError: no such file"
+    # The first process of rank 2 stood still, and ends after another one has replaced it.
+    tell(store, 3, "2 0 killed by SIGKILL")
+    ends.read()
+    assert ends.of(2, {2: 1}) is None
+    assert ends.of(2, {}) == "killed by SIGKILL"
 
 
 def test_an_end_whose_text_is_not_there_yet_is_read_later() -> None:

@@ -26,7 +26,7 @@ class Ends:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        # The number of the last end of each rank, and its reason.
+        # Of each rank, the last process that has ended, and the reason.
         self._last: dict[int, tuple[int, str]] = {}
         self.num_read = 0
 
@@ -39,19 +39,28 @@ class Ends:
             if not self._store.check([key]):
                 break
             self.num_read += 1
-            rank, _, reason = self._store.get(key).decode().partition(" ")
-            self._last[int(rank)] = self.num_read, reason.partition(" ")[2] or reason
+            rank, incarnation, *reason = self._store.get(key).decode().split(" ", 2)
+            if int(incarnation) >= self.next_incarnation(int(rank)):
+                self._last[int(rank)] = int(incarnation), "".join(reason)
         return self.num_read > before
 
-    def of(self, rank: int, since: Mapping[int, int]) -> str | None:
+    def next_incarnation(self, rank: int) -> int:
+        """Incarnation of the first process of `rank` that may live, as far as was told."""
+        return self._last.get(rank, (-1, ""))[0] + 1
+
+    def of(self, rank: int, incarnations: Mapping[int, int]) -> str | None:
         """Why the process of `rank` has ended, or None.
+
+        The end of a process that another one has replaced says nothing of that one, also where it
+        comes late, as that of a process which stood still.
 
         Args:
             rank: Global rank.
-            since: Number of ends that were told before the process of each rank began, by rank.
+            incarnations: Number of processes that had a rank before the one of now, by rank; 0
+                where it is absent.
         """
-        number, reason = self._last.get(rank, (0, ""))
-        return reason or "ended" if number > since.get(rank, 0) else None
+        incarnation, reason = self._last.get(rank, (-1, ""))
+        return reason or "ended" if incarnation >= incarnations.get(rank, 0) else None
 
 
 class Silence:

@@ -51,7 +51,7 @@ class Meeting:
         ends: Ends of processes that the launcher told.
         generation: Number of the generation that the ranks leave.
         ranks: Its ranks.
-        since: Number of ends before the process of each rank began, by rank.
+        incarnations: Number of processes that had a rank before the one of now, by rank.
         patience: Time limits.
     """
 
@@ -61,11 +61,12 @@ class Meeting:
         ends: Ends,
         generation: int,
         ranks: Sequence[int],
-        since: Mapping[int, int],
+        incarnations: Mapping[int, int],
         patience: Patience,
     ) -> None:
         self._records, self._ends, self._patience = records, ends, patience
-        self.generation, self.ranks, self._since = generation, tuple(ranks), since
+        self.generation, self.ranks = generation, tuple(ranks)
+        self._incarnations = incarnations
         self._silence = Silence(2 * patience.heartbeat_s)
 
     def attend(
@@ -101,11 +102,11 @@ class Meeting:
 
     def _living(self, here: Mapping[int, Arrival], rank: int) -> list[int]:
         """Those that have arrived and not ended since."""
-        return [r for r in here if r == rank or self._ends.of(r, self._since) is None]
+        return [r for r in here if r == rank or self._ends.of(r, self._incarnations) is None]
 
     def _told(self, rank: int) -> str | None:
         return (
-            self._ends.of(rank, self._since)
+            self._ends.of(rank, self._incarnations)
             or self._records.left(self.generation, rank)
             or self._records.silent(self.generation, rank)
         )

@@ -33,6 +33,7 @@ class Membership:
         places: Ranks that the job may ever have.
         facts: Facts that must be the same on all ranks.
         patience: Time limits.
+        incarnation: Number of processes that had the rank before.
 
     Attributes:
         records: Records of the session, on a connection of the calling thread.
@@ -52,14 +53,16 @@ class Membership:
         places: Sequence[int],
         facts: Mapping[str, str],
         patience: Patience,
+        incarnation: int = 0,
     ) -> None:
+        self._incarnation = incarnation
         self._connect, self.rank, self._places = connect, rank, frozenset(places)
         self._facts, self._patience = dict(facts), patience
         self.records = Records(connect())
         self._ends = Ends(self.records.store)
         self._token = uuid.uuid4().hex
         self.number, self.ranks = 0, tuple(sorted(ranks))
-        self.since: Mapping[int, int] = {}
+        self.incarnations: Mapping[int, int] = {}
         self.speeds: Mapping[int, float] = {}
         self.gone: dict[int, str] = {}
         self._is_member = False
@@ -98,7 +101,9 @@ class Membership:
         return states
 
     def _join(self) -> Decision:
-        join = Join(self.rank, self._token, self._ends.num_read, self._facts)
+        # A process that no launcher started comes after all whose ends were told.
+        incarnation = max(self._incarnation, self._ends.next_incarnation(self.rank))
+        join = Join(self.rank, self._token, incarnation, self._facts)
         self.records.ask_to_join(join)
         end_s = time.monotonic() + self._patience.join_s
         while True:
@@ -152,7 +157,7 @@ class Membership:
         if decision is None:
             self.records.raise_flag(self.number, reason)
             meeting = Meeting(
-                self.records, self._ends, self.number, self.ranks, self.since, self._patience
+                self.records, self._ends, self.number, self.ranks, self.incarnations, self._patience
             )
             decision = meeting.attend(self.rank, arrival, self._propose, self.check_store)
         self.gone |= decision.gone
@@ -256,7 +261,7 @@ class Membership:
         """Whether a request needs no decision any more; answers what is refused."""
         if self.records.is_settled(join.token):
             return True
-        if self._ends.of(join.rank, {join.rank: join.since}) is not None:
+        if self._ends.of(join.rank, {join.rank: join.incarnation}) is not None:
             return True
         problem = self._problem(join)
         if problem:
@@ -277,11 +282,11 @@ class Membership:
     def _propose(self, living: Sequence[int], gone: Mapping[int, str]) -> Decision:
         new = self._newcomers(living)
         ranks = tuple(sorted({*living, *new}))
-        since = {r: self.since[r] for r in living if r in self.since}
-        since |= {r: join.since for r, join in new.items()}
+        incarnations = {r: n for r, n in self.incarnations.items() if r in living}
+        incarnations |= {r: join.incarnation for r, join in new.items()}
         speeds = {r: s for r, s in self.records.speeds(ranks).items() if s != 1}
         tokens = {r: join.token for r, join in new.items()}
-        return Decision(ranks, tokens, since, speeds, self.records.stops(), gone)
+        return Decision(ranks, tokens, incarnations, speeds, self.records.stops(), gone)
 
     def _go_over(self, decision: Decision) -> None:
         if decision.is_end:
@@ -294,8 +299,9 @@ class Membership:
             self.records.mark_taken(token)
         self._is_member, self.stops = True, decision.stops
         self.number += 1
-        self.ranks, self.since, self.speeds = decision.ranks, decision.since, decision.speeds
-        self.watch.enter(self.number, self.ranks, self.since)
+        self.ranks, self.speeds = decision.ranks, decision.speeds
+        self.incarnations = decision.incarnations
+        self.watch.enter(self.number, self.ranks, self.incarnations)
 
     def _fenced(self, decision: Decision) -> FencedError:
         return FencedError(

@@ -41,8 +41,8 @@ class Decision:
     Args:
         ranks: Ranks of the next generation, ascending; empty if all steps are done.
         newcomers: Tokens of the processes that are new in it, by rank.
-        since: Number of ends that were told before the process of each rank began, by rank: an
-            earlier end was that of another process.
+        incarnations: Number of processes that had a rank before the one of now, by rank, where
+            there were any.
         speeds: Relative speeds other than 1, by rank.
         stops: True if a rank has asked to end after the step.
         gone: Ranks of the generation before whose processes are gone, each with the reason.
@@ -50,7 +50,7 @@ class Decision:
 
     ranks: tuple[int, ...]
     newcomers: Mapping[int, str] = field(default_factory=dict)
-    since: Mapping[int, int] = field(default_factory=dict)
+    incarnations: Mapping[int, int] = field(default_factory=dict)
     speeds: Mapping[int, float] = field(default_factory=dict)
     stops: bool = False
     gone: Mapping[int, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Decision:
     def from_json(cls, text: str) -> Decision:
         """The decision that `to_json` wrote."""
         found = json.loads(text)
-        by_rank = ("newcomers", "since", "speeds", "gone")
+        by_rank = ("newcomers", "incarnations", "speeds", "gone")
         tables = {name: {int(r): v for r, v in found[name].items()} for name in by_rank}
         return cls(tuple(found["ranks"]), **tables, stops=found["stops"])
 
@@ -80,13 +80,13 @@ class Join:
     Args:
         rank: Global rank whose place it takes.
         token: Word that no other process has.
-        since: Number of ends that were told before it began.
+        incarnation: Number of processes that had the rank before.
         facts: Facts that must be the same on all ranks, such as versions.
     """
 
     rank: int
     token: str
-    since: int
+    incarnation: int
     facts: Mapping[str, str]
 
 

@@ -123,7 +123,9 @@ class Session:
         if isinstance(place, RankPlace):
             connect: Callable[[], dist.Store] = place.store
             self.rank = place.rank if rank is None else rank
+            incarnation = place.incarnation
         else:
+            incarnation = 0
             connect = place
             self.rank = misuse.given(rank)
         limits = patience or Patience(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
@@ -149,6 +151,7 @@ class Session:
                 topology.ranks,
                 self._job.all_facts(),
                 limits,
+                incarnation,
             )
         self._recovery = Recovery(self._job, self._membership)
         self._at_end = at_end

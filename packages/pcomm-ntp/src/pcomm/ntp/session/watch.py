@@ -25,7 +25,7 @@ class _Watched:
 
     generation: int
     ranks: tuple[int, ...]
-    since: Mapping[int, int] = field(default_factory=dict)
+    incarnations: Mapping[int, int] = field(default_factory=dict)
 
 
 class Watch:
@@ -62,9 +62,11 @@ class Watch:
         )
         self._thread.start()
 
-    def enter(self, generation: int, ranks: tuple[int, ...], since: Mapping[int, int]) -> None:
+    def enter(
+        self, generation: int, ranks: tuple[int, ...], incarnations: Mapping[int, int]
+    ) -> None:
         """Watch the ranks of a generation from now on. Local."""
-        self._watched = _Watched(generation, ranks, dict(since))
+        self._watched = _Watched(generation, ranks, dict(incarnations))
 
     def failure(self) -> str | None:
         """Why the ranks of the generation leave it, or None. Local; reads nothing."""
@@ -114,7 +116,7 @@ class Watch:
         if reads_all:
             self._ends.read()
             for rank in watched.ranks:
-                if (reason := self._ends.of(rank, watched.since)) is not None:
+                if (reason := self._ends.of(rank, watched.incarnations)) is not None:
                     message = f"rank {rank} has ended: {reason}"
                     self._records.raise_flag(watched.generation, message)
         message_of_flag = self._records.flag(watched.generation)

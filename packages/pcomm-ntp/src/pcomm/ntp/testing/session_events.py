@@ -28,8 +28,9 @@ __all__ = [
 def hold_for_joins(session: Session, place: RankPlace, *, counts: Mapping[int, int]) -> None:
     """Wait at the beginning of some steps until so many processes have asked to join, by step."""
     if session.step in counts:
-        store, count = place.store(), counts[session.step]
-        while store.add("pcomm/session/joins", 0) < count and session.failure is None:
+        store, last = place.store(), f"pcomm/session/join/{counts[session.step]}"
+        # Not their number, which is there before what they ask for.
+        while not store.check([last]) and session.failure is None:
             time.sleep(0.005)
 
 
