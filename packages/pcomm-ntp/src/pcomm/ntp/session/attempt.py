@@ -63,7 +63,8 @@ class Attempt:
         """Agree that all ranks are ready, and apply the step. Collective.
 
         Args:
-            max_norm: As for `finish`, which is called first unless the caller has done so.
+            max_norm: Largest norm that is left as it is, for `finish`, which is called first unless
+                the caller has done so.
 
         Returns:
             The norm, as `finish` returns it.
