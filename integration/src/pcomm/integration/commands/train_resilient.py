@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -113,6 +114,9 @@ def join_resilient(address: str, rank: int, run_dir: Path) -> Outcome:
             run = json.loads(store.get(_KEY)) if store.check([_KEY]) else None
             if run is not None and 0 <= rank < run["size"]:
                 place = RankPlace(rank, run["size"], host, int(port), 1)
+                # The others wait for a rank from the moment that it joins.
+                for name in _OF_EVERY_RANK:
+                    importlib.import_module(name)
                 return resilient_rank(place, from_dict(run["config"]), run_dir)
             found = "no run there" if run is None else f"a run of {run['size']} ranks"
         except dist.DistError as error:
