@@ -51,6 +51,11 @@ SHOWN = ("case", "value", "unit", "ratio", "ratio_to")
 AT = " @ "
 
 
+def row_files(folder: Path) -> list[Path]:
+    """The files of rows in a folder, by name; a recorded run is none, and has a page of its own."""
+    return [p for p in sorted(folder.glob("*.csv")) if p.read_text().startswith("benchmark,")]
+
+
 def text(files: list[Path]) -> str:
     """The whole page: a section for each file, in it one for each benchmark."""
     return HEAD + "".join(

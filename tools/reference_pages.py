@@ -62,7 +62,7 @@ def pages() -> dict[str, str]:
         "reference/environment.md": ENVIRONMENT + environment.table(),
         "reference/configuration.md": CONFIGURATION + "\n".join(_configuration_lines()) + "\n",
         **face_pages(),
-        "benchmarks/index.md": benchmark_page.text(sorted((DOCS / "benchmarks").glob("*.csv"))),
+        "benchmarks/index.md": benchmark_page.text(benchmark_page.row_files(DOCS / "benchmarks")),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -119,6 +120,9 @@ def join_resilient(address: str, rank: int, run_dir: Path) -> Outcome:
             "Where the launcher has ended, start the run again with --ranks: it goes on from its "
             "newest checkpoint.",
         )
+    # The others wait for a rank from the moment that it joins.
+    for name in _OF_EVERY_RANK:
+        importlib.import_module(name)
     # Errors of the run itself are not those of the address.
     return resilient_rank(replace(place, size=run["size"]), from_dict(run["config"]), run_dir)
 
