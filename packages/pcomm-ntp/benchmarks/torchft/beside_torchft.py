@@ -169,7 +169,7 @@ def measure(python: Path, limits: Limits, *, replicas: int, kills: int) -> list[
             time.sleep(chance.uniform(0, 0.2))
             victim = chance.randrange(replicas)
             found.append(job.kill(victim))
-            print(f"{limits.name}: {found[-1]}", flush=True)
+            print(f"{limits.name}: {found[-1].seconds:.2f} s", flush=True)
             job.start(victim)
     return found
 

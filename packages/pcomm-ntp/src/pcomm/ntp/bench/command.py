@@ -22,6 +22,7 @@ from pcomm.ntp.bench.settings import PARTS, SIMULATED, Settings
 
 if TYPE_CHECKING:
     from pcomm.core.testing.timing import Row
+    from pcomm.ntp.bench.kills import Kill
 
 __all__ = ["NtpBenchmark", "command"]
 
@@ -112,7 +113,7 @@ def _kills(settings: Settings) -> list[Row]:
 
     rows: list[Row] = []
     for tp, signs in SETTINGS:
-        found = kill_ranks(tp, settings.kills, signs, tell=print)
+        found = kill_ranks(tp, settings.kills, signs, tell=_tell)
         rows += kill_rows(found, f"2 x TP{tp}, {signs.words}")
     return rows
 
@@ -139,6 +140,10 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         if getattr(arguments, name) is not None:
             changes[name] = getattr(arguments, name)
     return replace(base, **changes)
+
+
+def _tell(kill: Kill) -> None:
+    print(f"a rank was killed: {kill.recovery.seconds:.2f} s to the next committed step")
 
 
 command = NtpBenchmark()
