@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 from pcomm.core.testing.timing import Row
 from pcomm.integration.config_file import load_config
@@ -118,7 +119,7 @@ def undisturbed(folder: Path) -> list[dict[str, float | None]]:
     return read_rows(folder / "metrics.jsonl")
 
 
-def _start(folder: Path, log: object) -> "subprocess.Popen[str]":
+def _start(folder: Path, log: TextIO) -> "subprocess.Popen[str]":
     config = str(CONFIG.relative_to(ROOT))
     words = ["pcomm", "train", "--resilient", "--config", config, "--ranks", str(RANKS)]
     # What is removed is an earlier run; its tokens stay.
@@ -128,7 +129,7 @@ def _start(folder: Path, log: object) -> "subprocess.Popen[str]":
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=log,
-        text=True,  # type: ignore[call-overload]
+        text=True,
     )
 
 
