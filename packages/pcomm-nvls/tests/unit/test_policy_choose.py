@@ -90,7 +90,11 @@ def runs(facts: Facts, question: Question, name: str) -> bool:
         "p2p": set(),
     }
     is_sum = question.operation not in GATHERS
-    last_too = question.operation in {"all_gather_into_tensor", "gather_to_rank"}
+    last_too = question.operation in {
+        "all_gather_into_tensor",
+        "gather_to_rank",
+        "reduce_scatter_tensor",
+    }
     aligned = question.num_bytes % 16 == 0 and (question.row_bytes or 0) % 16 == 0
     return (
         (facts.multicast if name == "multimem" else facts.peers)
