@@ -118,21 +118,22 @@ def test_streams_get_their_tokens_while_a_grammar_is_compiled(llm: LLM, slow: Sl
 def test_a_client_that_leaves_while_its_grammar_is_compiled_frees_everything(
     llm: LLM, slow: Slow
 ) -> None:
-    async def play(url: str) -> None:
+    async def play(url: str, desk: GrammarDesk) -> None:
         async with httpx.AsyncClient(timeout=600) as http:
             asked = [
                 asyncio.ensure_future(http.post(url, json=chat({"const": number})))
                 for number in range(5)
             ]
-            while len(slow.begun) < 2:
-                await asyncio.sleep(0.001)
+            # All five have arrived: one that the server reads later than its client leaves would
+            # be a job for a moment, perhaps after the others have ended.
+            await until(lambda: len(slow.begun) == 2 and desk.num_jobs == 5)
             for one in asked:
                 one.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
     with LiveServer(llm) as server:
         desk = server.served.service.grammars
-        asyncio.run(play(f"{server.url}/v1/chat/completions"))
+        asyncio.run(play(f"{server.url}/v1/chat/completions", desk))
         # The two that have begun cannot be stopped; the others never begin.
         wait_until(lambda: desk.num_jobs == 2, "an end of those that have not begun")
         assert server.stats().running == server.stats().waiting == 0
