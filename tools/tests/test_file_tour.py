@@ -7,8 +7,6 @@ from code_blocks import code_blocks
 from repository import PACKAGES, ROOT, folders, module_name
 
 DEPTH = 3
-# Packages that are a name so far have no rooms.
-EMPTY: set[str] = set()
 
 
 def section(title: str) -> str:
@@ -42,7 +40,7 @@ def rooms_in_tree() -> dict[str, list[str]]:
         name = module_name(package).split(".")[1]
         inside = (package / "src" / "pcomm" / name).glob("*/__init__.py")
         found[name] = sorted(path.parent.name for path in inside)
-    return {name: own for name, own in found.items() if name not in EMPTY}
+    return found
 
 
 def covers(pattern: str, folder: str) -> bool:

@@ -155,5 +155,5 @@ def test_the_recording_is_of_the_run_that_the_page_describes() -> None:
     assert {line.degrees for line in steps_of(lines, UNDISTURBED)} == {DEGREES[0]}
     texts = [f"rank {FIRST} killed", f"rank {SECOND} killed", f"rank {FIRST} started again"]
     assert [line.event for line in events_of(lines)] == texts
-    # fp32 with sums in another order: a wrong or lost batch differs by tenths.
-    assert furthest_apart(lines)[0] < 0.05
+    # fp32 with sums in another order: far less than what a wrong batch or learning rate changes.
+    assert furthest_apart(lines)[0] < 1e-4
