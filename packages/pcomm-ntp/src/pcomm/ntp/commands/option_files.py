@@ -15,7 +15,7 @@ def text_of(path: Path, option: str, content: str) -> str:
     Args:
         path: Path of the file.
         option: Name of the option with its dashes, for the error.
-        content: What the file has, for the error.
+        content: Content of the file, for the error.
 
     Raises:
         ConfigError: The file cannot be read, or is no text.
