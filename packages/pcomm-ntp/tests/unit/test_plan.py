@@ -1,6 +1,7 @@
 import json
 import math
 import random
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 
@@ -169,6 +170,21 @@ def test_a_fused_unit_keeps_its_positions_of_every_section() -> None:
         Units.fused(4, sections=())
 
 
+@pytest.mark.parametrize(("replica", "stage"), [(4, 0), (-1, 0), (0, 2), (0, -1)])
+def test_a_place_that_is_not_there_is_refused(replica: int, stage: int) -> None:
+    made = plan(TOPOLOGY, Failures.from_global_ranks([0]), UNITS)
+    asked: list[Callable[[], object]] = [
+        lambda: made.degree(replica, stage),
+        lambda: made.form(replica, stage),
+        lambda: made.layout("fc1", replica, stage),
+    ]
+    if stage:
+        asked.append(lambda: made.segments("fc1", stage))
+    for ask in asked:
+        with pytest.raises(TopologyError, match="a replica from 0 to 3 and a stage from 0 to 1"):
+            ask()
+
+
 def test_a_replicated_parameter_has_no_units() -> None:
     # Groups are kept by the number of units, and 0 is that of all replicated parameters.
     with pytest.raises(ConfigError, match=r"Units\.replicated\(\)"):
@@ -251,9 +267,10 @@ def test_it_names_the_segments_of_the_stage_that_has_most() -> None:
 
 @pytest.mark.parametrize("number", [8, 9])
 def test_swaps_and_slow_ranks_are_named_up_to_a_number(number: int) -> None:
-    topology = Topology({"pp": 2, "dp": number + 1, "tp": 4})
-    words = [f"dp={replica},pp=0,tp=0" for replica in range(number + 1)]
+    topology = Topology({"pp": 2, "dp": 2 * number, "tp": 4})
+    words = [f"dp={replica},pp=0,tp=0" for replica in range(2 * number)]
     made = plan(topology, Failures.parse(*words), {"fc": Units.columns(12)})
+    # Of each two damaged groups one stays where it is.
     assert len(made.packing.swaps) == number
     text = made.explain()
     assert text.count(" <-> ") == 8

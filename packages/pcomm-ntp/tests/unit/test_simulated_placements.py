@@ -241,6 +241,8 @@ def test_nothing_and_everything_may_fail():
         (lambda: Fleet(5, 8), r"Use num_gpus=8\."),
         (lambda: Fleet(0, 8), "num_gpus: 0"),
         (lambda: simulate(Fleet(8, 8), 9), "from 0 to 8"),
+        (lambda: simulate(Fleet(8, 8), 5.0), "or an integer from 0 to 8"),
+        (lambda: simulate(Fleet(8, 8), math.nan), "a share from 0 to 1"),
         (lambda: simulate(Fleet(8, 8), 1, ["dropp"]), "Did you mean 'drop'"),
         (lambda: simulate(Fleet(8, 8), 1, placements=0), "placements: 0"),
         (lambda: simulate(Fleet(8, 8), 1, blast_radius=0), "blast_radius: 0"),

@@ -53,7 +53,12 @@ class Plan:
     # -- who holds what ----------------------------------------------------------------------
 
     def degree(self, replica: int, stage: int = 0) -> int:
-        """Tensor-parallel degree of a replica (`dp`) and stage (`pp`)."""
+        """Tensor-parallel degree of a replica (`dp`) and stage (`pp`).
+
+        Raises:
+            TopologyError: No such replica or stage.
+        """
+        self._check_place(replica, stage)
         return self.degrees[replica][stage]
 
     def form(self, replica: int, stage: int = 0) -> Form:
@@ -61,7 +66,11 @@ class Plan:
 
         One number for each rank that is used; all 1 unless ranks are slow. What ranks hold
         follows from the form: equal forms have equal layouts.
+
+        Raises:
+            TopologyError: No such replica or stage.
         """
+        self._check_place(replica, stage)
         return self._forms.forms[stage][self._forms.indices[stage][replica]]
 
     def rates(self, replica: int, stage: int = 0) -> Form:
@@ -136,7 +145,13 @@ class Plan:
         return tuple(sorted(idle))
 
     def layout(self, name: str, replica: int, stage: int = 0) -> Layout:
-        """Positions of each rank of a tensor-parallel group, for the units `name`."""
+        """Positions of each rank of a tensor-parallel group, for the units `name`.
+
+        Raises:
+            ConfigError: No name or pattern of the plan matches.
+            LayoutError: A replicated parameter, which is not split.
+            TopologyError: No such replica or stage.
+        """
         units = self._units(name)
         if units.is_split:
             return units.layout(self.form(replica, stage))
@@ -148,7 +163,13 @@ class Plan:
         )
 
     def segments(self, name: str, stage: int = 0) -> tuple[Segment, ...]:
-        """Ranges of units with one owner for each form of `stage`; none if replicated."""
+        """Ranges of units with one owner for each form of `stage`; none if replicated.
+
+        Raises:
+            ConfigError: No name or pattern of the plan matches.
+            TopologyError: No such stage.
+        """
+        self._check_place(0, stage)
         units = self._units(name)
         if not units.is_split:
             return ()
@@ -263,6 +284,16 @@ class Plan:
         return made
 
     # -- how it is done ----------------------------------------------------------------------
+
+    def _check_place(self, replica: int, stage: int) -> None:
+        replicas, stages = len(self.degrees), len(self.degrees[0])
+        if not (0 <= replica < replicas and 0 <= stage < stages):
+            raise TopologyError(
+                f"Plan: replica {replica}, stage {stage}",
+                found=f"{replicas} replicas, {stages} stages",
+                why="Replicas are the coordinates on 'dp' and stages those on 'pp', from 0.",
+                fix=f"Use a replica from 0 to {replicas - 1} and a stage from 0 to {stages - 1}.",
+            )
 
     def _units(self, name: str) -> Units:
         found = self.units_of(name)
