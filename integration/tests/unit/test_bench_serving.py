@@ -38,7 +38,7 @@ def run(words: Sequence[str]) -> int:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--parts", "stream"], "no part of that name"),
+        (["--parts", "stream"], "no part 'stream'"),
         (["--streams", "0"], "a number below 1"),
         (["--contexts", "1;2"], "words that are no numbers"),
         (["--threads", "4,-1"], "a number below 1"),

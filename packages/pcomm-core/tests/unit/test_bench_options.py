@@ -15,6 +15,7 @@ from pcomm.core.command.bench.options import (
     add_outputs,
     check_can_plot,
     check_counts,
+    check_parts,
     check_rounds,
     given_numbers,
 )
@@ -57,6 +58,22 @@ def test_counts_below_one_and_none_are_refused(values: tuple[int, ...], words: s
     with pytest.raises(ConfigError, match="a number below 1, or none") as caught:
         check_counts("any", {"--streams": (1,), "--contexts": values})
     assert caught.value.asked == f"pcomm bench any --contexts {words}"
+
+
+@pytest.mark.parametrize(
+    ("parts", "found", "fix"),
+    [
+        (("step", "hots"), "no part 'hots'", "Did you mean 'host'?"),
+        (("step", "step"), "a part twice, or none", "Name each part once."),
+        ((), "a part twice, or none", "Name each part once."),
+    ],
+)
+def test_parts_are_known_and_named_once(parts: tuple[str, ...], found: str, fix: str) -> None:
+    check_parts("any", ("step", "host"), {"host": 1, "step": 2, "kills": 3})
+    with pytest.raises(ConfigError) as caught:
+        check_parts("any", parts, ("host", "step", "kills"))
+    assert caught.value.asked == f"pcomm bench any --parts {','.join(parts)}"
+    assert (caught.value.found, caught.value.fix) == (found, fix)
 
 
 def test_rounds_are_refused_below_the_fewest() -> None:

@@ -26,11 +26,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pcomm.core.testing.timing import Row, save_rows
-from pcomm.ntp.bench.attempts import Attempt, Recovery, read_attempts, recovery_of
+from pcomm.ntp.bench.attempts import Attempt, Recovery, is_whole, read_attempts, recovery_of
 from pcomm.ntp.bench.small_model import LAYERS, ROWS, WIDTH
 
+_T = TypeVar("_T")
 _REPLICA = Path(__file__).with_name("replica.py")
 _PATIENCE_S = 180.0
 
@@ -79,8 +81,12 @@ class Job:
             self._lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
 
     def __enter__(self) -> Job:
-        for replica in range(self._replicas):
-            self.start(replica)
+        try:
+            for replica in range(self._replicas):
+                self.start(replica)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,40 +118,34 @@ class Job:
 
     def wait_for_all(self, commits: int) -> None:
         """Wait until the last attempts of each replica group were commits of all groups."""
-
-        def is_whole() -> bool:
-            last = [found[-commits:] for found in self.attempts().values()]
-            return all(
-                len(found) == commits
-                and all(one.is_committed and one.members == self._replicas for one in found)
-                for found in last
-            )
-
-        self._wait(is_whole, "steps of all replica groups")
+        self._wait_for(
+            lambda: (
+                is_whole(self.attempts().values(), members=self._replicas, commits=commits) or None
+            ),
+            "steps of all replica groups",
+        )
 
     def kill(self, replica: int) -> Recovery:
         """Kill the process of a replica group and wait until the others have committed a step."""
         killed_at_s = time.monotonic()
         self._processes[replica].send_signal(signal.SIGKILL)
-        found: list[Recovery] = []
-
-        def is_recovered() -> bool:
-            recovery = recovery_of(
+        self._processes[replica].wait()
+        return self._wait_for(
+            lambda: recovery_of(
                 self.attempts(),
                 killed_at_s=killed_at_s,
                 victim=replica,
                 members=self._replicas - 1,
-            )
-            found.extend([recovery] if recovery else [])
-            return recovery is not None
+            ),
+            "a step without the killed one",
+            spared=replica,
+        )
 
-        self._processes[replica].wait()
-        self._wait(is_recovered, "a step without the killed one", spared=replica)
-        return found[-1]
-
-    def _wait(self, is_done: Callable[[], bool], what: str, spared: int | None = None) -> None:
+    def _wait_for(
+        self, answer: Callable[[], _T | None], what: str, spared: int | None = None
+    ) -> _T:
         end = time.monotonic() + _PATIENCE_S
-        while not is_done():
+        while (found := answer()) is None:
             ended = [
                 replica
                 for replica, process in self._processes.items()
@@ -155,6 +155,7 @@ class Job:
                 log = self._outputs[ended[0] if ended else 0].with_suffix(".log")
                 sys.exit(f"no {what}; ended: {ended}\n{log.read_text()[-2000:]}")
             time.sleep(0.05)
+        return found
 
 
 def measure(python: Path, limits: Limits, *, replicas: int, kills: int) -> list[Recovery]:

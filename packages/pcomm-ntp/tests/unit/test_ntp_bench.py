@@ -11,11 +11,12 @@ import pytest
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.testing.timing import Row
-from pcomm.ntp.bench.attempts import Attempt, Recovery, read_attempts, recovery_of
+from pcomm.ntp.bench.attempts import Attempt, Recovery, is_whole, read_attempts, recovery_of
 from pcomm.ntp.bench.command import command
 from pcomm.ntp.bench.host import large_job
-from pcomm.ntp.bench.kills import Kill, Left, Parts, parts_of, steps_missing
+from pcomm.ntp.bench.kills import Kill
 from pcomm.ntp.bench.kills_report import kill_rows
+from pcomm.ntp.bench.recovery_parts import Left, Parts, parts_of, steps_missing
 from pcomm.ntp.bench.settings import PARTS, Settings
 from pcomm.ntp.bench.simulated import Prediction, predict_places, predict_traces
 from pcomm.ntp.bench.simulated_report import curves, reached, rows_of_predictions
@@ -62,6 +63,15 @@ def test_recovery_ends_with_the_slowest_of_those_that_are_left() -> None:
     assert recovery_of(found, killed_at_s=10.0, victim=0, members=3) is None
     with pytest.raises(ConfigError, match="no other process"):
         recovery_of({2: []}, killed_at_s=10.0, victim=2, members=3)
+
+
+def test_a_job_is_whole_when_the_last_steps_of_all_were_committed_by_all() -> None:
+    own = steps((1.0, 1, False, 3), (2.0, 1, True, 4), (3.0, 2, True, 4))
+    assert is_whole([own, own], members=4, commits=2)
+    assert not is_whole([own, own], members=4, commits=3)
+    assert not is_whole([own, own[-1:]], members=4, commits=2)
+    fewer = steps((2.0, 1, True, 4), (3.0, 2, True, 3))
+    assert not is_whole([own, fewer], members=4, commits=2)
 
 
 def test_a_line_that_is_being_written_is_no_attempt(tmp_path: Path) -> None:
@@ -265,7 +275,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
         ("--parts", "simulated,step"): "by itself",
         ("--kills", "0"): "--kills 0",
         ("--rounds", "3"): "--rounds 3",
-        ("--plot", str(tmp_path / "picture.png")): "Add --parts simulated",
+        ("--plot", str(tmp_path / "picture.png")): "Use --parts simulated",
     }.items():
         with pytest.raises(ConfigError, match=told):
             run(*words)

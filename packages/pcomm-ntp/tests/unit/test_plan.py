@@ -1,6 +1,7 @@
 import json
 import math
 import random
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 
@@ -100,8 +101,12 @@ def test_errors_name_the_remedy() -> None:
         plan(TOPOLOGY, Failures.from_global_ranks(range(8)), UNITS)
     with pytest.raises(LayoutError, match="Use tp=4 or less"):
         plan(TOPOLOGY, Failures(), {"qkv": Units.gqa(q=8, kv=4, dim=2)})
-    with pytest.raises(LayoutError, match="Raise memory_limit"):
-        plan(TOPOLOGY, Failures.from_global_ranks([0]), UNITS, Policy("max", 100, 110))
+    one_lost = Failures.from_global_ranks([0])
+    with pytest.raises(LayoutError, match="or plan without replica dp=0"):
+        plan(TOPOLOGY, one_lost, UNITS, Policy("max", 100, 110))
+    # A job that does not fit when it is whole is not told to leave a replica out.
+    with pytest.raises(LayoutError, match="split the model over more ranks"):
+        plan(TOPOLOGY, one_lost, UNITS, Policy("max", 120, 110))
     with pytest.raises(ConfigError, match="Write it like"):
         Coord.parse("dp:3")
     text = json.loads(plan(TOPOLOGY, Failures(), UNITS).to_json()) | {"failed": [3]}
@@ -165,6 +170,36 @@ def test_a_fused_unit_keeps_its_positions_of_every_section() -> None:
         Units.fused(4, sections=())
 
 
+@pytest.mark.parametrize(("replica", "stage"), [(4, 0), (-1, 0), (0, 2), (0, -1)])
+def test_a_place_that_is_not_there_is_refused(replica: int, stage: int) -> None:
+    made = plan(TOPOLOGY, Failures.from_global_ranks([0]), UNITS)
+    asked: list[Callable[[], object]] = [
+        lambda: made.degree(replica, stage),
+        lambda: made.form(replica, stage),
+        lambda: made.layout("fc1", replica, stage),
+    ]
+    if stage:
+        asked.append(lambda: made.segments("fc1", stage))
+    for ask in asked:
+        with pytest.raises(TopologyError, match="a replica from 0 to 3 and a stage from 0 to 1"):
+            ask()
+
+
+def test_a_replicated_parameter_has_no_units() -> None:
+    # Groups are kept by the number of units, and 0 is that of all replicated parameters.
+    with pytest.raises(ConfigError, match=r"Units\.replicated\(\)"):
+        Units("replicated", 8, ())
+
+
+def test_any_word_may_be_an_axis() -> None:
+    topology = Topology({"dp": 1, "self": 2, "tp": 2})
+    failures = Failures.parse("self=1,tp=0")
+    assert failures.ranks(topology) == {2}
+    assert Failures.from_json(failures.to_json()) == failures
+    with pytest.raises(TopologyError, match="'self' in Coord"):
+        Failures.parse("self=1").ranks(TOPOLOGY)
+
+
 def test_places_count_the_ranks_that_are_used() -> None:
     topology = Topology({"dp": 2, "tp": 32})
     units = {"attention": Units.columns(128)}
@@ -223,6 +258,29 @@ def test_replicas_of_equal_outcome_share_a_line() -> None:
     assert text.count("\ndp=") == 1
 
 
+def test_it_names_the_segments_of_the_stage_that_has_most() -> None:
+    topology, units = Topology({"pp": 2, "dp": 2, "tp": 4}), {"fc": Units.columns(12)}
+    made = plan(topology, Failures.parse("pp=1,dp=0,tp=2"), units)
+    assert [len(made.segments("fc", stage)) for stage in (0, 1)] == [4, 6]
+    assert "\nfc: columns, 12 units, 6 segments" in made.explain()
+
+
+@pytest.mark.parametrize("number", [8, 9])
+def test_swaps_and_slow_ranks_are_named_up_to_a_number(number: int) -> None:
+    topology = Topology({"pp": 2, "dp": 2 * number, "tp": 4})
+    words = [f"dp={replica},pp=0,tp=0" for replica in range(2 * number)]
+    made = plan(topology, Failures.parse(*words), {"fc": Units.columns(12)})
+    # Of each two damaged groups one stays where it is.
+    assert len(made.packing.swaps) == number
+    text = made.explain()
+    assert text.count(" <-> ") == 8
+    assert ("\nmore swaps: 1" in text) == (number == 9)
+    slow = dict.fromkeys(range(1, 4 * number, 4), 0.5)
+    text = plan(topology, Failures(), {"fc": Units.columns(12)}, speeds=slow).explain()
+    assert text.count(": speed 0.500, fc ") == 8
+    assert ("\nmore slow ranks: 1" in text) == (number == 9)
+
+
 def test_a_group_of_equally_slow_ranks_is_cut_like_any_other() -> None:
     topology = Topology({"dp": 2, "tp": 4})
     made = plan(topology, Failures(), UNITS, speeds=dict.fromkeys(range(4), 0.25))
@@ -255,7 +313,9 @@ def test_slow_ranks_are_the_first_that_are_left_out() -> None:
     assert most.speeds[0] == Fraction(7, 10)
 
 
-@pytest.mark.parametrize("speed", [0, -1, 1.5, float("nan"), float("inf"), Fraction(5, 4)])
+@pytest.mark.parametrize(
+    "speed", [0, -1, 1.5, float("nan"), float("inf"), Fraction(5, 4), Fraction(10**400)]
+)
 def test_a_speed_that_no_rank_has_is_refused(speed: float) -> None:
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
         plan(TOPOLOGY, Failures(), UNITS, speeds={3: speed})
@@ -277,10 +337,15 @@ def test_speeds_are_exact_and_of_ranks_that_are_there() -> None:
         ("version", 1),
         ("speeds", {"3": "fast"}),
         ("speeds", {"3": "1/0"}),
+        ("units", {"fc": {"kind": "columns", "count": 88.5, "sections": [1], "work": 1}}),
         ("speeds", {"x": "1/2"}),
         ("speeds", [3]),
         ("units", {"fc": {"kind": "columns"}}),
         ("units", 3),
+        ("axes", {"pp": 2, "dp": 4, "cp": 1, "tp": 8.0}),
+        ("offset", 0.0),
+        ("failed", [3.0]),
+        ("failed", [float("nan")]),
         ("speeds", {"3": "1/2"}),
     ],
 )

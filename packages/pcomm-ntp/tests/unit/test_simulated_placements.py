@@ -199,6 +199,16 @@ def test_units_slow_a_reduced_degree_by_their_share():
     assert cut[-1].ratio < plain[-1].ratio
 
 
+def test_shares_of_all_the_work_may_be_rounded():
+    # Work in multiplications: the nearest shares add up to 1 + 3e-17.
+    works = [979_374_294_953, 428_791_346_099, 667_578_651_271]
+    shares = [UnitWork(8, float(Fraction(work, sum(works)))) for work in works]
+    found = degree_speeds(8, shares)
+    assert [float(speed) for speed in found] == pytest.approx(
+        [1, 1 / 2, 1 / 2, 1 / 2, 1 / 2, 1 / 3, 1 / 4, 1 / 8, 0]
+    )
+
+
 def test_a_seed_decides_the_places():
     fleet = Fleet(960, 8, 4)
     assert (draw_counts(fleet, 20, seed=3) == draw_counts(fleet, 20, seed=3)).all()
@@ -231,6 +241,8 @@ def test_nothing_and_everything_may_fail():
         (lambda: Fleet(5, 8), r"Use num_gpus=8\."),
         (lambda: Fleet(0, 8), "num_gpus: 0"),
         (lambda: simulate(Fleet(8, 8), 9), "from 0 to 8"),
+        (lambda: simulate(Fleet(8, 8), 5.0), "or an integer from 0 to 8"),
+        (lambda: simulate(Fleet(8, 8), math.nan), "a share from 0 to 1"),
         (lambda: simulate(Fleet(8, 8), 1, ["dropp"]), "Did you mean 'drop'"),
         (lambda: simulate(Fleet(8, 8), 1, placements=0), "placements: 0"),
         (lambda: simulate(Fleet(8, 8), 1, blast_radius=0), "blast_radius: 0"),

@@ -161,7 +161,9 @@ def test_spares_help_and_pauses_cost():
         (lambda: FailureRates(burst_factor=0.5), "burst_factor"),
         (lambda: FailureRates(blast_radius=0), "blast_radius: 0"),
         (lambda: simulate_trace(Fleet(8, 8), days=0), "days=0"),
+        (lambda: simulate_trace(Fleet(8, 8), days=math.inf), "days=inf"),
         (lambda: simulate_trace(Fleet(8, 8), pause_s=-1), "pause_s=-1"),
+        (lambda: simulate_trace(Fleet(8, 8), pause_s=math.nan), "pause_s=nan"),
         (lambda: simulate_trace(Fleet(8, 8), spare_domains=-1), "spare_domains=-1"),
     ],
 )

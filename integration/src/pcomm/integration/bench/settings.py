@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pcomm.core.command.bench.options import check_counts, check_rounds
-from pcomm.core.errors import ConfigError, near_misses
+from pcomm.core.command.bench.options import check_counts, check_parts, check_rounds
 from pcomm.integration.bench.models_measured import FULL, SMALL, Models
 
 __all__ = ["PARTS", "QUICK", "Settings"]
@@ -70,14 +69,7 @@ class Settings:
     server_tokens: int = 128
 
     def __post_init__(self) -> None:
-        for part in self.parts:
-            if part not in PARTS:
-                raise ConfigError(
-                    f"pcomm bench serving --parts {part}",
-                    found="no part of that name",
-                    why="The parts are " + ", ".join(PARTS) + ".",
-                    fix=near_misses(part, PARTS),
-                )
+        check_parts("serving", self.parts, PARTS)
         counts = {"--streams": self.streams, "--contexts": self.contexts, "--threads": self.threads}
         check_counts("serving", counts)
         check_rounds("serving", self.rounds, fewest=3, better=7)

@@ -6,13 +6,14 @@ The same arithmetic serves pcomm and what it is compared with, so that both mean
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["Attempt", "Recovery", "read_attempts", "recovery_of"]
+__all__ = ["Attempt", "Recovery", "first_commit_s", "is_whole", "read_attempts", "recovery_of"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,32 @@ def read_attempts(path: Path) -> list[Attempt]:
     return found
 
 
+def is_whole(attempts: Iterable[Sequence[Attempt]], *, members: int, commits: int) -> bool:
+    """Whether the last attempts of every process were committed by the whole job.
+
+    Args:
+        attempts: Attempts of each process, in order.
+        members: Number of members of the whole job.
+        commits: Number of attempts of a process that are looked at; fewer are not enough.
+    """
+    return all(
+        len(own) >= commits and all(a.is_committed and a.members == members for a in own[-commits:])
+        for own in attempts
+    )
+
+
+def first_commit_s(attempts: Sequence[Attempt], after_s: float, members: int) -> float:
+    """End of the first attempt after a moment that so many members committed; else infinity."""
+    return next(
+        (
+            one.time_s
+            for one in attempts
+            if one.time_s > after_s and one.is_committed and one.members == members
+        ),
+        math.inf,
+    )
+
+
 @dataclass(frozen=True)
 class Recovery:
     """What one kill cost.
@@ -94,13 +121,12 @@ def recovery_of(
             why="Time is taken on those that train on.",
             fix="Use two or more.",
         )
-    ends, repeated = [], 0
-    for found in others:
-        for attempt in found:
-            if attempt.time_s <= killed_at_s:
-                continue
-            if attempt.is_committed and attempt.members == members:
-                ends.append(attempt.time_s - killed_at_s)
-                break
-            repeated += not attempt.is_committed
-    return Recovery(max(ends), repeated) if len(ends) == len(others) else None
+    ends = [first_commit_s(found, killed_at_s, members) for found in others]
+    if max(ends) == math.inf:
+        return None
+    repeated = sum(
+        killed_at_s < attempt.time_s < end and not attempt.is_committed
+        for found, end in zip(others, ends, strict=True)
+        for attempt in found
+    )
+    return Recovery(max(ends) - killed_at_s, repeated)

@@ -54,7 +54,7 @@ class NtpBenchmark:
                     "pcomm bench ntp --plot",
                     found=f"the parts {','.join(settings.parts)}",
                     why="The picture shows predictions.",
-                    fix=f"Add --parts {SIMULATED}.",
+                    fix=f"Use --parts {SIMULATED}.",
                 )
             check_can_plot("ntp")
         rows: list[Row] = []

@@ -10,11 +10,11 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from json import dumps, loads
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,45 +24,24 @@ from pcomm.core.groups.groups import Groups
 from pcomm.core.process.rank_place import RankPlace
 from pcomm.core.process.resilient_ranks import ResilientRanks
 from pcomm.core.topology import Topology
-from pcomm.ntp.bench.attempts import Attempt, Recovery, read_attempts, recovery_of
+from pcomm.ntp.bench.attempts import (
+    Attempt,
+    Recovery,
+    first_commit_s,
+    is_whole,
+    read_attempts,
+    recovery_of,
+)
+from pcomm.ntp.bench.recovery_parts import Left, Parts, parts_of, steps_missing
 from pcomm.ntp.bench.small_model import ROWS, WIDTH, StackModel, rows_of_replica, stack_units
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.session import Built, Session
 
-__all__ = [
-    "SETTINGS",
-    "Kill",
-    "Left",
-    "Parts",
-    "Signs",
-    "kill_ranks",
-    "parts_of",
-    "steps_missing",
-]
+__all__ = ["SETTINGS", "Kill", "Signs", "kill_ranks"]
 
+_T = TypeVar("_T")
 _PATIENCE_S = 120.0
 _BEFORE, _FOREVER = 5, 10**9
-
-
-@dataclass(frozen=True)
-class Parts:
-    """How one rank spent the time from a kill to its next committed step, in seconds.
-
-    Args:
-        detect_s: Time until the rank left the operation that it was in.
-        agree_s: Time until it was decided who goes on.
-        open_s: Time until the new groups were open.
-        build_s: Time until the model was built.
-        reshard_s: Time until the state had arrived on all ranks.
-        step_s: Time of the attempt that was committed.
-    """
-
-    detect_s: float
-    agree_s: float
-    open_s: float
-    build_s: float
-    reshard_s: float
-    step_s: float
 
 
 @dataclass(frozen=True)
@@ -81,17 +60,6 @@ class Kill:
     parts: Parts | None
     missing: int
     excluded: int = 0
-
-
-@dataclass(frozen=True)
-class Left:
-    """One change of generation on a rank: its end on the monotonic clock, and seconds by part."""
-
-    ended_s: float
-    meet_s: float
-    open_s: float
-    build_s: float
-    move_s: float
 
 
 @dataclass(frozen=True)
@@ -119,6 +87,84 @@ SETTINGS = (
 """Tensor-parallel degree and evidence of the jobs whose ranks are killed."""
 
 
+class _Job:
+    """The ranks of a job of two replicas, and what they have written down.
+
+    Args:
+        ranks: Ranks that are not started yet.
+        tp: Tensor-parallel degree of the whole job.
+        signs: Evidence of a death that the ranks have.
+        folder: Empty folder for what they write.
+    """
+
+    def __init__(self, ranks: ResilientRanks, tp: int, signs: Signs, folder: Path) -> None:
+        self.size = ranks.size
+        self._ranks, self._tp, self._signs, self._folder = ranks, tp, signs, folder
+        self._starts = dict.fromkeys(range(ranks.size), 0)
+        self._store = ranks.place(0).store()
+        # Number of ended processes that were looked at, and of those that were alive but excluded.
+        self._seen = self._excluded = 0
+        self._killed: int | None = None
+        ranks.start(_train, (tp, str(folder), 0, signs))
+
+    def attempts(self) -> dict[int, list[Attempt]]:
+        """Attempts of the present process of each rank."""
+        return {rank: read_attempts(self._path(rank)) for rank in self._starts}
+
+    def wait_for_all(self) -> None:
+        """Wait until the last steps of all ranks were committed by the whole job."""
+        self._wait_for(
+            lambda: is_whole(self.attempts().values(), members=self.size, commits=_BEFORE) or None,
+            "the whole job",
+        )
+
+    def kill(self, victim: int) -> Kill:
+        """Kill a rank, wait until the others have committed a step, and let it join again."""
+        self._killed, excluded = victim, self._excluded
+        members, killed_at_s = self.size - 1, time.monotonic()
+        self._ranks.kill(victim, signal.SIGKILL)
+        recovery = self._wait_for(
+            lambda: recovery_of(
+                self.attempts(), killed_at_s=killed_at_s, victim=victim, members=members
+            ),
+            "a step without the killed rank",
+        )
+        others = {rank: own for rank, own in self.attempts().items() if rank != victim}
+        slowest = max(others, key=lambda rank: first_commit_s(others[rank], killed_at_s, members))
+        left = _read_left(self._path(slowest))
+        parts = parts_of(others[slowest], left, killed_at_s=killed_at_s, members=members)
+        missing = sum(map(steps_missing, others.values()))
+        self._ranks.wait([victim])
+        self._join_again(victim)
+        return Kill(recovery, parts, missing, self._excluded - excluded)
+
+    def _wait_for(self, answer: Callable[[], _T | None], what: str) -> _T:
+        """Wait for an answer, and let ranks join again that were alive and taken for dead."""
+        end_s = time.monotonic() + _PATIENCE_S
+        while (found := answer()) is None:
+            while self._seen < self._store.add("pcomm/ended/count", 0):
+                self._seen += 1
+                words = self._store.get(f"pcomm/ended/{self._seen}").decode()
+                rank = int(words.split()[0])
+                if "FencedError" in words:
+                    self._excluded += 1
+                    self._join_again(rank)
+                elif rank != self._killed or "killed" not in words:
+                    raise _no_sign(what, words)
+            if time.monotonic() > end_s:
+                raise _no_sign(what, "none that should not")
+            time.sleep(0.02)
+        return found
+
+    def _join_again(self, rank: int) -> None:
+        self._starts[rank] += 1
+        args = self._tp, str(self._folder), self._starts[rank], self._signs
+        self._ranks.join_again(rank, args)
+
+    def _path(self, rank: int) -> Path:
+        return _path(self._folder, rank, self._starts[rank])
+
+
 def kill_ranks(
     tp: int, kills: int, signs: Signs, *, tell: Callable[[Kill], None] = lambda _: None
 ) -> list[Kill]:
@@ -133,71 +179,18 @@ def kill_ranks(
     Raises:
         UnsupportedError: The job did not go on in time.
     """
-    size, chance, found = 2 * tp, random.Random(0), []
+    chance, found = random.Random(0), []
     with (
-        tempfile.TemporaryDirectory() as name,
-        ResilientRanks(size, preload=[__name__], imports_main=False) as ranks,
+        tempfile.TemporaryDirectory() as folder,
+        ResilientRanks(2 * tp, preload=[__name__], imports_main=False) as ranks,
     ):
-        folder = Path(name)
-        starts = dict.fromkeys(range(size), 0)
-        ranks.start(_train, (tp, name, 0, signs))
-
-        def attempts() -> dict[int, list[Attempt]]:
-            return {rank: read_attempts(_path(folder, rank, n)) for rank, n in starts.items()}
-
-        store = ranks.place(0).store()
-        seen, excluded = 0, 0
-
-        def rejoin(rank: int) -> None:
-            starts[rank] += 1
-            ranks.join_again(rank, (tp, name, starts[rank], signs))
-
-        def wait(is_done: Callable[[], bool], what: str, killed: Collection[int]) -> None:
-            """Wait, and let ranks join again that were alive and taken for dead."""
-            nonlocal seen, excluded
-            end_s = time.monotonic() + _PATIENCE_S
-            while not is_done():
-                told: list[str] = []
-                while seen < store.add("pcomm/ended/count", 0):
-                    seen += 1
-                    told.append(store.get(f"pcomm/ended/{seen}").decode())
-                for words in told:
-                    rank = int(words.split()[0])
-                    if "FencedError" in words:
-                        excluded += 1
-                        rejoin(rank)
-                    elif rank not in killed or "killed" not in words:
-                        raise _no_sign(what, words)
-                if time.monotonic() > end_s:
-                    raise _no_sign(what, "none that should not")
-                time.sleep(0.02)
-
-        killed: set[int] = set()
+        job = _Job(ranks, tp, signs, Path(folder))
         for _ in range(kills):
-            wait(lambda: _is_whole(attempts(), size), "the whole job", killed)
+            job.wait_for_all()
+            # A random moment of one of the next steps.
             time.sleep(chance.uniform(0, 0.2))
-            victim = chance.randrange(size)
-            killed, before = {victim}, excluded
-            killed_at_s = time.monotonic()
-            ranks.kill(victim, signal.SIGKILL)
-
-            def recovery(victim: int = victim, at: float = killed_at_s) -> Recovery | None:
-                return recovery_of(attempts(), killed_at_s=at, victim=victim, members=size - 1)
-
-            wait(lambda: recovery() is not None, "a step without the killed rank", killed)
-            last = recovery()
-            assert last is not None
-            others = {rank: own for rank, own in attempts().items() if rank != victim}
-            slowest = max(
-                others, key=lambda rank: _committed_s(others[rank], killed_at_s, size - 1)
-            )
-            left = _read_left(_path(folder, slowest, starts[slowest]))
-            parts = parts_of(others[slowest], left, killed_at_s=killed_at_s, members=size - 1)
-            missing = sum(map(steps_missing, others.values()))
-            found.append(Kill(last, parts, missing, excluded - before))
+            found.append(job.kill(chance.randrange(job.size)))
             tell(found[-1])
-            ranks.wait([victim])
-            rejoin(victim)
     return found
 
 
@@ -207,51 +200,6 @@ def _no_sign(what: str, ended: str) -> UnsupportedError:
         found=f"no sign of {what}; processes that ended: {ended}",
         why="Each kill is timed until the others have committed a step.",
         fix="Try it on a machine with less other work.",
-    )
-
-
-def parts_of(
-    attempts: list[Attempt], left: list[Left], *, killed_at_s: float, members: int
-) -> Parts | None:
-    """The parts of one rank's time; None where it changed no generation after the kill."""
-    committed_s = _committed_s(attempts, killed_at_s, members)
-    changes = [one for one in left if killed_at_s < one.ended_s <= committed_s]
-    if not changes:
-        return None
-    change = changes[-1]
-    inside = change.meet_s + change.open_s + change.build_s + change.move_s
-    return Parts(
-        change.ended_s - inside - killed_at_s,
-        change.meet_s,
-        change.open_s,
-        change.build_s,
-        change.move_s,
-        committed_s - change.ended_s,
-    )
-
-
-def steps_missing(attempts: list[Attempt]) -> int:
-    """Steps that a rank left out, or counted twice, by the numbers of its attempts."""
-    missing = 0
-    for one, other in pairwise(attempts):
-        # A step that was ready may be applied during the recovery, which the next attempt shows.
-        fine = (0, 1) if not other.is_committed else (1,)
-        missing += other.step - one.step not in fine
-    return missing
-
-
-def _committed_s(attempts: list[Attempt], killed_at_s: float, members: int) -> float:
-    return next(
-        one.time_s
-        for one in attempts
-        if one.time_s > killed_at_s and one.is_committed and one.members == members
-    )
-
-
-def _is_whole(attempts: dict[int, list[Attempt]], size: int) -> bool:
-    return all(
-        len(own) >= _BEFORE and all(a.is_committed and a.members == size for a in own[-_BEFORE:])
-        for own in attempts.values()
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from pcomm.core.testing.timing import Row
-from pcomm.ntp.bench.kills import Kill, Parts
+from pcomm.ntp.bench.kills import Kill
+from pcomm.ntp.bench.recovery_parts import Parts
 from pcomm.ntp.bench.small_model import ROWS
 
 __all__ = ["kill_rows"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pcomm.core.command.bench.options import check_counts, check_rounds
-from pcomm.core.errors import ConfigError, near_misses
+from pcomm.core.command.bench.options import check_counts, check_parts, check_rounds
+from pcomm.core.errors import ConfigError
 
 __all__ = ["MEASURED", "PARTS", "SIMULATED", "Settings"]
 
@@ -38,14 +38,7 @@ class Settings:
     placements: int = 60
 
     def __post_init__(self) -> None:
-        for part in self.parts:
-            if part not in PARTS:
-                raise ConfigError(
-                    f"pcomm bench ntp --parts {part}",
-                    found=f"the parts {', '.join(PARTS)}",
-                    why="Each part has rows of its own.",
-                    fix=near_misses(part, PARTS),
-                )
+        check_parts("ntp", self.parts, PARTS)
         if SIMULATED in self.parts and len(self.parts) > 1:
             raise ConfigError(
                 f"pcomm bench ntp --parts {','.join(self.parts)}",
@@ -53,5 +46,5 @@ class Settings:
                 why="Predictions have a file of their own, apart from what was measured.",
                 fix=f"Run --parts {SIMULATED} by itself.",
             )
-        check_counts("ntp", {"--parts": [len(self.parts)], "--kills": [self.kills]})
+        check_counts("ntp", {"--kills": [self.kills]})
         check_rounds("ntp", self.rounds, fewest=7, better=41)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.topology import Topology
+from pcomm.ntp.commands.option_files import text_of
 from pcomm.ntp.planning.failures import Failures
 
 __all__ = ["add_cluster_options", "failures_of", "speeds_of", "topology_of"]
@@ -80,15 +81,7 @@ def failures_of(arguments: argparse.Namespace) -> Failures:
     path = arguments.failures_file
     if path is None:
         return named
-    try:
-        more = Failures.from_json(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"pcomm plan --failures-file {path}",
-            found=f"{type(error).__name__}: {error}",
-            why="The file has the list of failed ranks.",
-            fix="Give the path of a JSON file that can be read.",
-        ) from error
+    more = Failures.from_json(text_of(path, "--failures-file", "the list of failed ranks"))
     return Failures(named.coords + more.coords, named.global_ranks + more.global_ranks)
 
 
@@ -101,7 +94,9 @@ def speeds_of(texts: Sequence[str], topology: Topology) -> dict[int, float]:
     """
     found: dict[int, float] = {}
     for text in texts:
-        rank_text, _, speed_text = text.rpartition(":")
+        rank_text, colon, speed_text = text.rpartition(":")
+        if not colon:
+            raise _not_a_speed(text, "no colon")
         try:
             speed = float(speed_text)
         except ValueError:

@@ -5,23 +5,15 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pcomm.core.errors import ConfigError, near_misses
-from pcomm.ntp.planning.units import Units
+from pcomm.ntp.commands.option_files import text_of
+from pcomm.ntp.planning.units import KINDS, Units
 
 __all__ = ["add_units_options", "units_from_json", "units_of_options"]
-
-_KINDS: Mapping[str, Callable[..., Units]] = {
-    "gqa": Units.gqa,
-    "gated": Units.gated,
-    "columns": Units.columns,
-    "vocab": Units.vocab,
-    "fused": Units.fused,
-    "replicated": Units.replicated,
-}
 
 
 def add_units_options(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +57,7 @@ def units_of_options(arguments: argparse.Namespace) -> dict[str, Units]:
             fix="Leave one of the two away.",
         )
     if arguments.units is not None:
-        return units_from_json(_read(arguments.units))
+        return units_from_json(text_of(arguments.units, "--units", "the units of parameters"))
     if given in ([], ["--kv-heads"]):
         raise ConfigError(
             "pcomm plan: units",
@@ -109,14 +101,14 @@ def _one(name: str, entry: Any) -> Units:
         raise _not_units(f"{entry!r} for {name!r}")
     given = dict(entry)
     kind = given.pop("kind", None)
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(
             f"units of {name!r}: kind {kind!r}",
-            found=f"kinds {', '.join(_KINDS)}",
+            found=f"kinds {', '.join(KINDS)}",
             why="The kind says which positions belong together.",
-            fix=near_misses(str(kind), _KINDS),
+            fix=near_misses(str(kind), KINDS),
         )
-    make = _KINDS[kind]
+    make: Callable[..., Units] = getattr(Units, kind)
     wanted = inspect.signature(make).parameters
     if unknown := sorted(set(given) - set(wanted)):
         raise ConfigError(
@@ -143,18 +135,6 @@ def _is_size(value: object, *, is_list: bool) -> bool:
     if is_list:
         return isinstance(value, list) and all(_is_size(one, is_list=False) for one in value)
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"pcomm plan --units {path}",
-            found=f"{type(error).__name__}: {error}",
-            why="The file has the units of the parameters.",
-            fix="Give the path of a JSON file that can be read.",
-        ) from error
 
 
 def _not_units(found: str) -> ConfigError:

@@ -119,6 +119,13 @@ def degrees(
     """
     full, stages = topology.axes["tp"], size_of(topology, "pp")
     _check_units(units, full)
+    if policy.memory_limit and policy.rank_bytes > policy.memory_limit:
+        raise LayoutError(
+            f"plan: memory_limit={policy.memory_limit}",
+            found=f"{policy.rank_bytes} bytes on a rank without any failure",
+            why="A rank at the full degree does not fit, and one at a reduced degree holds more.",
+            fix="Raise memory_limit, or split the model over more ranks.",
+        )
     groups: dict[tuple[int, int], list[Form]] = defaultdict(list)
     for domain, rates in survivors(topology, slow).items():
         place = dict(domain)
@@ -150,13 +157,6 @@ def degrees(
                 f"memory, or plan without replica dp={replica}.",
             )
         table[replica][stage] = known[key]
-    if policy.memory_limit and policy.rank_bytes > policy.memory_limit:
-        raise LayoutError(
-            f"plan: memory_limit={policy.memory_limit}",
-            found=f"{policy.rank_bytes} bytes on a rank without any failure",
-            why="A rank at the full degree does not fit, and one at a reduced degree holds more.",
-            fix="Raise memory_limit, or split the model over more ranks.",
-        )
     return tuple(map(tuple, table))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pcomm.ntp.planning.degrees import size_of
 from pcomm.ntp.planning.failures import Coord
 
 if TYPE_CHECKING:
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explanation"]
 
-# Replicas of equal outcome that a line names; the JSON form has all.
+# Replicas of equal outcome that a line names, slow ranks and swaps that have one; JSON has all.
 _MOST_NAMED = 8
 
 
@@ -31,20 +33,23 @@ def explanation(plan: Plan) -> str:
     for one in cost.replicas:
         alike.setdefault(_outcome(one), []).append(one.replica)
     lines += [f"dp={_some(replicas)}: {outcome}" for outcome, replicas in alike.items()]
-    for rank, speed in slow:
+    for rank, speed in slow[:_MOST_NAMED]:
         place = plan.place(rank)
         lines.append(
             f"rank {rank} ({Coord(**topology.coordinates(rank))}): speed {float(speed):.3f}, "
             + ("idle" if place.is_idle else _units_of_rank(plan, rank))
         )
+    lines += _more(slow, "slow ranks")
     for name, units in plan.units:
-        how = f"{len(plan.segments(name))} segments" if units.is_split else "all ranks together"
+        most = max(len(plan.segments(name, stage)) for stage in range(size_of(topology, "pp")))
+        how = f"{most} segments" if units.is_split else "all ranks together"
         lines.append(f"{name}: {units.kind}, {units.count} units, {how}")
     advice = plan.packing
     if advice.swaps:
         gain = float(advice.speed_after - advice.speed_before)
         lines.append(f"at the next restart, swap for {gain:.3f} replicas more of speed:")
-        lines += [f"  {swap}" for swap in advice.swaps]
+        lines += [f"  {swap}" for swap in advice.swaps[:_MOST_NAMED]]
+        lines += _more(advice.swaps, "swaps")
     return "\n".join(lines)
 
 
@@ -54,6 +59,12 @@ def _outcome(one: ReplicaCost) -> str:
         f"tp {'/'.join(map(str, one.degrees))}, speed {float(one.speed):.3f}, "
         f"memory x{float(one.memory_growth):.3f}, {one.idle} idle{why}"
     )
+
+
+def _more(found: Sequence[object], what: str) -> list[str]:
+    """A line that counts what has none."""
+    more = len(found) - _MOST_NAMED
+    return [] if more <= 0 else [f"more {what}: {more}"]
 
 
 def _some(replicas: list[int]) -> str:

@@ -23,7 +23,8 @@ class Coord:
 
     axes: tuple[tuple[str, int], ...]
 
-    def __init__(self, **axes: int) -> None:
+    # Positional, so that no name of an axis is taken.
+    def __init__(self, /, **axes: int) -> None:
         object.__setattr__(self, "axes", tuple(sorted(axes.items())))
 
     def __str__(self) -> str:
@@ -126,10 +127,10 @@ class Failures:
             ConfigError: No JSON, or an entry of another form.
             OSError: The file cannot be read.
         """
-        text = source.read_text() if isinstance(source, Path) else source
         try:
+            text = source.read_text() if isinstance(source, Path) else source
             entries = json.loads(text)
-        except ValueError as error:
+        except ValueError as error:  # also of a file that is no text
             raise _not_failures(f"no JSON: {error}") from error
         if not isinstance(entries, list):
             raise _not_failures(f"a {type(entries).__name__} at the top")

@@ -6,6 +6,7 @@ slow one replica down, and not one each.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -86,15 +87,16 @@ def pack(topology: Topology, slow: RankSpeeds, units: Sequence[Units], policy: P
         return replicas - len(stages) + sum(slowest, Fraction(0))
 
     before = total(alive)
-    # The most damaged replicas take the damaged groups in the order of their damage.
+    # Those of most damage share a replica first.
     alone = {rates: (speed([rates]), len(rates)) for rates in set(alive.values())}
     worst_first = sorted(alive, key=lambda domain: (alone[alive[domain]], domain))
     chunks = [worst_first[i : i + len(slots)] for i in range(0, len(worst_first), len(slots))]
-    targets = list(dict.fromkeys(dict(domain)["dp"] for domain in worst_first))[: len(chunks)]
     place = {domain: domain for domain in worst_first}
     content = {domain: domain for domain in worst_first}
     swaps = []
-    for target, chunk in zip(targets, chunks, strict=True):
+    for chunk in chunks:
+        # The replica that holds most of them. It took none before: each that did is full of them.
+        target = Counter(dict(place[domain])["dp"] for domain in chunk).most_common(1)[0][0]
         free = [slot for slot in (at(target, s) for s in slots) if content.get(slot) not in chunk]
         for domain in chunk:
             here = place[domain]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -24,28 +24,12 @@ from pcomm.ntp.planning.place import Place
 from pcomm.ntp.planning.plan_text import agreed_lines, not_a_plan, read_source, written
 from pcomm.ntp.planning.policy import Policy
 from pcomm.ntp.planning.rank_speeds import RankSpeeds, fastest, rank_speeds
-from pcomm.ntp.planning.segments import Segment, segments
+from pcomm.ntp.planning.segments import Segment, SegmentGroup, segment_groups, segments
 from pcomm.ntp.planning.shares import largest_remainder
 from pcomm.ntp.planning.speed import relative_speed
 from pcomm.ntp.planning.units import Units
 
-__all__ = ["Plan", "SegmentGroup", "plan"]
-
-
-@dataclass(frozen=True)
-class SegmentGroup:
-    """Ranks whose gradients of one range of units are summed.
-
-    Args:
-        start: First unit; 0 for a replicated parameter.
-        stop: The unit after the last one; 0 for a replicated parameter.
-        ranks: Global ranks, ascending: the owner of the range in each tensor-parallel group, or
-            all ranks of all groups for a replicated parameter.
-    """
-
-    start: int
-    stop: int
-    ranks: tuple[int, ...]
+__all__ = ["Plan", "plan"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,12 @@ class Plan:
     # -- who holds what ----------------------------------------------------------------------
 
     def degree(self, replica: int, stage: int = 0) -> int:
-        """Tensor-parallel degree of a replica (`dp`) and stage (`pp`)."""
+        """Tensor-parallel degree of a replica (`dp`) and stage (`pp`).
+
+        Raises:
+            TopologyError: No such replica or stage.
+        """
+        self._check_place(replica, stage)
         return self.degrees[replica][stage]
 
     def form(self, replica: int, stage: int = 0) -> Form:
@@ -77,7 +66,11 @@ class Plan:
 
         One number for each rank that is used; all 1 unless ranks are slow. What ranks hold
         follows from the form: equal forms have equal layouts.
+
+        Raises:
+            TopologyError: No such replica or stage.
         """
+        self._check_place(replica, stage)
         return self._forms.forms[stage][self._forms.indices[stage][replica]]
 
     def rates(self, replica: int, stage: int = 0) -> Form:
@@ -143,19 +136,22 @@ class Plan:
         """Surviving ranks that are not used, ascending."""
         full = self.topology.axes["tp"]
         idle: list[int] = []
-        inner = [axis for axis in self.topology.axes if axis not in ("tp", "dp", "pp")]
         for replica, own in enumerate(self.degrees):
             for stage, degree in enumerate(own):
                 if degree < full:
-                    for rank in self._group_places(replica, stage, inner):
-                        used = self.tensor_ranks(rank)
-                        idle += (
-                            one for one in self.topology.members(rank, "tp") if one not in used
-                        )
+                    for place in self._group_places(replica, stage):
+                        used = self.tensor_ranks(place)
+                        idle += set(self.topology.members(place, "tp")).difference(used)
         return tuple(sorted(idle))
 
     def layout(self, name: str, replica: int, stage: int = 0) -> Layout:
-        """Positions of each rank of a tensor-parallel group, for the units `name`."""
+        """Positions of each rank of a tensor-parallel group, for the units `name`.
+
+        Raises:
+            ConfigError: No name or pattern of the plan matches.
+            LayoutError: A replicated parameter, which is not split.
+            TopologyError: No such replica or stage.
+        """
         units = self._units(name)
         if units.is_split:
             return units.layout(self.form(replica, stage))
@@ -167,7 +163,13 @@ class Plan:
         )
 
     def segments(self, name: str, stage: int = 0) -> tuple[Segment, ...]:
-        """Ranges of units with one owner for each form of `stage`; none if replicated."""
+        """Ranges of units with one owner for each form of `stage`; none if replicated.
+
+        Raises:
+            ConfigError: No name or pattern of the plan matches.
+            TopologyError: No such stage.
+        """
+        self._check_place(0, stage)
         units = self._units(name)
         if not units.is_split:
             return ()
@@ -188,7 +190,7 @@ class Plan:
         if key not in self._groups:
             ranks = self._tensor_groups(stage)
             if units.is_split:
-                self._groups[key] = _owners(self.segments(name, stage), ranks)
+                self._groups[key] = segment_groups(self.segments(name, stage), ranks)
             else:
                 every = sorted(rank for _, own in ranks for rank in own)
                 self._groups[key] = (SegmentGroup(0, 0, tuple(every)),)
@@ -283,6 +285,16 @@ class Plan:
 
     # -- how it is done ----------------------------------------------------------------------
 
+    def _check_place(self, replica: int, stage: int) -> None:
+        replicas, stages = len(self.degrees), len(self.degrees[0])
+        if not (0 <= replica < replicas and 0 <= stage < stages):
+            raise TopologyError(
+                f"Plan: replica {replica}, stage {stage}",
+                found=f"{replicas} replicas, {stages} stages",
+                why="Replicas are the coordinates on 'dp' and stages those on 'pp', from 0.",
+                fix=f"Use a replica from 0 to {replicas - 1} and a stage from 0 to {stages - 1}.",
+            )
+
     def _units(self, name: str) -> Units:
         found = self.units_of(name)
         if found is None:
@@ -294,22 +306,19 @@ class Plan:
             )
         return found[1]
 
-    def _group_places(self, replica: int, stage: int, inner: Sequence[str]) -> list[int]:
+    def _group_places(self, replica: int, stage: int) -> list[int]:
         """A rank of each tensor-parallel group of a replica and stage."""
-        fixed = {"tp": 0, "dp": replica, **({"pp": stage} if "pp" in self.topology.axes else {})}
-        places = product(*(range(self.topology.axes[axis]) for axis in inner))
-        return [
-            self.topology.rank({**fixed, **dict(zip(inner, place, strict=True))})
-            for place in places
-        ]
+        axes = self.topology.axes
+        at = {"tp": range(1), "dp": range(replica, replica + 1), "pp": range(stage, stage + 1)}
+        places = product(*(at.get(axis, range(size)) for axis, size in axes.items()))
+        return [self.topology.rank(dict(zip(axes, place, strict=True))) for place in places]
 
     def _tensor_groups(self, stage: int) -> list[tuple[int, tuple[int, ...]]]:
         """The index of its form, and the ranks that are used, of each group of a stage."""
-        inner = [axis for axis in self.topology.axes if axis not in ("tp", "dp", "pp")]
         return [
             (form, self.tensor_ranks(place))
             for replica, form in enumerate(self._forms.indices[stage])
-            for place in self._group_places(replica, stage, inner)
+            for place in self._group_places(replica, stage)
         ]
 
     @cached_property
@@ -327,19 +336,6 @@ class Plan:
     @cached_property
     def _forms(self) -> FormTable:
         return FormTable.of(self.topology, self.degrees, self.rank_speeds)
-
-
-def _owners(
-    found: Sequence[Segment], groups: Sequence[tuple[int, tuple[int, ...]]]
-) -> tuple[SegmentGroup, ...]:
-    """The ranks of `groups`, each with the index of its form, that hold each segment."""
-    sums = []
-    for segment in found:
-        # Owners stand in the order of the forms.
-        owners = [index for _, index in segment.owners]
-        ranks = sorted(own[owners[form]] for form, own in groups)
-        sums.append(SegmentGroup(segment.start, segment.stop, tuple(ranks)))
-    return tuple(sums)
 
 
 def plan(

@@ -88,7 +88,7 @@ def read_source(text: str) -> PlanSource:
         ConfigError: Text of another form or version.
     """
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_float=_no_integer, parse_constant=_no_integer)
         if found["version"] != _VERSION:
             raise not_a_plan(f"version {found['version']}, this is version {_VERSION}")
         return PlanSource(
@@ -106,6 +106,11 @@ def read_source(text: str) -> PlanSource:
         raise
     except (TypeError, KeyError, AttributeError, ValueError, ZeroDivisionError) as error:
         raise not_a_plan(f"{type(error).__name__}: {error}") from error
+
+
+def _no_integer(text: str) -> int:
+    # Floats would get past comparisons, and fail or differ later.
+    raise ValueError(f"{text}, where a plan has whole numbers alone")
 
 
 def not_a_plan(found: str) -> ConfigError:

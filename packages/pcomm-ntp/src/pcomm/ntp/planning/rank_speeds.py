@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
@@ -26,7 +25,7 @@ def rank_speeds(topology: Topology, speeds: Mapping[int, float | Fraction]) -> R
     found = []
     for rank, speed in sorted(speeds.items()):
         topology.coordinates(rank)
-        if not (math.isfinite(speed) and 0 < speed <= 1):
+        if not 0 < speed <= 1:
             raise ConfigError(
                 f"plan: speed {speed} of rank {rank}",
                 found=f"{speed}, outside of 0 < speed <= 1",

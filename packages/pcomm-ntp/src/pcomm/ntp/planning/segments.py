@@ -7,13 +7,13 @@ reduction over these owners sums its gradients, and nothing moves inside a tenso
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from pcomm.ntp.planning.forms import Form, cuts, plain
 
-__all__ = ["Segment", "segments"]
+__all__ = ["Segment", "SegmentGroup", "segment_groups", "segments"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,22 @@ class Segment:
         return dict(self.owners)[plain(form) if isinstance(form, int) else form]
 
 
+@dataclass(frozen=True)
+class SegmentGroup:
+    """Ranks whose gradients of one range of units are summed.
+
+    Args:
+        start: First unit; 0 for a replicated parameter.
+        stop: The unit after the last one; 0 for a replicated parameter.
+        ranks: Global ranks, ascending: the owner of the range in each tensor-parallel group, or
+            all ranks of all groups for a replicated parameter.
+    """
+
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+
+
 def segments(count: int, forms: Iterable[Form | int]) -> tuple[Segment, ...]:
     """The segments of `count` units for all `forms` at once, ascending.
 
@@ -55,3 +71,22 @@ def segments(count: int, forms: Iterable[Form | int]) -> tuple[Segment, ...]:
         )
         for start, stop in pairwise(union)
     )
+
+
+def segment_groups(
+    found: Sequence[Segment], groups: Sequence[tuple[int, Sequence[int]]]
+) -> tuple[SegmentGroup, ...]:
+    """The ranks that hold each segment, one of each tensor-parallel group.
+
+    Args:
+        found: Segments of a stage.
+        groups: The index of its form among those of the stage, and the ranks that are used, of each
+            tensor-parallel group.
+    """
+    sums = []
+    for segment in found:
+        # Owners stand in the order of the forms.
+        owners = [index for _, index in segment.owners]
+        ranks = sorted(own[owners[form]] for form, own in groups)
+        sums.append(SegmentGroup(segment.start, segment.stop, tuple(ranks)))
+    return tuple(sums)

@@ -10,17 +10,17 @@ from pcomm.core.errors import ConfigError, LayoutError, near_misses
 from pcomm.core.layout import Layout
 from pcomm.ntp.planning.forms import busiest, sizes
 
-__all__ = ["Units"]
+__all__ = ["KINDS", "Units"]
 
-# Number of sections of each kind; any number of at least 1 for -1.
-_KINDS: Mapping[str, int] = {
+KINDS: Mapping[str, int] = {
     "gqa": 3,
     "gated": 2,
     "columns": 1,
     "vocab": 1,
-    "replicated": 0,
     "fused": -1,
+    "replicated": 0,
 }
+"""Number of sections of each kind, -1 for any of at least 1; each is a class method of `Units`."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,24 @@ class Units:
     work: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
+        if self.kind not in KINDS:
             raise ConfigError(
                 f"Units: kind {self.kind!r}",
-                found=f"kinds {', '.join(_KINDS)}",
+                found=f"kinds {', '.join(KINDS)}",
                 why="The kind says which rows belong together.",
-                fix=near_misses(self.kind, _KINDS),
+                fix=near_misses(self.kind, KINDS),
             )
-        least = 0 if self.kind == "replicated" else 1
-        wanted = _KINDS[self.kind]
+        wanted = KINDS[self.kind]
         is_complete = len(self.sections) == wanted or (wanted < 0 and len(self.sections) > 0)
-        sound = is_complete and min(self.sections, default=1) > 0
-        if self.count < least or self.work < 0 or not sound:
+        is_sound = is_complete and min(self.sections, default=1) > 0
+        is_counted = self.count > 0 if self.is_split else self.count == 0
+        if not is_counted or self.work < 0 or not is_sound:
             raise ConfigError(
                 f"Units: {self.kind}",
                 found=f"{self.count} units of {self.sections} positions, work {self.work}",
-                why="There is at least one unit, of at least one position in each section.",
-                fix="Give sizes of at least 1, and work of at least 0.",
+                why="There is at least one unit, of at least one position in each section; a "
+                "replicated parameter has neither.",
+                fix="Give sizes of at least 1 and work of at least 0, or Units.replicated().",
             )
 
     # -- kinds -----------------------------------------------------------------------------

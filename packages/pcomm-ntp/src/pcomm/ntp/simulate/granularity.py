@@ -58,13 +58,15 @@ def degree_speeds(tp: int, units: Sequence[UnitWork] = ()) -> list[Fraction]:
     """
     shares = [Fraction(work.share).limit_denominator(10**9) for work in units]
     rest = 1 - sum(shares, Fraction())
-    if rest < 0:
+    # Each share is rounded, so those of all the work may add up to a little more than 1.
+    if rest < -1e-9:
         raise ConfigError(
             "units",
             found=f"shares of {float(1 - rest):g} together",
             why="They are shares of one step's work.",
             fix="Use shares with a sum of at most 1.",
         )
+    rest = max(rest, Fraction())
 
     def step_time(degree: int) -> Fraction:
         whole = (

@@ -118,6 +118,13 @@ def simulate(
         ConfigError: Numbers that do not fit together, or an unknown scheme.
     """
     if isinstance(failed, float):
+        if not 0 <= failed <= 1:
+            raise ConfigError(
+                f"simulate: failed={failed}",
+                found="a float outside of 0 to 1",
+                why="A float is the share of GPUs that have failed, an integer their number.",
+                fix=f"Use a share from 0 to 1, or an integer from 0 to {fleet.num_gpus}.",
+            )
         failed = round(failed * fleet.num_gpus)
     check_spares(spare_domains)
     known = [scheme_of(scheme) for scheme in schemes]

@@ -90,12 +90,12 @@ def simulate_trace(
     Raises:
         ConfigError: Numbers that do not fit together, or an unknown scheme.
     """
-    if not days > 0 or pause_s < 0:
+    if not (0 < days < math.inf and 0 <= pause_s < math.inf):
         raise ConfigError(
             f"simulate_trace: days={days}, pause_s={pause_s}",
             found="a time out of range",
             why="A trace has a length, and a pause is no gain.",
-            fix="Use days above 0 and pause_s from 0.",
+            fix="Use days above 0 and pause_s from 0, both finite.",
         )
     check_spares(spare_domains)
     known = [scheme_of(scheme) for scheme in schemes]

@@ -19,7 +19,8 @@ from pcomm.core.exchange.exchange import Exchange
 from pcomm.core.exchange.sections import SectionExchange
 from pcomm.core.groups.group import Group
 from pcomm.core.layout import Layout
-from pcomm.ntp.planning.plan import Plan, SegmentGroup
+from pcomm.ntp.planning.plan import Plan
+from pcomm.ntp.planning.segments import SegmentGroup
 from pcomm.ntp.sync.grad_groups import TensorGroup, core_group, tensor_groups
 from pcomm.ntp.sync.packed_reduction import PackedReduction, Slice
 from pcomm.ntp.sync.synced_params import SyncedParam

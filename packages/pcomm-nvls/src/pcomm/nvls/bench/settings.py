@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pcomm.core.command.bench.options import check_counts, check_rounds
-from pcomm.core.errors import ConfigError, near_misses
+from pcomm.core.command.bench.options import check_counts, check_parts, check_rounds
 
 __all__ = ["PARTS", "Settings"]
 
@@ -32,13 +31,6 @@ class Settings:
     rounds: int = 101
 
     def __post_init__(self) -> None:
-        for part in self.parts:
-            if part not in PARTS:
-                raise ConfigError(
-                    f"pcomm bench nvls --parts {part}",
-                    found=f"the parts {', '.join(PARTS)}",
-                    why="Each part needs other hardware.",
-                    fix=near_misses(part, PARTS),
-                )
-        check_counts("nvls", {"--parts": [len(self.parts)], "--sizes": self.sizes})
+        check_parts("nvls", self.parts, PARTS)
+        check_counts("nvls", {"--sizes": self.sizes})
         check_rounds("nvls", self.rounds, fewest=7, better=101)

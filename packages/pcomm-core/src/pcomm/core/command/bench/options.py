@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
 
 __all__ = [
     "add_numbers",
     "add_outputs",
     "check_can_plot",
     "check_counts",
+    "check_parts",
     "check_rounds",
     "given_numbers",
     "numbers",
@@ -135,6 +136,27 @@ def check_counts(benchmark: str, counts: Mapping[str, Sequence[int]]) -> None:
                 why="There must be something to measure.",
                 fix="Use numbers from 1 on with commas between them.",
             )
+
+
+def check_parts(benchmark: str, parts: Sequence[str], known: Collection[str]) -> None:
+    """Refuse names that are no part of a benchmark, or that occur twice, and none at all.
+
+    Args:
+        benchmark: Its name, for the error.
+        parts: Names that were asked for.
+        known: Names of all parts.
+
+    Raises:
+        ConfigError: There are such names, or no name.
+    """
+    unknown = [part for part in parts if part not in known]
+    if unknown or len(set(parts)) != len(parts) or not parts:
+        raise ConfigError(
+            f"pcomm bench {benchmark} --parts {','.join(parts)}",
+            found=f"no part {unknown[0]!r}" if unknown else "a part twice, or none",
+            why=f"The parts are {', '.join(known)}.",
+            fix=near_misses(unknown[0], known) if unknown else "Name each part once.",
+        )
 
 
 def check_rounds(benchmark: str, rounds: int, *, fewest: int, better: int) -> None:
