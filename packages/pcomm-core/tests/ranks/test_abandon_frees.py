@@ -15,6 +15,7 @@ import torch
 from pcomm.core.control.control import Control
 from pcomm.core.groups import communicators
 from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.options import CommOptions
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.process.resilient_ranks import ResilientRanks
 from pcomm.core.testing.living import Living
@@ -22,6 +23,8 @@ from pcomm.core.testing.patience import wait_until
 from pcomm.core.topology import Topology
 
 SIZE, NUM_GENERATIONS, WAIT_S = 3, 20, 3600.0
+# What gloo keeps of a message that had arrived in part, it keeps as long.
+OPERATION_S = 30.0
 # From 256 KiB on, gathers and sums go through a queue with a thread of its own.
 SMALL, LARGE = 4, 3 * 40 * 1024
 # Rank 2 is killed in one generation, and stands still in the last one.
@@ -60,7 +63,11 @@ def task(place):
     tensors, num_failed = [], 0
     while (number := control.generation) < NUM_GENERATIONS:
         topology = Topology({"dp": SIZE}).with_failed(sorted(set(range(SIZE)) - set(control.ranks)))
-        specs = ["dp", GroupSpec.of_ranks((0, 1), "tail")]
+        options = CommOptions(timeout_s=OPERATION_S)
+        specs = [
+            GroupSpec("dp", options=options),
+            GroupSpec.of_ranks((0, 1), "tail", options=options),
+        ]
         groups = open_groups(topology, specs, control=control)
         total = groups["dp"].collectives.all_reduce(torch.tensor([10**rank]))
         assert int(total) == sum(10**r for r in control.ranks)
@@ -80,7 +87,7 @@ def task(place):
             store.wait(["pcomm/ended/1"])
         groups.abandon()
         for p in pending:
-            # They end soon, whatever keeps the peers.
+            # At once, whatever keeps the peers.
             try:
                 p.wait()
             except RuntimeError:
@@ -119,6 +126,66 @@ if __name__ == "__main__":
             print(rank, report.reason, report.result, report.traceback)
 """
 
+IN_PART = """
+import gc, os, signal, weakref
+import torch
+from pcomm.core.control.control import Control
+from pcomm.core.errors import ClosedError
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.options import CommOptions
+from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.process.resilient_ranks import ResilientRanks
+from pcomm.core.testing.living import Living
+from pcomm.core.testing.patience import wait_until
+from pcomm.core.topology import Topology
+
+# Gloo keeps what belongs to a message that had arrived in part until its time limit is over.
+LENGTH, OPERATION_S, WAIT_S = 32 * 1024 * 1024, 10.0, 3600.0
+
+
+def task(place):
+    store, rank = place.store(timeout_s=WAIT_S), place.rank
+    torch.ones(LENGTH).sum()
+    before = Living.now()
+    control = Control(store, range(2), rank, timeout_s=WAIT_S)
+    dp = GroupSpec("dp", options=CommOptions(timeout_s=OPERATION_S))
+    groups = open_groups(Topology({"dp": 2}), [dp], control=control)
+    gathered = torch.full((2 * LENGTH,), -1.0)
+    if rank == 0:
+        store.set("pid", str(os.getpid()))
+        groups["dp"].collectives.all_gather_async(torch.ones(LENGTH))
+        signal.pause()
+    victim = int(store.get("pid"))
+    pending = groups["dp"].collectives.all_gather_async(torch.ones(LENGTH), out=gathered)
+    wait_until(lambda: gathered[0] == 1, "the first numbers")
+    os.kill(victim, signal.SIGSTOP)
+    groups.abandon()
+    arrived = gathered.clone()
+    try:
+        pending.wait()
+    except ClosedError:
+        print("raised", flush=True)
+    # What had arrived before is there, and nothing is written any more.
+    assert torch.equal(gathered, arrived)
+    tensor = weakref.ref(gathered)
+    del gathered, pending, groups
+
+    def left():
+        gc.collect()
+        return [*Living.now().beyond(before), *(["the tensor"] if tensor() is not None else [])]
+
+    wait_until(lambda: not left(), "the end of what was abandoned")
+    print("freed", flush=True)
+    os.kill(victim, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    with ResilientRanks(2) as ranks:
+        ranks.start(task)
+        report = ranks.wait([1])[1]
+        print(report.reason, report.traceback)
+"""
+
 
 def test_twenty_abandoned_generations_leave_nothing(tmp_path: Path, programs: Programs) -> None:
     program = tmp_path / "program.py"
@@ -129,3 +196,10 @@ def test_twenty_abandoned_generations_leave_nothing(tmp_path: Path, programs: Pr
         ["0", "finished"],
         ["1", "finished"],
     ], told
+
+
+def test_a_message_that_arrived_in_part_keeps_nobody(tmp_path: Path, programs: Programs) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(IN_PART))
+    done = programs.run(sys.executable, program)
+    assert done.stdout.split()[:3] == ["raised", "freed", "finished"], done.stdout + done.stderr

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcomm.core.collectives.gloo.work_queue import Transfer, WorkQueue
+from pcomm.core.testing.patience import wait_until
 
 # Far beyond what anything here takes: a test that needs it has failed.
 LIMIT_S = 120.0
@@ -297,6 +298,38 @@ def test_what_failed_keeps_its_memory_as_long_as_the_queue_is_there(log: list[st
     assert not thread.is_alive()
     assert broken() is None
     assert begun() is None
+
+
+def test_what_is_abandoned_in_flight_ends_with_an_error_while_its_memory_is_kept(
+    queue: WorkQueue, log: list[str]
+) -> None:
+    held, begun = Step("held", log, is_held=True), Step("begun", log, announces_at_once=False)
+    transfers = [queue.start(step, is_async=True) for step in (held, begun, Step("never", log))]
+    held.is_finishing.await_()
+    told: list[int] = []
+    transfers[1].on_done(lambda: told.append(1))
+    queue.abandon(lambda: ConnectionError("abandoned"))
+    for transfer in transfers:
+        with pytest.raises(ConnectionError, match="abandoned"):
+            transfer.wait()
+    assert told == [1]
+    # What has begun may still be read and written; the thread is with the first one.
+    memory = weakref.ref(begun)
+    del begun
+    gc.collect()
+    assert memory() is not None
+    held.may_announce.set()
+    held.may_end.set()
+    with pytest.raises(RuntimeError, match="abandoned"):
+        queue.start(Step("late", log), is_async=False)
+    wait_until(lambda: len(log) > 2, "the end of the first one")
+    assert log == ["begin held", "begin begun", "end held"]
+    # The first end counts, and told once.
+    with pytest.raises(ConnectionError, match="abandoned"):
+        transfers[0].wait()
+    assert told == [1]
+    queue.forget()
+    wait_until(lambda: memory() is None, "the end of what was abandoned")
 
 
 def test_a_blocking_operation_runs_here_when_nothing_is_on_its_way(

@@ -80,6 +80,10 @@ class DistributedCollectives(Handle, Collectives):
         """Refuse all further operations. Local; closing the process group is its owner's."""
         self._group.close()
 
+    def abandon(self) -> None:
+        """Refuse all further operations, and to wait for those in flight. Local."""
+        self._group.abandon()
+
     def run(self, call: Call) -> Tensor:
         """The result of an operation, once it has ended; on NCCL, once it is queued."""
         return _finished(self._issue(call, False), call.dim, call.out)
@@ -89,7 +93,14 @@ class DistributedCollectives(Handle, Collectives):
         # Not the call, which would keep its input alive.
         issued, dim, out = self._issue(call, True), call.dim, call.out
         work, polled = (issued[0], None) if self.is_seen_by_host else (None, issued[0])
-        return Pending(lambda: _finished(issued, dim, out), work, polled=polled)
+        group = self._group
+
+        def finish() -> Tensor:
+            if isinstance(issued[0], dist.Work):
+                group.check_wait(issued[0])
+            return _finished(issued, dim, out)
+
+        return Pending(finish, work, polled=polled)
 
     def all_reduce(self, x: Tensor, *, op: Reduction = "sum", out: Tensor | None = None) -> Tensor:
         """The sum or maximum of `x` over all ranks; `out=x` works in place."""

@@ -22,11 +22,12 @@ class OpenGroup:
         process_group: A group that this rank belongs to.
     """
 
-    __slots__ = ("_description", "_find")
+    __slots__ = ("_description", "_find", "_is_abandoned")
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._find: Callable[[], dist.ProcessGroup | None] = weakref.ref(process_group)
         self._description = process_group.group_desc
+        self._is_abandoned = False
 
     def get(self) -> dist.ProcessGroup:
         """The process group. Local.
@@ -47,6 +48,30 @@ class OpenGroup:
     def close(self) -> None:
         """Refuse from now on. Local."""
         self._find = _nothing
+
+    def abandon(self) -> None:
+        """Refuse from now on, also to wait for what is in flight. Local."""
+        self._find, self._is_abandoned = _nothing, True
+
+    def check_wait(self, work: dist.Work) -> None:
+        """Allow to wait for an operation that was issued before. Local.
+
+        Raises:
+            ClosedError: The group was abandoned while it was in flight. Torch's own error may come
+                late: gloo ends an operation of which a message had arrived in part only when the
+                time limit of the group is over.
+        """
+        if self._is_abandoned and not work.is_completed():
+            raise self.left_in_flight()
+
+    def left_in_flight(self) -> ClosedError:
+        """The error of an operation that was in flight when the group was abandoned. Local."""
+        return ClosedError(
+            f"an operation of the communicator {self._description!r}",
+            found="that communicator was abandoned while it was in flight",
+            why="It may need a rank that is gone, so that waiting for it might never end.",
+            fix="Discard its tensors, and repeat it with the groups of the next generation.",
+        )
 
 
 def _nothing() -> None:

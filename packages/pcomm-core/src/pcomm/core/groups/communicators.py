@@ -74,6 +74,10 @@ class Communicator:
         """Refuse all further operations and end the thread of the queue. Local."""
         self._inner.close()
 
+    def abandon(self) -> None:
+        """Refuse all further operations, and to wait for those in flight. Local."""
+        self._inner.abandon()
+
 
 # Torch's process groups take no attributes, so what belongs to one is kept beside it: as long as
 # the process group lives, and no longer.
@@ -173,7 +177,7 @@ def abandon_communicator(process_group: dist.ProcessGroup) -> None:
     """
     communicator = communicator_of(process_group)
     # The queue's thread ends if it has nothing to do, and is not waited for otherwise.
-    communicator.close()
+    communicator.abandon()
     _forget(process_group)
     if not communicator.connections:
         never_freed([process_group, communicator])

@@ -184,10 +184,13 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         Groups of the next generation (`Control.next`) can be opened at once. Closing or abandoning
         again does nothing, and leaving a `with` block too.
 
-        On Linux the connections of gloo's communicators are shut down. So operations in flight end
-        with torch's error, here and on ranks that have not abandoned the groups yet, and soon after
-        threads, connections and tensors are free, except for what a `Pending` that the caller
-        keeps refers to.
+        `wait` of an operation in flight raises `ClosedError` from then on. On Linux the connections
+        of gloo's communicators are shut down. So operations in flight end with torch's error on
+        ranks that have not abandoned the groups yet; here none of them writes to its tensors any
+        more, and soon after threads, connections and tensors are free, except for what a `Pending`
+        that the caller keeps refers to. An operation of which a message had arrived, or was sent,
+        in part is an exception, here and there: gloo does not end it, and keeps its tensors and a
+        thread, until the time limit of its group (`CommOptions.timeout_s`) is over.
 
         Of the calls of `before_close` those with `is_local=True` are made, the last one given
         first; the others never are, and what they refer to is kept. Their errors are raised once

@@ -10,10 +10,12 @@ Linux tells what a poll watches.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,8 @@ __all__ = ["OwnConnections"]
 
 _FILES, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
+# Gloo's own thread closes a connection as soon as it runs; the limit is for one that never does.
+_PAUSE_S, _CLOSING_S = 0.0005, 10.0
 
 
 class OwnConnections:
@@ -55,12 +59,20 @@ class OwnConnections:
         return bool(self._found)
 
     def shut_down(self) -> None:
-        """End every operation of the communicator with an error, here and on its other ranks."""
+        """End operations of the communicator with an error, here and on its other ranks. Local.
+
+        On return gloo has closed them, so that what had arrived before is written, and nothing
+        else will be. An operation of which a message had arrived, or was sent, in part is the one
+        that gloo does not end: its wait lasts until the time limit of the communicator.
+        """
         for number, identity in self._found.items():
             # A number of our own, which stays open between the comparison and the call.
             with contextlib.suppress(OSError), _socket(number) as own:
                 if os.fstat(own.fileno()).st_ino == identity:
                     own.shutdown(socket.SHUT_RDWR)
+        end_s = time.monotonic() + _CLOSING_S
+        while any(itertools.starmap(_is_open, self._found.items())) and time.monotonic() < end_s:
+            time.sleep(_PAUSE_S)
         self._found.clear()
 
 
@@ -83,6 +95,12 @@ def _sockets(numbers: Iterator[int]) -> Iterator[tuple[int, int]]:
             found = os.fstat(number)
             if stat.S_ISSOCK(found.st_mode):
                 yield number, found.st_ino
+
+
+def _is_open(number: int, identity: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.fstat(number).st_ino == identity
+    return False
 
 
 def _socket(number: int) -> socket.socket:

@@ -63,6 +63,11 @@ class GlooCollectives(DistributedCollectives):
         super().close()
         self._queue.rest()
 
+    def abandon(self) -> None:
+        """Refuse all further operations, and to wait for those in flight. Local."""
+        super().abandon()
+        self._queue.abandon(self._group.left_in_flight)
+
     def _issue(self, call: Call, is_async: bool) -> Issued:
         if call.operation in ("all_to_all", "broadcast"):
             _check_dtype(call.operation, call.x)

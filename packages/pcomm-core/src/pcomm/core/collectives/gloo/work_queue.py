@@ -77,11 +77,13 @@ class Transfer:
         return True
 
     def end(self, error: BaseException | None) -> None:
-        """Record that it has ended, and call what was given to `on_done`."""
-        self._error = error
-        # Its memory is free before the first of these calls, unless it failed.
-        self.item = None
+        """Record that it has ended, and call what was given to `on_done`. The first end counts."""
         with self._lock:
+            if self._has_ended:
+                return
+            self._error = error
+            # Its memory is free before the first of these calls, unless it failed.
+            self.item = None
             self._has_ended = True
             calls, self._calls = self._calls, []
         for call in calls:
@@ -100,6 +102,8 @@ class WorkQueue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._not_begun: deque[Transfer] = deque()
+        # By identity; what has not ended yet.
+        self._in_flight: set[Transfer] = set()
         self._is_open = True
         # Words and not the exception, which would hold the frames of all who have raised it.
         self._failure: str | None = None
@@ -129,6 +133,25 @@ class WorkQueue:
             # What fails from now on is not kept either. An error holds the frames that raised it.
             self._abandoned = self._last = None
 
+    def abandon(self, error: Callable[[], Exception]) -> None:
+        """End all that was started with an error, without waiting for it. Local.
+
+        The memory of what has begun is kept until `forget`, since the peers may still read and
+        write it. The thread stays until the operation that it waits for has ended.
+
+        Args:
+            error: Function that makes the error of one operation.
+        """
+        self.rest()
+        with self._lock:
+            self._failure = self._failure or "the communicator was abandoned"
+            self._not_begun.clear()
+            in_flight, self._in_flight = self._in_flight, set()
+            if self._abandoned is not None:
+                self._abandoned += [t.item for t in in_flight if t.item is not None]
+        for transfer in in_flight:
+            transfer.end(error())
+
     def start(self, item: WorkItem, *, is_async: bool) -> Transfer:
         """Run an operation after all that were started before. Called by one thread.
 
@@ -142,6 +165,7 @@ class WorkQueue:
         is_alone = self._last is None or self._last.is_over
         try:
             with self._lock:
+                self._in_flight.add(transfer)
                 self._not_begun.append(transfer)
                 self._begin_next()
             if is_async or not is_alone:
@@ -172,17 +196,24 @@ class WorkQueue:
             self._begin_next()
 
     def _finish(self, transfer: Transfer) -> None:
-        assert transfer.item is not None
+        item = transfer.item
+        if item is None:
+            # It was abandoned.
+            return
         error = transfer.problem_of_begin
         if self._failure is not None:
             error = RuntimeError(f"An operation before this one failed with {self._failure}")
         elif error is None:
             try:
-                transfer.item.finish(self._has_announced)
+                item.finish(self._has_announced)
             except BaseException as problem:  # raised where it is waited for
                 error = problem
+        # Transfer.end frees its memory before it tells the end.
+        item = None
         if error is not None:
             self._fail(error, transfer)
+        with self._lock:
+            self._in_flight.discard(transfer)
         transfer.end(error)
 
     def _fail(self, problem: BaseException, transfer: Transfer) -> None:
