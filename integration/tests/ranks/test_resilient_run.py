@@ -214,6 +214,22 @@ def test_options_that_lack_another_are_refused(options: list[str], tmp_path: Pat
         command.run(parser.parse_args(["--out", str(tmp_path), *options]))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [["--config", "other.toml"], ["--set", "train.steps=9"], ["--ranks", "2"], ["--restart"]],
+    ids=lambda options: options[0],
+)
+def test_a_rank_that_comes_back_has_no_settings_of_its_own(
+    options: list[str], tmp_path: Path
+) -> None:
+    """They would change nothing: it trains what the launcher tells."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    joins = ["--out", str(tmp_path), "--resilient", "--join", "127.0.0.1:1", "--rank", "1"]
+    with pytest.raises(ConfigError, match=f"--join with {options[0]}\n"):
+        command.run(parser.parse_args([*joins, *options]))
+
+
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:x"])
 def test_an_address_that_is_none(address: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no HOST:PORT"):

@@ -46,6 +46,19 @@ def test_a_closed_port_is_told_without_a_store(
         train_resilient.join_resilient(f"127.0.0.1:{port}", 1, tmp_path)
 
 
+def test_a_rank_that_comes_back_imports_before_it_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the moment that it joins the others wait for it, and torch takes seconds."""
+    order: list[str] = []
+    told = {"size": 2, "config": {}}
+    monkeypatch.setattr(train_resilient, "_run_at", lambda _: (told, ""))
+    monkeypatch.setattr(train_resilient.importlib, "import_module", order.append)
+    monkeypatch.setattr(train_resilient, "resilient_rank", lambda *_: order.append("joins"))
+    train_resilient.join_resilient("127.0.0.1:1", 1, tmp_path)
+    assert order == ["pcomm.integration.train.resilient", "torch._dynamo", "joins"]
+
+
 def test_an_error_of_the_run_is_not_that_of_the_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
     """
     # Imported late: mistakes in the configuration are found without torch.
     from pcomm.core.process import ResilientRanks
+    from pcomm.integration.config_file import to_dict
     from pcomm.integration.metrics.plot import draw_loss
     from pcomm.integration.resilient_rules import validate_resilient
     from pcomm.integration.train.run_folder import (
@@ -66,8 +67,7 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
             ranks, threads=threads, preload=_OF_EVERY_RANK, imports_main=False
         ) as processes:
             place = processes.place(0)
-            told = json.dumps({"size": ranks, "config": _as_json(config)})
-            place.store().set(_KEY, told)
+            place.store().set(_KEY, json.dumps({"size": ranks, "config": to_dict(config)}))
             _log.warning(
                 "a rank R that has died comes back by: pcomm train --resilient --join %s:%d "
                 "--rank R --out %s",
@@ -140,12 +140,6 @@ def _run_at(place: RankPlace) -> tuple[Any, str]:
         return None, f"no launcher there ({error})"
     except dist.DistError as error:
         return None, str(error).splitlines()[0]
-
-
-def _as_json(config: Config) -> dict[str, object]:
-    from pcomm.integration.config_file import to_dict
-
-    return dict(to_dict(config))
 
 
 def _outcome(reports: dict[int, RankReport], run_dir: Path) -> Outcome:
