@@ -54,6 +54,7 @@ _log = logging.getLogger("pcomm.fsdp")
 
 _ZERO3, _COMM, _PRECISION = ReshardPolicy.zero3(), CommPolicy(), Precision()
 
+# Units of the model, groups of its parameters, and the device of the shards.
 _Planned: TypeAlias = tuple[list[UnitModules], list[PlannedGroup], torch.device]
 
 
