@@ -76,7 +76,7 @@ def single(run_dir: Path) -> dict[str, tuple[list[list[float]], dict[str, torch.
     return {kind: (one.rows, one.tensors) for kind, one in runs.items()}
 
 
-def compare(parallel: ParallelConfig, kind: str, run_dir: Path, single: dict) -> None:
+def assert_as_alone(parallel: ParallelConfig, kind: str, run_dir: Path, single: dict) -> None:
     rows, tensors = single[kind]
     mine = run(parallel, kind, run_dir)
     worst = float((torch.tensor(mine.rows) - torch.tensor(rows)).abs().max())
@@ -99,20 +99,20 @@ def test_the_models_differ_and_learn(single: dict) -> None:
 @pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
 @ranks(2)
 def test_two_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
-    compare(parallel, "all", run_dir, single)
+    assert_as_alone(parallel, "all", run_dir, single)
 
 
 @pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
 @ranks(4)
 def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
-    compare(parallel, "all", run_dir, single)
+    assert_as_alone(parallel, "all", run_dir, single)
 
 
 @pytest.mark.parametrize("kind", ["every second", "hybrid", "no balance loss"])
 @pytest.mark.parametrize("name", ["dp2 ep2", "tp2 ep2", "cp2 ep2"])
 @ranks(2)
 def test_other_models(rank: int, name: str, kind: str, run_dir: Path, single: dict) -> None:
-    compare(ON_TWO[name], kind, run_dir, single)
+    assert_as_alone(ON_TWO[name], kind, run_dir, single)
 
 
 @ranks(2)
@@ -197,6 +197,6 @@ def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: 
     setattr(owner, attribute, broken)
     try:
         with pytest.raises(AssertionError, match="off by"):
-            compare(ON_TWO[parallel], "all", run_dir, single)
+            assert_as_alone(ON_TWO[parallel], "all", run_dir, single)
     finally:
         setattr(owner, attribute, whole)

@@ -83,7 +83,7 @@ def test_training_learns_something(single: dict, pattern: str) -> None:
     assert rows[-1][0] < rows[0][0] - 1.0
 
 
-def compare(
+def assert_as_alone(
     parallel: ParallelConfig, run_dir: Path, single: dict, dtype: torch.dtype, pattern: str = "A"
 ) -> None:
     steps = CONTEXT_STEPS if parallel.cp > 1 else STEPS
@@ -105,7 +105,7 @@ def compare(
 def test_two_ranks(
     rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single: dict
 ) -> None:
-    compare(parallel, run_dir, single, dtype)
+    assert_as_alone(parallel, run_dir, single, dtype)
 
 
 @pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
@@ -113,7 +113,7 @@ def test_two_ranks(
 def test_recurrent_mixers_on_two_ranks(
     rank: int, parallel: ParallelConfig, run_dir: Path, single: dict
 ) -> None:
-    compare(parallel, run_dir, single, torch.float64, "GM")
+    assert_as_alone(parallel, run_dir, single, torch.float64, "GM")
 
 
 @pytest.mark.parametrize("pattern", ["A", "M", "G", "GGGA"])
@@ -122,12 +122,12 @@ def test_recurrent_mixers_on_two_ranks(
 def test_two_ranks_share_sequences(
     rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single: dict
 ) -> None:
-    compare(parallel, run_dir, single, torch.float64, pattern)
+    assert_as_alone(parallel, run_dir, single, torch.float64, pattern)
 
 
 @ranks(2)
 def test_two_ranks_share_sequences_in_fp32(rank: int, run_dir: Path, single: dict) -> None:
-    compare(ParallelConfig(cp=2), run_dir, single, torch.float32, "GGGA")
+    assert_as_alone(ParallelConfig(cp=2), run_dir, single, torch.float32, "GGGA")
 
 
 @pytest.mark.parametrize("pattern", ["A", "GM"])
@@ -136,7 +136,7 @@ def test_two_ranks_share_sequences_in_fp32(rank: int, run_dir: Path, single: dic
 def test_four_ranks_share_sequences(
     rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single: dict
 ) -> None:
-    compare(parallel, run_dir, single, torch.float64, pattern)
+    assert_as_alone(parallel, run_dir, single, torch.float64, pattern)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -145,7 +145,7 @@ def test_four_ranks_share_sequences(
 def test_four_ranks(
     rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single: dict
 ) -> None:
-    compare(parallel, run_dir, single, dtype)
+    assert_as_alone(parallel, run_dir, single, dtype)
 
 
 def skip_partial_sum(model: object, collectives: object) -> None:
@@ -171,7 +171,7 @@ def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: 
     setattr(data_parallel, attribute, broken)
     try:
         with pytest.raises(AssertionError, match="off by"):
-            compare(ON_TWO[parallel], run_dir, single, torch.float64)
+            assert_as_alone(ON_TWO[parallel], run_dir, single, torch.float64)
     finally:
         setattr(data_parallel, attribute, whole)
 
@@ -206,6 +206,6 @@ def test_a_plan_that_is_not_followed_is_noticed(
     setattr(Plan, attribute, broken)
     try:
         with pytest.raises(AssertionError, match="off by"):
-            compare(ON_TWO_CONTEXT[parallel], run_dir, single, torch.float64, pattern)
+            assert_as_alone(ON_TWO_CONTEXT[parallel], run_dir, single, torch.float64, pattern)
     finally:
         setattr(Plan, attribute, whole)

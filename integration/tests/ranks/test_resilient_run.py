@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import signal
 from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.core.errors import ConfigError, PcommError, UnsupportedError
 from pcomm.core.process import ResilientRanks
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import read
 from pcomm.integration.commands.train import command
 from pcomm.integration.commands.train_resilient import join_resilient
 from pcomm.integration.config import CheckpointConfig, Config, ParallelConfig
+from pcomm.integration.finite import NotFiniteError
 from pcomm.integration.resilient_rules import validate_resilient
 from pcomm.integration.testing.faulty_runs import Fault, faulty_rank
 from pcomm.integration.testing.short_runs import (
@@ -28,6 +32,7 @@ from pcomm.integration.testing.short_runs import (
     worst_difference,
 )
 from pcomm.integration.train.outcome import Outcome
+from pcomm.integration.train.resilient import ResilientRun
 
 STEPS = 5
 PRELOAD = ["pcomm.integration.train.resilient", "torch._dynamo"]
@@ -42,6 +47,10 @@ def config(parallel: ParallelConfig) -> Config:
     return dataclasses.replace(base, checkpoint=CheckpointConfig(every=2))
 
 
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
     run_dir = prepare_words(tmp_path, documents=40)
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
@@ -53,7 +62,7 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
         processes.join_again(FAULT.rank)
         reports = processes.wait(timeout_s=120)
     assert [report.reason for report in reports.values()] == ["finished"] * 4
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run_dir)
     # The step in which it died is there once; so is every other.
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     # A new process is taken in at the end of a step, here the third or the fourth.
@@ -93,6 +102,62 @@ def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(
     assert reports[0].result.bits_per_byte is not None
 
 
+@pytest.mark.parametrize("place", ["row", "commit"])
+def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_it(
+    place: Literal["row", "commit"], tmp_path: Path
+) -> None:
+    """The rank that writes dies in between; or it alone hears of a failure after all are ready."""
+    run_dir = prepare_words(tmp_path, documents=40)
+    fault = Fault(rank=0, step=2, place=place)
+    with ResilientRanks(4, preload=PRELOAD) as processes:
+        processes.start(faulty_rank, (config(ParallelConfig(dp=2, tp=2)), run_dir, fault))
+        reports = processes.wait(timeout_s=120)
+    finished = [rank for rank, report in reports.items() if report.has_finished]
+    assert finished == ([0, 1, 2, 3] if place == "commit" else [1, 2, 3]), reports
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    # The row of the step with the fault was noted before it.
+    assert [row["generation"] for row in rows] == [0, 0, 0, 1, 1]
+
+
+def test_steps_that_are_repeated_from_a_checkpoint_have_one_row(tmp_path: Path) -> None:
+    """Without another replica, what the dead rank held comes from the checkpoint, if it has one."""
+    run_dir = prepare_words(tmp_path, documents=40)
+    with ResilientRanks(2, preload=PRELOAD) as processes:
+        fault = Fault(rank=1, step=3)
+        processes.start(faulty_rank, (config(ParallelConfig(tp=2)), run_dir, fault))
+        reports = processes.wait(timeout_s=120)
+    assert reports[1].reason == "killed by SIGKILL"
+    assert reports[0].has_finished, reports[0]
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    # At least the third step is done twice, the second time by one rank.
+    assert [row["tp.0"] for row in rows][2:] == [1] * 3
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_as_it_was_before_the_step(tmp_path: Path) -> None:
+    """It would be the same in each generation, so the ranks do not meet for another attempt."""
+    run_dir = prepare_words(tmp_path, documents=40)
+    base = config(ParallelConfig(dp=2))
+    # The first step is finite, and what it makes of the weights overflows in the second one.
+    far = dataclasses.replace(
+        base,
+        train=dataclasses.replace(base.train, learning_rate=1e300),
+        checkpoint=CheckpointConfig(every=1),
+    )
+    with ResilientRanks(2, preload=PRELOAD) as processes:
+        processes.start(faulty_rank, (far, run_dir, Fault(rank=0, step=STEPS)))
+        reports = processes.wait(timeout_s=120)
+    for report in reports.values():
+        assert isinstance(report.error, NotFiniteError), report
+        assert report.error.asked == "train: step 2"
+    rows = rows_of(run_dir)
+    assert [(row["step"], row["generation"]) for row in rows] == [(1, 0)]
+    last = newest(run_dir)
+    assert last is not None
+    assert last.step == 1
+
+
 def test_a_request_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     """Ranks without a part in the checkpoint wait for those that gather it."""
     run_dir = prepare_words(tmp_path, documents=40)
@@ -104,6 +169,26 @@ def test_a_request_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     last = newest(run_dir)
     assert last is not None
     assert last.step == 3
+
+
+def test_a_disk_that_is_full_for_metrics_is_told_after_a_checkpoint(tmp_path: Path) -> None:
+    run_dir = prepare_words(tmp_path, documents=40)
+    asked = validate_resilient(config(ParallelConfig()), 1)
+    opened = Path.open
+
+    def to_full(path: Path, *arguments: Any, **options: Any) -> Any:
+        # Writing does not begin before the file was made and is opened to append.
+        is_full = path.name == "metrics.jsonl" and arguments == ("ab",)
+        return opened(Path("/dev/full") if is_full else path, *arguments, **options)
+
+    with ResilientRanks(1) as processes:
+        run = ResilientRun(processes.place(0), asked, run_dir, io.StringIO())
+        message = r"metrics\.jsonl: No space left on device"
+        with patch.object(Path, "open", to_full), pytest.raises(PcommError, match=message):
+            run.go()
+    last = newest(run_dir)
+    assert last is not None
+    assert last.step == 2
 
 
 @pytest.mark.parametrize(
@@ -127,6 +212,22 @@ def test_options_that_lack_another_are_refused(options: list[str], tmp_path: Pat
     command.add_arguments(parser)
     with pytest.raises(ConfigError, match="--join HOST:PORT --rank R"):
         command.run(parser.parse_args(["--out", str(tmp_path), *options]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--config", "other.toml"], ["--set", "train.steps=9"], ["--ranks", "2"], ["--restart"]],
+    ids=lambda options: options[0],
+)
+def test_a_rank_that_comes_back_has_no_settings_of_its_own(
+    options: list[str], tmp_path: Path
+) -> None:
+    """They would change nothing: it trains what the launcher tells."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    joins = ["--out", str(tmp_path), "--resilient", "--join", "127.0.0.1:1", "--rank", "1"]
+    with pytest.raises(ConfigError, match=f"--join with {options[0]}\n"):
+        command.run(parser.parse_args([*joins, *options]))
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:x"])

@@ -74,7 +74,7 @@ def single(run_dir: Path) -> dict[str, Steps]:
     }
 
 
-def compare(
+def assert_as_alone(
     parallel: ParallelConfig, run_dir: Path, single: dict[str, Steps], pattern: str
 ) -> None:
     mine = train_steps(config(parallel, pattern), run_dir, torch.float64, STEPS)
@@ -92,24 +92,24 @@ def compare(
 def test_two_ranks(
     rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single: dict
 ) -> None:
-    compare(parallel, run_dir, single, pattern)
+    assert_as_alone(parallel, run_dir, single, pattern)
 
 
 @pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
 @ranks(4)
 def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
-    compare(parallel, run_dir, single, "GM")
+    assert_as_alone(parallel, run_dir, single, "GM")
 
 
 @pytest.mark.parametrize("pattern", ["A", "GGGA"])
 @ranks(4)
 def test_other_models_on_four_ranks(rank: int, pattern: str, run_dir: Path, single: dict) -> None:
-    compare(ON_FOUR["zero3"], run_dir, single, pattern)
+    assert_as_alone(ON_FOUR["zero3"], run_dir, single, pattern)
 
 
 @ranks(2)
 def test_experts_on_two_ranks(rank: int, run_dir: Path, single: dict) -> None:
-    compare(ParallelConfig(dp=2, ep=2, **SHARD), run_dir, single, "experts")
+    assert_as_alone(ParallelConfig(dp=2, ep=2, **SHARD), run_dir, single, "experts")
 
 
 @pytest.mark.parametrize("parallel", WITH_EXPERTS.values(), ids=WITH_EXPERTS)
@@ -117,7 +117,7 @@ def test_experts_on_two_ranks(rank: int, run_dir: Path, single: dict) -> None:
 def test_experts_on_four_ranks(
     rank: int, parallel: ParallelConfig, run_dir: Path, single: dict
 ) -> None:
-    compare(parallel, run_dir, single, "experts")
+    assert_as_alone(parallel, run_dir, single, "experts")
 
 
 def real_width(parallel: ParallelConfig) -> Config:
@@ -155,4 +155,4 @@ def test_a_norm_of_own_shards_alone_is_noticed(rank: int, run_dir: Path, single:
         patch.object(data_parallel, "global_norm", own),
         pytest.raises(AssertionError, match="rows are off"),
     ):
-        compare(ON_TWO["zero3"], run_dir, single, "A")
+        assert_as_alone(ON_TWO["zero3"], run_dir, single, "A")

@@ -89,7 +89,7 @@ def first_gradients(name: str, parallel: ParallelConfig, run_dir: Path) -> dict[
         return {**trainer.replicas.sharded.full_gradients(), "nats": nats}
 
 
-def compare_first_gradients(name: str, run_dir: Path, **how: object) -> None:
+def assert_first_gradients_of_autocast(name: str, run_dir: Path, **how: object) -> None:
     whole = dataclasses.replace(WHOLE, ep=how.get("ep", 1))
     shard = dataclasses.replace(SHARD, **how)
     mine, expected = (first_gradients(name, p, run_dir) for p in (shard, whole))
@@ -104,14 +104,14 @@ def compare_first_gradients(name: str, run_dir: Path, **how: object) -> None:
 @ranks(2)
 def test_the_first_gradients_are_those_of_autocast(rank: int, name: str, run_dir: Path) -> None:
     """Bit for bit: whatever is rounded here is what autocast rounds with whole parameters."""
-    compare_first_gradients(name, run_dir)
+    assert_first_gradients_of_autocast(name, run_dir)
 
 
 @pytest.mark.parametrize("other", OTHERS)
 @ranks(2)
 def test_the_same_with_other_shards(rank: int, other: str, run_dir: Path) -> None:
     name, how = OTHERS[other]
-    compare_first_gradients(name, run_dir, **how)
+    assert_first_gradients_of_autocast(name, run_dir, **how)
 
 
 @ranks(2)
@@ -120,7 +120,7 @@ def test_decays_that_are_gathered_in_bf16_are_noticed(rank: int, run_dir: Path) 
     precision_module.names_used_in_bf16 = lambda model: right(model) | {"blocks.1.mixer.a_log"}
     try:
         with pytest.raises(AssertionError):
-            compare_first_gradients("GGGA", run_dir)
+            assert_first_gradients_of_autocast("GGGA", run_dir)
     finally:
         precision_module.names_used_in_bf16 = right
 
@@ -131,7 +131,7 @@ def test_gradients_that_are_summed_in_bf16_are_noticed(rank: int, run_dir: Path)
     precision_module._BF16 = Precision(torch.bfloat16, torch.bfloat16, casts_inputs=False)
     try:
         with pytest.raises(AssertionError, match=r"gradient of .* is another"):
-            compare_first_gradients("A", run_dir)
+            assert_first_gradients_of_autocast("A", run_dir)
     finally:
         precision_module._BF16 = right
 

@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.process import RankPlace
+from pcomm.core.process import RankPlace, ResilientRanks
+from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.commands import train_resilient
+from pcomm.integration.config_file import apply_overrides, load_config
+from pcomm.integration.testing.short_runs import run_words, write_words
 from pcomm.integration.train.resilient import cause
 from pcomm.ntp.session import Transition
+
+LENGTHS = ("sequence_length", "global_batch_tokens", "micro_batch_tokens")
 
 
 def transition(reason: str, ranks: tuple[int, ...], gone: dict[int, str]) -> Transition:
@@ -46,16 +51,57 @@ def test_a_closed_port_is_told_without_a_store(
         train_resilient.join_resilient(f"127.0.0.1:{port}", 1, tmp_path)
 
 
+def test_a_rank_that_comes_back_imports_before_it_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the moment that it joins the others wait for it, and torch takes seconds."""
+    order: list[str] = []
+    told = {"size": 2, "config": {}, "folder": str(tmp_path)}
+    monkeypatch.setattr(train_resilient, "_run_at", lambda _: (told, ""))
+    monkeypatch.setattr(train_resilient.importlib, "import_module", order.append)
+    monkeypatch.setattr(train_resilient, "resilient_rank", lambda *_: order.append("joins"))
+    train_resilient.join_resilient("127.0.0.1:1", 1, tmp_path)
+    assert order == ["pcomm.integration.train.resilient", "torch._dynamo", "joins"]
+
+
 def test_an_error_of_the_run_is_not_that_of_the_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
         raise OSError("No space left on device")
 
-    told = {"size": 2, "config": {}}
+    told = {"size": 2, "config": {}, "folder": str(tmp_path)}
     monkeypatch.setattr(train_resilient, "_run_at", lambda _: (told, ""))
     monkeypatch.setattr(train_resilient, "resilient_rank", fails)
     with pytest.raises(OSError, match="No space left"):
         train_resilient.join_resilient("127.0.0.1:1", 1, tmp_path)
     with pytest.raises(ConfigError, match="a run of 2 ranks"):
         train_resilient.join_resilient("127.0.0.1:1", 2, tmp_path)
+
+
+def test_the_folder_of_another_run_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank could be the one that writes metrics, and removes rows that come later."""
+    told = {"size": 2, "config": {}, "folder": str(tmp_path / "run")}
+    monkeypatch.setattr(train_resilient, "_run_at", lambda _: (told, ""))
+    monkeypatch.setattr(train_resilient, "resilient_rank", lambda *_: pytest.fail("it joins"))
+    with pytest.raises(ConfigError, match=f"Give --out {tmp_path / 'run'}"):
+        train_resilient.join_resilient("127.0.0.1:1", 1, tmp_path / "other")
+
+
+def test_a_run_that_could_not_go_on_is_refused_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_words(write_words(tmp_path / "text"), tmp_path / "run", "train.steps=2")
+    monkeypatch.setattr(ResilientRanks, "start", lambda *_: pytest.fail("ranks start"))
+    config = load_config(tmp_path / "run" / "config.toml")
+    found = newest(tmp_path / "run")
+    assert found is not None
+    file = next(found.folder.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(ConfigError, match="checksum differs"):
+        train_resilient.launch_resilient(config, tmp_path / "run", 1, must_restart=False)
+    wide = apply_overrides(config, [f"train.{key}={2**40}" for key in LENGTHS])
+    with pytest.raises(ConfigError, match=r"train\.sequence_length: \d+ tokens"):
+        train_resilient.launch_resilient(wide, tmp_path / "new", 1, must_restart=False)

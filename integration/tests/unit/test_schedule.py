@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,25 @@ def test_another_peak_is_said_too(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert progress == Progress(40)
     assert "jumps from" in said
     assert "train.steps was" not in said
+
+
+def test_a_jump_that_three_digits_do_not_show_is_shown_with_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    config = changed(COSINE, steps=1000, learning_rate=3e-4)
+    saved(tmp_path, Progress(13), config)
+    said = resumed(tmp_path, changed(config, steps=1001), caplog)[1]
+    found = re.search(r"jumps from (\S+) to (\S+), since", said)
+    assert found is not None, said
+    assert found.groups() == ("0.000299994", "0.000299989")
+
+
+def test_a_rate_that_stays_where_it_is_does_not_jump(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    saved(tmp_path, Progress(10), COSINE)
+    assert learning_rate(COSINE, 9) == 1.0 > learning_rate(COSINE, 10)
+    assert resumed(tmp_path, changed(COSINE, schedule="constant"), caplog) == (Progress(10), "")
 
 
 @pytest.mark.parametrize(

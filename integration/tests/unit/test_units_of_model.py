@@ -10,21 +10,11 @@ from pcomm.integration.config import ModelConfig
 from pcomm.integration.model_rules import resolve_model
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.units import units_of_model
+from pcomm.integration.testing.short_runs import UNEVEN_SIZES
 from pcomm.ntp import Failures, plan
 
 VOCABULARY = 29
 TP = 4
-SIZES = {
-    "layers": 2,
-    "width": 16,
-    "heads": 10,
-    "kv_heads": 5,
-    "head_dim": 4,
-    "mlp_width": 13,
-    "mamba_heads": 15,
-    "mamba_groups": 5,
-    "mamba_state_dim": 3,
-}
 MODELS = {
     "gpt": {"pattern": "A", "qkv_bias": True, "qk_norm": True},
     "gpt, gated and tied": {"pattern": "A", "attention_gate": True, "tie_embeddings": True},
@@ -51,7 +41,7 @@ class _OneOf(IdentityCollectives):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_and_plan_cut_alike(name: str) -> None:
-    config = resolve_model(ModelConfig(**{**SIZES, **MODELS[name]}))
+    config = resolve_model(ModelConfig(**{**UNEVEN_SIZES, **MODELS[name]}))
     topology = Topology({"dp": TP, "tp": TP})
     failed = [TP * replica + gone for replica in range(TP) for gone in range(replica)]
     # Replica r has lost r ranks, so every degree is there.
@@ -94,7 +84,7 @@ def test_the_degree_four_of_five_heads_is_as_fast_as_its_busiest_rank() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "gdn", "mamba"])
 def test_slow_ranks_hold_less_as_the_plan_says(name: str) -> None:
-    config = resolve_model(ModelConfig(**{**SIZES, **MODELS[name]}))
+    config = resolve_model(ModelConfig(**{**UNEVEN_SIZES, **MODELS[name]}))
     made = plan(
         Topology({"dp": 2, "tp": 3}),
         Failures.from_global_ranks([5]),

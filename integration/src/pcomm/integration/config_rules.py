@@ -7,18 +7,19 @@ is the same error everywhere and nothing hangs. What one key may be on its own, 
 from __future__ import annotations
 
 from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
-from pcomm.integration.config import Config, ParallelConfig, TrainConfig
+from pcomm.integration.batch_rules import resolve_batch, resolve_batch_shares
+from pcomm.integration.config import Config, ParallelConfig
 from pcomm.integration.config_errors import must_divide
 from pcomm.integration.config_resolved import (
     Resolved,
     ResolvedModel,
     ResolvedParallel,
-    ResolvedTrain,
     given,
     values_of,
 )
 from pcomm.integration.model_rules import (
     expert_blocks,
+    must_share_heads,
     output_heads,
     resolve_model,
     split_dimensions,
@@ -26,7 +27,6 @@ from pcomm.integration.model_rules import (
 from pcomm.integration.nonuniform_rules import (
     check_ranks_left,
     plan_without_failed,
-    resolve_batch_shares,
     resolve_with_failed,
 )
 
@@ -64,7 +64,7 @@ def validate(config: Config, world_size: int) -> Resolved:
         train = resolve_batch_shares(config.train, plan)
     else:
         check_shards(model, config.data.vocabulary, parallel)
-        train = _resolve_batch(config.train, parallel)
+        train = resolve_batch(config.train, parallel)
     return Resolved(**{**values_of(config), "model": model, "parallel": parallel, "train": train})
 
 
@@ -181,55 +181,4 @@ def check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParall
         must_divide(key, (key, size), ("parallel.tp", tp), f"Each rank of tp holds as many {part}.")
     if parallel.cp_strategy == "heads":
         for _, key, size in output_heads(model):
-            must_divide(
-                key,
-                (f"{key} on each rank of tp", size // tp),
-                ("parallel.cp", parallel.cp),
-                "With parallel.cp_strategy = 'heads' each rank of cp works on as many heads; "
-                "the other strategies need no heads to divide.",
-            )
-
-
-def _resolve_batch(train: TrainConfig, parallel: ResolvedParallel) -> ResolvedTrain:
-    row = ("train.sequence_length", train.sequence_length)
-    must_divide(
-        "train.global_batch_tokens",
-        ("train.global_batch_tokens", train.global_batch_tokens),
-        row,
-        "A batch consists of whole rows.",
-    )
-    rows = train.global_batch_tokens // train.sequence_length
-    must_divide(
-        "train.global_batch_tokens",
-        (f"its number of rows of {train.sequence_length} tokens", rows),
-        ("parallel.dp", parallel.dp),
-        "Each data-parallel replica takes as many rows of the batch.",
-    )
-    local = train.global_batch_tokens // parallel.dp
-    micro = given(train.micro_batch_tokens, local)
-    must_divide(
-        "train.micro_batch_tokens",
-        ("train.micro_batch_tokens", micro),
-        row,
-        "A micro-batch consists of whole rows.",
-    )
-    must_divide(
-        "train.micro_batch_tokens",
-        (f"the share of each of {parallel.dp} replicas, in tokens", local),
-        ("train.micro_batch_tokens", micro),
-        "The share is computed in micro-batches of one size.",
-    )
-    must_divide(
-        "parallel.cp",
-        ("the number of tokens of a micro-batch", micro),
-        ("parallel.cp", parallel.cp),
-        "Each rank of cp holds as many tokens between the layers.",
-    )
-    if parallel.sequence:
-        must_divide(
-            "parallel.sequence",
-            ("the number of tokens of a micro-batch on a rank of cp", micro // parallel.cp),
-            ("parallel.tp", parallel.tp),
-            "Each rank of tp holds as many tokens between the layers.",
-        )
-    return ResolvedTrain(**{**values_of(train), "micro_batch_tokens": micro})
+            must_share_heads(key, "each rank of tp", size // tp, parallel.cp)

@@ -13,6 +13,7 @@ __all__ = [
     "expert_blocks",
     "mixer_units",
     "mixers",
+    "must_share_heads",
     "output_heads",
     "resolve_model",
     "split_dimensions",
@@ -84,6 +85,27 @@ def output_heads(model: ResolvedModel) -> list[tuple[str, str, int]]:
         ("M", "model.mamba_heads", model.mamba_heads),
     )
     return [row for row in rows if row[0] in model.pattern]
+
+
+def must_share_heads(key: str, where: str, heads: int, cp: int) -> None:
+    """Refuse ranks of cp that cannot share heads evenly, as strategy `heads` needs.
+
+    Args:
+        key: Key of the heads in the configuration; see `output_heads`.
+        where: Rank of tp that has them.
+        heads: Number of heads there.
+        cp: Number of ranks of cp.
+
+    Raises:
+        ConfigError: `heads` is no multiple of `cp`.
+    """
+    must_divide(
+        key,
+        (f"{key} on {where}", heads),
+        ("parallel.cp", cp),
+        "With parallel.cp_strategy = 'heads' each rank of cp works on as many heads; "
+        "the other strategies need no heads to divide.",
+    )
 
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:

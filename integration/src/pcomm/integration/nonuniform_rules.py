@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from pcomm.core import Layout, Topology
 from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
-from pcomm.integration.config import ParallelConfig, TrainConfig
-from pcomm.integration.config_errors import must_divide
-from pcomm.integration.config_resolved import (
-    Resolved,
-    ResolvedModel,
-    ResolvedParallel,
-    ResolvedTrain,
-    given,
-    values_of,
+from pcomm.integration.config import ParallelConfig
+from pcomm.integration.config_resolved import Resolved, ResolvedModel, ResolvedParallel, values_of
+from pcomm.integration.model_rules import (
+    mixer_units,
+    must_share_heads,
+    output_heads,
+    split_dimensions,
 )
-from pcomm.integration.model_rules import mixer_units, output_heads, split_dimensions
 from pcomm.integration.models.units import units_of_model
 from pcomm.ntp import Failures, Plan, plan
 
-__all__ = [
-    "check_ranks_left",
-    "plan_of",
-    "plan_without_failed",
-    "resolve_batch_shares",
-    "resolve_with_failed",
-]
+__all__ = ["check_ranks_left", "plan_of", "plan_without_failed", "resolve_with_failed"]
 
 
 def plan_of(config: Resolved) -> Plan | None:
@@ -90,7 +81,17 @@ def plan_without_failed(model: ResolvedModel, vocabulary: int, parallel: Resolve
                 fix=f"Set {key} to {parallel.tp} or more, or parallel.tp to {size} or less.",
             )
     topology = Topology({"dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp})
-    return plan(topology, Failures.parse(*parallel.failed), units_of_model(model, vocabulary))
+    try:
+        failures = Failures.parse(*parallel.failed)
+        return plan(topology, failures, units_of_model(model, vocabulary))
+    except (ConfigError, TopologyError) as error:
+        # It names a function of pcomm-ntp, and the user has written a key.
+        raise type(error)(
+            f"parallel.failed = {list(parallel.failed)}",
+            found=f"{error.asked}: {error.found}",
+            why=error.why,
+            fix=error.fix,
+        ) from error
 
 
 def check_ranks_left(
@@ -132,43 +133,5 @@ def _check_heads(plan: Plan, model: ResolvedModel, parallel: ResolvedParallel) -
     for letter, key, size in output_heads(model):
         for degree in degrees:
             for count in Layout.cuts(units[letter], degree).sizes:
-                must_divide(
-                    key,
-                    (f"{key} on a rank of tp={degree}", size // units[letter] * count),
-                    ("parallel.cp", parallel.cp),
-                    "With parallel.cp_strategy = 'heads' each rank of cp works on as many heads; "
-                    "the other strategies need no heads to divide.",
-                )
-
-
-def resolve_batch_shares(train: TrainConfig, plan: Plan) -> ResolvedTrain:
-    """`train` of replicas that take whole rows by their speeds.
-
-    Raises:
-        ConfigError: The batch or a micro-batch does not consist of whole rows, or there are fewer
-            rows than replicas.
-    """
-    row = ("train.sequence_length", train.sequence_length)
-    must_divide(
-        "train.global_batch_tokens",
-        ("train.global_batch_tokens", train.global_batch_tokens),
-        row,
-        "A batch consists of whole rows.",
-    )
-    rows, replicas = train.global_batch_tokens // train.sequence_length, len(plan.degrees)
-    if rows < replicas:
-        raise ConfigError(
-            "train.global_batch_tokens",
-            found=f"{rows} rows of {train.sequence_length} tokens for {replicas} replicas",
-            why="Each replica computes at least one row of the batch.",
-            fix=f"Set it to at least {replicas * train.sequence_length}.",
-        )
-    shares = plan.token_shares(train.global_batch_tokens, multiple=train.sequence_length)
-    micro = given(train.micro_batch_tokens, max(shares))
-    must_divide(
-        "train.micro_batch_tokens",
-        ("train.micro_batch_tokens", micro),
-        row,
-        "A micro-batch consists of whole rows.",
-    )
-    return ResolvedTrain(**{**values_of(train), "micro_batch_tokens": micro})
+                heads = size // units[letter] * count
+                must_share_heads(key, f"a rank of tp={degree}", heads, parallel.cp)

@@ -110,19 +110,17 @@ def _stopped_at_once() -> int:
 
 
 def _resilient(config: Config, arguments: argparse.Namespace) -> int:
-    """The launcher of a run whose ranks may die; it keeps their store and restarts nothing."""
+    """The launcher of a run whose ranks may die; it keeps their store and restarts nothing.
+
+    Raises:
+        KeyboardInterrupt: A second request to stop; the first one is passed on to the ranks.
+    """
     from pcomm.integration.commands.train_resilient import launch_resilient
-    from pcomm.integration.train.interrupt import terminate_as_interrupt
 
     logs.configure(environment.log_level(), 0)
-    try:
-        # A second request while the ranks save; the first one is passed on to them.
-        with terminate_as_interrupt():
-            outcome = launch_resilient(
-                config, arguments.out, arguments.ranks, must_restart=arguments.restart
-            )
-    except KeyboardInterrupt:
-        return _stopped_at_once()
+    outcome = launch_resilient(
+        config, arguments.out, arguments.ranks, must_restart=arguments.restart
+    )
     _report(config, arguments.out, outcome)
     return _INTERRUPTED if outcome.is_interrupted else 0
 
@@ -138,20 +136,32 @@ def _joined(arguments: argparse.Namespace) -> int:
 def _check_resilient(arguments: argparse.Namespace) -> None:
     """Refuse options that do not go together."""
     joins = arguments.join is not None or arguments.rank is not None
+    of_launcher = {
+        "--config": arguments.config is not None,
+        "--set": bool(arguments.set),
+        "--ranks": arguments.ranks != 1,
+        "--restart": arguments.restart,
+    }
+    given = ", ".join(option for option, is_given in of_launcher.items() if is_given)
     if joins and (not arguments.resilient or arguments.join is None or arguments.rank is None):
         found = "--join or --rank without the other two"
+        why = "A rank that comes back names the run and its place there."
+        fix = "Give --resilient --join HOST:PORT --rank R."
+    elif joins and given:
+        found = f"--join with {given}"
+        why = "A rank that comes back trains what the others train: the launcher tells it."
+        fix = f"Leave {given} away; a run with other settings is started with --ranks N."
     elif arguments.resilient and arguments.trace is not None:
-        found = "--trace, whose events all ranks gather"
+        found = "--trace"
+        why = "All ranks give their events at the end, and a rank that has died has none to give."
+        fix = "Leave --trace away, or train without --resilient."
     elif arguments.resilient and not joins and "WORLD_SIZE" in os.environ:
-        found = "a launcher such as torchrun, which ends all ranks when one dies"
+        found = "a launcher such as torchrun"
+        why = "It ends all ranks when one dies."
+        fix = "Start pcomm train --resilient by itself, with --ranks N, and without WORLD_SIZE."
     else:
         return
-    raise ConfigError(
-        "pcomm train --resilient",
-        found=found,
-        why="Its ranks are started by it, and a rank that comes back names the run and its place.",
-        fix="Start it with --ranks N, and a rank that comes back with --join HOST:PORT --rank R.",
-    )
+    raise ConfigError("pcomm train --resilient", found=found, why=why, fix=fix)
 
 
 def _train_local(ranks: int, of_rank: tuple[Config, Path, bool, Path | None]) -> int:

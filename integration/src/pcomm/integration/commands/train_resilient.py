@@ -18,6 +18,7 @@ from pcomm.core.process import environment, logs
 if TYPE_CHECKING:
     from pcomm.core.process import RankPlace, RankReport
     from pcomm.integration.config import Config
+    from pcomm.integration.config_resolved import Resolved
     from pcomm.integration.train.outcome import Outcome
 
 __all__ = ["join_resilient", "launch_resilient", "resilient_rank"]
@@ -33,7 +34,9 @@ _OF_EVERY_RANK = ("pcomm.integration.train.resilient", "torch._dynamo")
 
 
 def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart: bool) -> Outcome:
-    """Prepare the text, start the ranks, and keep their store until all have ended.
+    """Prepare the text, start the ranks, and keep their store until all of these have ended.
+
+    The run ends with the store, also where ranks that came back would go on.
 
     Args:
         config: The configuration as the user wrote it.
@@ -46,18 +49,13 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
     """
     # Imported late: mistakes in the configuration are found without torch.
     from pcomm.core.process import ResilientRanks
+    from pcomm.integration.config_file import to_dict
     from pcomm.integration.metrics.plot import draw_loss
     from pcomm.integration.resilient_rules import validate_resilient
-    from pcomm.integration.train.run_folder import (
-        check_resumable,
-        hold_folder,
-        prepare_folder,
-        write_config,
-    )
+    from pcomm.integration.train.run_folder import hold_folder, prepare_folder, write_config
 
     resolved = validate_resilient(config, ranks)
-    if not must_restart:
-        check_resumable(resolved, run_dir)
+    _check_start(resolved, run_dir, must_restart=must_restart)
     with hold_folder(run_dir):
         prepare_folder(resolved, run_dir, must_restart=must_restart)
         write_config(config, run_dir)
@@ -66,8 +64,8 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
             ranks, threads=threads, preload=_OF_EVERY_RANK, imports_main=False
         ) as processes:
             place = processes.place(0)
-            told = json.dumps({"size": ranks, "config": _as_json(config)})
-            place.store().set(_KEY, told)
+            told = {"size": ranks, "config": to_dict(config), "folder": str(run_dir.resolve())}
+            place.store().set(_KEY, json.dumps(told))
             _log.warning(
                 "a rank R that has died comes back by: pcomm train --resilient --join %s:%d "
                 "--rank R --out %s",
@@ -79,6 +77,23 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
             outcome = _outcome(processes.wait(), run_dir)
         draw_loss(run_dir)
         return outcome
+
+
+def _check_start(config: Resolved, run_dir: Path, *, must_restart: bool) -> None:
+    """Refuse what cannot begin, before anything in the folder changes. Reads the checkpoint."""
+    import torch
+
+    from pcomm.integration.checkpoint.checksums import check_files
+    from pcomm.integration.checkpoint.folders import newest
+    from pcomm.integration.train.batch_memory import check_batch_memory, largest_memory
+    from pcomm.integration.train.run_folder import check_resumable
+
+    check_batch_memory(config, largest_memory(torch.device("cpu")))
+    if must_restart:
+        return
+    check_resumable(config, run_dir)
+    if (checkpoint := newest(run_dir)) is not None:
+        check_files(checkpoint)
 
 
 def resilient_rank(place: RankPlace, config: Config, run_dir: Path) -> Outcome:
@@ -101,7 +116,7 @@ def join_resilient(address: str, rank: int, run_dir: Path) -> Outcome:
         run_dir: Folder of the run.
 
     Raises:
-        ConfigError: There is no run at the address, or it has no such rank.
+        ConfigError: There is no run at the address, or it has no such rank or another folder.
     """
     from pcomm.core.process import RankPlace
     from pcomm.integration.config_file import from_dict
@@ -119,6 +134,14 @@ def join_resilient(address: str, rank: int, run_dir: Path) -> Outcome:
             fix="Give the address that `pcomm train --resilient` has told, and a rank of that run. "
             "Where the launcher has ended, start the run again with --ranks: it goes on from its "
             "newest checkpoint.",
+        )
+    if str(run_dir.resolve()) != run["folder"]:
+        raise ConfigError(
+            f"pcomm train --resilient --join {address} --out {run_dir}",
+            found=f"a run whose folder is {run['folder']}",
+            why="A rank that comes back may go on with the metrics and checkpoints of the run; in "
+            "another folder it would overwrite those of another one.",
+            fix=f"Give --out {run['folder']}.",
         )
     # The others wait for a rank from the moment that it joins.
     for name in _OF_EVERY_RANK:
@@ -142,12 +165,6 @@ def _run_at(place: RankPlace) -> tuple[Any, str]:
         return None, str(error).splitlines()[0]
 
 
-def _as_json(config: Config) -> dict[str, object]:
-    from pcomm.integration.config_file import to_dict
-
-    return dict(to_dict(config))
-
-
 def _outcome(reports: dict[int, RankReport], run_dir: Path) -> Outcome:
     """The outcome of a rank that came to the end, or the error of one that did not."""
     for rank, report in sorted(reports.items()):
@@ -163,6 +180,6 @@ def _outcome(reports: dict[int, RankReport], run_dir: Path) -> Outcome:
     raise ConfigError(
         "pcomm train --resilient",
         found="; ".join(f"rank {rank}: {r.reason}" for rank, r in sorted(reports.items())),
-        why="No rank was left to go on.",
+        why="No rank was left to go on of those that it has started, and the store ends with them.",
         fix=f"Start it again with --out {run_dir}: it goes on from the newest checkpoint.",
     )

@@ -8,10 +8,12 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from pcomm.core.errors import PeerError
 from pcomm.core.process import RankPlace
 from pcomm.integration.config import Config
 from pcomm.integration.resilient_rules import validate_resilient
@@ -32,9 +34,12 @@ class Fault:
     """What happens to a run.
 
     Args:
-        rank: Rank whose first process sends itself a signal in the middle of backward.
-        step: Number of the step, from 0; for the number of steps, the signal is sent when the last
-            checkpoint is due.
+        rank: Rank whose first process has the fault.
+        step: Number of the step, from 0; for the number of steps, the fault is there when the last
+            checkpoint is due, and a signal.
+        place: Place in the step: the rank sends itself a signal in the middle of backward, or
+            after the step is applied and before its row is written; or its commit ends with an
+            error although all ranks apply the step.
         joins_at: Step at whose beginning the others wait until a process has asked to join; None
             if none will.
         number: The signal.
@@ -42,6 +47,7 @@ class Fault:
 
     rank: int
     step: int
+    place: Literal["backward", "row", "commit"] = "backward"
     joins_at: int | None = None
     number: int = signal.SIGKILL
 
@@ -74,13 +80,36 @@ class _FaultyRun(ResilientRun):
             store = self.place.store()
             while store.add("pcomm/session/joins", 0) < 1:
                 time.sleep(_PAUSE_S)
-        if (self.place.rank, step, self.place.incarnation) == (fault.rank, fault.step, 0):
+        if self._is_at_fault(step) and fault.place == "backward":
             norm: Tensor = session.model.norm.weight  # type: ignore[assignment, union-attr]
             norm.register_hook(lambda _: os.kill(os.getpid(), fault.number))
+        if self._is_at_fault(step) and fault.place == "commit":
+            attempt = _BreaksAfterCommit(session)
         super()._step(session, attempt, saver, interrupt)
 
+    def _write(self, session: Session, row: dict[str, float]) -> None:
+        if self._is_at_fault(int(row["step"]) - 1) and self.fault.place == "row":
+            os.kill(os.getpid(), self.fault.number)
+        super()._write(session, row)
+
     def _end(self, session: Session, saver: WholeStateSaver) -> None:
-        fault, place = self.fault, (self.place.rank, session.step, self.place.incarnation)
-        if place == (fault.rank, fault.step, 0):
-            os.kill(os.getpid(), fault.number)
+        if self._is_at_fault(session.step):
+            os.kill(os.getpid(), self.fault.number)
         super()._end(session, saver)
+
+    def _is_at_fault(self, step: int) -> bool:
+        fault = (self.fault.rank, self.fault.step, 0)
+        return (self.place.rank, step, self.place.incarnation) == fault
+
+
+class _BreaksAfterCommit(Attempt):
+    """An attempt whose commit ends with an error on this rank alone; the step is applied."""
+
+    def commit(self, *, max_norm: float | None = None) -> Tensor:
+        super().commit(max_norm=max_norm)
+        raise PeerError(
+            "an operation between ranks",
+            found="a connection that breaks when the others have all that they need",
+            why="The fault of this run is there.",
+            fix="Nothing: it is meant.",
+        )

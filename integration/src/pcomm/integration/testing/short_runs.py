@@ -25,6 +25,7 @@ from pcomm.integration.train.run import Outcome, run_training
 from pcomm.integration.train.trainer import Trainer
 
 __all__ = [
+    "UNEVEN_SIZES",
     "Steps",
     "open_trainer",
     "prepare_words",
@@ -34,6 +35,20 @@ __all__ = [
     "worst_difference",
     "write_words",
 ]
+
+UNEVEN_SIZES: Mapping[str, int] = {
+    "layers": 2,
+    "width": 16,
+    "heads": 10,
+    "kv_heads": 5,
+    "head_dim": 4,
+    "mlp_width": 13,
+    "gdn_value_heads": 10,
+    "mamba_heads": 10,
+    "mamba_groups": 5,
+    "mamba_state_dim": 4,
+}
+"""Keys of `[model]` with five units in each mixer, which 2, 3 and 4 ranks share unevenly."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,14 +81,14 @@ class Progress:
                 config.rewarm_steps,
             )
             return Progress(self.step, self.skipped, Rewarm(self.step, last))
-        _log.warning(
-            "the learning rate jumps from %.3g to %.3g, since its schedule has changed%s; with "
-            "train.rewarm_steps it gets there in so many steps, and with "
-            "train.schedule=constant a longer run changes nothing",
-            last,
-            coming,
-            changed,
-        )
+        if coming != last:
+            _log.warning(
+                "the learning rate jumps from %s to %s, since its schedule has changed%s; with "
+                "train.rewarm_steps it gets there in so many steps, and with "
+                "train.schedule=constant a longer run changes nothing",
+                *_told_apart(last, coming),
+                changed,
+            )
         return Progress(self.step, self.skipped)
 
 
@@ -99,6 +99,15 @@ def _rewarm(value: object) -> Rewarm | bool | None:
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], int):
         return False
     return Rewarm(value[0], float(value[1])) if _is_rate(value[1]) else False
+
+
+def _told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two different rates, with three digits or as many more as it takes to see a difference."""
+    for digits in range(3, 17):
+        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
+        if texts[0] != texts[1]:
+            return texts
+    return repr(one), repr(other)
 
 
 def _is_rate(*values: object) -> bool:

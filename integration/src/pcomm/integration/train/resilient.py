@@ -25,8 +25,7 @@ from pcomm.integration.config_file import to_dict
 from pcomm.integration.config_resolved import Resolved
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.preparation import open_prepared
-from pcomm.integration.metrics.run_sinks import open_sinks
-from pcomm.integration.metrics.sink import SinkGroup
+from pcomm.integration.metrics.shared_rows import SharedRows
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.units import units_of_model
 from pcomm.integration.parallelize import PLANNED_NAMES, build_model
@@ -73,7 +72,7 @@ class ResilientRun:
         dtype: torch.dtype = torch.float32,
         patience: Patience | None = None,
     ) -> None:
-        self.place, self.config, self.run_dir, self._stream = place, config, run_dir, stream
+        self.place, self.config, self.run_dir = place, config, run_dir
         self._dtype, self._patience = dtype, patience
         self.prepared = open_prepared(run_dir)
         train = config.train
@@ -87,18 +86,16 @@ class ResilientRun:
         start = newest(run_dir)
         self._progress = Progress.resumed(start, train) if start else Progress()
         self._not_finite = NotFiniteSteps(train, run_dir)
-        self._sinks = SinkGroup()
-        self._is_speaker = False
+        self._rows = SharedRows(run_dir, total_steps=train.steps, stream=stream)
         self._current: tuple[int, Trainer] | None = None
         self._bits: float | None = None
-        self._evaluated = 0
 
     def go(self) -> Outcome:
         """Train until the last step, also when ranks die. Every rank of the job calls it."""
         parallel, model = self.config.parallel, self.config.model
         with listen_for_interrupt() as interrupt, ExitStack() as held:
             saver = held.enter_context(WholeStateSaver(self.run_dir, self.config, self.prepared))
-            held.callback(lambda: self._sinks.close())
+            held.callback(self._rows.close)
             session = held.enter_context(
                 Session(
                     self.place,
@@ -116,6 +113,9 @@ class ResilientRun:
                 with attempt as step:
                     self._step(session, step, saver, interrupt)
             done = session.step
+        if self._rows.error is not None:
+            # It has made all ranks stop, and this is the only one that knows why.
+            raise self._rows.error
         is_interrupted = done < self.config.train.steps
         return Outcome(done, None if is_interrupted else self._bits, is_interrupted)
 
@@ -157,7 +157,7 @@ class ResilientRun:
         trainer, train, index = self._trainer(session), self.config.train, session.step
         start = time.perf_counter()
         found = trainer.accumulate(index)
-        asked = interrupt.is_requested or self._sinks.error is not None
+        asked = interrupt.is_requested or self._rows.error is not None
         agreed = trainer.agree(found, is_asked_to_stop=asked)
         loss = agreed.nats / self._batches.num_targets(index)
         if not agreed.is_finite:
@@ -169,9 +169,14 @@ class ResilientRun:
         if not norm.isfinite():
             # The same number on all ranks, none of which applies the step.
             self._not_finite.note_bad(index + 1, loss, float(norm), None)
+
+        def row() -> dict[str, float]:
+            elapsed_s = time.perf_counter() - start
+            return {**trainer.row(index, agreed, norm, rate, elapsed_s), **_where(session)}
+
+        self._rows.note(row())
         attempt.commit()
-        row = trainer.row(index, agreed, norm, rate, time.perf_counter() - start)
-        self._write(session, {**row, **_where(session)})
+        self._write(session, row())
         done = index + 1
         if done == train.steps:
             return
@@ -193,9 +198,9 @@ class ResilientRun:
         bits = evaluate(
             trainer.model, trainer.groups, self.prepared.held_out, self.config, session.plan
         )
-        if bits is not None and self._evaluated != session.step:
+        if bits is not None:
             self._write(session, {"step": session.step, "bits_per_byte": bits})
-        self._bits, self._evaluated = bits, session.step
+        self._bits = bits
 
     def _trainer(self, session: Session) -> Trainer:
         """The trainer of this generation; making one is collective over the ranks in use."""
@@ -223,16 +228,7 @@ class ResilientRun:
     def _speak(self, session: Session) -> None:
         """Take over the metrics where the rank that wrote them is gone. Local."""
         is_speaker = used_ranks(session.plan)[0] == session.rank
-        if is_speaker != self._is_speaker:
-            self._sinks.close()
-            self._is_speaker = is_speaker
-            self._sinks = open_sinks(
-                self.run_dir,
-                rank=0 if is_speaker else 1,
-                total_steps=self.config.train.steps,
-                stream=self._stream,
-                keep_through=session.step or None,
-            )
+        self._rows.enter(session.step, is_writer=is_speaker)
         if is_speaker and session.transitions:
             last = session.transitions[-1]
             _log.warning(
@@ -246,9 +242,9 @@ class ResilientRun:
             )
 
     def _write(self, session: Session, row: dict[str, float]) -> None:
-        if self._is_speaker:
+        if self._rows.is_writer:
             session.check_fence()
-            self._sinks.write(row)
+            self._rows.write(row)
 
 
 def _named(plan: Plan, groups: Groups, rank: int) -> Groups:

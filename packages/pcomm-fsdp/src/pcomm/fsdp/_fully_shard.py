@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -53,6 +53,9 @@ __all__ = ["fully_shard"]
 _log = logging.getLogger("pcomm.fsdp")
 
 _ZERO3, _COMM, _PRECISION = ReshardPolicy.zero3(), CommPolicy(), Precision()
+
+# Units of the model, groups of its parameters, and the device of the shards.
+_Planned: TypeAlias = tuple[list[UnitModules], list[PlannedGroup], torch.device]
 
 
 def fully_shard(
@@ -115,7 +118,7 @@ def fully_shard(
     groups = [roles, *(scope.roles for scope in scopes.values())]
     peers = Peers([g for r in groups for g in (r.gather, r.replicate) if g is not None])
 
-    def plan() -> tuple[list[UnitModules], list[PlannedGroup], torch.device]:
+    def plan() -> _Planned:
         check_settings(
             {
                 "reshard": (reshard, ReshardPolicy),
@@ -131,18 +134,8 @@ def fully_shard(
 
     found, planned, target = _agree(plan, peers, comm, has_pools=pools is not None)
     planned, separations = _decide_separation(planned, comm, target)
-    memory = None
-    if pools is not None:
-        plans = [one.plan for one in planned]
-        memory = register_memory(pools, plans, comm, peers, target)
-        planned = [PlannedGroup(memory.named_in(p), members) for p, members in planned]
-
-    cut = [name for one in planned for name in one.plan.cut_names]
-    if cut:
-        _log.warning(
-            "cut inside rows, and 1-D for the optimizer: %s. A larger max_padding keeps rows whole",
-            ", ".join(cut),
-        )
+    planned, memory = _register(planned, pools, comm, peers, target)
+    _warn_of_cut_rows(planned)
     pool, wait = BufferPool(target), FailureAwareWait()
     built = [_build(one, target, pool, wait, memory) for one in planned]
     shards = [one.shard if isinstance(one, FlatGroup) else one for one in built]
@@ -154,6 +147,30 @@ def fully_shard(
         install_hooks(engine, running[0], running[1:], entry_points)
     _close_with(groups, engine)
     return Sharded(model, engine, _first_names(model, planned), separations, memory)
+
+
+def _register(
+    planned: list[PlannedGroup],
+    pools: PoolRegistry | None,
+    comm: CommPolicy,
+    peers: Peers,
+    device: torch.device,
+) -> tuple[list[PlannedGroup], PooledMemory | None]:
+    """Reserve what a step needs in registered memory, if there are pools. Collective."""
+    if pools is None:
+        return planned, None
+    memory = register_memory(pools, [one.plan for one in planned], comm, peers, device)
+    return [PlannedGroup(memory.named_in(p), members) for p, members in planned], memory
+
+
+def _warn_of_cut_rows(planned: Sequence[PlannedGroup]) -> None:
+    """Tell for which parameters an optimizer sees no rows."""
+    cut = [name for one in planned for name in one.plan.cut_names]
+    if cut:
+        _log.warning(
+            "cut inside rows, and 1-D for the optimizer: %s. A larger max_padding keeps rows whole",
+            ", ".join(cut),
+        )
 
 
 def _close_with(roles: Sequence[Roles], engine: Engine) -> None:
@@ -190,12 +207,8 @@ def _check(
 
 
 def _agree(
-    plan: Callable[[], tuple[list[UnitModules], list[PlannedGroup], torch.device]],
-    peers: Peers,
-    comm: CommPolicy,
-    *,
-    has_pools: bool,
-) -> tuple[list[UnitModules], list[PlannedGroup], torch.device]:
+    plan: Callable[[], _Planned], peers: Peers, comm: CommPolicy, *, has_pools: bool
+) -> _Planned:
     """Units, plans and device, which are the same on all ranks, or an error on all. Collective."""
     error: PcommError | None = None
     found: list[UnitModules] = []

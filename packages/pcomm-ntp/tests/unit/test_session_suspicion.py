@@ -1,0 +1,84 @@
+"""What is no sign of another rank's failure: memory that this rank lacks, and a late beginning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pcomm.core.collectives import IdentityCollectives, InstrumentedCollectives, Pending
+from pcomm.core.collectives.call import Call
+from pcomm.core.testing.patience import wait_until
+from pcomm.ntp.session.left_behind import wait_or_leave
+from pcomm.ntp.session.records import Records
+from pcomm.ntp.session.suspicion import SuspectedFailure, suspecting
+from pcomm.ntp.session.watch import Watch
+
+# Memory is lacking again in each generation; any other error of torch's may be another rank's.
+ERRORS = [
+    (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError),
+    (RuntimeError("Connection reset by peer"), SuspectedFailure),
+]
+
+
+class _Broken(InstrumentedCollectives):
+    """One of two ranks, whose operations end with an error."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        super().__init__(IdentityCollectives())
+        self.size, self._error = 2, error
+
+    def run(self, call: Call) -> Tensor:
+        raise self._error
+
+    def start(self, call: Call) -> Pending:
+        raise self._error
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("error", "expected"), ERRORS, ids=["memory", "connection"])
+def test_an_operation_that_lacks_memory_is_an_error_of_this_rank(
+    error: RuntimeError, expected: type[Exception], is_async: bool
+) -> None:
+    collectives = suspecting(_Broken(error), lambda: None)
+    operation = collectives.all_reduce_async if is_async else collectives.all_reduce
+    with pytest.raises(expected, match=str(error)) as raised:
+        operation(torch.ones(2))
+    assert type(raised.value) is expected
+
+
+@pytest.mark.parametrize(("error", "expected"), ERRORS, ids=["memory", "connection"])
+def test_connecting_that_lacks_memory_is_an_error_of_this_rank(
+    error: RuntimeError, expected: type[Exception]
+) -> None:
+    def connect() -> None:
+        raise error
+
+    with pytest.raises(expected, match=str(error)) as raised:
+        wait_or_leave(connect, lambda: None, lambda _: None, "connects")
+    assert type(raised.value) is expected
+
+
+def test_a_rank_that_is_late_to_begin_is_not_silent() -> None:
+    """The first generation has a limit of its own for ranks that never come."""
+    store = dist.HashStore()
+    records = Records(store)
+    watch = Watch(lambda: store, 0, heartbeat_s=0.01, dead_after_s=0.0)
+    watch.enter(0, (0, 1), {})
+    # It looks after each of its own beats, and any silence would be too long.
+    wait_until(lambda: int(records.beat_of(0, 0) or "0") > 3, "looks at rank 1")
+    assert watch.failure() is None
+    records.beat(0, 1, 1)
+    wait_until(lambda: watch.failure() is not None, "word of a rank that began and is silent")
+    assert "rank 1: no heartbeat" in str(watch.failure())
+    watch.close()
+
+
+def test_a_rank_that_never_begins_a_later_generation_is_silent() -> None:
+    store = dist.HashStore()
+    watch = Watch(lambda: store, 0, heartbeat_s=0.01, dead_after_s=0.0)
+    watch.enter(1, (0, 1), {})
+    wait_until(lambda: watch.failure() is not None, "word of a rank that is silent")
+    assert "rank 1: no heartbeat" in str(watch.failure())
+    watch.close()
