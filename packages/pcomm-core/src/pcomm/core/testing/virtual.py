@@ -112,7 +112,7 @@ def run_threads(
     Args:
         function: Task of a rank.
         ranks: The ranks.
-        barriers: Where threads wait for each other; an error of one releases the others.
+        barriers: Barriers of the threads; an error of one thread releases the others from them.
 
     Raises:
         Exception: The first error of a rank that is not a consequence of another one's.
