@@ -17,7 +17,7 @@ from pcomm.core.testing import ranks
 from pcomm.ntp import Coord, Failures, GradSync, Plan, Units, grad_groups, plan
 from pcomm.ntp.sync.grad_groups import Strategy
 from pcomm.ntp.testing.small_training import (
-    check_training,
+    assert_training,
     train,
     train_dense,
     training_specs,
@@ -165,7 +165,7 @@ def test_training_equals_that_of_the_whole_model(rank: int, strategy: Strategy) 
     assert made.degrees == ((2,), (1,), (1,))
     with opened(made, training_specs(made, strategy)) as groups:
         found = train(made, rank, groups, strategy=strategy)
-        check_training(made, rank, found, train_dense(), atol=1e-12)
+        assert_training(made, rank, found, train_dense(), atol=1e-12)
         collectives = groups["ntp.all"].collectives
         last = found[-1].tensors
         first, second = made.layout("embedding.weight", 0).sizes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.testing import assert_equal, ranks
 from pcomm.ntp import Coord, Failures, Plan, Units, plan
 from pcomm.ntp.reshard import Moved, reshard, shard_views
-from pcomm.ntp.testing.logical_state import LogicalState, state_units
+from pcomm.ntp.testing.logical_state import LogicalState, state_units, unset
 
 WAIT_S = 3600.0
 TOPOLOGY = Topology({"dp": 2, "tp": 2})
@@ -37,11 +36,7 @@ def opened(*specs: GroupSpec) -> Groups:
     return open_groups(TOPOLOGY, specs, control=default_control(range(4)), timeout_s=WAIT_S)
 
 
-def unset(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.full_like(x, float("nan")) for name, x in tensors.items()}
-
-
-def moved(
+def assert_moved(
     whole: LogicalState,
     old: Plan,
     new: Plan,
@@ -77,10 +72,10 @@ def test_it_shrinks_and_grows_at_a_real_size(rank: int) -> None:
         state: dict[str, Tensor] = {}
         if rank != 3:
             state = whole.shards(full, rank)
-            state, found = moved(whole, full, less, groups["left"], state, 1 << 20)
+            state, found = assert_moved(whole, full, less, groups["left"], state, 1 << 20)
             assert found.rounds > 2
             assert (found.bytes_received > 1 << 20) == (rank == 2)
-        _, found = moved(whole, less, full, groups["all"], state, 1 << 20)
+        _, found = assert_moved(whole, less, full, groups["all"], state, 1 << 20)
         assert (found.bytes_received > 1 << 20) == (rank == 3)
         assert (found.bytes_sent > 1 << 20) == (rank == 2)
 
@@ -97,8 +92,8 @@ def test_two_at_once_on_two_groups(rank: int) -> None:
                 full, less = plans(SMALL)
                 source = whole.shards(less, rank) if rank != 3 else {}
                 for _ in range(3):
-                    moved(whole, less, full, groups["all", role], source, 100)
-            except BaseException as problem:  # raised on the test's own thread below
+                    assert_moved(whole, less, full, groups["all", role], source, 100)
+            except BaseException as problem:  # seen on the test's own thread below
                 errors.append(problem)
 
         threads = [threading.Thread(target=run, args=a) for a in (("one", 3), ("other", 5))]
@@ -106,8 +101,7 @@ def test_two_at_once_on_two_groups(rank: int) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    for error in errors:
-        raise error
+    assert errors == []
 
 
 @ranks(4)

@@ -16,7 +16,7 @@ from pcomm.core.tensor_parallel import ParamLayout, take_shard
 from pcomm.core.testing import assert_equal
 from pcomm.ntp import Failures, Plan, Policy, plan
 from pcomm.ntp.reshard import parameter_name, shard_views
-from pcomm.ntp.testing.logical_state import LogicalState, state_units
+from pcomm.ntp.testing.logical_state import LogicalState, state_units, unset
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -35,14 +35,13 @@ def made(tp: int, degrees: Sequence[int], *, cp: int = 1, policy: Policy | None 
     return plan(topology, Failures.from_global_ranks(down), UNITS, policy or Policy())
 
 
-def views_of(plan: Plan, *, unset: bool = False) -> dict[int, dict[str, ShardView]]:
+def views_of(plan: Plan, *, is_unset: bool = False) -> dict[int, dict[str, ShardView]]:
     """The views of every rank that is left, of its shards or of memory to be filled."""
     found = {}
     for rank in plan.topology.ranks:
         if rank not in plan.topology.failed:
             shards = WHOLE.shards(plan, rank)
-            if unset:
-                shards = {n: torch.full_like(x, float("nan")) for n, x in shards.items()}
+            shards = unset(shards) if is_unset else shards
             found[rank] = shard_views(plan, rank, shards, WHOLE.layouts(plan, rank))
     return found
 
@@ -71,8 +70,8 @@ def load(folder: Path, views: Mapping[str, ShardView]) -> None:
     dcp.load(dict(views), checkpoint_id=folder, planner=ShardLoadPlanner(), no_dist=True)
 
 
-def check_loads(folder: Path, plan: Plan) -> None:
-    for rank, views in views_of(plan, unset=True).items():
+def assert_loads(folder: Path, plan: Plan) -> None:
+    for rank, views in views_of(plan, is_unset=True).items():
         if plan.topology.coordinates(rank)["cp"]:
             continue
         if views:
@@ -83,7 +82,7 @@ def check_loads(folder: Path, plan: Plan) -> None:
             assert_equal(views[name].tensor, x)
 
 
-def uniform_views(degree: int, *, unset: bool = False) -> list[dict[str, ShardView]]:
+def uniform_views(degree: int, *, is_unset: bool = False) -> list[dict[str, ShardView]]:
     """Views of a run without any plan, as core makes them: stages one after another."""
     ranks = []
     for stage in WHOLE.wholes:
@@ -103,7 +102,7 @@ def uniform_views(degree: int, *, unset: bool = False) -> list[dict[str, ShardVi
                 shard = whole.clone()
                 if layout.layout is not None:
                     shard = take_shard(whole, layout.layout, rank, dim=layout.dim).clone()
-                if unset:
+                if is_unset:
                     shard = torch.full_like(shard, float("nan"))
                 own[name] = ShardView(shard, layout, rank)
             ranks.append(own)
@@ -125,9 +124,9 @@ OTHERS = {
 def test_it_is_read_under_every_plan_and_without_one(tmp_path: Path, saved: Plan) -> None:
     save(tmp_path, list(views_of(saved).values()))
     for other in OTHERS.values():
-        check_loads(tmp_path, other)
+        assert_loads(tmp_path, other)
     for degree in (1, 3):
-        filled, expected = uniform_views(degree, unset=True), uniform_views(degree)
+        filled, expected = uniform_views(degree, is_unset=True), uniform_views(degree)
         for own, right in zip(filled, expected, strict=True):
             load(tmp_path, own)
             for entry in right:
@@ -136,13 +135,13 @@ def test_it_is_read_under_every_plan_and_without_one(tmp_path: Path, saved: Plan
 
 def test_three_degrees_are_read_at_the_full_one(tmp_path: Path) -> None:
     save(tmp_path, list(views_of(made(4, [3, 2, 4])).values()))
-    check_loads(tmp_path, made(4, [4, 4]))
+    assert_loads(tmp_path, made(4, [4, 4]))
 
 
 @pytest.mark.parametrize("degree", [1, 4])
 def test_a_uniform_run_is_read_under_a_plan(tmp_path: Path, degree: int) -> None:
     save(tmp_path, uniform_views(degree))
-    check_loads(tmp_path, made(4, [4, 3]))
+    assert_loads(tmp_path, made(4, [4, 3]))
 
 
 def test_the_canonical_replica_alone_saves() -> None:

@@ -33,7 +33,7 @@ def damaged(full: int, left: int, units: dict[str, Units]) -> Plan:
     return plan(Topology({"dp": 2, "tp": full}), Failures.at(*gone), units)
 
 
-def check_sums(pair: tuple[int, int], strategy: Strategy, names: Iterable[str]) -> None:
+def assert_sums(pair: tuple[int, int], strategy: Strategy, names: Iterable[str]) -> None:
     """The sums of these parameters of the tagged model have the right bits on every rank."""
     made, expected = damaged(*pair, tagged_units()), summed_gradients({0: 1.0, 1: 1.0})
 
@@ -54,7 +54,7 @@ def check_sums(pair: tuple[int, int], strategy: Strategy, names: Iterable[str]) 
 @BOTH
 @PAIRS
 def test_defect_b_row_parallel_weights(pair: tuple[int, int], strategy: Strategy) -> None:
-    check_sums(pair, strategy, ["0.out.weight", "0.fc2.weight"])
+    assert_sums(pair, strategy, ["0.out.weight", "0.fc2.weight"])
 
 
 @BOTH
@@ -63,7 +63,7 @@ def test_defect_c_column_parallel_weights_in_natural_order(
     pair: tuple[int, int], strategy: Strategy
 ) -> None:
     names = ["embedding.weight", "0.qkv.weight", "0.qkv.bias", "0.gdn.weight", "0.fc1.weight"]
-    check_sums(pair, strategy, names)
+    assert_sums(pair, strategy, names)
 
 
 @BOTH
@@ -71,7 +71,7 @@ def test_defect_c_column_parallel_weights_in_natural_order(
 def test_defect_d_replicated_parameters_on_every_rank(
     pair: tuple[int, int], strategy: Strategy
 ) -> None:
-    check_sums(pair, strategy, ["0.norm", "0.partial_norm", "0.out.bias", "router"])
+    assert_sums(pair, strategy, ["0.norm", "0.partial_norm", "0.out.bias", "router"])
 
 
 class OneWeight(nn.Module):

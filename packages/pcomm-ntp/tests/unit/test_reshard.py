@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from pcomm.core import Layout, Topology
+from pcomm.core import Topology
 from pcomm.core.collectives import SpyCollectives
-from pcomm.core.errors import (
-    ConfigError,
-    DivergenceError,
-    LayoutError,
-    PcommError,
-    PeerError,
-    TopologyError,
-)
 from pcomm.core.groups.groups import Groups
-from pcomm.core.groups.spec import GroupSpec
-from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.core.testing import assert_equal
-from pcomm.ntp import Coord, Failures, Plan, Policy, Units, plan
-from pcomm.ntp.reshard import Moved, StateLostError, reshard
-from pcomm.ntp.testing.logical_state import LogicalState, state_units
-from pcomm.ntp.testing.virtual_groups import run_on_virtual_groups
+from pcomm.ntp import Coord, Failures, Plan, Policy, plan
+from pcomm.ntp.reshard import Moved, reshard
+from pcomm.ntp.testing.logical_state import (
+    LogicalState,
+    alive,
+    on_living_ranks,
+    state_units,
+    unset,
+)
 
 UNITS = state_units(5)
 
 
-def alive(made: Plan) -> tuple[int, ...]:
-    return tuple(r for r in made.topology.ranks if r not in made.topology.failed)
-
-
-def on_ranks(made: Plan, task: Callable[[int, Groups], Any]) -> dict[int, Any]:
-    spec = GroupSpec.of_ranks(alive(made), "all")
-    return run_on_virtual_groups(made.topology, [spec], task)
-
-
-def unset(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.full_like(x, float("nan")) for name, x in tensors.items()}
-
-
-def check(
+def assert_resharded(
     old: Plan,
     new: Plan,
     *,
@@ -89,7 +70,7 @@ def check(
         assert counts.get("all_to_all", 0) == found.rounds
         return found
 
-    moved: dict[int, Moved] = on_ranks(new, task)
+    moved: dict[int, Moved] = on_living_ranks(new, task)
     assert sum(m.bytes_sent for m in moved.values()) == sum(
         m.bytes_received for m in moved.values()
     )
@@ -104,11 +85,11 @@ def planned(topology: Topology, *down: Coord, **options: Any) -> Plan:
 def test_a_replica_shrinks_and_grows_back(tp: int) -> None:
     topology = Topology({"dp": 2, "tp": tp})
     full, less = planned(topology), planned(topology, Coord(dp=1, tp=2))
-    shrunk = check(full, less)
+    shrunk = assert_resharded(full, less)
     # The replica that lost nothing gets nothing.
     assert all(shrunk[r].bytes_received == 0 for r in range(tp))
     assert sum(m.bytes_received for m in shrunk.values()) > 0
-    grown = check(less, full, newcomers=[tp + 2])
+    grown = assert_resharded(less, full, newcomers=[tp + 2])
     assert all(m.bytes_sent == m.bytes_received == 0 for r, m in grown.items() if r < tp)
 
 
@@ -116,25 +97,25 @@ def test_it_shrinks_twice() -> None:
     topology = Topology({"dp": 2, "tp": 4})
     first = planned(topology, Coord(dp=1, tp=0))
     second = planned(topology, Coord(dp=1, tp=0), Coord(dp=1, tp=3))
-    check(first, second)
+    assert_resharded(first, second)
 
 
 def test_two_replicas_are_damaged_at_once_and_a_newcomer_arrives() -> None:
     topology = Topology({"dp": 3, "tp": 4})
     old = planned(topology, Coord(dp=2, tp=1))
     new = planned(topology, Coord(dp=0, tp=1), Coord(dp=1, tp=3))
-    check(old, new, newcomers=[9])
+    assert_resharded(old, new, newcomers=[9])
 
 
 def test_a_rank_is_replaced_before_the_next_plan() -> None:
     full = planned(Topology({"dp": 2, "tp": 3}))
-    moved = check(full, full, newcomers=[4])
+    moved = assert_resharded(full, full, newcomers=[4])
     assert {r for r, m in moved.items() if m.bytes_received} == {4}
 
 
 def test_nothing_is_sent_where_nothing_moves() -> None:
     full = planned(Topology({"dp": 2, "tp": 2}))
-    moved = check(full, full)
+    moved = assert_resharded(full, full)
     assert all(m == Moved(0, 0, 0, 0) for m in moved.values())
 
 
@@ -144,10 +125,10 @@ def test_idle_and_slow_ranks_and_stages() -> None:
     down = Coord(dp=0, pp=1, cp=0, tp=1)
     # One degree for both: idle ranks had state, or get it.
     nice = planned(topology, down, policy=Policy("nice"))
-    check(old, nice)
+    assert_resharded(old, nice)
     slow = planned(topology, down, speeds={0: 0.5, 9: 0.7})
-    check(nice, slow)
-    check(slow, old, newcomers=sorted(set(alive(old)) - set(alive(slow))))
+    assert_resharded(nice, slow)
+    assert_resharded(slow, old, newcomers=sorted(set(alive(old)) - set(alive(slow))))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -164,17 +145,17 @@ def test_random_plans(seed: int) -> None:
         failures = Failures.from_global_ranks(draw.sample(mortal, draw.randint(1, len(mortal))))
         plans.append(plan(topology, failures, UNITS))
     old, new = plans
-    check(old, new, round_bytes=draw.choice([300, 2000, 1 << 20]))
+    assert_resharded(old, new, round_bytes=draw.choice([300, 2000, 1 << 20]))
 
 
 @pytest.mark.parametrize("round_bytes", [100, 4096])
 def test_rounds_are_bounded(round_bytes: int) -> None:
     topology = Topology({"dp": 2, "tp": 3})
     full, less = planned(topology), planned(topology, Coord(dp=1, tp=2))
-    moved = check(full, less, round_bytes=round_bytes)
+    moved = assert_resharded(full, less, round_bytes=round_bytes)
     most = max(max(m.bytes_sent, m.bytes_received) for m in moved.values())
     assert moved[0].rounds >= most / max(round_bytes, 24), "a position has at most 24 bytes"
-    assert check(full, less, round_bytes=1 << 20)[0].rounds == 1
+    assert assert_resharded(full, less, round_bytes=1 << 20)[0].rounds == 1
 
 
 def test_no_message_is_longer_than_a_round() -> None:
@@ -207,7 +188,7 @@ def test_no_message_is_longer_than_a_round() -> None:
         )
         return watched.longest
 
-    assert 100 < max(on_ranks(less, task).values()) <= 200
+    assert 100 < max(on_living_ranks(less, task).values()) <= 200
 
 
 def test_tensors_that_stay_are_not_copied() -> None:
@@ -236,171 +217,4 @@ def test_tensors_that_stay_are_not_copied() -> None:
                 assert target[name] is source[name]
                 assert source[name]._version == versions[name]
 
-    on_ranks(less, task)
-
-
-def failures_of(change: Callable[[int, dict[str, Any]], None]) -> dict[int, Exception]:
-    """What every rank raises if `change` spoils the arguments of some; nothing may be sent."""
-    topology = Topology({"dp": 2, "tp": 3})
-    old, new = planned(topology), planned(topology, Coord(dp=1, tp=2))
-    whole, holders = LogicalState.random(UNITS), set(alive(new))
-
-    def task(rank: int, groups: Groups) -> Exception:
-        arguments: dict[str, Any] = {
-            "old": old,
-            "new": new,
-            "group": groups["all"],
-            "rank": rank,
-            "source": whole.shards(old, rank),
-            "target": unset(whole.shards(new, rank)),
-            "param_layouts": whole.layouts(new, rank),
-            "holders": holders,
-        }
-        change(rank, arguments)
-        with pytest.raises(PcommError) as caught:
-            reshard(**arguments)
-        spy = groups["all"].collectives
-        assert isinstance(spy, SpyCollectives)
-        assert "all_to_all" not in spy.counts
-        for x in arguments["target"].values():
-            assert torch.isnan(x).all() or arguments["source"] is arguments["target"]
-        return caught.value
-
-    found: dict[int, Exception] = on_ranks(new, task)
-    return found
-
-
-NAME = "model.layers.0.fc1.weight"
-
-
-def test_a_tensor_of_another_shape() -> None:
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 4:
-            arguments["source"][NAME] = arguments["source"][NAME][1:]
-
-    found = failures_of(change)
-    assert isinstance(found.pop(4), LayoutError)
-    for error in found.values():
-        assert isinstance(error, PeerError)
-        assert NAME in str(error)
-        assert "rank 4" in str(error)
-
-
-def test_other_names_and_data_types_on_one_rank() -> None:
-    def dtype(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 1:
-            for side in ("source", "target"):
-                arguments[side][NAME] = arguments[side][NAME].double()
-
-    def name(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 1:
-            for side in ("source", "target"):
-                arguments[side]["model.other"] = arguments[side].pop(NAME)
-
-    for error in failures_of(dtype).values():
-        assert isinstance(error, DivergenceError)
-        assert f"{NAME}: [16, 3], bfloat16" in str(error)
-        assert "float64" in str(error)
-    for error in failures_of(name).values():
-        assert isinstance(error, DivergenceError)
-        assert NAME in str(error)
-
-
-def test_a_name_that_one_side_lacks_and_sides_that_are_missing() -> None:
-    def lacking(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 0:
-            del arguments["target"][NAME]
-
-    def no_source(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 0:
-            arguments["source"] = {}
-
-    for change in (lacking, no_source):
-        found = failures_of(change)
-        assert isinstance(found.pop(0), ConfigError)
-        assert all(isinstance(error, PeerError) for error in found.values())
-
-
-def test_plans_and_holders_that_differ() -> None:
-    other = planned(Topology({"dp": 2, "tp": 3}), Coord(dp=1, tp=2), speeds={0: 0.5})
-
-    def plans(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 3:
-            arguments["old"] = other
-
-    def holders(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 3:
-            arguments["holders"] = {0, 1, 3, 4}
-
-    assert not any(isinstance(e, StateLostError) for e in failures_of(plans).values())
-    for error in failures_of(holders).values():
-        assert isinstance(error, DivergenceError)
-        assert "[0, 1, 3, 4]" in str(error)
-
-
-def test_plans_of_another_job() -> None:
-    other = plan(
-        Topology({"dp": 2, "tp": 3}), Failures.at(Coord(dp=1, tp=2)), {"w": Units.columns(8)}
-    )
-
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        arguments["new"] = other
-
-    for error in failures_of(change).values():
-        assert isinstance(error, ConfigError)
-        assert "units of two plans" in str(error)
-
-
-def test_a_split_parameter_without_units() -> None:
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        layout = arguments["param_layouts"]["embedding"]
-        assert isinstance(layout, ParamLayout)
-        arguments["param_layouts"]["layers.0.norm.weight"] = layout
-
-    for error in failures_of(change).values():
-        assert isinstance(error, ConfigError)
-        assert "model.layers.0.norm.weight" in str(error) or "norm" in str(error)
-
-
-def test_a_shard_of_the_right_size_and_other_positions() -> None:
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 0:
-            own = arguments["param_layouts"]["layers.0.fc1.weight"]
-            # Without sections: the rows of the gate alone.
-            plain = Layout.uneven(own.layout.sizes)
-            arguments["param_layouts"]["layers.0.fc1.weight"] = ParamLayout(plain)
-
-    found = failures_of(change)
-    assert isinstance(found.pop(0), LayoutError)
-    assert all(isinstance(error, PeerError) for error in found.values())
-
-
-def test_a_group_without_a_holder() -> None:
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        arguments["holders"] = {0, 1, 2, 3, 4, 5}
-
-    assert all(isinstance(error, TopologyError) for error in failures_of(change).values())
-
-
-def test_lost_state_is_told_on_all_ranks_with_the_ranks_that_had_it() -> None:
-    topology = Topology({"pp": 2, "dp": 2, "tp": 2})
-    old = planned(topology)
-    new = planned(topology, Coord(dp=0, pp=1, tp=1), Coord(dp=1, pp=1, tp=1))
-    whole, holders = LogicalState.random(UNITS, stages=2), set(alive(new))
-    gone = sorted(new.topology.failed)
-
-    def task(rank: int, groups: Groups) -> None:
-        # Stage 0 has lost nothing, and hears of it, too.
-        with pytest.raises(StateLostError, match=rf"units .*\n?.*ranks \[{gone[0]}, {gone[1]}\]"):
-            reshard(
-                old,
-                new,
-                groups["all"],
-                rank=rank,
-                source=whole.shards(old, rank),
-                target=unset(whole.shards(new, rank)),
-                param_layouts=whole.layouts(new, rank),
-                holders=holders,
-            )
-
-    on_ranks(new, task)
+    on_living_ranks(less, task)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from pcomm.core.collectives.out import check_out, deliver
 from pcomm.core.collectives.protocol import Collectives, Pending
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
-__all__ = ["VirtualCollectives", "run_virtual"]
+__all__ = ["VirtualCollectives", "run_threads", "run_virtual"]
 
 
 class VirtualCollectives(Handle, Collectives):
@@ -96,20 +96,42 @@ def run_virtual(function: Callable[[VirtualCollectives], Any], size: int) -> lis
     """
     barrier = threading.Barrier(size, timeout=scaled_s(PATIENCE_S))
     table: list[Any] = [None] * size
-    results: list[Any] = [None] * size
+    found = run_threads(
+        lambda rank: function(VirtualCollectives(rank, size, table, barrier)),
+        range(size),
+        [barrier],
+    )
+    return [found[rank] for rank in range(size)]
+
+
+def run_threads(
+    function: Callable[[int], Any], ranks: Iterable[int], barriers: Collection[threading.Barrier]
+) -> dict[int, Any]:
+    """What `function(rank)` returns on a thread for each rank.
+
+    Args:
+        function: Task of a rank.
+        ranks: The ranks.
+        barriers: Barriers of the threads; an error of one thread releases the others from them.
+
+    Raises:
+        Exception: The first error of a rank that is not a consequence of another one's.
+    """
+    results: dict[int, Any] = {}
     causes: list[BaseException] = []
     consequences: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(VirtualCollectives(rank, size, table, barrier))
+            results[rank] = function(rank)
         except threading.BrokenBarrierError as problem:
             consequences.append(problem)
         except BaseException as problem:  # handed to the caller's thread below
             causes.append(problem)
-            barrier.abort()
+            for barrier in barriers:
+                barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -11,15 +11,15 @@ from pcomm.ntp.planning.forms import cuts
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.planning.units import Units
 
-__all__ = ["Interval", "TensorGroup", "held_by_group", "held_units", "tensor_groups"]
+__all__ = ["Interval", "WholeGroup", "held_by_group", "held_units", "whole_groups"]
 
 Interval = tuple[int, int]
 """First unit, and the unit after the last one. A replicated parameter is the one unit 0."""
 
 
 @dataclass(frozen=True)
-class TensorGroup:
-    """A tensor-parallel group of a topology, whichever of its ranks are left.
+class WholeGroup:
+    """A tensor-parallel group of the whole topology, whichever of its ranks are left.
 
     Args:
         lowest: Rank at index 0 of `tp`; it names the group, and may have failed.
@@ -32,25 +32,25 @@ class TensorGroup:
     stage: int
 
 
-def tensor_groups(topology: Topology) -> Mapping[int, tuple[TensorGroup, ...]]:
+def whole_groups(topology: Topology) -> Mapping[int, tuple[WholeGroup, ...]]:
     """All tensor-parallel groups of a topology by stage, ascending by rank."""
     # Without failures: a group is there under every plan, whichever of its ranks are left.
     whole = Topology(topology.axes, topology.order, offset=topology.offset)
-    found: dict[int, list[TensorGroup]] = {}
+    found: dict[int, list[WholeGroup]] = {}
     for group in whole.groups("tp"):
         place = whole.coordinates(group[0])
-        one = TensorGroup(group[0], place["dp"], place.get("pp", 0))
+        one = WholeGroup(group[0], place["dp"], place.get("pp", 0))
         found.setdefault(one.stage, []).append(one)
     return {stage: tuple(groups) for stage, groups in found.items()}
 
 
-def held_by_group(plan: Plan, units: Units | None, group: TensorGroup) -> dict[int, Interval]:
+def held_by_group(plan: Plan, units: Units | None, group: WholeGroup) -> dict[int, Interval]:
     """The units of each rank that is used in a group, by global rank.
 
     Args:
         plan: Plan that is in force.
         units: Units of the parameter; None if it has none and is replicated.
-        group: One of `tensor_groups`.
+        group: One of `whole_groups`.
     """
     used = plan.tensor_ranks(group.lowest)
     if units is None or not units.is_split:

@@ -9,7 +9,7 @@ from zlib import crc32
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.planning.units import Units
-from pcomm.ntp.reshard.holdings import Interval, TensorGroup, held_by_group, tensor_groups
+from pcomm.ntp.reshard.holdings import Interval, WholeGroup, held_by_group, whole_groups
 from pcomm.ntp.reshard.senders import balanced, lacking, leveled, pieces
 
 __all__ = ["Move", "StateLostError", "check_same_job", "moves", "units_of"]
@@ -66,7 +66,7 @@ def moves(
     units = units_of(old, name)
     alive = frozenset(holders)
     found: list[Move] = []
-    for number, groups in tensor_groups(old.topology).items():
+    for number, groups in whole_groups(old.topology).items():
         if stage is None or number == stage:
             found += _moves_of_stage(old, new, name, units, groups, alive)
     return tuple(sorted(found, key=lambda move: (move.target, move.start)))
@@ -101,7 +101,7 @@ def _moves_of_stage(
     new: Plan,
     name: str,
     units: Units | None,
-    groups: tuple[TensorGroup, ...],
+    groups: tuple[WholeGroup, ...],
     alive: frozenset[int],
 ) -> Iterator[Move]:
     had = {group: held_by_group(old, units, group) for group in groups}

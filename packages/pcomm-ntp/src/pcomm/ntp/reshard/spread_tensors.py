@@ -10,6 +10,7 @@ from torch import Tensor
 from pcomm.core import Layout
 from pcomm.core.errors import ConfigError, LayoutError, PcommError
 from pcomm.core.tensor_parallel import ParamLayout
+from pcomm.ntp.planning.declared_layouts import lies_as_planned
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.reshard.holdings import Interval, held_units
@@ -169,23 +170,11 @@ def _check_layout(new: Plan, rank: int, one: SpreadTensor, declared: Layout) -> 
     """Refuse a model whose shard has the right size, and other positions than the plan says."""
     place = new.place(rank)
     planned = new.layout(one.parameter, place.replica, place.stage)
-    same = declared.size == planned.size and declared.length == planned.length
-    if not same or _joined(declared, place.index) != _joined(planned, place.index):
+    if not lies_as_planned(declared, planned):
         raise _unfit(
             f"reshard: target {one.name!r} on rank {rank}",
             f"a layout of {declared.describe()}, the plan has {planned.describe()}",
         )
-
-
-def _joined(layout: Layout, index: int) -> list[list[int]]:
-    """Runs of one rank, those that touch joined into one."""
-    joined: list[list[int]] = []
-    for start, stop in layout.runs[index]:
-        if joined and joined[-1][1] == start:
-            joined[-1][1] = stop
-        else:
-            joined.append([start, stop])
-    return joined
 
 
 def _check_shapes(one: SpreadTensor, rank: int) -> None:

@@ -35,12 +35,11 @@ class BucketQueue:
         bucket_bytes: int,
         full_degree: int,
     ) -> None:
-        dealt = deal_out(params, bucket_bytes, full_degree)
-        kind = IntervalSum if strategy == "interval" else GatherCoreSum
         self._params = params
-        self._buckets = [[one.parameter for one in own] for own in dealt]
-        self._sums: list[BucketSum] = [kind(own, sums) for own in dealt]
-        places = {id(one): number for number, own in enumerate(dealt) for one in own}
+        self._buckets = deal_out(params, bucket_bytes, full_degree)
+        kind = IntervalSum if strategy == "interval" else GatherCoreSum
+        self._sums: list[BucketSum] = [kind(own, sums) for own in self._buckets]
+        places = {id(one): number for number, own in enumerate(self._buckets) for one in own}
         self._bucket_of = [places[id(one)] for one in params]
         self.begin()
 
@@ -52,6 +51,8 @@ class BucketQueue:
     def begin(self) -> None:
         """Begin another step. Local."""
         self._started = 0
+        # Gradients of each bucket that was started, with their versions.
+        self._packed: list[list[tuple[Tensor, int]]] = []
         self._missing = [len(own) for own in self._buckets]
         self._is_here = [False] * len(self._params)
 
@@ -75,32 +76,48 @@ class BucketQueue:
         while self._started < len(self._sums) and not self._missing[self._started]:
             self._start_next(weight)
 
-    def finish(self, weight: float) -> None:
-        """Start all others, wait for all, and write the sums into the gradients. Collective."""
+    def start_others(self, weight: float) -> None:
+        """Start all buckets that no gradient has started. Collective like `arrived`."""
         while self._started < len(self._sums):
             self._start_next(weight)
-        for own, one in zip(self._buckets, self._sums, strict=True):
-            one.finish(_gradients(own))
-        self._started = 0
+
+    def finish(self) -> None:
+        """Wait for all, and write the sums into the gradients. Collective for gather-core.
+
+        Raises:
+            ConfigError: A gradient was changed or replaced after its bucket was packed.
+        """
+        self._check_unchanged()
+        for packed, one in zip(self._packed, self._sums, strict=True):
+            one.finish([gradient for gradient, _ in packed])
+        # Gradients that the caller drops are not kept alive from here.
+        self.begin()
 
     def forget(self) -> None:
         """Drop the buffers. Local."""
-        self._params, self._buckets, self._sums = (), [], []
+        self._params, self._buckets, self._sums, self._packed = (), [], [], []
 
     def _start_next(self, weight: float) -> None:
         number = self._started
         # Counted first: what fails half way has sent something.
         self._started += 1
-        # A backward that is differentiated again records what its hooks do.
-        with torch.no_grad():
-            self._sums[number].start(_gradients(self._buckets[number]), weight)
+        # A backward that is differentiated again records what its hooks do; and training cannot go
+        # on with gradients of inference mode, which may be on around an empty micro-batch.
+        with torch.inference_mode(False), torch.no_grad():
+            gradients = [_gradient(one) for one in self._buckets[number]]
+            self._sums[number].start(gradients, weight)
+        self._packed.append([(one, one._version) for one in gradients])
+
+    def _check_unchanged(self) -> None:
+        for own, packed in zip(self._buckets, self._packed, strict=True):
+            for one, (gradient, version) in zip(own, packed, strict=True):
+                if one.parameter.grad is not gradient or gradient._version != version:
+                    raise errors.changed_gradient(one.name)
 
 
-def _gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
-    """The gradients, zeros where none has arrived."""
-    found = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        found.append(parameter.grad)
-    return found
+def _gradient(param: SyncedParam) -> Tensor:
+    """The gradient, zeros where none has arrived."""
+    parameter = param.parameter
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=param.grad_dtype)
+    return parameter.grad

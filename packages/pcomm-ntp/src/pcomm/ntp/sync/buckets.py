@@ -28,8 +28,7 @@ def deal_out(
     filled: list[list[tuple[int, SyncedParam]]] = []
     sizes: dict[object, int] = {}
     for turn, param in enumerate(reversed(params)):
-        parameter = param.parameter
-        key = parameter.dtype, param.reduce_dtype, parameter.device
+        key = param.grad_dtype, param.reduce_dtype, param.parameter.device
         own = kinds.setdefault(key, [])
         own.append((turn, param))
         num_bytes = param.logical_shape.numel() * param.reduce_dtype.itemsize

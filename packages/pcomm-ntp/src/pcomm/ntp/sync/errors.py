@@ -19,6 +19,7 @@ from pcomm.core.layout import Layout
 __all__ = [
     "bad_argument",
     "broken",
+    "changed_gradient",
     "changed_model",
     "closed",
     "idle_rank",
@@ -29,7 +30,8 @@ __all__ = [
     "other_group",
     "other_layout",
     "outside",
-    "stale_gradients",
+    "real_sum",
+    "stale_gradient",
     "unknown_names",
     "without_units",
     "wrong_turn",
@@ -59,13 +61,13 @@ def other_group(name: str, wanted: Sequence[int], found: str) -> TopologyError:
     )
 
 
-def bad_argument(name: str, value: object, found: str) -> ConfigError:
+def bad_argument(name: str, value: object, needed: str) -> ConfigError:
     """A number that cannot be used."""
     return ConfigError(
         f"GradSync: {name}={value!r}",
-        found=found,
+        found=f"something other than {needed}",
         why="It is a size, or a factor of gradients.",
-        fix=f"Give {name} as a finite number in that range.",
+        fix=f"Give {name} as {needed}.",
     )
 
 
@@ -86,6 +88,16 @@ def not_floating(dtype: torch.dtype) -> ConfigError:
         found="a type that is not of floating point",
         why="Gradients are numbers of floating point, and so are their sums.",
         fix="Give torch.float32, torch.float64 or torch.bfloat16, or leave it out.",
+    )
+
+
+def real_sum(name: str, dtype: torch.dtype) -> ConfigError:
+    """A type that would drop a part of each number."""
+    return ConfigError(
+        f"GradSync: reduce_dtype={dtype}",
+        found=f"parameter {name!r}, which is complex",
+        why="A sum in a real type would drop the imaginary parts.",
+        fix="Leave reduce_dtype out.",
     )
 
 
@@ -166,12 +178,23 @@ def late_gradient(name: str) -> ConfigError:
     )
 
 
-def stale_gradients(name: str) -> ConfigError:
-    """A step that would begin with the sums of the step before."""
+def changed_gradient(name: str) -> ConfigError:
+    """A gradient that is not the one whose sum was started."""
+    return ConfigError(
+        "GradSync.finish",
+        found=f"a gradient of {name!r} that was changed, replaced or dropped after its sum began",
+        why="The sum has what it was before, and would be written over it.",
+        fix="Change gradients after finish(), or before the last accumulate().",
+    )
+
+
+def stale_gradient(name: str) -> ConfigError:
+    """A step that would begin with a gradient of before."""
     return wrong_turn(
         "GradSync.accumulate",
-        f"the summed gradient of the last step, in {name!r}",
-        "Call zero_grad() after the optimizer's step; or the sum would be summed again.",
+        f"a gradient of {name!r} before the first backward of the step",
+        "Call zero_grad() after the optimizer's step, and before the first one; or what is there "
+        "would be summed once more.",
     )
 
 

@@ -10,21 +10,18 @@ from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
-from pcomm.core.groups.agreement import agree_in_group
-from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import Groups
-from pcomm.core.tensor_parallel.param_layout import ParamLayout, param_layouts_of
+from pcomm.core.tensor_parallel.param_layout import ParamLayout
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.sync import errors
+from pcomm.ntp.sync.agreed_params import agreed_params
+from pcomm.ntp.sync.batch_weights import BatchWeights
 from pcomm.ntp.sync.bucket_queue import BucketQueue
 from pcomm.ntp.sync.canonical_norm import NormSlots, canonical_norm
-from pcomm.ntp.sync.grad_groups import ALL, Strategy, group_names
+from pcomm.ntp.sync.grad_groups import ALL, Strategy
 from pcomm.ntp.sync.model_guard import ModelGuard
-from pcomm.ntp.sync.strategies import SumPlan
-from pcomm.ntp.sync.synced_params import SyncedParam, synced_params
+from pcomm.ntp.sync.synced_params import SyncedParam
 
 __all__ = ["GradSync"]
 
@@ -45,8 +42,10 @@ class GradSync:
     is the sum over replicas, with the same bits in each of them. A parameter that no backward has
     reached has a gradient of zeros then, so that an optimizer treats it alike on all ranks.
 
-    Gradients are added up locally over the micro-batches of a step. In the last one each bucket is
-    packed when its last gradient arrives, and its sums start while backward goes on.
+    Gradients are added up locally over the micro-batches of a step: `.grad` then has their weighted
+    sum, divided by the first weight. In the last one each bucket is packed when its last gradient
+    arrives, and its sums start while backward goes on. A gradient that is changed from there on is
+    an error of `finish`; only writes through `.data` go unnoticed, and are lost.
 
     A replicated parameter's gradient is taken from the first rank of each tensor-parallel group,
     or from all of them where `ParamLayout.has_partial_gradient` says that each has a part.
@@ -61,7 +60,8 @@ class GradSync:
         plan: Plan of the job, equal on all ranks.
         model: Model whose split parameters lie as the plan says; each pipeline stage has its own.
         groups: Open groups, with those of `grad_groups(plan, strategy)` among them. Closing or
-            abandoning them closes this object.
+            abandoning them closes this object. Several objects may share them, if their last
+            micro-batches come one after another, in one order on all ranks.
         rank: Global rank of this process.
         strategy: `"interval"` sums each range of units over the ranks that hold it. With
             `"gather-core"` each tensor-parallel group first exchanges its gradients to as many
@@ -93,39 +93,25 @@ class GradSync:
         bucket_bytes: int = 32 * 2**20,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        place = plan.place(rank)
-        if place.is_idle:
-            raise errors.idle_rank(rank)
-        self._groups, self._all = groups, groups[ALL]
-        lines = [*plan.agreed_lines(), f"strategy: {strategy}", f"bucket_bytes: {bucket_bytes}"]
-        agree_in_group(self._all, "GradSync: plan", lines)
-        error: Exception | None = None
-        try:
-            if not bucket_bytes > 0:
-                raise errors.bad_argument("bucket_bytes", bucket_bytes, "a size below 1 byte")
-            names = group_names(plan, strategy)
-            for ranks, name in names.items():
-                if rank in ranks:
-                    self._group_of(name, ranks, rank)
-            layouts = param_layouts_of(model) if param_layouts is None else param_layouts
-            params = synced_params(plan, model, rank, layouts, reduce_dtype)
-        except Exception as problem:
-            error, names, params = problem, {}, []
-        agree_in_group(self._all, "GradSync: model", [], error=error)
-        sums = SumPlan(plan, rank, names, lambda ranks: groups[names[ranks]])
-        # Each stage has parameters of its own.
-        stage = sums.open_group(sums.replicated)
-        agree_in_group(stage, "GradSync: parameters", [one.agreed for one in params])
-        self._params = params
+        params, sums = agreed_params(
+            plan,
+            model,
+            groups,
+            rank=rank,
+            strategy=strategy,
+            param_layouts=param_layouts,
+            bucket_bytes=bucket_bytes,
+            reduce_dtype=reduce_dtype,
+        )
+        self._all, self._params = groups[ALL], params
         self._slots = NormSlots(plan, rank)
         self._guard = ModelGuard(model, params)
+        self._weights = BatchWeights(params, self._guard)
         full_degree = max(1, plan.topology.axes["tp"])
         self._queue = BucketQueue(params, sums, strategy, bucket_bytes, full_degree)
         self._device = params[0].parameter.device if params else torch.device("cpu")
         self._state = "collecting"
         self._has_begun = self._is_inside = self._is_last = False
-        self._base, self._factor = 1.0, 1.0
-        self._scalers: list[tuple[Node, RemovableHandle]] = []
         self._hooks = [
             one.parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
             for index, one in enumerate(params)
@@ -139,6 +125,9 @@ class GradSync:
     def accumulate(self, *, is_last: bool = True, weight: float = 1.0) -> Iterator[None]:
         """Run one backward inside. Local, but for the sums that the last one starts.
 
+        In the last one all sums of the step are started, those of parameters that no backward has
+        reached at its end. All used ranks of a stage have one, if need be an empty one.
+
         Args:
             is_last: True for the last micro-batch of a step.
             weight: Factor of this micro-batch's gradients in the sum over replicas, the same on
@@ -147,13 +136,15 @@ class GradSync:
 
         Raises:
             ConfigError: A weight that is not a number of at least 0, another order of calls, a
-                gradient of the last step that is still there, or a model that has changed.
+                gradient other than zeros before the first micro-batch of a step, or a model that
+                has changed.
             ClosedError: It was closed, or an earlier step ended by an error.
+            PeerError: Another rank failed, where the groups' collectives tell.
         """
         asked = "GradSync.accumulate"
         self._check_open(asked)
         if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
-            raise errors.bad_argument("weight", weight, "no finite number of at least 0")
+            raise errors.bad_argument("weight", weight, "a finite number of at least 0")
         if self._is_inside:
             raise errors.wrong_turn(asked, "an accumulate() around it", "Leave that one first.")
         if self._state == "last":
@@ -161,19 +152,20 @@ class GradSync:
             raise errors.wrong_turn(asked, "a step whose last micro-batch has been", fix)
         if self._state == "torn":
             raise errors.wrong_turn(asked, "a step that ended by an error", "Call zero_grad().")
-        if self._state == "summed":
+        is_first = not self._has_begun
+        if is_first:
+            self._guard.check_model()
             self._guard.check_cleared()
             self._begin()
-        if not self._has_begun:
-            self._guard.check_model()
-            self._base, self._has_begun = (weight or 1.0), True
-        self._factor = weight / self._base
-        if self._factor != 1.0 and not self._scalers:
-            self._guard.check_model()
-            self._scale_gradients()
+        self._weights.take(weight, is_first=is_first)
+        self._has_begun = True
         self._is_inside, self._is_last = True, is_last
         try:
             yield
+            if is_last:
+                # Not in finish(): what a caller sends meanwhile over the same groups, another
+                # GradSync's sums or a loss, would come before them on some ranks only.
+                self._queue.start_others(self._weights.of_sums)
         except BaseException:
             self._state = "broken" if self._queue.has_started else "torn"
             raise
@@ -183,12 +175,11 @@ class GradSync:
             self._state = "last"
 
     def finish(self) -> None:
-        """Start what no gradient has started, wait, and write the sums into `.grad`. Collective.
-
-        All used ranks of a stage call it, also those whose backward has reached no parameter.
+        """Wait for the sums, and write them into `.grad`. Collective over the stage's used ranks.
 
         Raises:
-            ConfigError: No last micro-batch has been, or it was called already.
+            ConfigError: No last micro-batch has been, it was called already, or a gradient was
+                changed after its sum had been started.
             ClosedError: It was closed, or an earlier step ended by an error.
             PeerError: Another rank failed, where the groups' collectives tell.
         """
@@ -204,12 +195,11 @@ class GradSync:
         try:
             # Training cannot go on with gradients of inference mode, which may be on here.
             with torch.inference_mode(False), torch.no_grad():
-                self._queue.finish(self._base)
+                self._queue.finish()
         except BaseException:
             self._state = "broken"
             raise
-        self._state = "summed"
-        self._guard.note_gradients()
+        self._state, self._has_begun = "summed", False
 
     def zero_grad(self) -> None:
         """Drop the gradients of all parameters of the step. Local.
@@ -262,7 +252,6 @@ class GradSync:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for dtype, gradients in by_dtype.items():
             torch._foreach_mul_(gradients, scale.to(dtype))
-        self._guard.note_gradients()
         return norm
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -284,7 +273,6 @@ class GradSync:
         # As torch's own scaler for shards does it; there is no public name for them.
         for found in scaler._found_inf_per_device(optimizer).values():
             self._all.collectives.all_reduce(found, op="max", out=found)
-        self._guard.note_gradients()
 
     # -- its end -----------------------------------------------------------------------------
 
@@ -294,9 +282,8 @@ class GradSync:
         self._take_back()
         for hook in self._hooks:
             hook.remove()
-        for _, scaler in self._scalers:
-            scaler.remove()
-        self._hooks, self._scalers = [], []
+        self._hooks = []
+        self._weights.close()
         self._queue.forget()
 
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
@@ -327,22 +314,7 @@ class GradSync:
             # Those of `nn.Embedding(sparse=True)`; a sum over ranks needs all rows.
             one.parameter.grad = gradient.to_dense()
         if self._is_last:
-            self._queue.arrived(index, self._base)
-
-    def _scale_gradients(self) -> None:
-        """From now on multiply gradients before they are added to those of other weights."""
-        this = weakref.ref(self)
-
-        def scale(arrived: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-            found = this()
-            if found is None or found._factor == 1.0:
-                return None
-            return tuple(one if one is None else one * found._factor for one in arrived)
-
-        # At the node that adds to `.grad`: a hook of the parameter would see `autograd.grad`, too.
-        nodes = [get_gradient_edge(one.parameter).node for one in self._params]
-        # A node, and its hooks, live as long as something refers to it.
-        self._scalers = [(node, node.register_prehook(scale)) for node in nodes]
+            self._queue.arrived(index, self._weights.of_sums)
 
     def _norm(self, asked: str) -> Tensor:
         self._check_summed(asked)
@@ -367,15 +339,6 @@ class GradSync:
         self._check_open(asked)
         if self._state != "summed":
             raise errors.not_summed(asked)
-
-    def _group_of(self, name: str, ranks: tuple[int, ...], rank: int) -> Group:
-        if name not in self._groups:
-            raise errors.other_group(name, ranks, "no such group is open")
-        group = self._groups[name]
-        if group.ranks != ranks or group.ranks[group.rank] != rank:
-            found = f"an open group of {list(group.ranks)}, in which this is {group.rank}"
-            raise errors.other_group(name, ranks, found)
-        return group
 
 
 def _hook(sync: weakref.ref[GradSync], index: int) -> Callable[[Tensor], None]:

@@ -1,4 +1,4 @@
-"""Changes to a model that its hooks and buffers would not follow: errors, and no other numbers."""
+"""Checks before a step: its sums would be wrong with a changed model, or an old gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class ModelGuard:
         self._model, self._params = model, params
         self._known = dict(model.named_parameters())
         self._facts = [(p.shape, p.dtype, p.device) for p in (one.parameter for one in params)]
-        self._versions: list[int | None] = []
 
     def check_model(self) -> None:
         """The model has the parameters that it had; before the first backward of a step.
@@ -49,18 +48,14 @@ class ModelGuard:
             if (parameter.shape, parameter.dtype, parameter.device) != facts:
                 raise errors.changed_model(one.name, f"it was {facts}, and was converted")
 
-    def note_gradients(self) -> None:
-        """Remember the gradients as they are after a sum or a scaling of ours."""
-        found = (one.parameter.grad for one in self._params)
-        self._versions = [None if grad is None else grad._version for grad in found]
-
     def check_cleared(self) -> None:
-        """The summed gradients of the last step are gone, or were written to.
+        """No gradient is left from before the first backward of a step; zeros count as none.
 
         Raises:
-            ConfigError: One is as it was left.
+            ConfigError: One is left.
         """
-        for one, version in zip(self._params, self._versions, strict=True):
+        for one in self._params:
             gradient = one.parameter.grad
-            if gradient is not None and gradient._version == version:
-                raise errors.stale_gradients(one.name)
+            # Waits for the device, but only where a caller keeps gradients as zeros.
+            if gradient is not None and bool(gradient.any()):
+                raise errors.stale_gradient(one.name)

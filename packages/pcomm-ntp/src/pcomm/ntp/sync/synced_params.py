@@ -10,6 +10,7 @@ from torch import nn
 
 from pcomm.core.layout import Layout, Run
 from pcomm.core.tensor_parallel.param_layout import ParamLayout
+from pcomm.ntp.planning.declared_layouts import lies_as_planned
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.sync import errors
@@ -48,11 +49,17 @@ class SyncedParam:
         return ParamLayout(self.layout, self.dim).logical_shape(self.parameter.shape)
 
     @property
+    def grad_dtype(self) -> torch.dtype:
+        """Data type of its gradient."""
+        return _grad_dtype(self.parameter)
+
+    @property
     def agreed(self) -> str:
         """One line of text that is the same on all ranks of a stage."""
         split = f"split along dim {self.dim} by {self.key}" if self.units else "replicated"
-        dtypes = f"{self.parameter.dtype}, summed in {self.reduce_dtype}".replace("torch.", "")
-        return f"{self.name}: {list(self.logical_shape)}, {dtypes}, {split}"
+        dtypes = f"gradient of {self.grad_dtype} summed in {self.reduce_dtype}"
+        told = f"{self.parameter.dtype}, {dtypes}".replace("torch.", "")
+        return f"{self.name}: {list(self.logical_shape)}, {told}, {split}"
 
     def local_ranges(self, index: int, start: int, stop: int) -> list[Run]:
         """Positions of units `start` to `stop - 1` in the shard at `index`: a run a section."""
@@ -95,8 +102,8 @@ def synced_params(
     """The parameters of `model` that train, in its order. Local.
 
     Raises:
-        ConfigError: A layout of a name that the model does not have, or a sum in another type than
-            one of floating point.
+        ConfigError: A layout of a name that the model does not have, or a type that cannot hold the
+            sums.
         LayoutError: A split parameter without units, with another layout than the plan's, or with
             another shape.
     """
@@ -121,11 +128,20 @@ def synced_params(
             layout = plan.layout(key, place.replica, place.stage)
             _check_split(name, parameter, own, layout, place.index)
         adds = layout is not None or own.has_partial_gradient or place.index == 0
-        narrow = parameter.dtype in (torch.bfloat16, torch.float16)
-        dtype = reduce_dtype or (torch.float32 if narrow else parameter.dtype)
+        if reduce_dtype is not None and parameter.is_complex():
+            raise errors.real_sum(name, reduce_dtype)
+        gradient = _grad_dtype(parameter)
+        narrow = gradient in (torch.bfloat16, torch.float16)
+        dtype = reduce_dtype or (torch.float32 if narrow else gradient)
         dim = own.dim % max(1, parameter.dim())
         found.append(SyncedParam(name, parameter, key, units, layout, dim, adds, dtype))
     return found
+
+
+def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+    # Callers of torch 2.10 or newer may set another type than that of the parameter.
+    found: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return found or parameter.dtype
 
 
 def _check_split(
@@ -133,25 +149,9 @@ def _check_split(
 ) -> None:
     if own.layout is None:
         raise errors.other_layout(name, "the model holds it whole on each rank", layout)
-    same = own.layout.length == layout.length and own.layout.size == layout.size
-    if not same or any(map(_differ, own.layout.runs, layout.runs)):
+    if not lies_as_planned(own.layout, layout):
         raise errors.other_layout(name, f"the model has {own.layout.describe()}", layout)
     shape = tuple(parameter.shape)
     if not -len(shape) <= own.dim < len(shape) or shape[own.dim] != layout.sizes[index]:
         told = f"a shard of shape {shape} at index {index}, split along dim {own.dim}"
         raise errors.other_layout(name, told, layout)
-
-
-def _differ(one: tuple[Run, ...], other: tuple[Run, ...]) -> bool:
-    return _joined(one) != _joined(other)
-
-
-def _joined(runs: tuple[Run, ...]) -> list[Run]:
-    """Runs with neighbours that touch joined into one: the same positions in the same order."""
-    joined: list[Run] = []
-    for run in runs:
-        if joined and joined[-1].stop == run.start:
-            joined[-1] = Run(joined[-1].start, run.stop)
-        else:
-            joined.append(run)
-    return joined

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pcomm.core.groups.groups import Groups
+from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.tensor_parallel import ParamLayout, take_shard
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.planning.units import Units
+from pcomm.ntp.testing.virtual_groups import run_on_virtual_groups
 
-__all__ = ["LogicalState", "state_units"]
+__all__ = ["LogicalState", "alive", "on_living_ranks", "state_units", "unset"]
 
 # Data type of each kind of state: a low one with main parameters beside it, and one of 8 bytes.
 _KINDS = {
@@ -111,6 +115,21 @@ class LogicalState:
             else:
                 found[name] = take_shard(whole, own.layout, place.index, dim=own.dim).clone()
         return found
+
+
+def alive(plan: Plan) -> tuple[int, ...]:
+    """All ranks that have not failed."""
+    return tuple(rank for rank in plan.topology.ranks if rank not in plan.topology.failed)
+
+
+def on_living_ranks(plan: Plan, task: Callable[[int, Groups], Any]) -> dict[int, Any]:
+    """What `task` returns on a thread for each rank that lives, with the group `all` of them."""
+    return run_on_virtual_groups(plan.topology, [GroupSpec.of_ranks(alive(plan), "all")], task)
+
+
+def unset(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the same shapes and types that hold NaN alone, to be filled."""
+    return {name: torch.full_like(x, float("nan")) for name, x in tensors.items()}
 
 
 def _shapes(

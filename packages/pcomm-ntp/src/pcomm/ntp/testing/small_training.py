@@ -30,7 +30,7 @@ from pcomm.ntp.sync.grad_sync import GradSync
 
 __all__ = [
     "StepState",
-    "check_training",
+    "assert_training",
     "train",
     "train_dense",
     "training_specs",
@@ -169,7 +169,7 @@ def train_dense(steps: int = 5) -> list[StepState]:
     return states
 
 
-def check_training(
+def assert_training(
     plan: Plan, rank: int, found: list[StepState], dense: list[StepState], *, atol: float
 ) -> None:
     """Every parameter, both moments and the norm are those of the whole model, at every step."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -16,7 +16,7 @@ from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import Groups
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
-from pcomm.core.testing.virtual import VirtualCollectives
+from pcomm.core.testing.virtual import VirtualCollectives, run_threads
 from pcomm.core.topology import Topology
 
 __all__ = ["run_on_virtual_groups"]
@@ -40,52 +40,45 @@ def run_on_virtual_groups(
         Exception: The first error of a rank that is not a consequence of another one's.
     """
     ranks = [rank for rank in topology.ranks if rank not in topology.failed]
-    store, wait_s = dist.HashStore(), scaled_s(PATIENCE_S)
-    meeting: dict[str, tuple[threading.Barrier, list[Any]]] = {}
+    wait_s = scaled_s(PATIENCE_S)
+    store = dist.HashStore()
+    meetings: dict[str, _Meeting] = {}
     for spec in specs:
         size = len(spec.ranks or ())
-        meeting[spec.axes] = threading.Barrier(size, timeout=wait_s), [None] * size
-    results: dict[int, Any] = {}
-    causes: list[BaseException] = []
-    consequences: list[BaseException] = []
+        meetings[spec.axes] = _Meeting([None] * size, threading.Barrier(size, timeout=wait_s))
 
-    def groups_of(rank: int) -> Groups:
-        control, closing = Control(store, ranks, rank, timeout_s=wait_s), Closing()
-        found = []
-        for spec in specs:
-            members = spec.ranks or ()
-            if rank not in members:
-                continue
-            place = members.index(rank)
-            group = Group(
-                *(spec.axes, members, None),
-                rank=place,
-                closing=closing,
-                control=control.among(members),
-            )
-            inner: Collectives = group.collectives
-            if len(members) > 1:
-                barrier, table = meeting[spec.axes]
-                inner = VirtualCollectives(place, len(members), table, barrier)
-            found.append(group.with_collectives(SpyCollectives(inner)))
-        return Groups(found, topology=topology, closing=closing, control=control)
+    def run(rank: int) -> Any:
+        control = Control(store, ranks, rank, timeout_s=wait_s)
+        with _groups_of(rank, topology, specs, meetings, control) as groups:
+            return function(rank, groups)
 
-    def run(rank: int) -> None:
-        try:
-            with groups_of(rank) as groups:
-                results[rank] = function(rank, groups)
-        except threading.BrokenBarrierError as problem:
-            consequences.append(problem)
-        except BaseException as problem:  # handed to the caller's thread below
-            causes.append(problem)
-            for barrier, _ in meeting.values():
-                barrier.abort()
+    return run_threads(run, ranks, [one.barrier for one in meetings.values()])
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in causes + consequences:
-        raise error
-    return results
+
+class _Meeting(NamedTuple):
+    """Where the threads of a group hand tensors to each other."""
+
+    table: list[Any]
+    barrier: threading.Barrier
+
+
+def _groups_of(
+    rank: int,
+    topology: Topology,
+    specs: Sequence[GroupSpec],
+    meetings: Mapping[str, _Meeting],
+    control: Control,
+) -> Groups:
+    """The groups of which a rank is a member."""
+    closing, found = Closing(), []
+    for spec in specs:
+        members = spec.ranks or ()
+        if rank not in members:
+            continue
+        place, among = members.index(rank), control.among(members)
+        group = Group(spec.axes, members, None, rank=place, closing=closing, control=among)
+        inner: Collectives = group.collectives
+        if len(members) > 1:
+            inner = VirtualCollectives(place, len(members), *meetings[spec.axes])
+        found.append(group.with_collectives(SpyCollectives(inner)))
+    return Groups(found, topology=topology, closing=closing, control=control)
