@@ -56,7 +56,7 @@ class Rotation:
         self.num_slots = num_slots
         self._generation = 0
         self._was_captured = False
-        self._in_sequence = self._follows = False
+        self._in_sequence = self._follows = self._followed = False
 
     def next(self, *, is_captured: bool) -> Turn:
         """The turn of the next operation.
@@ -70,8 +70,17 @@ class Rotation:
         waits = may_repeat or (self.num_slots == 1 and self._generation > 0)
         turn = Turn(self._generation % self.num_slots, waits, self._generation)
         self._generation += 1
-        self._follows = self._in_sequence
+        self._followed, self._follows = self._follows, self._in_sequence
         return turn
+
+    def undo(self) -> None:
+        """Have `next` give the last turn out again, which was not used; once for each turn.
+
+        Without this the operation after it would have the slot of the operation before it, which
+        another rank may still read.
+        """
+        self._generation -= 1
+        self._follows = self._followed
 
     @property
     def generation(self) -> int:
@@ -92,8 +101,8 @@ class Rotation:
                 why="What follows what is known once.",
                 fix="Leave the inner one out.",
             )
-        self._in_sequence, self._follows = True, False
+        self._in_sequence, self._follows, self._followed = True, False, False
         try:
             yield
         finally:
-            self._in_sequence = self._follows = False
+            self._in_sequence = self._follows = self._followed = False
