@@ -16,6 +16,7 @@ from pcomm.nvls.collectives.all_gather_v import all_gather_v
 from pcomm.nvls.collectives.all_reduce import all_reduce
 from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
 from pcomm.nvls.testing.fake_device import FakeStream, fake_driver, fake_workspace
+from pcomm.nvls.workspace import repeats
 from pcomm.nvls.workspace.repeats import _MOST_CALLS
 from pcomm.nvls.workspace.workspace import Workspace
 
@@ -41,9 +42,17 @@ def stream() -> FakeStream:
     return FakeStream()
 
 
-@pytest.fixture
-def workspace(launches: list[tuple[Any, ...]], stream: FakeStream) -> Iterator[Workspace]:
+@pytest.fixture(params=["with guards", "without guards"])
+def workspace(
+    launches: list[tuple[Any, ...]],
+    stream: FakeStream,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[Workspace]:
+    """A workspace; repeated calls are known by a call of torch, or by looking at each property."""
     launches.clear()
+    if request.param == "without guards":
+        monkeypatch.setattr(repeats, "guard_of", lambda *_: lambda *_: False)
     with fake_workspace(SIZE, 1 << 20, stream=stream) as made:
         yield made
 

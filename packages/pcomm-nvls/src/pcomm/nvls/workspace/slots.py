@@ -64,17 +64,23 @@ class Rotation:
         Args:
             is_captured: True if the operation goes into a CUDA graph.
         """
+        generation = self._generation
+        slot, waits = self.step(is_captured=is_captured)
+        return Turn(slot, waits, generation)
+
+    def step(self, *, is_captured: bool) -> tuple[int, bool]:
+        """As `next`: the slot, and whether all ranks have to meet before the operation writes."""
         self._was_captured |= is_captured
         # A graph may be replayed before anything else, and after any operation.
         may_repeat = self._was_captured and not self._follows
         waits = may_repeat or (self.num_slots == 1 and self._generation > 0)
-        turn = Turn(self._generation % self.num_slots, waits, self._generation)
+        slot = self._generation % self.num_slots
         self._generation += 1
         self._followed, self._follows = self._follows, self._in_sequence
-        return turn
+        return slot, waits
 
     def undo(self) -> None:
-        """Have `next` give the last turn out again, which was not used; once for each turn.
+        """Have the next turn be the last one again, which was not used; once for each turn.
 
         Without this the operation after it would have the slot of the operation before it, which
         another rank may still read.

@@ -31,10 +31,11 @@ class Turns:
         self.last: Turn | None = None
         self.on_trial: Turn | None = None
 
-    @property
-    def are_plain(self) -> bool:
-        """Whether the next turn is one of the rotation."""
-        return self._prepared is None and self.on_trial is None
+    def plain_stream(self) -> int | None:
+        """Handle of the stream of the next turn, if that is one of the rotation; see `same`."""
+        if self._prepared is not None or self.on_trial is not None:
+            return None
+        return self._streams.same()
 
     def take(self) -> Turn:
         """The turn of the operation that is launched next; once for each operation.
