@@ -125,7 +125,7 @@ class Runner:
             None in versions of Triton that are not known.
         grid: Number of blocks in each dimension.
         behind: Function, metadata, and nothing for the hooks.
-        hooks: Where Triton keeps the hooks of launches.
+        hooks: Settings of Triton, with the hooks of launches.
     """
 
     public: Any
