@@ -84,6 +84,16 @@ def test_a_rank_that_is_missing_is_named() -> None:
     assert ranks.failure.item() == 3
 
 
+def test_the_norm_beside_a_copy_of_as_many_bytes() -> None:
+    """Rows that are checked before they are timed; times are findings, not requirements."""
+    from pcomm.nvls.bench.one_gpu import norm_rows
+
+    rows = list(norm_rows(torch.device("cuda"), rows=1024))
+    print("\n".join(f"{row.case}: {row.value} {row.unit}" for row in rows))
+    assert [row.unit for row in rows] == ["us", "us", "of the bound"]
+    assert rows[1].ratio_to == rows[0].case
+
+
 def test_whether_one_device_has_a_multicast_address(tmp_path: object) -> None:
     """A finding, not a requirement: it is printed, and must be an address or None."""
     from pcomm.nvls.bench.one_gpu import multicast_of_one_device

@@ -77,6 +77,16 @@ def test_three_ranks_gather_what_torch_gathers(rank: int) -> None:
     run_cases(rank, 3, 20)
 
 
+@ranks(4)
+def test_four_ranks_gather_what_torch_gathers(rank: int) -> None:
+    run_cases(rank, 4, 10)
+
+
+@ranks(8)
+def test_eight_ranks_gather_what_torch_gathers(rank: int) -> None:
+    run_cases(rank, 8, 5)
+
+
 @ranks(2)
 def test_bad_input_is_refused_on_all_ranks_and_the_workspace_goes_on(rank: int) -> None:
     emulate()

@@ -192,6 +192,11 @@ def test_four_ranks(rank: int) -> None:
     run_cases(rank, 4, 8)
 
 
+@ranks(8)
+def test_eight_ranks(rank: int) -> None:
+    run_cases(rank, 8, 4)
+
+
 @ranks(2)
 def test_sizes_on_both_sides_of_the_room(rank: int) -> None:
     with workspace_of() as workspace:

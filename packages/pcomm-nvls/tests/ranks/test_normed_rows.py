@@ -167,6 +167,16 @@ def test_three_ranks_add_and_norm_rows(rank: int) -> None:
     run_cases(rank, 3, 12)
 
 
+@ranks(4)
+def test_four_ranks_add_and_norm_rows(rank: int) -> None:
+    run_cases(rank, 4, 4)
+
+
+@ranks(8)
+def test_eight_ranks_add_and_norm_rows(rank: int) -> None:
+    run_cases(rank, 8, 2)
+
+
 @ranks(2)
 def test_rows_of_numbers_that_are_rounded_are_as_close_as_the_reference(rank: int) -> None:
     """Each step against fp64, from what the step before returned."""

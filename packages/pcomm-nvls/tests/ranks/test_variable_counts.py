@@ -157,6 +157,16 @@ def test_three_ranks_move_the_rows_that_count(rank: int) -> None:
     run_cases(rank, 3, 24)
 
 
+@ranks(5)
+def test_five_ranks_move_the_rows_that_count(rank: int) -> None:
+    run_cases(rank, 5, 4)
+
+
+@ranks(8)
+def test_eight_ranks_move_the_rows_that_count(rank: int) -> None:
+    run_cases(rank, 8, 3)
+
+
 @ranks(2)
 def test_counts_out_of_range_are_cut_off_alike(rank: int) -> None:
     """Also where they add up to more than 32 bits hold."""

@@ -16,6 +16,7 @@ from pcomm.nvls.collectives.all_gather_v import all_gather_v
 from pcomm.nvls.collectives.all_reduce import all_reduce
 from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
 from pcomm.nvls.testing.fake_device import FakeStream, fake_driver, fake_workspace
+from pcomm.nvls.workspace import repeats
 from pcomm.nvls.workspace.repeats import _MOST_CALLS
 from pcomm.nvls.workspace.workspace import Workspace
 
@@ -41,9 +42,17 @@ def stream() -> FakeStream:
     return FakeStream()
 
 
-@pytest.fixture
-def workspace(launches: list[tuple[Any, ...]], stream: FakeStream) -> Iterator[Workspace]:
+@pytest.fixture(params=["with guards", "without guards"])
+def workspace(
+    launches: list[tuple[Any, ...]],
+    stream: FakeStream,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[Workspace]:
+    """A workspace; repeated calls are known by a call of torch, or by looking at each property."""
     launches.clear()
+    if request.param == "without guards":
+        monkeypatch.setattr(repeats, "guard_of", lambda *_: lambda *_: False)
     with fake_workspace(SIZE, 1 << 20, stream=stream) as made:
         yield made
 
@@ -193,6 +202,100 @@ def test_a_capture_refuses_to_compile_and_names_what_to_call(
         "wait_for_all_kernel",
         "reduce_scatter_kernel",
     ]
+
+
+def test_memory_that_was_handed_out_keeps_to_its_stream(
+    workspace: Workspace, stream: FakeStream
+) -> None:
+    x = workspace.empty(X.shape, X.dtype)
+    stream.handle += 1
+    for again in (
+        lambda: all_reduce(None, x, workspace=workspace),
+        lambda: workspace.empty((8,), X.dtype),
+    ):
+        with pytest.raises(ConfigError, match="another stream"):
+            again()
+    stream.handle -= 1
+    all_reduce(None, x, workspace=workspace)
+    assert workspace.num_launches == 1
+
+
+@pytest.mark.parametrize("first_in_graph", [False, True])
+def test_memory_that_was_handed_out_keeps_to_its_graph(
+    workspace: Workspace,
+    stream: FakeStream,
+    launches: list[tuple[Any, ...]],
+    first_in_graph: bool,
+) -> None:
+    """Replays would write to it while other ranks still read what the replay before has left."""
+    workspace.prepare(
+        lambda: all_reduce(None, workspace.empty(X.shape, X.dtype), workspace=workspace, algo="p2p")
+    )
+    workspace.prepare(lambda: all_reduce(None, X, workspace=workspace, algo="p2p"))
+    stream.captured = first_in_graph
+    with workspace.sequence():
+        all_reduce(None, X, workspace=workspace, algo="p2p")
+        x = workspace.empty(X.shape, X.dtype)
+    stream.captured = not first_in_graph
+    with pytest.raises(ConfigError, match="in the same CUDA graph"):
+        all_reduce(None, x, workspace=workspace, algo="p2p")
+    # The turn was not used up, and the operation that has it meets the others before it writes.
+    turn = workspace.turn()
+    assert (turn.generation, turn.slot, turn.needs_entry) == (1, 1, True)
+    assert not turn.is_prepared
+
+
+def test_a_launch_that_fails_uses_up_no_slot(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next operation would write where another rank still reads the one before."""
+    all_reduce(None, X, workspace=workspace)
+
+    def fail(launch: Any) -> None:
+        raise RuntimeError("out of registers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workspace.launcher, "run", fail)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="out of registers"):
+                all_reduce(None, X, workspace=workspace, algo="p2p")
+        x = workspace.empty(X.shape, X.dtype)
+        with pytest.raises(RuntimeError, match="out of registers"):
+            all_reduce(None, x, workspace=workspace, algo="p2p")
+    turn = workspace.turn()
+    assert (turn.slot, turn.generation, turn.is_prepared) == (1, 1, True)
+
+
+def test_a_wait_that_fails_hands_nothing_out(workspace: Workspace, stream: FakeStream) -> None:
+    stream.captured = True
+    for _ in range(2):
+        # The second time, too: in a graph the slot is written to by each replay.
+        with pytest.raises(ConfigError, match="wait_for_all_kernel"):
+            workspace.empty(X.shape, X.dtype)
+    assert workspace.turns.rotation.generation == 0
+
+
+def test_torch_distributed_gets_no_memory_that_other_ranks_store_to(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that has its segment may go on to a kernel while this one sends to a third."""
+    from pcomm.nvls.collectives import reduce_scatter_tensor as plain
+    from pcomm.nvls.collectives import reduce_scatter_v as counted
+
+    sent: list[Tensor] = []
+
+    def reference(out: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        sent.append(x)
+        return x
+
+    x = workspace.empty((SIZE, 3), torch.float64).fill_(1.5)
+    for module in (plain, counted):
+        monkeypatch.setattr(module, "reference", reference)
+    plain.reduce_scatter_tensor(None, x, workspace=workspace)
+    counted.reduce_scatter_v(None, x, [1] * SIZE, workspace=workspace)
+    begin, end = workspace.own_range
+    assert [one.unique().tolist() for one in sent] == [[1.5], [1.5]]
+    assert not [one for one in sent if begin <= one.data_ptr() < end]
 
 
 def test_as_many_calls_are_kept_as_there_is_room_for(workspace: Workspace) -> None:

@@ -16,7 +16,7 @@ from pcomm.nvls.bench.builds import recorded_launches
 from pcomm.nvls.bench.command import command
 from pcomm.nvls.bench.host import BASELINES, DECISION, time_host
 from pcomm.nvls.bench.limits import bytes_of, least_us
-from pcomm.nvls.bench.ranks import RankTime
+from pcomm.nvls.bench.ranks import RankTime, divided_sizes
 from pcomm.nvls.bench.report import host_rows, rank_rows
 from pcomm.nvls.bench.settings import PARTS
 from pcomm.nvls.bench.tune import rows_from_times, tuned
@@ -51,6 +51,11 @@ def test_bytes_on_the_links() -> None:
         bytes_of("gather_to_rank", "p2p", 8, 8)
     least = least_us("all_reduce", "multimem", 8 * MIB, 8, rate=450e9, latency_us=2)
     assert least == pytest.approx(2 + 9 * MIB / 450e9 * 1e6)
+
+
+def test_sizes_can_be_divided_among_any_number_of_ranks() -> None:
+    assert divided_sizes([1 << 13, 1 << 20], 8) == [1 << 13, 1 << 20]
+    assert divided_sizes([1, 48, 49, 1 << 13], 3) == [48, 96, 8208]
 
 
 def test_thresholds_follow_from_the_fastest() -> None:

@@ -114,6 +114,10 @@ def test_strict_refuses_dist_and_nothing_else() -> None:
     )
     with pytest.raises(UnsupportedError, match=r"dist: it is preferred up to 1024 bytes \(by hand"):
         Chooser(FACTS, preferred).choose(SMALL, strict=True)
+    # Behind the size of the table is a slot for which that size is too large as well.
+    small = Chooser(replace(FACTS, slot_bytes=8192))
+    with pytest.raises(UnsupportedError, match=r"p2p: it needs more than a slot .*, 8192 bytes"):
+        small.choose(HUGE, strict=True)
     # What is asked for is no fallback.
     assert able.choose(SMALL._replace(algorithm="dist"), strict=True).algorithm == "dist"
 

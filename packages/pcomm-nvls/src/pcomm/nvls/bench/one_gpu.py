@@ -1,4 +1,4 @@
-"""What one GPU can tell: the cost of a launch and of a barrier in a graph, and if it has multicast.
+"""What one GPU can tell: what a launch, a barrier and the norm cost, and if it has multicast.
 
 Ranks are virtual, in one launch, and reach each other through the memory of the device: these
 times say nothing of NVLink.
@@ -16,10 +16,12 @@ import triton  # type: ignore[import-untyped]
 
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.testing.timing import Row
+from pcomm.nvls.references.normed_rows import rms_norm
 from pcomm.nvls.testing.virtual_ranks import Operation, VirtualRanks
 from pcomm.nvls.workspace.launch import Launch
+from pcomm.nvls.workspace.regions import MAX_BLOCKS
 
-__all__ = ["measure_one_gpu", "multicast_of_one_device"]
+__all__ = ["measure_one_gpu", "multicast_of_one_device", "norm_rows"]
 
 _NAME = "nvls one-gpu"
 _CALLS, _REPLAYS = 50, 20
@@ -31,7 +33,7 @@ def _empty_kernel() -> None:
 
 
 def measure_one_gpu(*, size: int = 8) -> Iterator[Row]:
-    """Rows of the floor of a launch, the cost of barriers and whether there is multicast. Local.
+    """Rows of a launch, of barriers, of the norm, and whether there is multicast. Local.
 
     Args:
         size: Number of virtual ranks.
@@ -69,9 +71,50 @@ def measure_one_gpu(*, size: int = 8) -> Iterator[Row]:
             _REPLAYS,
         )
     ranks.close()
+    yield from norm_rows(device)
     address, reason = multicast_of_one_device()
     case = "multicast address of one device" + (f": {reason}" if reason else "")
     yield Row(_NAME, case, float(address is not None), "there", "", None, 1)
+
+
+def norm_rows(device: torch.device, *, rows: int = 16384, hidden: int = 8192) -> Iterator[Row]:
+    """Rows of residual and norm beside a copy that reads and writes as many bytes. Local.
+
+    Groups of one rank fill the device, `MAX_BLOCKS` blocks each. Addends and residual are read, the
+    new residual and the normed rows written: a copy of a tensor of twice the size does that, too.
+
+    Args:
+        device: GPU.
+        rows: Number of rows of all groups together, about; 4 times their bytes exceed the caches.
+        hidden: Length of a row, in numbers of bf16.
+    """
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    # Two blocks a processor, where there are registers for both.
+    size = max(1, 2 * processors // MAX_BLOCKS)
+    each = rows // size
+    ranks = VirtualRanks(size, each * hidden * 2, device=device)
+    residual = torch.randn(size * each, hidden, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(hidden, device=device, dtype=torch.bfloat16)
+    stream, out = torch.empty_like(residual), torch.empty_like(residual)
+    for rank in range(size):
+        ranks.addends(rank, (each, hidden), residual.dtype).fill_(rank + 1)
+    launch = ranks.launch_norm(out, stream, residual, weight, 1e-6, num_blocks=MAX_BLOCKS)
+    norm_us = _in_graph(partial(ranks.run, launch))
+    own = torch.arange(1, size + 1, device=device).repeat_interleave(each)[:, None]
+    wanted = residual + own.to(residual.dtype)
+    # The order in which squares are added may differ: the last digit of bf16 may, too.
+    torch.testing.assert_close(stream, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(out, rms_norm(wanted, weight, 1e-6), rtol=2**-7, atol=0)
+    source, target = (torch.empty(2, *residual.shape, device=device, dtype=residual.dtype)
+                      for _ in range(2))  # fmt: skip
+    copy_us = _in_graph(partial(target.copy_, source))
+    ranks.close()
+    copy = f"a copy of {2 * source.nbytes >> 20} MiB read and written"
+    norm = f"residual and norm of {size * each} x {hidden}, {size} x {MAX_BLOCKS} blocks"
+    ratio = round(norm_us / copy_us, 3)
+    yield Row(_NAME, copy, round(copy_us, 2), "us", "", None, _REPLAYS)
+    yield Row(_NAME, norm, round(norm_us, 2), "us", copy, ratio, _REPLAYS)
+    yield Row(_NAME, norm, round(copy_us / norm_us, 3), "of the bound", "", None, _REPLAYS)
 
 
 def multicast_of_one_device() -> tuple[int | None, str]:

@@ -19,11 +19,12 @@ from pcomm.core.errors import UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
 from pcomm.nvls.collectives.all_reduce import all_reduce
+from pcomm.nvls.collectives.inputs import VECTOR_BYTES
 from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
 from pcomm.nvls.policy.operations import ALGORITHMS, Algorithm
 from pcomm.nvls.workspace.workspace import Workspace
 
-__all__ = ["RankTime", "check_has_gpus", "measure_ranks"]
+__all__ = ["RankTime", "check_has_gpus", "divided_sizes", "measure_ranks"]
 
 _CALLS, _REPLAYS = 20, 20
 _OPERATIONS: dict[str, Callable[..., Tensor]] = {
@@ -70,11 +71,22 @@ def check_has_gpus() -> None:
         )
 
 
+def divided_sizes(sizes: Sequence[int], world: int) -> list[int]:
+    """The sizes, each rounded up so that a rank's part is a multiple of 16 bytes; none twice. Pure.
+
+    Args:
+        sizes: Sizes of whole tensors, in bytes.
+        world: Number of ranks.
+    """
+    step = VECTOR_BYTES * world
+    return sorted({-(-size // step) * step for size in sizes})
+
+
 def measure_ranks(sizes: Sequence[int]) -> Iterator[RankTime]:
     """Time each operation, algorithm and size. Collective over all ranks of torchrun.
 
     Args:
-        sizes: Sizes of the whole tensors, in bytes.
+        sizes: Sizes of the whole tensors, in bytes; see `divided_sizes`.
 
     Raises:
         UnsupportedError: There are no two GPUs.
@@ -85,8 +97,10 @@ def measure_ranks(sizes: Sequence[int]) -> Iterator[RankTime]:
     try:
         assert dist.group.WORLD is not None
         group = Group.from_process_group("world", dist.group.WORLD)
-        with Workspace(group, max(sizes), lamport_bytes=min(max(sizes), 1 << 20)) as workspace:
-            yield from _all_times(workspace, sizes)
+        divided = divided_sizes(sizes, group.size)
+        largest = max(divided)
+        with Workspace(group, largest, lamport_bytes=min(largest, 1 << 20)) as workspace:
+            yield from _all_times(workspace, divided)
     finally:
         dist.destroy_process_group()
 

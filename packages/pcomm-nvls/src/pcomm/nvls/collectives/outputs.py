@@ -11,7 +11,7 @@ from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES
 from pcomm.nvls.workspace.workspace import Workspace
 
-__all__ = ["check_inputs_outside", "check_result", "deliver", "result_in"]
+__all__ = ["check_inputs_outside", "check_result", "deliver", "outside", "result_in"]
 
 
 def check_result(
@@ -78,6 +78,15 @@ def check_inputs_outside(operation: str, *inputs: Tensor, workspace: Workspace) 
                 why="Only the addends of a reduction may lie in memory of Workspace.empty.",
                 fix="Pass a tensor of other memory, such as a copy of the view.",
             )
+
+
+def outside(x: Tensor, workspace: Workspace) -> Tensor:
+    """`x`, or a copy of it where it lies in the memory of the workspace. Local.
+
+    A reduce-scatter of torch.distributed takes no turn: a rank that has its segment may go on to
+    the next kernel, and store into the slot from which this rank still sends to a third one.
+    """
+    return x if _offset_in(workspace, x) is None else x.clone()
 
 
 def result_in(out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from pcomm.nvls.collectives.inputs import (
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_reduce_scatter_launch
-from pcomm.nvls.collectives.outputs import check_result, deliver, result_in
+from pcomm.nvls.collectives.outputs import check_result, deliver, outside, result_in
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -76,6 +76,7 @@ def reduce_scatter_tensor(
     choice = workspace.choose(question, strict=strict)
     check_result(_NAME, out, shape, x, workspace)
     if choice.algorithm == "dist":
+        x = outside(x, workspace)
         ordered = workspace.deterministic
         given = workspace.group.collectives
         return reference(out, x, collectives=given, dim=dim, deterministic=ordered)

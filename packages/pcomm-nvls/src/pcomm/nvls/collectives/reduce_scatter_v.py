@@ -16,7 +16,7 @@ from pcomm.nvls.collectives.inputs import (
     kind_of,
     way_of,
 )
-from pcomm.nvls.collectives.outputs import check_result, deliver, result_in
+from pcomm.nvls.collectives.outputs import check_result, deliver, outside, result_in
 from pcomm.nvls.collectives.row_counts import RowCounts, check_counts, counts_on
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
@@ -83,6 +83,7 @@ def reduce_scatter_v(
     rows = limits.most_rows if is_counted else int(counts[workspace.group.rank])
     check_result(_NAME, out, (rows, hidden), x, workspace)
     if choice.algorithm == "dist":
+        x = outside(x, workspace)
         ordered = workspace.deterministic
         given = workspace.group.collectives
         return reference(out, x, counts, collectives=given, deterministic=ordered)

@@ -8,6 +8,8 @@ from pcomm.core.errors import UnsupportedError
 from pcomm.nvls.policy.choose import Choice, choose
 from pcomm.nvls.policy.explain import described, explain
 from pcomm.nvls.policy.facts import Facts, Question
+from pcomm.nvls.policy.obstacles import obstacle
+from pcomm.nvls.policy.operations import ALGORITHMS
 from pcomm.nvls.policy.table import Table
 
 __all__ = ["Chooser"]
@@ -74,10 +76,16 @@ class Chooser:
         named = question.algorithm not in ("auto", "dist")
         if not named and not (strict and question.algorithm == "auto"):
             return
-        wanted = f"algo={question.algorithm!r}" if named else "strict=True"
+        wanted = f"algo={question.algorithm!r}"
+        reasons = choice.reasons or (f"dist: {choice.because}",)
+        if not named:
+            # A size of the table may hide that no other table would help, such as a small slot.
+            found = ((name, obstacle(self.facts, question, name)) for name in ALGORITHMS)
+            more = (f"{name}: {reason.text}" for name, reason in found if reason is not None)
+            wanted, reasons = "strict=True", tuple(dict.fromkeys([*reasons, *more]))
         raise UnsupportedError(
             f"{described(self.facts, question)}, {wanted}",
-            found="; ".join(choice.reasons) or f"dist: {choice.because}",
+            found="; ".join(reasons),
             why="All ranks would take torch.distributed, and the call forbids that.",
             fix="Resolve these reasons, or ask for algo='auto' without strict.",
         )

@@ -10,9 +10,11 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from pcomm.nvls.kernels.all_gather import all_gather_kernel
 from pcomm.nvls.kernels.all_reduce import one_shot_all_reduce_kernel, two_shot_all_reduce_kernel
+from pcomm.nvls.kernels.all_reduce_add_rmsnorm import all_reduce_add_rmsnorm_kernel
 from pcomm.nvls.kernels.reduce_scatter import reduce_scatter_kernel
 
 __all__ = [
+    "norm_alone_kernel",
     "virtual_all_gather_kernel",
     "virtual_all_reduce_kernel",
     "virtual_reduce_scatter_kernel",
@@ -147,3 +149,56 @@ def virtual_all_reduce_kernel(
             x, out, num_vectors, buffers, failure, words, failure, slot, limit_ns, rank,
             WORLD, "peers", KIND, ENTRY, False, BLOCK,
         )  # fmt: skip
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_rows", "row_vectors", "inverse_hidden", "eps"]
+)
+def norm_alone_kernel(
+    residual: tl.tensor,
+    weight: tl.tensor,
+    new_residual: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    row_vectors: tl.tensor,
+    inverse_hidden: tl.tensor,
+    eps: tl.tensor,
+    buffers: tl.tensor,
+    epochs: tl.tensor,
+    failure: tl.tensor,
+    slot: tl.tensor,
+    limit_ns: tl.tensor,
+    KIND: tl.constexpr,
+    EPOCHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """`all_reduce_add_rmsnorm_kernel` of many groups of one rank, whose addends are in the slot.
+
+    So the blocks are as many as a GPU has place for, and each byte is moved once: what is left is
+    the norm and the memory.
+
+    Args:
+        residual: Address of the residual of all groups, one behind the other.
+        weight: Address of the weight of the norm: one row.
+        new_residual: Address of the sums, as `residual`.
+        out: Address of the normed rows, as `residual`.
+        num_rows: Number of rows of a group.
+        row_vectors: Size of a row, in 16 bytes; at most `BLOCK`.
+        inverse_hidden: 1 over the length of a row, in numbers.
+        eps: Number that is added to the mean square.
+        buffers: Table of the addresses of the groups' buffers.
+        epochs: Words of all groups, one group after another.
+        failure: Address of a word for the host, as in `barrier`.
+        slot: Byte offset of the addends in a buffer.
+        limit_ns: Longest wait.
+        KIND: "bf16", "fp16" or "fp32".
+        EPOCHS: Number of words of a group.
+        BLOCK: Number of vectors of a row that a block has place for.
+    """
+    group = tl.program_id(1)
+    begin = group.to(tl.int64) * num_rows * row_vectors * 16
+    all_reduce_add_rmsnorm_kernel(
+        residual, residual + begin, weight, new_residual + begin, out + begin, num_rows,
+        row_vectors, inverse_hidden, eps, buffers + group, failure, epochs + group * EPOCHS,
+        failure, slot, limit_ns, group * 0, 1, KIND, "peers", False, True, False, BLOCK,
+    )  # fmt: skip

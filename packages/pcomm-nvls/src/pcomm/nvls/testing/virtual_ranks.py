@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from pcomm.core.errors import ConfigError
 from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES, kind_of
+from pcomm.nvls.collectives.rows import row_threads
 from pcomm.nvls.workspace.launch import Launch
 from pcomm.nvls.workspace.regions import MAX_BLOCKS, Regions
 from pcomm.nvls.workspace.slots import SLOTS, Rotation
@@ -69,16 +71,11 @@ class VirtualRanks:
         self._check_fits(num_blocks)
         turn = self._rotation.next(is_captured=False)
         arguments: dict[str, Any] = {
+            **self._shared_arguments(turn.slot),
             "xs": self._table(xs),
             "outs": self._table(outs),
             "num_vectors": xs[0].nbytes // VECTOR_BYTES,
-            "buffers": self._memories[0].buffer_table,
-            "epochs": self._epochs,
-            "failure": self.failure.data_ptr(),
-            "slot": self._regions.slot(turn.slot),
-            "limit_ns": int(self._timeout_s * 1e9),
             "WORLD": self.size,
-            "EPOCHS": _EPOCHS,
             "ENTRY": turn.needs_entry,
             "BLOCK": 32 * num_warps,
         }
@@ -97,15 +94,76 @@ class VirtualRanks:
                 arguments["SHOTS"] = 1 if operation == "one_shot" else 2
         return Launch(kernel, num_blocks, num_warps, arguments, self.device, (*outs, *xs))
 
+    def launch_norm(
+        self,
+        out: Tensor,
+        new_residual: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        num_blocks: int = 4,
+    ) -> Launch:
+        """The norm of each rank as a group of its own, whose addends are `addends` of it.
+
+        Args:
+            out: Memory for the normed rows of all ranks, `[size * rows, hidden]`, dense.
+            new_residual: Memory for the sums of addends and residual, likewise.
+            residual: Residual of all ranks, likewise; of bf16, fp16 or fp32.
+            weight: Weight of the norm, `[hidden]`.
+            eps: Number that is added to the mean square.
+            num_blocks: Number of blocks of a rank.
+        """
+        from pcomm.nvls.testing.virtual_kernels import norm_alone_kernel
+
+        hidden = residual.shape[1]
+        threads = row_threads(hidden, residual.itemsize)
+        assert threads is not None
+        arguments = {
+            **self._shared_arguments(0),
+            "residual": residual.data_ptr(),
+            "weight": weight.data_ptr(),
+            "new_residual": new_residual.data_ptr(),
+            "out": out.data_ptr(),
+            "num_rows": len(residual) // self.size,
+            "row_vectors": hidden * residual.itemsize // VECTOR_BYTES,
+            "inverse_hidden": 1 / hidden,
+            "eps": eps,
+            "KIND": kind_of(residual.dtype),
+            "BLOCK": threads.block,
+        }
+        tensors = (out, new_residual, residual, weight)
+        warps, registers = threads.num_warps, threads.max_registers
+        return Launch(
+            norm_alone_kernel, num_blocks, warps, arguments, self.device, tensors, registers
+        )
+
+    def addends(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of a rank from which `launch_norm` reads. Local."""
+        start, num_bytes = self._regions.slot(0), math.prod(shape) * dtype.itemsize
+        raw = self._memories[rank].buffer()[start : start + num_bytes]
+        return raw.view(dtype).view(tuple(shape))
+
     def run(self, launch: Launch) -> None:
-        """Enqueue a launch of `launch` on the current stream."""
+        """Enqueue a launch of `launch` or `launch_norm` on the current stream."""
         grid = (launch.num_blocks, self.size)
-        launch.kernel[grid](**launch.arguments, num_warps=launch.num_warps)
+        options = {"num_warps": launch.num_warps, "maxnreg": launch.max_registers}
+        launch.kernel[grid](**launch.arguments, **options)
 
     def close(self) -> None:
         """Give the memory back."""
         for memory in self._memories:
             memory.close()
+
+    def _shared_arguments(self, slot: int) -> dict[str, Any]:
+        return {
+            "buffers": self._memories[0].buffer_table,
+            "epochs": self._epochs,
+            "failure": self.failure.data_ptr(),
+            "slot": self._regions.slot(slot),
+            "limit_ns": int(self._timeout_s * 1e9),
+            "EPOCHS": _EPOCHS,
+        }
 
     def _table(self, tensors: Sequence[Tensor]) -> Tensor:
         addresses = [tensor.data_ptr() for tensor in tensors]

@@ -9,8 +9,7 @@ can be called so, `compiled[grid](*arguments)`, is part of Triton's interface (t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +18,7 @@ from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.nvls.workspace.device_stream import DeviceStream
 from pcomm.nvls.workspace.launch import Launch
 
-__all__ = ["Launcher", "Runner", "is_interpreted"]
-
-Runner = Callable[..., object]
+__all__ = ["Launcher", "Runner", "is_interpreted", "values_of"]
 
 # In these the launcher takes grid, stream, function, metadata, and hooks with what they are told.
 _KNOWN_TRITON = ("3.6.", "3.7.")
@@ -57,10 +54,10 @@ class Launcher:
             return
         with self._stream.on_device():
             runner = self.runner(launch)
-            runner(*_values(launch), stream=self._stream.current())
+            runner.run(values_of(launch), self._stream.current())
 
     def runner(self, launch: Launch) -> Runner:
-        """A function of the arguments of the kernel, and `stream`, that launches it. Local.
+        """The compiled kernel of a launch, with its grid. Local.
 
         The device has to be the current one.
 
@@ -118,27 +115,45 @@ def _interpret(launch: Launch) -> None:
         _interpreter.release()
 
 
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A compiled kernel with its grid.
+
+    Args:
+        public: Launch of the kernel by Triton, of its arguments and `stream`.
+        start: Launch without what hooks are told, of `grid`, stream, `behind` and the arguments;
+            None in versions of Triton that are not known.
+        grid: Number of blocks in each dimension.
+        behind: Function, metadata, and nothing for the hooks.
+        hooks: Settings of Triton, with the hooks of launches.
+    """
+
+    public: Any
+    start: Any
+    grid: tuple[int, int, int]
+    behind: tuple[Any, ...]
+    hooks: Any
+
+    def run(self, arguments: list[Any], stream: int) -> None:
+        """Enqueue the kernel on a stream."""
+        entry, end = self.hooks.launch_enter_hook, self.hooks.launch_exit_hook
+        has_hooks = (entry is not None and entry.calls) or (end is not None and end.calls)
+        if has_hooks or self.start is None:
+            self.public(*arguments, stream=stream)
+        else:
+            self.start(*self.grid, stream, *self.behind, *arguments)
+
+
 def _runner_of(compiled: Any, grid: tuple[int, int, int]) -> Runner:
-    """A function that launches a compiled kernel; in known versions without what hooks are told."""
     import triton  # type: ignore[import-untyped]
 
-    public: Runner = compiled[grid]
-    if not triton.__version__.startswith(_KNOWN_TRITON):
-        return public
-    start, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    hooks = triton.knobs.runtime
-
-    def run(*arguments: Any, stream: int) -> None:
-        entry, end = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if (entry is not None and entry.calls) or (end is not None and end.calls):
-            public(*arguments, stream=stream)
-        else:
-            start(*grid, stream, function, packed, None, None, None, *arguments)
-
-    return run
+    is_known = triton.__version__.startswith(_KNOWN_TRITON)
+    behind = (compiled.function, compiled.packed_metadata, None, None, None) if is_known else ()
+    start = compiled.run if is_known else None
+    return Runner(compiled[grid], start, grid, behind, triton.knobs.runtime)
 
 
-def _values(launch: Launch) -> list[Any]:
+def values_of(launch: Launch) -> list[Any]:
     """The arguments in the order of the parameters."""
     arguments = launch.arguments
     return [arguments[name] for name in launch.kernel.arg_names]

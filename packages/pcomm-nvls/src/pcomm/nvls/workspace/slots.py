@@ -56,7 +56,7 @@ class Rotation:
         self.num_slots = num_slots
         self._generation = 0
         self._was_captured = False
-        self._in_sequence = self._follows = False
+        self._in_sequence = self._follows = self._followed = False
 
     def next(self, *, is_captured: bool) -> Turn:
         """The turn of the next operation.
@@ -64,14 +64,29 @@ class Rotation:
         Args:
             is_captured: True if the operation goes into a CUDA graph.
         """
+        generation = self._generation
+        slot, waits = self.step(is_captured=is_captured)
+        return Turn(slot, waits, generation)
+
+    def step(self, *, is_captured: bool) -> tuple[int, bool]:
+        """As `next`: the slot, and whether all ranks have to meet before the operation writes."""
         self._was_captured |= is_captured
         # A graph may be replayed before anything else, and after any operation.
         may_repeat = self._was_captured and not self._follows
         waits = may_repeat or (self.num_slots == 1 and self._generation > 0)
-        turn = Turn(self._generation % self.num_slots, waits, self._generation)
+        slot = self._generation % self.num_slots
         self._generation += 1
-        self._follows = self._in_sequence
-        return turn
+        self._followed, self._follows = self._follows, self._in_sequence
+        return slot, waits
+
+    def undo(self) -> None:
+        """Have the next turn be the last one again, which was not used; once for each turn.
+
+        Without this the operation after it would have the slot of the operation before it, which
+        another rank may still read.
+        """
+        self._generation -= 1
+        self._follows = self._followed
 
     @property
     def generation(self) -> int:
@@ -92,8 +107,8 @@ class Rotation:
                 why="What follows what is known once.",
                 fix="Leave the inner one out.",
             )
-        self._in_sequence, self._follows = True, False
+        self._in_sequence, self._follows, self._followed = True, False, False
         try:
             yield
         finally:
-            self._in_sequence = self._follows = False
+            self._in_sequence = self._follows = self._followed = False

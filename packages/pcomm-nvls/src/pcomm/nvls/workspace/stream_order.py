@@ -30,6 +30,11 @@ class StreamOrder:
             self._stream.wait_for(last)
         self._last = current
 
+    def same(self) -> int | None:
+        """Handle of the current stream, if that is the one so far and no CUDA graph records it."""
+        current = self._stream.current()
+        return current if current == self._last and not self._stream.is_captured() else None
+
     def next_is_captured(self) -> bool:
         """Whether the next operation goes into a CUDA graph.
 

@@ -27,13 +27,15 @@ class Turns:
     def __init__(self, rotation: Rotation, streams: StreamOrder) -> None:
         self.rotation, self._streams = rotation, streams
         self._prepared: Turn | None = None
+        self._is_for_graph = False
         self.last: Turn | None = None
         self.on_trial: Turn | None = None
 
-    @property
-    def are_plain(self) -> bool:
-        """Whether the next turn is one of the rotation."""
-        return self._prepared is None and self.on_trial is None
+    def plain_stream(self) -> int | None:
+        """Handle of the stream of the next turn, if that is one of the rotation; see `same`."""
+        if self._prepared is not None or self.on_trial is not None:
+            return None
+        return self._streams.same()
 
     def take(self) -> Turn:
         """The turn of the operation that is launched next; once for each operation.
@@ -41,17 +43,20 @@ class Turns:
         Raises:
             ConfigError: It is on another stream than the operations before.
         """
+        self._drop_unless_usable()
         turn = self._prepared
         if turn is None:
             turn = self._next()
-        else:
-            self._prepared = None
-        self.last = turn
+        self._prepared, self.last = None, turn
         return turn
 
     def put_back(self, turn: Turn) -> None:
-        """Have the next operation take a turn that was not used."""
-        self._prepared = turn
+        """Have the next operation take the last turn, which was not used."""
+        self.last = None
+        if turn.is_prepared:
+            self._prepared = turn
+        elif self.on_trial is None:
+            self.rotation.undo()
 
     def hand_out(self) -> tuple[Turn, bool]:
         """The turn of the next operation, whose slot the caller writes to before.
@@ -62,9 +67,18 @@ class Turns:
         Raises:
             ConfigError: It is on another stream than the operations before.
         """
-        turn = self._next() if self._prepared is None else self._prepared
-        self._prepared = Turn(turn.slot, False, turn.generation, is_prepared=True)
+        self._drop_unless_usable()
+        if self._prepared is not None:
+            return self._prepared, False
+        turn = self._next()
+        self._prepared = turn._replace(needs_entry=False, is_prepared=True)
         return self._prepared, turn.needs_entry
+
+    def withdraw(self) -> None:
+        """Undo `hand_out`, of which the ranks have not met."""
+        self._prepared = None
+        if self.on_trial is None:
+            self.rotation.undo()
 
     @contextmanager
     def trial(self, *, needs_entry: bool) -> Iterator[None]:
@@ -84,4 +98,16 @@ class Turns:
     def _next(self) -> Turn:
         if self.on_trial is not None:
             return self.on_trial
-        return self.rotation.next(is_captured=self._streams.next_is_captured())
+        self._is_for_graph = self._streams.next_is_captured()
+        return self.rotation.next(is_captured=self._is_for_graph)
+
+    def _drop_unless_usable(self) -> None:
+        """Withdraw a turn that was handed out within a graph and is used outside, or vice versa.
+
+        The ranks have met once, where it was handed out. A replay that begins after that writes
+        to the slot while they may still read what the replay before has left there.
+        """
+        if self._prepared is None or self.on_trial is not None:
+            return
+        if self._streams.next_is_captured() != self._is_for_graph:
+            self.withdraw()

@@ -210,16 +210,16 @@ class Workspace:
             ConfigError: It would compile a kernel while a CUDA graph is captured.
             PeerTimeoutError: Under the interpreter, a rank did not come.
         """
-        if self.turns.on_trial is not None:
-            self.launcher.compile(launch)
-            return
-        self.launcher.run(launch)
-        self.num_launches += 1
         turn = self.turns.last
-        if call is not None and turn is not None and not self.debug:
-            remember(self.repeats, call, self.launcher, launch, turn)
-        if self.device.type == "cpu":
-            self.check()
+        try:
+            self._enqueue(launch)
+        except Exception:
+            if turn is not None:
+                self.turns.put_back(turn)
+            raise
+        if call is None or turn is None or self.debug or self.turns.on_trial is not None:
+            return
+        remember(self.repeats, call, self.launcher, launch, turn)
 
     def is_in_slot(self, x: Tensor, turn: Turn) -> bool:
         """Whether `x` is what `empty` returned for this turn, so that it need not be copied.
@@ -267,11 +267,15 @@ class Workspace:
         if num_bytes > self.max_bytes:
             raise errors.too_large(shape, dtype, num_bytes, self.max_bytes)
         if self.memory is None:
-            return torch.empty(*shape, dtype=dtype, device=self.device)
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         turn, needs_entry = self.turns.hand_out()
         if needs_entry:
             # Before the caller writes there: other ranks may still read what was in it.
-            self._wait_for_all()
+            try:
+                self._wait_for_all()
+            except Exception:
+                self.turns.withdraw()
+                raise
         return self._slot_view(turn, shape, dtype)
 
     def prepare(self, operations: Callable[[], object]) -> None:
@@ -371,7 +375,7 @@ class Workspace:
         assert memory is not None
         num_bytes = math.prod(shape) * dtype.itemsize
         start = self.regions.slot(turn.slot)
-        view = memory.buffer()[start : start + num_bytes].view(dtype).view(*shape)
+        view = memory.buffer()[start : start + num_bytes].view(dtype).view(tuple(shape))
         self._generations[view] = turn.generation
         return view
 
@@ -391,7 +395,16 @@ class Workspace:
 
         way = "multicast" if self.capability.multicast else "peers"
         arguments = {**self.shared_arguments(), "WAY": way}
-        self.run(Launch(wait_for_all_kernel, 1, 4, arguments, self.device))
+        self._enqueue(Launch(wait_for_all_kernel, 1, 4, arguments, self.device))
+
+    def _enqueue(self, launch: Launch) -> None:
+        if self.turns.on_trial is not None:
+            self.launcher.compile(launch)
+            return
+        self.launcher.run(launch)
+        self.num_launches += 1
+        if self.device.type == "cpu":
+            self.check()
 
     def _agree(self, what: str, lines: Sequence[str], error: PcommError | None = None) -> None:
         topic = f"nvls: {what}"

@@ -27,7 +27,8 @@ def not_handed_out(offset: int) -> ConfigError:
         "an operation on a view of the workspace",
         found=f"a tensor at byte {offset} of it, which was not handed out for this operation",
         why="Other ranks write into that memory, and it has been written since.",
-        fix="Use what workspace.empty() returned last, or a copy of the view.",
+        fix="Use what workspace.empty() returned last, in the same CUDA graph as the operation, "
+        "or a copy of the view.",
     )
 
 
