@@ -15,6 +15,7 @@ import torch
 from pcomm.core.control.control import Control
 from pcomm.core.groups import communicators
 from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.options import CommOptions
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.process.resilient_ranks import ResilientRanks
 from pcomm.core.testing.living import Living
@@ -60,7 +61,9 @@ def task(place):
     tensors, num_failed = [], 0
     while (number := control.generation) < NUM_GENERATIONS:
         topology = Topology({"dp": SIZE}).with_failed(sorted(set(range(SIZE)) - set(control.ranks)))
-        specs = ["dp", GroupSpec.of_ranks((0, 1), "tail")]
+        # With options, gloo is another backend to torch.
+        options = CommOptions(threads=1)
+        specs = ["dp", GroupSpec.of_ranks((0, 1), "tail", options=options)]
         groups = open_groups(topology, specs, control=control)
         total = groups["dp"].collectives.all_reduce(torch.tensor([10**rank]))
         assert int(total) == sum(10**r for r in control.ranks)
