@@ -98,7 +98,8 @@ class WorkQueue:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A collection of cycles may call `forget` on a thread that holds it.
+        self._lock = threading.RLock()
         self._not_begun: deque[Transfer] = deque()
         self._is_open = True
         # Words and not the exception, which would hold the frames of all who have raised it.
