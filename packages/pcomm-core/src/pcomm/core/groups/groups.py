@@ -133,11 +133,12 @@ class Groups(Mapping[str | tuple[str, str], Group]):
     ) -> Groups:
         """The same groups with other names, and other numbers for their ranks. Local.
 
-        So each rank finds its own of many groups of explicit ranks under one name. Both use the
-        same communicators; closing one closes those of the other too.
+        So each rank finds its own of many groups of explicit ranks under one name. Of groups that
+        get the same key it has the one that was opened last. Both use the same communicators;
+        closing one closes those of the other too.
 
         Args:
-            names: Name of a group by the one it was opened with; others keep theirs.
+            names: New name of a group by its present one; others keep theirs.
             ranks: Number of each rank by its present one, in the same order, where processes are
                 numbered without the ranks that are gone; None to keep the numbers.
         """
