@@ -37,7 +37,7 @@ class ConnectingStore(dist.Store):
 
     # Torch calls these by name and place. It gives values as bytes.
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until the keys are there."""
         if timeout is None:
             return self._store.wait(keys)
