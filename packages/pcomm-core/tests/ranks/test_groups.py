@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, distributed_c10d
 
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.errors import PeerError, TopologyError, UnsupportedError
-from pcomm.core.groups import communicators, groups
+from pcomm.core.groups import communicators, opening
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import Groups, open_groups
 from pcomm.core.groups.options import CommOptions
@@ -128,7 +128,7 @@ def test_one_rank_needs_no_torch_distributed() -> None:
         mock.patch.object(dist, "init_process_group", forbidden),
         mock.patch.object(dist, "new_group", forbidden),
         mock.patch.object(dist, "destroy_process_group", forbidden),
-        mock.patch.object(groups, "new_communicator", forbidden),
+        mock.patch.object(opening, "new_communicator", forbidden),
         mock.patch.object(dist.distributed_c10d, "_get_default_store", forbidden),
         open_groups(topology, ["tp", "dp_tp", ("dp", "gather"), "expert.ep"]) as opened,
     ):
@@ -248,7 +248,7 @@ def test_a_failure_half_way_closes_what_was_made(rank: int) -> None:
         return made[0]
 
     with (
-        mock.patch.object(groups, "new_communicator", only_one),
+        mock.patch.object(opening, "new_communicator", only_one),
         pytest.raises(RuntimeError, match="no more memory"),
     ):
         open_groups(Topology({"dp": 2}), ["dp", ("dp", "gather")])
@@ -262,7 +262,7 @@ def test_a_rank_whose_own_communicators_are_fine_hears_of_the_failure_of_others(
     fails = mock.Mock(side_effect=RuntimeError("no more memory"))
     with contextlib.ExitStack() as stack:
         if rank > 1:
-            stack.enter_context(mock.patch.object(groups, "new_communicator", fails))
+            stack.enter_context(mock.patch.object(opening, "new_communicator", fails))
         with pytest.raises(PeerError if rank < 2 else RuntimeError, match="no more memory"):
             open_groups(SQUARE, ["tp"], timeout_s=20.0)
     assert num_communicators() == before

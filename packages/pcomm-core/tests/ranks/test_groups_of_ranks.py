@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import DivergenceError, PeerError, TopologyError
+from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import open_groups
 from pcomm.core.groups.spec import GroupSpec
@@ -35,6 +36,7 @@ def test_ranks_open_the_groups_that_they_belong_to_and_no_others(rank: int) -> N
     sets = {"low": (0, 1, 2), "high": (1, 2, 3), "ends": (0, 3), "one": (2,), "all": (0, 1, 2, 3)}
     # In any order, as it comes out of a plan.
     specs = [GroupSpec.of_ranks(members[::-1], name) for name, members in sets.items()]
+    specs[0] = GroupSpec("low", ranks=(2, 0, 1))
     mine = {name: members for name, members in sets.items() if rank in members}
     with open_groups(LINE, [*specs[:2], "dp", *specs[2:]], timeout_s=WAIT_S) as groups:
         assert {key for key in groups if isinstance(key, str)} == {*mine, "dp"}
@@ -120,3 +122,53 @@ def test_a_failed_rank_belongs_to_no_group(rank: int) -> None:
         assert sum_of_ranks(groups["left"]) == {101}
     with pytest.raises(TopologyError, match=r"ranks 1, and .* by ranks 0,2"):
         open_groups(topology, [GroupSpec.of_ranks((0, 1), "x")], timeout_s=WAIT_S)
+
+
+@ranks(3)
+def test_relabelled_groups_have_other_names_and_numbers_and_the_same_communicators(
+    rank: int,
+) -> None:
+    before = num_communicators()
+    pairs = {"low": (0, 1), "high": (1, 2)}
+    specs = [GroupSpec.of_ranks(members, name) for name, members in pairs.items()]
+    specs.append(GroupSpec.of_ranks((0, 1, 2), "all", "gather"))
+    groups = open_groups(Topology({"dp": 3}), specs, timeout_s=WAIT_S)
+    own, other = ("high", "low") if rank == 2 else ("low", "high")
+    named = groups.relabelled({own: "pair", "all": "every"})
+    kept = {other} if rank == 1 else set()
+    assert {key for key in named if isinstance(key, str)} == {"pair", *kept}
+    assert named["every", "gather"].name == "every"
+    assert (named["pair"].ranks, named["pair"].rank) == (groups[own].ranks, groups[own].rank)
+    assert named["pair"].collectives is groups[own].collectives
+    assert named["pair"].differentiable is groups[own].differentiable
+    assert (named.control, named.topology) == (groups.control, groups.topology)
+    assert groups[own].name == own
+
+    numbered = named.relabelled({}, {0: 0, 1: 5, 2: 7})
+    assert numbered["pair"].ranks == {"low": (0, 5), "high": (5, 7)}[own]
+    assert numbered["pair"].rank == groups[own].rank
+    assert sum_of_ranks(numbered["every", "gather"]) == {1 + 10**5 + 10**7}
+    # The control of the groups knows the ranks by their numbers of before.
+    assert numbered.control is None
+    agree_in_group(numbered["every", "gather"], "test", ["same"], timeout_s=WAIT_S)
+
+    called: list[str] = []
+    numbered["pair"].before_close(lambda: called.append("closes"))
+    named.close()
+    assert called == ["closes"]
+    for one in (groups, numbered):
+        one.close()
+    for handle in (groups, numbered):
+        assert len(handle) == 0
+    assert num_communicators() == before
+
+
+@ranks(2)
+def test_of_relabelled_groups_with_one_key_the_last_one_has_it(rank: int) -> None:
+    specs = [GroupSpec.of_ranks((0, 1), "first"), GroupSpec.of_ranks((rank,), f"alone{rank}")]
+    specs.append(GroupSpec.of_ranks((1 - rank,), f"alone{1 - rank}"))
+    specs.sort(key=lambda spec: spec.axes)
+    with open_groups(Topology({"dp": 2}), specs, timeout_s=WAIT_S) as groups:
+        named = groups.relabelled({f"alone{rank}": "first"})
+        assert list(named) == [("first", ""), "first"]
+        assert named["first"].size == 2

@@ -84,8 +84,8 @@ def test_operations_in_flight_are_left_once_a_rank_has_failed(rank: int) -> None
 
         group = groups.with_collectives(lambda g: interruptible(g.collectives, failure))["dp"]
 
-        def leaves(call: Callable[[], object]) -> None:
-            """`call` is left by ranks 0 and 1, and ends on rank 2, which is late."""
+        def assert_left(call: Callable[[], object]) -> None:
+            """Make sure that ranks 0 and 1 leave `call`; it ends on rank 2, which is late."""
             nonlocal turn
             turn += 1
             if rank == 2:
@@ -105,15 +105,15 @@ def test_operations_in_flight_are_left_once_a_rank_has_failed(rank: int) -> None
             start = getattr(group.collectives, f"{operation}_async")
             for length in (SMALL, LARGE):
                 x = numbers(rank, length)
-                leaves(lambda: getattr(group.collectives, operation)(x, **options))  # noqa: B023
-                leaves(lambda: start(x, **options).wait())  # noqa: B023
+                assert_left(lambda: getattr(group.collectives, operation)(x, **options))  # noqa: B023
+                assert_left(lambda: start(x, **options).wait())  # noqa: B023
             leaf = numbers(rank, SMALL).requires_grad_()
-            leaves(lambda: getattr(group.differentiable, operation)(leaf, **options))  # noqa: B023
+            assert_left(lambda: getattr(group.differentiable, operation)(leaf, **options))  # noqa: B023
             if rank == 2:
-                leaves(lambda: start(numbers(2, SMALL), **options).wait())  # noqa: B023
+                assert_left(lambda: start(numbers(2, SMALL), **options).wait())  # noqa: B023
             else:
                 pending = start(numbers(rank, SMALL), **options)
-                leaves(pending.wait)
+                assert_left(pending.wait)
                 # The rank that was late has joined, or will soon.
                 is_listening = False
                 assert len(pending.wait()) == lengths.get(operation, SMALL)
@@ -122,5 +122,5 @@ def test_operations_in_flight_are_left_once_a_rank_has_failed(rank: int) -> None
             # A forward that all join, and a backward that rank 2 joins late.
             turn += 1
             result = getattr(group.differentiable, operation)(leaf, **options)
-            leaves(lambda: result.sum().backward())  # noqa: B023
+            assert_left(lambda: result.sum().backward())  # noqa: B023
             control.agree("test: next")

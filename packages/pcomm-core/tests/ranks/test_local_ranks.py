@@ -16,7 +16,7 @@ from pcomm.core.errors import ConfigError
 from pcomm.core.process.local_ranks import LocalRanks, RankError, run_local
 from pcomm.core.testing.on_ranks import RankPool
 from pcomm.core.testing.patience import scaled_s, wait_until
-from pcomm.core.testing.programs import Programs
+from pcomm.core.testing.programs import Programs, is_running
 
 # The tasks are `exec` and `eval`: a test module has no name under which another process could
 # import functions from it.
@@ -401,12 +401,3 @@ def test_this_process_stays_out_of_it() -> None:
         assert folder.exists()
     assert not folder.exists()
     assert torch.get_num_threads() >= 1
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process is there and not a zombie that nobody has waited for."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"

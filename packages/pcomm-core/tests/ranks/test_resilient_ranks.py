@@ -19,7 +19,7 @@ from pcomm.core.process.rank_error import RankError
 from pcomm.core.process.resilient_ranks import ResilientRanks
 from pcomm.core.testing.living import Living
 from pcomm.core.testing.patience import scaled_s, wait_until
-from pcomm.core.testing.programs import Programs
+from pcomm.core.testing.programs import Programs, is_running
 
 PROGRAM = """
 import os, pickle, signal, sys, time
@@ -27,10 +27,12 @@ import torch, torch.distributed as dist
 from pcomm.core.control.control import Control
 from pcomm.core.groups.groups import open_groups
 from pcomm.core.process import resilient_process
+from pcomm.core.process.rank_error import RankError
 from pcomm.core.process.resilient_ranks import ResilientRanks
 from pcomm.core.topology import Topology
 
 SIZE, WAIT_S = 4, 3600.0
+PLACES = ["has not begun", "in first_place", "in second_place"]
 # Every second generation is of all ranks and loses one of these; the next one goes on without it.
 VICTIMS = {0: 3, 2: 0, 4: 1}
 
@@ -82,6 +84,40 @@ def pauses(place):
         return f"rank {place.rank} has stopped"
 
 
+def in_two_places(place):
+    first_place()
+    second_place()
+
+
+def first_place():
+    wait_for("in first_place", "leave first_place")
+
+
+def second_place():
+    wait_for("in second_place", "leave second_place")
+
+
+def wait_for(told, awaited):
+    open(os.path.join(os.environ["FOLDER"], told), "w").close()
+    while not os.path.exists(os.path.join(os.environ["FOLDER"], awaited)):
+        time.sleep(0.01)
+
+
+class AfterCtrlC:
+    '''What a report is pickled by, in a process that gets a Ctrl-C once its task is over.'''
+
+    dumps = staticmethod(pickle.dumps)
+
+    @staticmethod
+    def dump(report, pipe):
+        os.kill(os.getpid(), signal.SIGINT)
+        pickle.dump(report, pipe)
+
+
+def gets_a_request_late(place):
+    resilient_process.pickle = AfterCtrlC
+
+
 class HalfOfIt:
     '''What a report is pickled by, in a process that stands still before the second half of it.'''
 
@@ -105,6 +141,30 @@ def stands_still(place):
 
 
 def main(job):
+    if job == "late":
+        with ResilientRanks(1) as ranks:
+            ranks.start(gets_a_request_late)
+            print(ranks.wait()[0].reason)
+        return
+    if job == "stacks":
+        with ResilientRanks(1) as ranks:
+            ranks.start(in_two_places)
+            for place, opened in (
+                ("has not begun", "begin"),
+                ("in first_place", "leave first_place"),
+                ("in second_place", "leave second_place"),
+            ):
+                if place.startswith("in "):
+                    while not os.path.exists(os.path.join(os.environ["FOLDER"], place)):
+                        time.sleep(0.01)
+                try:
+                    ranks.wait(timeout_s=0.0)
+                except RankError as problem:
+                    told = str(problem)
+                print([name for name in PLACES if name in told])
+                open(os.path.join(os.environ["FOLDER"], opened), "w").close()
+            print(ranks.wait()[0].reason)
+        return
     if job == "half":
         with ResilientRanks(3) as ranks:
             ranks.start(stands_still)
@@ -140,6 +200,9 @@ def main(job):
 
 if __name__ == "__main__":
     main(sys.argv[1])
+elif sys.argv[1] == "stacks":
+    # A rank that runs this file is not yet in its task.
+    wait_for("imports", "begin")
 """
 
 
@@ -170,6 +233,22 @@ def test_a_rank_that_stands_still_within_its_report_keeps_nobody(
     told = done.stdout + done.stderr
     killed = "killed by SIGKILL"
     assert done.stdout.splitlines() == [killed, killed, "closed"], told
+
+
+def test_stacks_of_ranks_that_go_on_are_those_of_now(
+    program: Path, programs: Programs, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "FOLDER": str(tmp_path)}
+    done = programs.run(sys.executable, program, "stacks", env=environment)
+    places = ["has not begun", "in first_place", "in second_place"]
+    assert done.stdout.splitlines() == [*(f"{[place]}" for place in places), "finished"], done
+
+
+def test_a_request_after_the_task_does_not_lose_its_report(
+    program: Path, programs: Programs
+) -> None:
+    done = programs.run(sys.executable, program, "late")
+    assert done.stdout == "finished\n", done
 
 
 @pytest.mark.parametrize("request_", ["kill", "Ctrl-C"])
@@ -234,12 +313,3 @@ def test_calls_at_the_wrong_time_are_refused() -> None:
         ranks.kill(0)
     with pytest.raises(RankError, match="closed"):
         ranks.join_again(0)
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process is there and not a zombie that nobody has waited for."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import sys
 import threading
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from pcomm.core.groups.own_connections import OwnConnections
+from pcomm.core.process import unconnected_default as unconnected
 from pcomm.core.process.unconnected_default import unconnected_default
 
 
@@ -44,6 +47,37 @@ def test_connections_are_known_where_one_communicator_was_made_and_not_where_two
         one.shut_down()
         with pytest.raises(BrokenPipeError):
             first.send(b"ended")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what a poll watches")
+def test_numbers_that_are_other_files_by_now_are_left_alone() -> None:
+    with contextlib.ExitStack() as held:
+        with OwnConnections.recorded() as known:
+            ours = held.enter_context(_communicator_like())
+        number = ours.detach()
+        os.close(number)
+        # Files take the lowest number that is free.
+        files = [held.enter_context(open(os.devnull)) for _ in range(8)]
+        assert number in {file.fileno() for file in files}
+        before = os.listdir("/proc/self/fd")
+        known.shut_down()
+        assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_default_group_that_cannot_begin_keeps_no_later_one() -> None:
+    store = dist.HashStore()
+
+    def cannot() -> None:
+        with pytest.raises(ValueError, match="no rank 5"), unconnected_default(store, 5, 1):
+            raise AssertionError("entered")
+
+    with mock.patch.object(unconnected, "_begin", side_effect=ValueError("no rank 5")):
+        thread = threading.Thread(target=cannot)
+        thread.start()
+        thread.join()
+    with unconnected_default(store, 0, 1):
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
 
 
 def test_a_thread_that_is_done_leaves_the_default_group_to_one_that_is_not() -> None:

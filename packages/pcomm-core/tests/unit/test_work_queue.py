@@ -332,6 +332,23 @@ def test_what_is_abandoned_in_flight_ends_with_an_error_while_its_memory_is_kept
     wait_until(lambda: memory() is None, "the end of what was abandoned")
 
 
+def test_a_collection_within_a_failure_may_drop_the_memory(log: list[str]) -> None:
+    queue = WorkQueue()
+
+    class Collects(Exception):
+        def __str__(self) -> str:
+            # The finalizer of the process group, wherever a collection of cycles comes.
+            queue.forget()
+            return "gone"
+
+    step = Step("a", log, fails_in="finish", problem=Collects())
+    transfer, ended = queue.start(step, is_async=True), Signal()
+    transfer.on_done(ended.set)
+    ended.await_()
+    with pytest.raises(Collects):
+        transfer.wait()
+
+
 def test_a_blocking_operation_runs_here_when_nothing_is_on_its_way(
     queue: WorkQueue, log: list[str]
 ) -> None:

@@ -14,17 +14,23 @@ private to torch, so this file is the only one that calls it.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pcomm.core.collectives.autograd import differentiable
 from pcomm.core.collectives.backend import new_collectives
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.control.rank_sets import spelled
+from pcomm.core.errors import PeerTimeoutError
+from pcomm.core.groups.connecting_store import ConnectingStore
 from pcomm.core.groups.never_freed import never_freed
 from pcomm.core.groups.options import Granted
 from pcomm.core.groups.own_connections import OwnConnections
@@ -49,10 +55,12 @@ class Communicator:
         collectives: Operations without gradients.
         differentiable: Operations with gradients.
         connections: Connections of its own; none where they are not known.
+        found_in: Store in which its members found each other, if it is not that of the caller.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.connections = OwnConnections()
+        self.found_in: ConnectingStore | None = None
         self._inner = new_collectives(process_group)
         self.collectives: Collectives = self._inner
         self.differentiable: Collectives = differentiable(self._inner)
@@ -104,6 +112,7 @@ def new_communicator(
     store: dist.Store,
     rank: int,
     description: str,
+    connect_s: float = math.inf,
 ) -> dist.ProcessGroup:
     """A communicator of `ranks`, owned by the caller. Collective: its members call it, no others.
 
@@ -114,34 +123,60 @@ def new_communicator(
         store: Store in which the members find each other.
         rank: Global rank of this process, one of `ranks`.
         description: Name in torch's own reports.
+        connect_s: Seconds to wait for members to connect, on gloo; at most the limit of operations.
+
+    Raises:
+        PeerTimeoutError: A member did not come to connect.
+        RuntimeError: Torch's, if a member failed while it connected.
     """
+    make = partial(_new_process_group, name, ranks, granted, rank, description)
     with unconnected_default(store, rank, 1 + ranks[-1]):
-        if granted.backend != "gloo":
-            return _new_process_group(name, ranks, granted, store, rank, description)
+        if granted.backend.startswith("gloo"):
+            return _connected(make, store, connect_s, f"{description}: ranks {spelled(ranks)}")
+        return make(store)
+
+
+def _connected(
+    make: Callable[[dist.Store], dist.ProcessGroup],
+    store: dist.Store,
+    connect_s: float,
+    asked: str,
+) -> dist.ProcessGroup:
+    """A group that connects when it is made, with its connections; `asked` is for the message."""
+    found_in = ConnectingStore(store, connect_s)
+    try:
         with OwnConnections.recorded() as connections:
-            made = _new_process_group(name, ranks, granted, store, rank, description)
-        communicator_of(made).connections = connections
-        return made
+            made = make(found_in)
+    except RuntimeError as problem:
+        if found_in.timed_out_s is None:
+            raise
+        raise PeerTimeoutError(
+            asked,
+            found=f"a rank did not come to connect within {found_in.timed_out_s:g} s",
+            why="Each member of a communicator connects to every other one.",
+            fix="Look for an error of one of these ranks; raise PCOMM_TIMEOUT_S if they are slow.",
+        ) from problem
+    found_in.lift()
+    communicator = communicator_of(made)
+    communicator.found_in, communicator.connections = found_in, connections
+    return made
 
 
 def _new_process_group(
     name: str,
     ranks: Sequence[int],
     granted: Granted,
-    store: dist.Store,
     rank: int,
     description: str,
+    store: dist.Store,
 ) -> dist.ProcessGroup:
-    default = distributed_c10d._get_default_group()
     backend = dist.Backend(granted.backend)
     timeout = granted.timeout or distributed_c10d._get_default_timeout(backend)
     if granted.pg_options is not None:
         # Torch warns where the two differ.
         granted.pg_options._timeout = timeout
-    # Torch asks the backend for this device at once, which one of CPU tensors does not have.
-    device = default.bound_device_id if "nccl" in granted.backend else None
-    with _without_splitting(default):
-        process_group, _ = distributed_c10d._new_process_group_helper(
+    with _without_splitting(distributed_c10d._get_default_group()) as bound_device:
+        made, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
             ranks.index(rank),
             list(ranks),
@@ -150,12 +185,13 @@ def _new_process_group(
             name,  # type: ignore[arg-type]
             backend_options=granted.pg_options,
             timeout=timeout,
-            device_id=device,
+            # Torch asks the backend for it at once, which one of CPU tensors does not have.
+            device_id=bound_device if "nccl" in granted.backend else None,
             group_desc=description,
         )
-    distributed_c10d._world.pg_group_ranks[process_group] = {r: i for i, r in enumerate(ranks)}
-    assert isinstance(process_group, dist.ProcessGroup)
-    return process_group
+    assert isinstance(made, dist.ProcessGroup)
+    distributed_c10d._world.pg_group_ranks[made] = {r: i for i, r in enumerate(ranks)}
+    return made
 
 
 def close_communicator(process_group: dist.ProcessGroup) -> None:
@@ -212,19 +248,19 @@ def _forget(process_group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def _without_splitting(default: dist.ProcessGroup) -> Iterator[None]:
-    """Make torch open connections of their own for a new group.
+def _without_splitting(default: dist.ProcessGroup) -> Iterator[torch.device | None]:
+    """Make torch open connections of their own for a new group; yields the device of the default.
 
     With a device bound to the default group, torch splits new NCCL groups off that group's
     communicator, and then every rank of it has to take part, members or not. Here only the members
     do: others may belong to another topology, or have failed.
     """
-    device = default.bound_device_id
+    device: torch.device | None = default.bound_device_id
     if device is None:
-        yield
+        yield None
         return
     default.bound_device_id = None
     try:
-        yield
+        yield device
     finally:
         default.bound_device_id = device

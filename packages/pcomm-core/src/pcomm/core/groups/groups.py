@@ -15,21 +15,16 @@ import torch.distributed as dist
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.control.control import Control
 from pcomm.core.control.transaction import all_or_none
-from pcomm.core.errors import PcommError, TopologyError, near_misses
+from pcomm.core.errors import TopologyError, near_misses
 from pcomm.core.groups.closing import Closing
-from pcomm.core.groups.communicators import (
-    abandon_communicator,
-    close_communicator,
-    new_communicator,
-)
+from pcomm.core.groups.communicators import abandon_communicator, close_communicator
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.never_freed import never_freed
-from pcomm.core.groups.open_checks import callers_of, check_callers, wanted_groups
-from pcomm.core.groups.options import Granted, Rails, grant
+from pcomm.core.groups.open_checks import callers_of
+from pcomm.core.groups.opening import Made, agree_on_groups, connected_groups
 from pcomm.core.groups.own_collectives import with_own_collectives
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.groups.table import table_of_groups
-from pcomm.core.process import environment
 from pcomm.core.topology import Topology
 
 __all__ = ["Groups", "open_groups"]
@@ -131,20 +126,19 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         Both use the same communicators; closing one closes those of the other too.
         """
         others = [group.with_collectives(make(group)) for group in self._distinct()]
-        groups = Groups(others, topology=self.topology, control=self.control, closing=self._closing)
-        groups._owned = self._owned
-        return groups
+        return self._sharing(others, self.control)
 
     def relabelled(
         self, names: Mapping[str, str], ranks: Mapping[int, int] | None = None
     ) -> Groups:
         """The same groups with other names, and other numbers for their ranks. Local.
 
-        So each rank finds its own of many groups of explicit ranks under one name. Both use the
-        same communicators; closing one closes those of the other too.
+        So each rank finds its own of many groups of explicit ranks under one name. Of groups that
+        get the same key it has the one that was opened last. Both use the same communicators;
+        closing one closes those of the other too.
 
         Args:
-            names: Name of a group by the one it was opened with; others keep theirs.
+            names: New name of a group by its present one; others keep theirs.
             ranks: Number of each rank by its present one, in the same order, where processes are
                 numbered without the ranks that are gone; None to keep the numbers.
         """
@@ -153,10 +147,7 @@ class Groups(Mapping[str | tuple[str, str], Group]):
             own = group.ranks if ranks is None else tuple(ranks[rank] for rank in group.ranks)
             others.append(group.relabelled(names.get(group.name, group.name), own))
         # Each group still agrees by the control that it was opened with.
-        control = self.control if ranks is None else None
-        groups = Groups(others, topology=self.topology, control=control, closing=self._closing)
-        groups._owned = self._owned
-        return groups
+        return self._sharing(others, self.control if ranks is None else None)
 
     def close(self) -> None:
         """Close the communicators that these groups own, last opened first. Collective.
@@ -222,6 +213,13 @@ class Groups(Mapping[str | tuple[str, str], Group]):
                 raise
             # The error of the block is the cause of this one.
             value.add_note(f"closing the groups: {type(problem).__name__}: {problem}")
+
+    def _sharing(self, groups: Sequence[Group], control: Control | None) -> Groups:
+        """`groups`, with the communicators and the calls before the close of these."""
+        others = Groups(groups, topology=self.topology, control=control, closing=self._closing)
+        # The same list: closing one empties it for the other.
+        others._owned = self._owned
+        return others
 
     def _distinct(self) -> list[Group]:
         return [group for key, group in self._groups.items() if isinstance(key, tuple)]
@@ -293,31 +291,15 @@ def open_groups(
         FencedError: A newer generation than that of `control` has begun.
     """
     callers = callers_of(topology) if control is None else control
-    error: PcommError | None = None
-    wanted: list[GroupSpec] = []
-    granted: list[Granted] = []
-    wait_s = environment.TIMEOUT_S.default if timeout_s is None else timeout_s
-    try:
-        environment.check()
-        wait_s = callers.wait_s(timeout_s)
-        check_callers(topology, callers, is_given=control is not None)
-        wanted = wanted_groups(topology, specs)
-        granted = [grant(spec.options, spec.backend or backend, group=spec.axes) for spec in wanted]
-    except PcommError as problem:
-        error = problem
-    lines = [f"topology {topology.describe()}", f"backend {backend}"]
-    rails = Rails()
-    lines += [spec.describe(rails) for spec in wanted]
-    agreement = callers.agree("open_groups", lines, error=error, timeout_s=wait_s)
-    closing = Closing()
-    made: dict[tuple[object, ...], dist.ProcessGroup] = {}
-
-    def connect() -> list[Group]:
-        return [
-            _open(topology, spec, grants, callers, agreement, made, closing)
-            for spec, grants in zip(wanted, granted, strict=True)
-            if spec.ranks is None or callers.rank in spec.ranks
-        ]
+    agreed = agree_on_groups(
+        topology,
+        specs,
+        callers,
+        is_given=control is not None,
+        backend=backend,
+        timeout_s=timeout_s,
+    )
+    made, closing = Made(), Closing()
 
     def undo(_: Exception | None) -> list[Exception]:
         try:
@@ -326,76 +308,23 @@ def open_groups(
             return [problem]
         return []
 
+    def agree(step: str, error: Exception | None) -> None:
+        # A rank that waits in vain for one that failed is later than that by as much.
+        callers.fail_together(f"open_groups: {step}", error, timeout_s=2 * agreed.wait_s)
+
     # A communicator that is closed while a peer still connects to it is an error there, so no
     # rank goes on before all are done.
     opened, _ = all_or_none(
-        connect,
-        lambda _, error: callers.fail_together("open_groups: connecting", error, timeout_s=wait_s),
+        lambda: connected_groups(agreed, made, closing),
+        lambda _, error: agree("connecting", error),
         undo,
     )
     if collectives is not None:
         opened, _ = all_or_none(
-            lambda: with_own_collectives(opened, collectives, timeout_s=wait_s),
-            lambda _, error: callers.fail_together(
-                "open_groups: collectives", error, timeout_s=wait_s
-            ),
+            lambda: with_own_collectives(opened, collectives, timeout_s=agreed.wait_s),
+            lambda _, error: agree("collectives", error),
             undo,
         )
     return Groups(
-        opened,
-        owned=list(made.values()),
-        topology=topology,
-        control=callers,
-        closing=closing,
-    )
-
-
-def _open(
-    topology: Topology,
-    spec: GroupSpec,
-    granted: Granted,
-    control: Control,
-    agreement: str,
-    made: dict[tuple[object, ...], dist.ProcessGroup],
-    closing: Closing,
-) -> Group:
-    """One group, whose communicator is found in `made` or added there."""
-    rank = control.rank
-    members = topology.members(rank, spec.axes) if spec.ranks is None else spec.ranks
-    own = control.among(members)
-    if len(members) == 1:
-        return Group(
-            spec.axes,
-            members,
-            None,
-            role=spec.role,
-            asked=spec.options.asked,
-            closing=closing,
-            control=own,
-        )
-    identity = (members, spec.role, spec.options, granted.backend)
-    if identity not in made:
-        # Only members create a group: at 100,000 ranks no rank can create all of them.
-        key = f"{spec.axes}:{spec.role}"
-        name = f"{agreement}/{key}/{members[0]}"
-        assert control.store is not None
-        made[identity] = new_communicator(
-            name,
-            members,
-            granted,
-            store=control.store,
-            rank=rank,
-            description=f"pcomm:{key}",
-        )
-    return Group(
-        spec.axes,
-        members,
-        made[identity],
-        role=spec.role,
-        rank=members.index(rank),
-        asked=spec.options.asked,
-        granted=granted.fields,
-        refused=granted.refused,
-        closing=closing,
-        control=own,
+        opened, owned=list(made.values()), topology=topology, control=callers, closing=closing
     )

@@ -104,7 +104,12 @@ def _is_open(number: int, identity: int) -> bool:
 
 
 def _socket(number: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(number))
+    own = os.dup(number)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:  # another kind of file by now
+        os.close(own)
+        raise
 
 
 def _is_listening(number: int) -> bool:

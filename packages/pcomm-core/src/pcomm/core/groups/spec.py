@@ -22,8 +22,8 @@ class GroupSpec:
         options: Wishes for the communicator.
         backend: `"gloo"` or `"nccl"` for this group alone, such as gloo for the control plane of
             a job on GPUs; empty for that of `open_groups`.
-        ranks: Global ranks of a group of explicit ranks, as `of_ranks` makes it; None for one that
-            runs along axes.
+        ranks: Global ranks of a group of explicit ranks (`of_ranks`), kept ascending; None for one
+            that runs along axes.
     """
 
     axes: str
@@ -31,6 +31,10 @@ class GroupSpec:
     options: CommOptions = CommOptions()
     backend: str = ""
     ranks: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None:
+            object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
 
     @classmethod
     def of_ranks(
@@ -55,8 +59,7 @@ class GroupSpec:
             options: Wishes for the communicator.
             backend: `"gloo"` or `"nccl"`; empty for that of `open_groups`.
         """
-        members = tuple(sorted(ranks))
-        return cls(name, role, CommOptions() if options is None else options, backend, members)
+        return cls(name, role, options or CommOptions(), backend, tuple(ranks))
 
     def describe(self, rails: Rails) -> str:
         """One line that is the same on all ranks that can open this group together. Local."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing as mp
 import os
 import pickle
@@ -19,6 +20,8 @@ from pcomm.core.process.rank_error import end_of
 from pcomm.core.process.rank_process import Report
 
 __all__ = ["ProcessWatch", "RankReport", "Watched"]
+
+_log = logging.getLogger(__name__)
 
 # Bytes that are read at a time, so that no rank keeps the thread from the others.
 _PART_BYTES = 1 << 20
@@ -75,7 +78,8 @@ class Watched:
 
     def report(self) -> Report | None:
         """The report; None if the process ended before all of it was sent."""
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+        # Which error the half of a report raises depends on where it ends.
+        with contextlib.suppress(Exception):
             found: Report = pickle.loads(self.sent)
             return found
         return None
@@ -105,9 +109,13 @@ class ProcessWatch:
             self._running[rank] = process
         self._waker.send_bytes(b"process")
 
-    def running(self, rank: int) -> Watched | None:
-        """The process of a rank; None if it has ended."""
-        return self._running.get(rank)
+    def running(self, rank: int) -> tuple[int, int] | None:
+        """Incarnation and process id of a rank; None if its process has ended."""
+        with self._changed:
+            found = self._running.get(rank)
+            if found is None or found.process.pid is None:
+                return None
+            return found.incarnation, found.process.pid
 
     def send_signal(self, rank: int, number: int) -> None:
         """Send a signal to the process of a rank, unless it has ended."""
@@ -127,10 +135,12 @@ class ProcessWatch:
         if self._is_closed:
             return
         self._is_closed = True
+        # First, so that an interrupt while the rest is waited for leaves no process behind.
+        with self._changed:
+            for found in self._running.values():
+                found.process.kill()
         self._waker.send_bytes(b"end")
         self._thread.join()
-        for found in self._running.values():
-            found.process.kill()
         for found in self._running.values():
             found.process.join()
             _close(found)
@@ -140,7 +150,7 @@ class ProcessWatch:
         del self._store
 
     def _run(self) -> None:
-        while not self._is_closed:
+        while True:
             waited: dict[Any, int] = {}
             with self._changed:
                 for rank, found in self._running.items():
@@ -148,6 +158,8 @@ class ProcessWatch:
                     if not found.reports.closed:
                         waited[found.reports] = rank
             for ready in connection.wait([self._waken, *waited]):
+                if self._is_closed:
+                    return
                 if ready is self._waken:
                     self._waken.recv_bytes()
                 # A report and the end of its process may come at once, in either order.
@@ -165,9 +177,13 @@ class ProcessWatch:
         found.process.join()
         report = _report_of(rank, found)
         # In the store before another process can be started for this rank.
-        number = self._store.add("pcomm/ended/count", 1)
-        told = f"{rank} {found.incarnation} {report.reason}"
-        self._store.set(f"pcomm/ended/{number}", told)
+        try:
+            number = self._store.add("pcomm/ended/count", 1)
+            told = f"{rank} {found.incarnation} {report.reason}"
+            self._store.set(f"pcomm/ended/{number}", told)
+        except RuntimeError:
+            # Torch's, of a store that is gone: `reports` must not wait for the other ends for ever.
+            _log.warning("the end of rank %d could not be told in the store", rank, exc_info=True)
         with self._changed:
             del self._running[rank]
             self._ended[rank] = report

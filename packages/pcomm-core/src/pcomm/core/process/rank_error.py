@@ -23,5 +23,8 @@ class RankError(Exception):
 def end_of(exit_code: int | None) -> str:
     """How a process ended, in words. Local."""
     if exit_code is not None and exit_code < 0:
-        return f"killed by {signal.Signals(-exit_code).name}"
+        try:
+            return f"killed by {signal.Signals(-exit_code).name}"
+        except ValueError:  # most real-time signals have no name
+            return f"killed by signal {-exit_code}"
     return f"exit code {exit_code}"

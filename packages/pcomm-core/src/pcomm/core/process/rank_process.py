@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import os
 import pickle
 import signal
 import time
@@ -20,7 +21,15 @@ from pcomm.core.errors import PeerError
 from pcomm.core.process.end_with_parent import end_with_parent
 from pcomm.core.process.messages import Messages
 
-__all__ = ["REQUESTS", "Report", "Task", "blocked_requests", "failure_report", "serve"]
+__all__ = [
+    "REQUESTS",
+    "Report",
+    "Task",
+    "as_rank",
+    "blocked_requests",
+    "failure_report",
+    "serve",
+]
 
 REQUESTS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that ask a task to stop."""
@@ -71,15 +80,7 @@ def serve(
         stacks: File for the stacks that SIGUSR1 asks for.
         has_main: True if this process has run the program's own file.
     """
-    end_with_parent()
-    if not has_main:
-        # Collections of cycles leave out what the server has imported: walking through it takes
-        # 0.1 s and copies memory that all ranks share. Objects of a program's file stay in sight
-        # of those who look for referrers.
-        gc.freeze()
-    torch.set_num_threads(threads)
-    with open(stacks, "w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    with as_rank(threads, stacks, has_main=has_main):
         while True:
             try:
                 task = tasks.recv()
@@ -89,6 +90,32 @@ def serve(
                 tasks.send(_attempt(task, rank, size, tasks))
             except (BrokenPipeError, ConnectionResetError):
                 return
+
+
+@contextlib.contextmanager
+def as_rank(threads: int, stacks: str, *, has_main: bool) -> Iterator[None]:
+    """A block in which this process is a rank: it ends with its launcher, and tells its stacks.
+
+    Args:
+        threads: Number of threads that torch uses.
+        stacks: File for the stacks that SIGUSR1 asks for. It is there once the signal may be sent,
+            which would end the process before.
+        has_main: True if this process has run the program's own file.
+    """
+    end_with_parent()
+    if not has_main:
+        # Collections of cycles leave out what the server has imported: walking through it takes
+        # 0.1 s and copies memory that all ranks share. Objects of a program's file stay in sight
+        # of those who look for referrers.
+        gc.freeze()
+    torch.set_num_threads(threads)
+    with open(f"{stacks}.new", "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        os.replace(file.name, stacks)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
 
 
 def _attempt(task: Task, rank: int, size: int, caller: Connection) -> Report:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import gc
 import pickle
 import signal
 import time
 from multiprocessing.connection import Connection
 
-import torch
-
-from pcomm.core.process.end_with_parent import end_with_parent
 from pcomm.core.process.rank_place import RankPlace
-from pcomm.core.process.rank_process import REQUESTS, Report, failure_report
+from pcomm.core.process.rank_process import REQUESTS, Report, as_rank, failure_report
 
 __all__ = ["run_once"]
 
@@ -32,12 +27,7 @@ def run_once(
         stacks: File for the stacks that SIGUSR1 asks for.
         has_main: True if this process has run the program's own file.
     """
-    end_with_parent()
-    if not has_main:
-        gc.freeze()
-    torch.set_num_threads(threads)
-    with open(stacks, "w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    with as_rank(threads, stacks, has_main=has_main):
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
             function, args = pickle.loads(call)
@@ -45,9 +35,11 @@ def run_once(
             report = Report(None, pickle.dumps(function(place, *args)))
         except BaseException as error:  # told in the report
             report = failure_report(error, time.monotonic())
+        finally:
+            # One that comes now must not end the process before its report is sent.
+            signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
         with (
             contextlib.suppress(BrokenPipeError, ConnectionResetError),
             open(caller.fileno(), "wb", closefd=False) as pipe,
         ):
             pickle.dump(report, pipe)
-        faulthandler.unregister(signal.SIGUSR1)

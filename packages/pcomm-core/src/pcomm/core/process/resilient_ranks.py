@@ -197,7 +197,8 @@ class ResilientRanks:
             if rank in reports:
                 lines.append(f"rank {rank}: {reports[rank].reason}\n{reports[rank].traceback}")
             elif found is not None:
-                stacks = stacks_of(found.process.pid, self._stacks(rank, found.incarnation))
+                incarnation, pid = found
+                stacks = stacks_of(pid, self._stacks(rank, incarnation))
                 lines.append(f"rank {rank}: still running at\n{stacks}")
         return "\n".join(lines)
 

@@ -21,7 +21,8 @@ __all__ = ["end_if_unused", "is_connected", "unconnected_default"]
 
 _NAME = "pcomm: a default group without connections"
 
-# Torch has one default group a process, so threads that make groups count in one place, too.
+# State of this module, since torch has one default group a process and its groups take no
+# attributes: the threads that make communicators now, for which the group must not end.
 _lock = threading.Lock()
 _makers: set[int] = set()
 
@@ -43,11 +44,11 @@ def unconnected_default(store: dist.Store, rank: int, size: int) -> Iterator[Non
         size: Number of global ranks; larger than each of them.
     """
     maker = threading.get_ident()
-    with _lock:
-        _makers.add(maker)
-        if not dist.is_initialized():
-            _begin(store, rank, size)
     try:
+        with _lock:
+            _makers.add(maker)
+            if not dist.is_initialized():
+                _begin(store, rank, size)
         yield
     finally:
         with _lock:

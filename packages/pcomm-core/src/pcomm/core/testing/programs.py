@@ -20,7 +20,7 @@ from typing import Any
 from pcomm.core.testing.end_marked import end_marked, marked
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
-__all__ = ["Finished", "Programs"]
+__all__ = ["Finished", "Programs", "is_running"]
 
 Finished = subprocess.CompletedProcess[str]
 """What `Programs.run` returns: `returncode`, `stdout` and `stderr`."""
@@ -135,6 +135,15 @@ class Programs:
                 stdin=subprocess.PIPE,
                 start_new_session=True,
             )
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not a zombie that was not waited for. Local; Linux alone."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
 
 
 def _hear_interrupts() -> None:

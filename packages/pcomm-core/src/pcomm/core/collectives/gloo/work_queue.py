@@ -100,7 +100,8 @@ class WorkQueue:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A collection of cycles may call `forget` on a thread that holds it.
+        self._lock = threading.RLock()
         self._not_begun: deque[Transfer] = deque()
         # By identity; what has not ended yet.
         self._in_flight: set[Transfer] = set()

@@ -1,0 +1,91 @@
+"""Communicators that are being connected: how long a member waits for one that does not come."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from pcomm.core.errors import PeerTimeoutError
+from pcomm.core.groups import communicators, opening
+from pcomm.core.groups.connecting_store import ConnectingStore
+from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.options import CommOptions, grant
+from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.topology import Topology
+
+# Far beyond what any of these tests may take: a rank that waits for it fails the test.
+WAIT_S = 3600.0
+# Nothing comes within it, so it may be short.
+CONNECT_S = 0.2
+MESSAGES = ["dp:: ranks 0-1", "no more memory"]
+OPTIONS = [CommOptions(), CommOptions(threads=1)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["gloo", "threads"])
+@ranks(2)
+def test_a_member_that_does_not_come_is_waited_for_as_long_as_asked(
+    rank: int, options: CommOptions
+) -> None:
+    if rank == 0:
+        with pytest.raises(PeerTimeoutError, match="ranks 0-1"):
+            communicators.new_communicator(
+                "alone in it",
+                (0, 1),
+                grant(options, "gloo", group="dp"),
+                store=distributed_c10d._get_default_store(),
+                rank=rank,
+                description="test",
+                connect_s=CONNECT_S,
+            )
+    dist.barrier()
+
+
+@ranks(2)
+def test_a_member_that_cannot_connect_ends_the_wait_of_the_others(rank: int) -> None:
+    asked: list[float] = []
+
+    def connect(*args: Any, connect_s: float, **options: Any) -> dist.ProcessGroup:
+        asked.append(connect_s)
+        if rank == 1:
+            raise RuntimeError("no more memory")
+        return communicators.new_communicator(*args, connect_s=CONNECT_S, **options)
+
+    with (
+        mock.patch.object(opening, "new_communicator", connect),
+        pytest.raises(RuntimeError if rank else PeerTimeoutError, match=MESSAGES[rank]),
+    ):
+        open_groups(Topology({"dp": 2}), ["dp"], timeout_s=WAIT_S)
+    assert asked == [WAIT_S]
+
+
+def test_a_store_passes_every_call_on_and_has_a_limit_until_that_is_lifted() -> None:
+    inner = dist.HashStore()
+    store = ConnectingStore(inner, CONNECT_S)
+    # As torch's communicators call it.
+    outer = dist.PrefixStore("prefix", store)
+    outer.set("a", "1")
+    assert (outer.get("a"), inner.get("prefix/a")) == (b"1", b"1")
+    assert (outer.add("n", 2), outer.add("n", 3)) == (2, 5)
+    assert outer.compare_set("b", "", "2") == b"2"
+    assert outer.check(["a", "b"])
+    assert outer.num_keys() == 3
+    assert outer.delete_key("b")
+    assert not outer.check(["b"])
+    outer.wait(["a"], timedelta(seconds=WAIT_S))
+    assert store.timed_out_s is None
+    with pytest.raises(RuntimeError, match=r"(?i)timeout"):
+        outer.wait(["b"], timedelta(seconds=WAIT_S))
+    assert store.timed_out_s == CONNECT_S
+    store.lift()
+    waiting = threading.Thread(target=outer.wait, args=(["b"], timedelta(seconds=WAIT_S)))
+    waiting.start()
+    waiting.join(2 * CONNECT_S)
+    assert waiting.is_alive()
+    outer.set("b", "")
+    waiting.join()
