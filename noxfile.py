@@ -35,6 +35,7 @@ WITH_WHEELS = {
     "pcomm-core": ["ranks/test_collectives.py", "ranks/test_doctor_command.py"],
     "pcomm-fsdp": ["ranks/test_equal_to_one_process.py"],
     "pcomm-gdn-cp": ["ranks/test_plan_on_ranks.py"],
+    "pcomm-ntp": ["ranks/test_reshard_on_ranks.py"],
     "pcomm-nvls": ["ranks/test_all_gather_into_tensor.py"],
     "pcomm-integration": ["e2e/test_command_line.py"],
 }
@@ -67,8 +68,9 @@ def train(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test, in three processes; words after `--` go to pytest, such as `-n 0 --pdb`."""
     # One more than the cores of a small machine, for while ranks wait for each other. Tests of a
-    # file stay together: what its fixtures make is shared.
-    at_once = ["-n", "3", "--dist", "loadfile"]
+    # file stay together: what its fixtures make is shared. `conftest.py` says in which order the
+    # files begin; by itself xdist begins those of few tests, the long ones, last.
+    at_once = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
     run_in_environment(session, "python", "-m", "pytest", *at_once, *session.posargs)
 
 
@@ -153,8 +155,9 @@ def build(session: nox.Session) -> None:
 def isolated(session: nox.Session) -> None:
     """Install each wheel alone, away from the sources, and run its unit tests and some on ranks.
 
-    What a wheel lacks, or asks for and does not declare, shows when a test imports it; so all are
-    collected. What they find in numbers does not depend on where the package was installed.
+    What a wheel lacks, or asks for and does not declare, shows when a test imports it or what it
+    tests; so all are collected, and of each unit test one case is run. What the other cases find
+    in numbers does not depend on where the package was installed.
     """
     install_once(session, lambda: pip_install(session, *group("build"), "torch", "pytest-xdist"))
     build_into_dist(session)
@@ -175,16 +178,20 @@ def run_tests_alone(session: nox.Session, package: Path) -> None:
     shutil.copytree(package / "tests", away / "tests")
     absent = [path for path in PACKAGES if path not in wanted]
     check = ROOT / "tools" / "check_installed_alone.py"
-    limit = SETTINGS["tool"]["pytest"]["ini_options"]["timeout"]
+    settings = SETTINGS["tool"]["pytest"]["ini_options"]
+    markers = "markers=" + "\n".join(settings["markers"])
     chosen = ["tests/unit", *(f"tests/{words}" for words in WITH_WHEELS.get(name_of(package), ()))]
     with session.chdir(away):
         names = [*map(module_of, wanted), "--absent", *map(module_of, absent)]
         session.run("python", "-P", str(check), *names)
         pytest = ["-m", "pytest", "-c", os.devnull, "--rootdir", ".", "--import-mode=importlib"]
-        # Imports every test, also those that only the session `tests` runs.
-        session.run("python", "-P", *pytest, "-qq", "--collect-only", "tests", silent=True)
-        options = ["-n", "2", "--dist", "loadfile", "-m", "not soak"]
-        session.run("python", "-P", *pytest, f"--timeout={limit}", "-q", *options, *chosen)
+        pytest += ["--override-ini", markers, "--strict-markers"]
+        options = ["-q", "-n", "2", "--dist", "loadfile", "-m", "not soak", "-p", "one_case_each"]
+        options += ["--hypothesis-profile", "one_case_each", f"--timeout={settings['timeout']}"]
+        plugins = {"PYTHONPATH": str(ROOT / "tools")}
+        # Every test is imported, also those that only the session `tests` runs.
+        options += [word for place in chosen for word in ("--only-in", place)]
+        session.run("python", "-P", *pytest, *options, "tests", env=plugins)
 
 
 def build_into_dist(session: nox.Session) -> None:

@@ -1,5 +1,6 @@
 """Runs every Python block of the READMEs and the documentation, and checks their commands."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,8 +8,9 @@ import tomllib
 
 import pytest
 
+import warm_interpreter
 from code_blocks import code_blocks, program
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s
+from pcomm.core.testing.programs import Programs
 from repository import ROOT, pages
 from shell_words import commands, complaint
 
@@ -17,22 +19,45 @@ LANGUAGES = {"python", "bash", "toml", "json", "text"}
 NOT_RUN = [(page, b.line, b.not_run) for page, blocks in PAGES.items() for b in blocks if b.not_run]
 
 
+@pytest.fixture(scope="module")
+def run():
+    """`run(script, folder)`: exit code and output of a program in a fresh process."""
+    with Programs() as programs:
+        command = [sys.executable, "-W", "error", warm_interpreter.__file__]
+        environ = {**os.environ, "PYTHONWARNINGS": "error"}
+        warm = programs.start(*command, env=environ, stdin=subprocess.PIPE, stderr=None)
+
+        def run(script, folder):
+            printed = script.with_suffix(".txt")
+            print(json.dumps([str(script), str(folder), str(printed)]), file=warm.stdin, flush=True)
+            return int(warm.stdout.readline()), printed.read_text()
+
+        yield run
+
+
 @pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if program(blocks)])
-def test_python_blocks_run_in_order_without_a_warning(page, tmp_path):
+def test_python_blocks_run_in_order_without_a_warning(page, run, tmp_path):
     script = tmp_path / (page.replace("/", "_").removesuffix(".md") + ".py")
     script.write_text(program(PAGES[page]))
-    command = [sys.executable, "-W", "error", str(script)]
-    environ = {**os.environ, "PYTHONWARNINGS": "error"}
-    answer = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=scaled_s(PATIENCE_S),
-        check=False,
-    )
-    assert answer.returncode == 0, f"{page}, with its own line numbers:\n{answer.stderr}"
+    code, printed = run(script, tmp_path)
+    assert code == 0, f"{page}, with its own line numbers:\n{printed}"
+
+
+def test_a_program_that_fails_or_warns_says_so_and_the_next_one_runs(run, tmp_path):
+    for name, text, words in (
+        (
+            "fails.py",
+            "import sys\nsys.exit(__name__ + sys.argv[0])\n",
+            f"__main__{tmp_path}/fails.py",
+        ),
+        ("warns.py", "import warnings\nwarnings.warn('old')\n", "UserWarning: old"),
+    ):
+        (tmp_path / name).write_text(text)
+        code, printed = run(tmp_path / name, tmp_path)
+        assert code == 1
+        assert words in printed
+    (tmp_path / "ends.py").write_text("import atexit\natexit.register(print, 'ended')\n")
+    assert run(tmp_path / "ends.py", tmp_path) == (0, "ended\n")
 
 
 @pytest.mark.parametrize(("page", "line", "reason"), NOT_RUN)

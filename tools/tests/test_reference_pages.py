@@ -3,14 +3,16 @@ import pytest
 from benchmark_page import note, picture, sections, text
 from reference_pages import DOCS, pages
 
+PAGES = pages()
 
-@pytest.mark.parametrize("name", pages())
+
+@pytest.mark.parametrize("name", PAGES)
 def test_page_shows_what_the_repository_holds(name):
-    assert (DOCS / name).read_text() == pages()[name], "run `python tools/reference_pages.py`"
+    assert (DOCS / name).read_text() == PAGES[name], "run `python tools/reference_pages.py`"
 
 
 def test_configuration_page_has_a_table_for_each_section():
-    page = pages()["reference/configuration.md"]
+    page = PAGES["reference/configuration.md"]
     assert page.count("| key | takes | default | meaning |") == page.count("\n## ")
     assert "| `sequence` | true or false | `false` |" in page
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -88,13 +89,22 @@ def wait_for(folder: Path, pattern: str, count: int, process: subprocess.Popen[s
 
 
 def is_running(pid: int) -> bool:
+    """Whether a thread of it runs: only with the last one are its files, and their locks, closed.
+
+    The first one may have ended before, and an orphan whose parent does not wait is kept as that.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # An orphan without a parent that waits is gone, too.
-    status = Path(f"/proc/{pid}/status")
-    return not (status.exists() and "State:\tZ" in status.read_text())
+    threads = Path(f"/proc/{pid}/task")
+    return not Path("/proc").exists() or any(map(is_thread_running, threads.glob("*/status")))
+
+
+def is_thread_running(status: Path) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return "State:\tZ" not in status.read_text()
+    return False
 
 
 def rows(run: Path) -> list[tuple[int, float | None, float | None, float | None]]:

@@ -16,6 +16,7 @@ import torch
 
 from pcomm.core.errors import ConfigError, PcommError, UnsupportedError
 from pcomm.core.process import ResilientRanks
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import read
 from pcomm.integration.commands.train import command
@@ -60,7 +61,7 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
         died = processes.wait([FAULT.rank])[FAULT.rank]
         assert died.reason == "killed by SIGKILL"
         processes.join_again(FAULT.rank)
-        reports = processes.wait(timeout_s=120)
+        reports = processes.wait(timeout_s=scaled_s(PATIENCE_S))
     assert [report.reason for report in reports.values()] == ["finished"] * 4
     rows = rows_of(run_dir)
     # The step in which it died is there once; so is every other.
@@ -94,7 +95,7 @@ def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(
     )
     with ResilientRanks(4, preload=PRELOAD) as processes:
         processes.start(faulty_rank, (last_only, run_dir, Fault(rank=1, step=STEPS)))
-        reports = processes.wait(timeout_s=120)
+        reports = processes.wait(timeout_s=scaled_s(PATIENCE_S))
     last = newest(run_dir)
     assert reports[1].reason == "killed by SIGKILL"
     assert last is not None, reports[0]
@@ -164,7 +165,7 @@ def test_a_request_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     fault = Fault(rank=1, step=2, number=signal.SIGINT)
     with ResilientRanks(2, preload=PRELOAD) as processes:
         processes.start(faulty_rank, (config(ParallelConfig(dp=2)), run_dir, fault))
-        reports = processes.wait(timeout_s=120)
+        reports = processes.wait(timeout_s=scaled_s(PATIENCE_S))
     assert [report.result for report in reports.values()] == [Outcome(3, None, True)] * 2
     last = newest(run_dir)
     assert last is not None

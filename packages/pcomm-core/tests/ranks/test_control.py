@@ -126,14 +126,14 @@ def test_an_error_is_told_before_a_difference(store: dist.Store) -> None:
 def test_a_missing_rank_is_named_on_every_rank_and_missed_by_none_the_next_time(
     store: dist.Store,
 ) -> None:
-    three = controls_of(store, range(3), timeout_s=SHORT_S)
+    three = controls_of(store, range(3))
     for absent in (1, 0, 2):
-        present = [rank for rank in range(3) if rank != absent]
+        first, second = (rank for rank in range(3) if rank != absent)
         for _ in range(2):
-            found = together(lambda rank: three[rank].agree("plan", ["a"]), present)
+            found = together_in_order(three, (first, second), store, timeout_s=SHORT_S)
             assert {type(problem) for problem in found.values()} == {PeerTimeoutError}
             assert len({str(problem) for problem in found.values()}) == 1
-            assert f"ranks [{absent}] of 3 did not arrive within 0.2 s" in str(found[present[0]])
+            assert f"ranks [{absent}] of 3 did not arrive within 0.2 s" in str(found[first])
         meet(controls_of(store, range(3)))
 
 
@@ -143,6 +143,9 @@ def test_one_rank_gives_up_for_all_that_wait(store: dist.Store) -> None:
     four = controls_of(store, range(4))
 
     def call(rank: int) -> object:
+        if rank == 3:
+            # Its short time begins when the others are there.
+            until(lambda: store.check([f"{four[0].prefix}/plan/at/{r}" for r in (1, 2)]))
         lines = ["same"] if rank != 2 else None
         return four[rank].agree("plan", lines, timeout_s=limits[rank])
 
@@ -164,19 +167,28 @@ def test_a_rank_that_comes_while_the_others_call_again_meets_them(store: dist.St
 
 
 def together_in_order(
-    pair: dict[int, Control], order: tuple[int, ...], store: dist.Store
+    controls: dict[int, Control],
+    order: tuple[int, int],
+    store: dist.Store,
+    timeout_s: float = WAIT_S,
 ) -> dict[int, object]:
-    """The second rank calls once the first one has arrived."""
+    """The second rank calls, and its time begins, once the first one has arrived."""
     first, second = order
-    before = store.get(f"{pair[first].prefix}/plan/now")
-    place = f"{pair[first].prefix}/plan/at/{first}"
+    prefix = f"{controls[first].prefix}/plan"
+    before = number_in(store, f"{prefix}/now")
 
     def call(rank: int) -> object:
         if rank == second:
-            until(lambda: store.check([place]) and int(store.get(place).split()[0]) > int(before))
-        return pair[rank].agree("plan", ["a"])
+            until(lambda: number_in(store, f"{prefix}/at/{first}") > before)
+            return controls[rank].agree("plan", ["a"], timeout_s=timeout_s)
+        return controls[rank].agree("plan", ["a"])
 
     return together(call, order)
+
+
+def number_in(store: dist.Store, key: str) -> int:
+    """The number of a round at the beginning of a value; 0 where there is none."""
+    return int(store.get(key).split()[0]) if store.check([key]) else 0
 
 
 def test_a_rank_that_is_given_up_on_as_it_comes_takes_part_in_the_next_round(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,9 @@ import torch.testing._internal.distributed.fake_pg
 from pcomm.core.errors import ConfigError, PcommError, PeerError
 from pcomm.core.process import devices, environment
 from pcomm.core.process.world import connect
+from pcomm.core.testing.free_port import free_port
 from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
 LOCAL_RANKS = [variable.name for variable in environment.LOCAL_RANKS]
 
@@ -215,12 +216,7 @@ with open(os.environ["FOLDER"] + f"/{rank}", "w") as file:
 def test_launched_processes_have_devices_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
-    listeners = [socket.socket() for _ in range(4)]
-    for listener in listeners:
-        listener.bind(("127.0.0.1", 0))
-    ports = " ".join(str(listener.getsockname()[1]) for listener in listeners)
-    for listener in listeners:
-        listener.close()
+    ports = " ".join(str(free_port()) for _ in range(4))
     common = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
@@ -236,7 +232,7 @@ def test_launched_processes_have_devices_of_their_own(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        assert [process.wait(timeout=200) for process in processes] == [0, 0]
+        assert [process.wait(timeout=scaled_s(PATIENCE_S)) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

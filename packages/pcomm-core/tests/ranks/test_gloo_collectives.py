@@ -256,7 +256,7 @@ def test_a_peer_that_never_joins_is_an_error_within_the_time_of_the_group(
     rank: int, name: str, is_async: bool
 ) -> None:
     x = numbers(rank, LARGE_BYTES)
-    with open_groups(PAIR, [GroupSpec("dp", options=CommOptions(timeout_s=0.5))]) as opened:
+    with open_groups(PAIR, [GroupSpec("dp", options=CommOptions(timeout_s=2.0))]) as opened:
         collectives = opened["dp"].collectives
         # A second one, for which nobody asks any more.
         if rank == 0:
@@ -285,7 +285,7 @@ def test_a_peer_that_never_joins_is_an_error_within_the_time_of_the_group(
 @ranks(2)
 def test_a_rank_that_gathers_never_gets_what_the_other_wants_to_add(rank: int) -> None:
     n = 256 * 1024 // 4
-    with open_groups(PAIR, [GroupSpec("dp", options=CommOptions(timeout_s=0.5))]) as opened:
+    with open_groups(PAIR, [GroupSpec("dp", options=CommOptions(timeout_s=2.0))]) as opened:
         collectives = opened["dp"].collectives
         operation = collectives.reduce_scatter if rank else collectives.all_gather
         # The second one may hear that the first has given up.

@@ -125,7 +125,7 @@ def test_nccl_gets_each_option_that_it_has(
 
 @ranks(2)
 def test_the_timeout_is_that_of_the_group(rank: int) -> None:
-    specs = ["dp", GroupSpec("dp", "short", CommOptions(timeout_s=0.3))]
+    specs = ["dp", GroupSpec("dp", "short", CommOptions(timeout_s=1.0))]
     with open_groups(PAIR, specs) as opened:
         if rank == 0:
             with pytest.raises(RuntimeError, match=r"(?i)timed out"):

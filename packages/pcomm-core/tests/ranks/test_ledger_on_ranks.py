@@ -24,7 +24,7 @@ from pcomm.core.topology import Topology
 from pcomm.core.trace.ledgered import ledgered, ledgered_groups
 
 # A communicator whose operation no other rank enters is freed when that has timed out.
-SHORT = GroupSpec("dp", options=CommOptions(timeout_s=1))
+SHORT = GroupSpec("dp", options=CommOptions(timeout_s=3))
 
 X = torch.arange(6.0)
 

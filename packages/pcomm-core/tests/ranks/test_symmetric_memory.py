@@ -199,7 +199,7 @@ def test_what_cannot_be_had_is_an_error_on_every_rank(rank: int) -> None:
             with pytest.raises(PeerTimeoutError, match=r"ranks \[1\] of 2"):
                 SymmetricMemory.open(group, 64, timeout_s=0.1)
         meet(group)
-        memory = SymmetricMemory.open(group, 64, timeout_s=0.5)
+        memory = SymmetricMemory.open(group, 64, timeout_s=2.0)
         if rank == 0:
             # It is given back here also where the other rank does not come.
             with pytest.raises(PcommError, match=r"ranks \[1\] of 2"):
@@ -254,7 +254,7 @@ SharedFileMemory.rendezvous = rendezvous
 kept = SymmetricMemory.open(group, 1 << 20)
 kept.buffer().fill_(1)
 try:
-    SymmetricMemory.open(group, 1 << 20, timeout_s=1.0)
+    SymmetricMemory.open(group, 1 << 20, timeout_s=3.0)
 except PeerTimeoutError as problem:
     maps = [line for line in open("/proc/self/maps") if "/dev/shm" in line]
     print(json.dumps([inodes, len(maps), str(problem)]), flush=True)

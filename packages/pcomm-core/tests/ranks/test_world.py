@@ -20,6 +20,7 @@ import torch.distributed as dist
 import pcomm.core.process.world
 from pcomm.core.errors import ConfigError, PcommError, PeerError
 from pcomm.core.process.world import World, _wait_for_all_to_leave, connect
+from pcomm.core.testing.free_port import free_port
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 from pcomm.core.testing.programs import Programs
@@ -76,13 +77,6 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     # Without GPUs, which two processes could not share under NCCL.
     fixed = {"FOLDER": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**inherited, **fixed, **more}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def seen_by(folder: Path, rank: int) -> Mapping[str, object]:

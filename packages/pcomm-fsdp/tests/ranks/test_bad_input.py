@@ -292,7 +292,7 @@ def test_ranks_that_leave_out_other_layers(rank: int) -> None:
 def test_a_rank_that_never_comes(rank: int) -> None:
     """What the time limit of a group is for."""
     model = SmallModel()
-    limited = CommOptions(timeout_s=2)
+    limited = CommOptions(timeout_s=4)
     specs = [GroupSpec("dp", "gather", limited), GroupSpec("dp", "reduce", limited)]
     with open_groups(Topology({"dp": 2}), specs) as groups:
         sharded = shard(model, groups)

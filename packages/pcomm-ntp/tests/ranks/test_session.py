@@ -110,7 +110,7 @@ def test_a_stopped_rank_is_fenced_and_a_new_process_takes_its_place() -> None:
     faults = (Fault(1, "backward", 1, signal.SIGSTOP),)
     hold = partial(hold_for_joins, counts={2: 1, 3: 2})
     # The only test that waits for time to pass: for a process that neither ends nor beats.
-    patience = Patience(heartbeat_s=0.05, dead_after_s=2.0)
+    patience = Patience(heartbeat_s=0.05, dead_after_s=scaled_s(2.0))
     first, other = ({"patience": patience, "facts": {"digest": word}} for word in ("a", "b"))
     with ResilientRanks(4, preload=PRELOAD) as ranks:
         ranks.start(train_in_session, (TOPOLOGY, 5, faults, first, hold))
