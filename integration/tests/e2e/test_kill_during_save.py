@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.tensor_parallel import param_layouts_of
 from pcomm.core.testing.patience import wait_until
+from pcomm.core.testing.programs import is_running
 from pcomm.integration.checkpoint.folders import checkpoints
 from pcomm.integration.checkpoint.reader import read
 from pcomm.integration.generate.writer import Writer
@@ -86,25 +85,6 @@ def wait_for(folder: Path, pattern: str, count: int, process: subprocess.Popen[s
         return len(list(folder.glob(pattern))) >= count
 
     wait_until(are_there, f"{count} of {pattern}")
-
-
-def is_running(pid: int) -> bool:
-    """Whether a thread of it runs: only with the last one are its files, and their locks, closed.
-
-    The first one may have ended before, and an orphan whose parent does not wait is kept as that.
-    """
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    threads = Path(f"/proc/{pid}/task")
-    return not Path("/proc").exists() or any(map(is_thread_running, threads.glob("*/status")))
-
-
-def is_thread_running(status: Path) -> bool:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return "State:\tZ" not in status.read_text()
-    return False
 
 
 def rows(run: Path) -> list[tuple[int, float | None, float | None, float | None]]:

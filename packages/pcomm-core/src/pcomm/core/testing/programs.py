@@ -14,6 +14,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,22 @@ class Programs:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and not a zombie that was not waited for. Local; Linux alone."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
+    """Whether a thread of a process runs, so that its files and their locks may be open. Local.
+
+    The first thread may have ended before the others, and a process for which no parent waits is
+    a zombie. Linux alone.
+    """
+    tasks = Path(f"/proc/{pid}/task")
+    # The process, or a thread of it, may end while it is looked at.
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return any(_is_thread_running(tasks / thread / "stat") for thread in os.listdir(tasks))
+    return False
+
+
+def _is_thread_running(stat: Path) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def _hear_interrupts() -> None:
