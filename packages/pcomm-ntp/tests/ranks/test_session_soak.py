@@ -12,7 +12,8 @@ from pcomm.core.errors import FencedError
 from pcomm.core.process import ResilientRanks
 from pcomm.core.testing.patience import scaled_s
 from pcomm.ntp.session import Patience
-from pcomm.ntp.testing.resilient_training import PRELOAD, Fault, check_seen, train_in_session
+from pcomm.ntp.testing.resilient_training import PRELOAD, Fault, train_in_session
+from pcomm.ntp.testing.seen_training import assert_seen
 
 pytestmark = pytest.mark.soak
 
@@ -44,7 +45,7 @@ def test_kills_at_random_points(seed: int) -> None:
         reports = ranks.wait(timeout_s=scaled_s(120.0))
     left = {rank for rank, report in reports.items() if report.has_finished}
     assert left == set(range(6)) - {fault.rank for fault in faults}, (faults, reports)
-    check_seen({rank: reports[rank].result for rank in left}, 7)
+    assert_seen({rank: reports[rank].result for rank in left}, 7)
 
 
 @pytest.mark.parametrize("point", [*POINTS, *WITHIN_RECOVERY])
@@ -59,7 +60,7 @@ def test_a_rank_that_is_stopped_at_any_point_is_fenced(point: str) -> None:
         ranks.kill(3, signal.SIGCONT)
         stopped = ranks.wait([3], timeout_s=scaled_s(120.0))[3]
     assert isinstance(stopped.error, FencedError), stopped
-    check_seen({rank: report.result for rank, report in others.items()}, 4)
+    assert_seen({rank: report.result for rank, report in others.items()}, 4)
 
 
 def test_twenty_recoveries_leave_nothing_behind() -> None:
@@ -68,7 +69,7 @@ def test_twenty_recoveries_leave_nothing_behind() -> None:
         ranks.start(train_in_session, (Topology({"dp": 2, "tp": 1}), 27, faults, None, None, True))
         reports = ranks.wait(timeout_s=scaled_s(120.0))
     seen = {rank: report.result for rank, report in reports.items()}
-    check_seen(seen, 27)
+    assert_seen(seen, 27)
     for own in seen.values():
         assert len(own.generations) == 26
         names = ("threads", "open files", "process groups", "tensors")
