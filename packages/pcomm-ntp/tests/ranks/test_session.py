@@ -30,6 +30,7 @@ from pcomm.ntp.testing.resilient_training import (
 )
 from pcomm.ntp.testing.seen_training import Seen, assert_seen
 from pcomm.ntp.testing.session_events import (
+    die_at_the_end,
     from_the_start,
     hold_for_failure,
     hold_for_joins,
@@ -149,6 +150,19 @@ def test_a_state_that_is_lost_with_its_ranks_is_restored_or_an_error() -> None:
             assert [one.step for one in own.steps] == [0, 1, 0, 1, 2]
             assert own.steps[:2] != own.steps[2:4]
             assert_seen({rank: Seen(own.steps[2:], own.states)}, 3)
+
+
+def test_steps_that_are_lost_when_no_rank_attempts_any_are_an_error() -> None:
+    # As above, when all ranks have left the loop over steps: none would repeat those lost.
+    with ResilientRanks(4, preload=PRELOAD) as ranks:
+        at_end = partial(die_at_the_end, port=ranks.port, rank=1, count=4)
+        options = {"restore": from_the_start, "at_end": at_end}
+        ranks.start(train_in_session, (TOPOLOGY, 2, (Fault(3, "build", 1),), options))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    for rank in (0, 2):
+        error = reports[rank].error
+        assert isinstance(error, StateLostError), reports[rank]
+        assert "step 0" in error.found
 
 
 def test_the_end_of_the_store_ends_every_rank_with_an_error_that_says_so() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from pcomm.core.errors import FencedError
+from pcomm.ntp.reshard import StateLostError
 from pcomm.ntp.session import store_errors
 from pcomm.ntp.session.headline import headline
 from pcomm.ntp.session.membership import Membership
@@ -24,14 +25,24 @@ def end_together(recovery: Recovery, membership: Membership, at_end: Callable[[]
         at_end: Function called before, and again in each generation that begins meanwhile.
 
     Raises:
+        StateLostError: Steps are lost with ranks that died, and no step is attempted any more.
         PeerTimeoutError: Ranks did not come in time.
     """
+    applied = recovery.applied
     with store_errors.told():
         while not membership.is_over:
             reason = _failure_of(at_end, recovery)
             if reason is None and membership.finish():
                 return
             recovery.move(reason or membership.watch.failure() or "other ranks have met")
+            if recovery.applied < applied:
+                raise StateLostError(
+                    "Session.close",
+                    found=f"step {recovery.applied}, to which the state was restored",
+                    why=f"{applied} steps were applied, the last of them are lost with ranks that "
+                    "died, and a program that closes its session attempts none again.",
+                    fix="Start the job again from its last checkpoint.",
+                )
 
 
 def leave_alone(error: BaseException, recovery: Recovery, membership: Membership) -> None:

@@ -56,6 +56,10 @@ class Session:
     Nothing that a rank wrote that the others have left behind reaches them; it gets a
     `FencedError`, at the latest before its next step.
 
+    Random generators are not part of the state: an attempt that failed has drawn from them, on some
+    ranks more than on others, and a process that joins has not. Seed in each attempt what it draws,
+    from `step.number`.
+
     Args:
         place: Place of this process, such as `ResilientRanks` gives; or a function that makes a new
             connection to the store at each call, with `rank`.
