@@ -93,6 +93,36 @@ def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(
     assert reports[0].result.bits_per_byte is not None
 
 
+def test_rows_of_steps_that_are_done_again_are_written_once(tmp_path: Path) -> None:
+    """The one rank that is left holds half of each matrix, so it goes on from the checkpoint."""
+    run_dir = prepare_words(tmp_path, documents=40)
+    with ResilientRanks(2, preload=PRELOAD) as processes:
+        many = config(ParallelConfig(dp=1, tp=2))
+        processes.start(faulty_rank, (many, run_dir, Fault(rank=1, step=3)))
+        reports = processes.wait(timeout_s=120)
+    assert reports[0].result == Outcome(STEPS, None, False), reports[0]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["ranks"] for row in rows][2:] == [1, 1, 1]
+
+
+def test_a_run_that_is_started_again_at_its_end_adds_no_row(tmp_path: Path) -> None:
+    run_dir = prepare_words(tmp_path, documents=40)
+    base = config(ParallelConfig())
+    evaluated = dataclasses.replace(base, train=dataclasses.replace(base.train, eval_every=STEPS))
+    bits, rows = [], []
+    for _ in range(2):
+        with ResilientRanks(1, preload=PRELOAD) as processes:
+            processes.start(faulty_rank, (evaluated, run_dir, Fault(rank=1, step=0)))
+            report = processes.wait(timeout_s=120)[0]
+        assert report.has_finished, report
+        bits.append(report.result.bits_per_byte)
+        rows.append((run_dir / "metrics.jsonl").read_text())
+    assert bits[0] == bits[1] is not None
+    assert rows[0] == rows[1]
+    assert rows[0].count("bits_per_byte") == 1
+
+
 def test_a_request_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     """Ranks without a part in the checkpoint wait for those that gather it."""
     run_dir = prepare_words(tmp_path, documents=40)

@@ -91,7 +91,8 @@ class ResilientRun:
         self._is_speaker = False
         self._current: tuple[int, Trainer] | None = None
         self._bits: float | None = None
-        self._evaluated = 0
+        # Step of the last row, and of the last evaluation that has one.
+        self._written, self._evaluated = 0, start.step if start else 0
 
     def go(self) -> Outcome:
         """Train until the last step, also when ranks die. Every rank of the job calls it."""
@@ -181,13 +182,14 @@ class ResilientRun:
             self._evaluate(session, trainer)
 
     def _end(self, session: Session, saver: WholeStateSaver) -> None:
-        """Save and evaluate what the run has come to; again if a rank dies. Collective."""
+        """Evaluate and save what the run has come to; again if a rank dies. Collective."""
         trainer, train = self._trainer(session), self.config.train
+        # Evaluated before it is saved: a run that is whole has the row, and adds no other.
+        if session.step == train.steps and train.eval_every != "none":
+            self._evaluate(session, trainer)
         if session.step:
             saver.save(session, trainer, Progress(session.step, 0, trainer.rewarm))
             saver.wait()
-        if session.step == train.steps and train.eval_every != "none":
-            self._evaluate(session, trainer)
 
     def _evaluate(self, session: Session, trainer: Trainer) -> None:
         bits = evaluate(
@@ -221,9 +223,15 @@ class ResilientRun:
     # -- metrics -------------------------------------------------------------------------------
 
     def _speak(self, session: Session) -> None:
-        """Take over the metrics where the rank that wrote them is gone. Local."""
+        """Take over the metrics where the rank that wrote them is gone. Local.
+
+        Steps whose state was lost are done again, so their rows are dropped.
+        """
         is_speaker = used_ranks(session.plan)[0] == session.rank
-        if is_speaker != self._is_speaker:
+        is_back = session.step < self._written
+        if is_back:
+            self._written, self._evaluated = session.step, min(self._evaluated, session.step)
+        if is_back or is_speaker != self._is_speaker:
             self._sinks.close()
             self._is_speaker = is_speaker
             self._sinks = open_sinks(
@@ -249,6 +257,7 @@ class ResilientRun:
         if self._is_speaker:
             session.check_fence()
             self._sinks.write(row)
+            self._written = int(row["step"])
 
 
 def _named(plan: Plan, groups: Groups, rank: int) -> Groups:
