@@ -75,6 +75,24 @@ def test_of_two_processes_for_one_rank_the_later_one_is_taken_and_the_other_is_a
         one.close()
 
 
+def test_a_rank_that_came_to_the_meeting_and_left_is_gone() -> None:
+    store = dist.HashStore()
+    member, leaver = (
+        Membership(lambda: store, rank, (0, 1), (0, 1), {}, Patience()) for rank in (0, 1)
+    )
+    member.enter()
+    leaver.enter()
+    # Interrupted while it waits for the others.
+    leaver.records.say(0, 1, Arrival(0))
+    leaver.leave("KeyboardInterrupt")
+    decision, states = member.meet("rank 1 has left", Arrival(0))
+    assert decision.ranks == (0,)
+    assert decision.gone == {1: "KeyboardInterrupt"}
+    assert states == {0: Arrival(0)}
+    member.close()
+    leaver.close()
+
+
 def test_a_process_that_others_have_left_behind_may_write_nothing() -> None:
     store = dist.HashStore()
     member, sleeper = (

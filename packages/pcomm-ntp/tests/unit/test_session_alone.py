@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pcomm.core import Groups, Topology
-from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.core.errors import ClosedError, ConfigError, UnsupportedError
 from pcomm.ntp import Built, Plan, Session
 from pcomm.ntp.session.suspicion import SuspectedFailure
 
@@ -31,6 +31,14 @@ def weight_of_one(plan: Plan, groups: Groups, rank: int) -> Built:
 def loss_of(session: Session) -> Tensor:
     loss: Tensor = session.model(torch.ones(1, 1)).sum()
     return loss
+
+
+def one_step(build: Callable[[Plan, Groups, int], Built]) -> None:
+    with session_of(build) as session:
+        for attempt in session.attempts(until=1):
+            with attempt as step:
+                step.backward(session.model(torch.ones(1, 2)).sum())
+                step.commit()
 
 
 def broken_connection() -> SuspectedFailure:
@@ -122,3 +130,12 @@ def test_a_loop_that_is_left_ends_the_job_where_all_ranks_leave_it() -> None:
                 step.commit()
                 break
         assert session.step == 1
+
+
+def test_an_optimizer_whose_state_cannot_move_is_refused_in_the_first_step() -> None:
+    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+        model = nn.Linear(2, 3)
+        return Built(model, torch.optim.Adafactor(model.parameters()))
+
+    with pytest.raises(UnsupportedError, match="'row_var' of parameter 'weight'"):
+        one_step(build)

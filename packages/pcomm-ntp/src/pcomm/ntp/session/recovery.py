@@ -19,7 +19,7 @@ from pcomm.ntp.session.opening import EVERYONE, Opened, open_generation
 from pcomm.ntp.session.resume_point import NONE, Arrival, ResumePoint, resume_point
 from pcomm.ntp.session.setbacks import Setbacks, is_setback
 from pcomm.ntp.session.state_transfer import StateTransfer
-from pcomm.ntp.session.training_state import Built
+from pcomm.ntp.session.training_state import Built, scalars_of
 from pcomm.ntp.session.transition import Clock, Transition
 from pcomm.ntp.sync.grad_sync import GradSync
 
@@ -52,6 +52,7 @@ class Recovery:
         self.sync: GradSync | None = None
         self.applied, self.is_ready, self.stops = 0, False, False
         self._buffers, self._setbacks = KeptBuffers(), Setbacks()
+        self._has_state = False
         self.transitions: list[Transition] = []
 
     # -- steps -------------------------------------------------------------------------------
@@ -62,9 +63,17 @@ class Recovery:
             self._buffers.keep(self.applied, self.held.built.model)
 
     def apply(self) -> None:
-        """Apply the step whose gradients are summed. Local."""
+        """Apply the step whose gradients are summed. Local.
+
+        Raises:
+            UnsupportedError: The optimizer has state that could not move when a rank dies.
+        """
         if self.held is not None and self.held.built is not None:
             self.held.built.optimizer.step()
+            if not self._has_state:
+                # An optimizer makes its state in its first step.
+                scalars_of(self.held.built)
+                self._has_state = True
         # One statement after the other: a rank that dies between them is gone with its state.
         self.applied, self.is_ready = self.applied + 1, False
 
