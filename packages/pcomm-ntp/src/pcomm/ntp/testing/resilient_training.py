@@ -230,31 +230,6 @@ class _Optimizer(torch.optim.AdamW):
         return result
 
 
-def _one_step(session: Session, step: Any, strike: Callable[[str, int], None]) -> SeenStep:
-    place = session.plan.place(session.rank)
-    tokens = small_training._TOKENS
-    shares = session.plan.token_shares(tokens)
-    first, count = sum(shares[: place.replica]), shares[place.replica]
-    ids_T, targets_T = (x[first : first + count] for x in small_training._batch(step.number))
-    losses = []
-    for turn, part in enumerate((slice(0, 2), slice(2, None))):
-        loss = session.model(ids_T[part], targets_T[part])
-        weight = len(ids_T[part]) / tokens
-        step.backward(loss, weight=weight, is_last=turn == 1)
-        losses.append(loss.item() * len(ids_T[part]))
-    strike("reduction", step.number)
-    norm = step.commit(max_norm=small_training._MAX_NORM)
-    return SeenStep(step.number, place.replica, first, count, sum(losses) / count, norm.item())
-
-
-def _living(kept: int) -> tuple[int, int, int, int]:
-    """Threads, open files, process groups, and tensors but for those that the caller keeps."""
-    gc.collect()
-    threads, files = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))
-    tensors = sum(issubclass(type(one), Tensor) for one in gc.get_objects()) - kept
-    return threads, files, len(Living.now().process_groups), tensors
-
-
 def _living(kept: int) -> tuple[int, int, int, int]:
     """Threads, open files, process groups, and tensors but for those that the caller keeps."""
     gc.collect()
