@@ -12,13 +12,17 @@ from pcomm.core.errors import FencedError
 from pcomm.core.process import ResilientRanks
 from pcomm.core.testing.patience import scaled_s
 from pcomm.ntp.session import Patience
-from pcomm.ntp.testing.resilient_training import PRELOAD, Fault, train_in_session
+from pcomm.ntp.testing.resilient_training import (
+    PRELOAD,
+    RECOVERY_POINTS,
+    STEP_POINTS,
+    Fault,
+    train_in_session,
+)
 from pcomm.ntp.testing.seen_training import assert_seen
 
 pytestmark = pytest.mark.soak
 
-POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint")
-WITHIN_RECOVERY = ("connect", "build")
 JOBS, KILLS = 34, 3
 
 
@@ -32,8 +36,8 @@ def random_faults(generator: random.Random) -> list[Fault]:
         # One that strikes in a recovery is of the replica that is hit already: of two replicas
         # that are hit at once no rank may have the state.
         is_near = bool(faults) and faults[-1].rank // 3 == victim // 3
-        point = generator.choice(POINTS + WITHIN_RECOVERY if is_near else POINTS)
-        faults.append(Fault(victim, point, number if point in WITHIN_RECOVERY else 1 + 2 * number))
+        point = generator.choice(STEP_POINTS + RECOVERY_POINTS if is_near else STEP_POINTS)
+        faults.append(Fault(victim, point, number if point in RECOVERY_POINTS else 1 + 2 * number))
     return faults
 
 
@@ -48,7 +52,7 @@ def test_kills_at_random_points(seed: int) -> None:
     assert_seen({rank: reports[rank].result for rank in left}, 7)
 
 
-@pytest.mark.parametrize("point", [*POINTS, *WITHIN_RECOVERY])
+@pytest.mark.parametrize("point", [*STEP_POINTS, *RECOVERY_POINTS])
 def test_a_rank_that_is_stopped_at_any_point_is_fenced(point: str) -> None:
     """One is stopped, at two points while the others recover from an error of a connection."""
     patience = Patience(heartbeat_s=0.1, dead_after_s=3.0)

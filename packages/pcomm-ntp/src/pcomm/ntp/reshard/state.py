@@ -100,8 +100,8 @@ def add_state(model: nn.Module, optimizer: Optimizer, entries: Iterable[StateEnt
     Args:
         model: This rank's part of the model.
         optimizer: Optimizer of its parameters.
-        entries: What `state_entries` returns on a rank with state. Those of parameters that this
-            rank does not have, or does not optimize, are left out.
+        entries: Result of `state_entries` on a rank with state. Those of parameters that this rank
+            does not have, or does not optimize, are left out.
     """
     optimized = {id(one) for group in optimizer.param_groups for one in group["params"]}
     parameters = dict(model.named_parameters())

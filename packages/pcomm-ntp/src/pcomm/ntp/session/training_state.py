@@ -68,7 +68,7 @@ def set_scalars(built: Built, text: str) -> None:
 
     Args:
         built: Model and optimizer that get them.
-        text: What `scalars_of` has returned, maybe on another rank of the stage.
+        text: Result of `scalars_of`, maybe on another rank of the stage.
 
     Raises:
         ConfigError: The optimizers have other numbers of groups.

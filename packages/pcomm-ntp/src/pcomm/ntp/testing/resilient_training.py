@@ -30,6 +30,8 @@ from pcomm.ntp.testing.small_training import SmallModel, training_units
 
 __all__ = [
     "PRELOAD",
+    "RECOVERY_POINTS",
+    "STEP_POINTS",
     "Fault",
     "Training",
     "train_in_session",
@@ -40,10 +42,11 @@ __all__ = [
 PRELOAD = ("torch._dynamo", __name__)
 """Modules for `ResilientRanks` to import once, for all ranks: the first optimizer needs seconds."""
 
-POINTS = (
-    *("forward", "backward", "reduction", "ready", "optimizer", "checkpoint"),
-    *("connect", "build"),
-)
+STEP_POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint")
+"""Points of a step at which a fault may strike; see `Fault`."""
+
+RECOVERY_POINTS = ("connect", "build")
+"""Points of the beginning of a generation."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,11 @@ class Fault:
 
     Args:
         rank: Global rank.
-        point: One of `POINTS`: `reduction` is while sums are in flight, `ready` between the
-            agreement and the optimizer, `optimizer` when one parameter is updated, `checkpoint`
-            after a step is applied, `connect` and `build` while a generation begins, before and
-            after its groups are open. An error at `ready` is that of a rank that does not hear
-            that all are ready.
+        point: One of `STEP_POINTS` or `RECOVERY_POINTS`: `reduction` is while sums are in flight,
+            `ready` between the agreement and the optimizer, `optimizer` when one parameter is
+            updated, `checkpoint` after a step is applied, `connect` and `build` while a generation
+            begins, before and after its groups are open. An error at `ready` is that of a rank that
+            does not hear that all are ready.
         step: Number of the step; for `connect` and `build` that of the generation.
         number: Signal; 0 for an error of a connection, with all ranks alive.
         incarnation: Number of processes that had the rank before.
