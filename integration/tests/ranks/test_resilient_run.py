@@ -159,6 +159,23 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_it_was_before_the_step(tmp_pa
     assert last.step == 1
 
 
+def test_a_run_that_is_started_again_at_its_end_adds_no_row(tmp_path: Path) -> None:
+    run_dir = prepare_words(tmp_path, documents=40)
+    base = config(ParallelConfig())
+    evaluated = dataclasses.replace(base, train=dataclasses.replace(base.train, eval_every=STEPS))
+    bits, rows = [], []
+    for _ in range(2):
+        with ResilientRanks(1, preload=PRELOAD) as processes:
+            processes.start(faulty_rank, (evaluated, run_dir, Fault(rank=1, step=0)))
+            report = processes.wait(timeout_s=120)[0]
+        assert report.has_finished, report
+        bits.append(report.result.bits_per_byte)
+        rows.append((run_dir / "metrics.jsonl").read_text())
+    assert bits[0] == bits[1] is not None
+    assert rows[0] == rows[1]
+    assert rows[0].count("bits_per_byte") == 1
+
+
 def test_a_request_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     """Ranks without a part in the checkpoint wait for those that gather it."""
     run_dir = prepare_words(tmp_path, documents=40)

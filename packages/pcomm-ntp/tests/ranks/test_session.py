@@ -24,13 +24,13 @@ from pcomm.ntp.testing.counted_training import count_in_session
 from pcomm.ntp.testing.resilient_training import (
     PRELOAD,
     Fault,
-    Seen,
-    check_seen,
     train_in_session,
     train_two,
     train_with_store,
 )
+from pcomm.ntp.testing.seen_training import Seen, assert_seen
 from pcomm.ntp.testing.session_events import (
+    die_at_the_end,
     from_the_start,
     hold_for_failure,
     hold_for_joins,
@@ -42,10 +42,10 @@ from pcomm.ntp.testing.session_events import (
 TOPOLOGY = Topology({"dp": 2, "tp": 2})
 
 
-def survivors(reports: Mapping[int, RankReport], until: int) -> dict[int, Any]:
-    """What the ranks that finished saw, compared with one process."""
+def assert_survivors(reports: Mapping[int, RankReport], until: int) -> dict[int, Any]:
+    """What the ranks that finished saw, which is what one process would."""
     found = {rank: report.result for rank, report in reports.items() if report.has_finished}
-    check_seen(found, until)
+    assert_seen(found, until)
     return found
 
 
@@ -56,7 +56,7 @@ def test_kills_in_forward_in_recovery_and_within_the_optimizer() -> None:
     with ResilientRanks(6, preload=PRELOAD) as ranks:
         ranks.start(train_in_session, (topology, 4, faults))
         reports = ranks.wait(timeout_s=scaled_s(60.0))
-    seen = survivors(reports, 4)
+    seen = assert_survivors(reports, 4)
     assert sorted(seen) == [0, 3, 4]
     for own in seen.values():
         assert own.gone == dict.fromkeys((1, 2, 5), "killed by SIGKILL")
@@ -65,11 +65,11 @@ def test_kills_in_forward_in_recovery_and_within_the_optimizer() -> None:
 
 def test_ranks_that_did_not_hear_that_all_are_ready_follow_those_that_did() -> None:
     # Rank 0 applies the step and goes on, rank 1 meets an error; nobody is gone.
-    faults = (Fault(1, "told", 1, 0), Fault(0, "backward", 3, 0))
+    faults = (Fault(1, "ready", 1, 0), Fault(0, "backward", 3, 0))
     with ResilientRanks(2, preload=PRELOAD) as ranks:
         ranks.start(train_in_session, (Topology({"dp": 2, "tp": 1}), 4, faults))
         reports = ranks.wait(timeout_s=scaled_s(60.0))
-    seen = survivors(reports, 4)
+    seen = assert_survivors(reports, 4)
     assert [one.step for one in seen[0].steps] == [0, 1, 2, 3]
     assert [one.step for one in seen[1].steps] == [0, 2, 3]
     assert seen[1].generations == [(0, 1)] * 3
@@ -83,7 +83,7 @@ def test_an_error_in_every_generation_is_raised_in_the_end(setbacks: int) -> Non
         ranks.start(train_in_session, (Topology({"dp": 1, "tp": 2}), 2, faults))
         reports = ranks.wait(timeout_s=scaled_s(60.0))
     if setbacks < 5:
-        assert survivors(reports, 2)[0].generations == [(0, 1), (0, 1)]
+        assert assert_survivors(reports, 2)[0].generations == [(0, 1), (0, 1)]
     else:
         assert "build: nothing" in str(reports[0].error)
         assert not reports[1].has_finished
@@ -102,7 +102,7 @@ def test_two_sessions_in_one_process_do_not_disturb_each_other() -> None:
     assert all(report.has_finished for report in reports.values()), reports
     for number, generations in enumerate((2, 1)):
         seen = {rank: report.result[number] for rank, report in reports.items()}
-        check_seen(seen, 4)
+        assert_seen(seen, 4)
         assert all(len(own.generations) == generations for own in seen.values())
 
 
@@ -125,7 +125,7 @@ def test_a_stopped_rank_is_fenced_and_a_new_process_takes_its_place() -> None:
         assert refused.error.found == "digest is b here and a in the job"
         ranks.join_again(1)
         reports = ranks.wait(timeout_s=scaled_s(60.0))
-    seen = survivors(reports, 5)
+    seen = assert_survivors(reports, 5)
     assert sorted(seen) == [0, 1, 2, 3]
     assert seen[0].generations == [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)], seen[0].reasons
     assert seen[1].generations == [(0, 1, 2, 3)]
@@ -149,7 +149,20 @@ def test_a_state_that_is_lost_with_its_ranks_is_restored_or_an_error() -> None:
             own = reports[rank].result
             assert [one.step for one in own.steps] == [0, 1, 0, 1, 2]
             assert own.steps[:2] != own.steps[2:4]
-            check_seen({rank: Seen(own.steps[2:], own.states)}, 3)
+            assert_seen({rank: Seen(own.steps[2:], own.states)}, 3)
+
+
+def test_steps_that_are_lost_when_no_rank_attempts_any_are_an_error() -> None:
+    # As above, when all ranks have left the loop over steps: none would repeat those lost.
+    with ResilientRanks(4, preload=PRELOAD) as ranks:
+        at_end = partial(die_at_the_end, port=ranks.port, rank=1, count=4)
+        options = {"restore": from_the_start, "at_end": at_end}
+        ranks.start(train_in_session, (TOPOLOGY, 2, (Fault(3, "build", 1),), options))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    for rank in (0, 2):
+        error = reports[rank].error
+        assert isinstance(error, StateLostError), reports[rank]
+        assert "step 0" in error.found
 
 
 def test_the_end_of_the_store_ends_every_rank_with_an_error_that_says_so() -> None:
@@ -176,7 +189,7 @@ def test_a_rank_without_units_waits_with_the_others_and_gets_some_when_a_process
         topology = Topology({"dp": 1, "tp": 8})
         ranks.start(train_in_session, (topology, 3, (), options, hold))
         reports = ranks.wait(timeout_s=scaled_s(60.0))
-    seen = survivors(reports, 3)
+    seen = assert_survivors(reports, 3)
     # Taken in after step 0 or step 1, as soon as it asked.
     assert [one.step for one in seen[6].steps] in ([1, 2], [2])
     assert [one.step for one in seen[0].steps] == [0, 1, 2]
@@ -188,7 +201,7 @@ def test_a_slow_rank_gets_fewer_units_from_the_next_step_on() -> None:
     with ResilientRanks(2, preload=PRELOAD) as ranks:
         ranks.start(train_in_session, (Topology({"dp": 1, "tp": 2}), 3, (), None, slow))
         reports = ranks.wait(timeout_s=scaled_s(60.0))
-    seen = survivors(reports, 3)
+    seen = assert_survivors(reports, 3)
     columns = [
         [own.states[step][1]["fc2.weight"][0].shape[1] for step in (1, 2)] for own in seen.values()
     ]
@@ -237,7 +250,7 @@ def _stop_at_infinity(place: RankPlace) -> tuple[list[int], list[float], str]:
     return applied, weights, refusal
 
 
-@pytest.mark.parametrize("point", ["forward", "told"])
+@pytest.mark.parametrize("point", ["forward", "ready"])
 def test_buffers_and_learning_rates_of_a_step_count_once(point: str) -> None:
     # Rank 0 repeats the forward, or does not come to the line behind commit; rank 1 does.
     with ResilientRanks(2, preload=PRELOAD) as ranks:

@@ -12,12 +12,17 @@ from pcomm.core.errors import FencedError
 from pcomm.core.process import ResilientRanks
 from pcomm.core.testing.patience import scaled_s
 from pcomm.ntp.session import Patience
-from pcomm.ntp.testing.resilient_training import PRELOAD, Fault, check_seen, train_in_session
+from pcomm.ntp.testing.resilient_training import (
+    PRELOAD,
+    RECOVERY_POINTS,
+    STEP_POINTS,
+    Fault,
+    train_in_session,
+)
+from pcomm.ntp.testing.seen_training import assert_seen
 
 pytestmark = pytest.mark.soak
 
-POINTS = ("forward", "backward", "reduction", "ready", "optimizer", "checkpoint")
-WITHIN_RECOVERY = ("connect", "build")
 JOBS, KILLS = 34, 3
 
 
@@ -31,8 +36,8 @@ def random_faults(generator: random.Random) -> list[Fault]:
         # One that strikes in a recovery is of the replica that is hit already: of two replicas
         # that are hit at once no rank may have the state.
         is_near = bool(faults) and faults[-1].rank // 3 == victim // 3
-        point = generator.choice(POINTS + WITHIN_RECOVERY if is_near else POINTS)
-        faults.append(Fault(victim, point, number if point in WITHIN_RECOVERY else 1 + 2 * number))
+        point = generator.choice(STEP_POINTS + RECOVERY_POINTS if is_near else STEP_POINTS)
+        faults.append(Fault(victim, point, number if point in RECOVERY_POINTS else 1 + 2 * number))
     return faults
 
 
@@ -44,10 +49,10 @@ def test_kills_at_random_points(seed: int) -> None:
         reports = ranks.wait(timeout_s=scaled_s(120.0))
     left = {rank for rank, report in reports.items() if report.has_finished}
     assert left == set(range(6)) - {fault.rank for fault in faults}, (faults, reports)
-    check_seen({rank: reports[rank].result for rank in left}, 7)
+    assert_seen({rank: reports[rank].result for rank in left}, 7)
 
 
-@pytest.mark.parametrize("point", [*POINTS, *WITHIN_RECOVERY])
+@pytest.mark.parametrize("point", [*STEP_POINTS, *RECOVERY_POINTS])
 def test_a_rank_that_is_stopped_at_any_point_is_fenced(point: str) -> None:
     """One is stopped, at two points while the others recover from an error of a connection."""
     patience = Patience(heartbeat_s=0.1, dead_after_s=3.0)
@@ -59,7 +64,7 @@ def test_a_rank_that_is_stopped_at_any_point_is_fenced(point: str) -> None:
         ranks.kill(3, signal.SIGCONT)
         stopped = ranks.wait([3], timeout_s=scaled_s(120.0))[3]
     assert isinstance(stopped.error, FencedError), stopped
-    check_seen({rank: report.result for rank, report in others.items()}, 4)
+    assert_seen({rank: report.result for rank, report in others.items()}, 4)
 
 
 def test_twenty_recoveries_leave_nothing_behind() -> None:
@@ -68,7 +73,7 @@ def test_twenty_recoveries_leave_nothing_behind() -> None:
         ranks.start(train_in_session, (Topology({"dp": 2, "tp": 1}), 27, faults, None, None, True))
         reports = ranks.wait(timeout_s=scaled_s(120.0))
     seen = {rank: report.result for rank, report in reports.items()}
-    check_seen(seen, 27)
+    assert_seen(seen, 27)
     for own in seen.values():
         assert len(own.generations) == 26
         names = ("threads", "open files", "process groups", "tensors")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pcomm.core.errors import PeerTimeoutError
+from pcomm.core.errors import FencedError, PeerTimeoutError
 from pcomm.core.testing.patience import wait_until
 from pcomm.ntp.session import Built, Patience
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.records import Records
+from pcomm.ntp.session.resume_point import Arrival
 from pcomm.ntp.session.training_state import scalars_of, set_scalars
 from pcomm.ntp.session.watch import Watch
 
@@ -43,6 +46,70 @@ def test_a_process_that_has_waited_too_long_is_not_taken_in() -> None:
     assert not member.wants_in()
     late.close()
     member.close()
+
+
+def test_of_two_processes_for_one_rank_the_later_one_is_taken_and_the_other_is_a_spare() -> None:
+    store = dist.HashStore()
+    member, spare, later = (
+        Membership(lambda: store, rank, (0,), (0, 1), {}, Patience()) for rank in (0, 1, 1)
+    )
+    assert member.enter() == {}
+    with ThreadPoolExecutor(2) as threads:
+        waiting = []
+        for number, one in enumerate((spare, later), start=1):
+            waiting.append(threads.submit(one.enter))
+            wait_until(lambda n=number: store.check([f"pcomm/session/join/{n}"]), "its request")
+        assert member.wants_in()
+        member.meet("a process joins", Arrival(0))
+        assert waiting[1].result() == {0: Arrival(0)}
+        assert later.ranks == member.ranks == (0, 1)
+        # One process has the rank; the other one waits for it to be free.
+        assert not member.wants_in()
+        assert not waiting[0].done()
+        later.leave("its program ends")
+        member.meet("rank 1 has left", Arrival(1))
+        waiting[0].result()
+        assert spare.ranks == member.ranks == (0, 1)
+        assert member.gone == {1: "its program ends"}
+    for one in (member, spare, later):
+        one.close()
+
+
+def test_a_rank_that_came_to_the_meeting_and_left_is_gone() -> None:
+    store = dist.HashStore()
+    member, leaver = (
+        Membership(lambda: store, rank, (0, 1), (0, 1), {}, Patience()) for rank in (0, 1)
+    )
+    member.enter()
+    leaver.enter()
+    # Interrupted while it waits for the others.
+    leaver.records.say(0, 1, Arrival(0))
+    leaver.leave("KeyboardInterrupt")
+    decision, states = member.meet("rank 1 has left", Arrival(0))
+    assert decision.ranks == (0,)
+    assert decision.gone == {1: "KeyboardInterrupt"}
+    assert states == {0: Arrival(0)}
+    member.close()
+    leaver.close()
+
+
+def test_a_process_that_others_have_left_behind_may_write_nothing() -> None:
+    store = dist.HashStore()
+    member, sleeper = (
+        Membership(lambda: store, rank, (0, 1), (0, 1), {}, Patience(leave_s=0.0))
+        for rank in (0, 1)
+    )
+    member.enter()
+    sleeper.enter()
+    sleeper.check_fence()
+    member.meet("rank 1 is silent", Arrival(0))
+    member.check_fence()
+    with pytest.raises(FencedError, match=r"rank 1 in generation 0: generation 1 has begun"):
+        sleeper.check_fence()
+    assert member.finish()
+    member.check_fence()
+    member.close()
+    sleeper.close()
 
 
 @pytest.mark.parametrize("option", ["capturable", "fused", "foreach"])

@@ -121,3 +121,10 @@ def test_state_that_is_neither_cut_nor_shared_is_refused_by_name() -> None:
     other.optimizer.state[torch.zeros(1)] = {"step": torch.zeros(())}
     with pytest.raises(ConfigError, match="not one of the model's"):
         scalars_of(other)
+
+
+def test_groups_of_parameters_are_the_same_in_each_generation() -> None:
+    one, other = built(), built()
+    other.optimizer.add_param_group({"params": nn.Parameter(torch.zeros(1))})
+    with pytest.raises(ConfigError, match=r"2 groups of parameters, and 1 before"):
+        set_scalars(other, scalars_of(one))

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.ntp.reshard import add_state, parameter_name, state_entries, state_tensors
+from pcomm.ntp.reshard import (
+    StateEntry,
+    add_state,
+    parameter_name,
+    state_entries,
+    state_tensors,
+)
 
 
 class Tied(nn.Module):
@@ -55,14 +61,25 @@ def test_an_optimizer_without_state_gets_what_another_one_has() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     assert set(state_tensors(model, optimizer)) == set(state_tensors(model))
     assert not optimizer.state
-    add_state(model, optimizer, {entry.key: entry.dtype for entry in entries})
+    add_state(model, optimizer, entries)
     assert state_entries(model, optimizer) == entries
     for name, _, _, dtype in entries:
         assert state_tensors(model, optimizer)[name].dtype == getattr(torch, dtype)
     # What is there already stays.
     first = optimizer.state[model.scale]["exp_avg"]
-    add_state(model, optimizer, {"exp_avg": "float32"})
+    add_state(model, optimizer, entries)
     assert optimizer.state[model.scale]["exp_avg"] is first
+
+
+def test_state_has_the_data_type_of_each_parameter_and_none_of_parameters_elsewhere() -> None:
+    other, model = nn.Linear(3, 4).bfloat16(), nn.Linear(3, 4).bfloat16()
+    other.bias.data, model.bias.data = other.bias.data.float(), model.bias.data.float()
+    entries = state_entries(other, stepped(other, torch.optim.AdamW))
+    assert {entry.dtype for entry in entries} == {"bfloat16", "float32"}
+    optimizer = torch.optim.AdamW([model.weight])
+    elsewhere = StateEntry("optimizer.exp_avg.head", "head", "exp_avg", "float32")
+    add_state(model, optimizer, [*entries, elsewhere])
+    assert state_entries(model, optimizer) == entries[:2]
 
 
 def test_state_of_another_shape_is_refused_and_single_numbers_are_left_out() -> None:

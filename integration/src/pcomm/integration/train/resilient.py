@@ -186,13 +186,14 @@ class ResilientRun:
             self._evaluate(session, trainer)
 
     def _end(self, session: Session, saver: WholeStateSaver) -> None:
-        """Save and evaluate what the run has come to; again if a rank dies. Collective."""
+        """Evaluate and save what the run has come to; again if a rank dies. Collective."""
         trainer, train = self._trainer(session), self.config.train
+        # Evaluated before it is saved: a run that is whole has the row, and adds no other.
+        if session.step == train.steps and train.eval_every != "none":
+            self._evaluate(session, trainer)
         if session.step:
             saver.save(session, trainer, Progress(session.step, 0, trainer.rewarm))
             saver.wait()
-        if session.step == train.steps and train.eval_every != "none":
-            self._evaluate(session, trainer)
 
     def _evaluate(self, session: Session, trainer: Trainer) -> None:
         bits = evaluate(
@@ -226,7 +227,10 @@ class ResilientRun:
     # -- metrics -------------------------------------------------------------------------------
 
     def _speak(self, session: Session) -> None:
-        """Take over the metrics where the rank that wrote them is gone. Local."""
+        """Take over the metrics where the rank that wrote them is gone. Local.
+
+        Steps whose state was lost are done again, so their rows are dropped.
+        """
         is_speaker = used_ranks(session.plan)[0] == session.rank
         self._rows.enter(session.step, is_writer=is_speaker)
         if is_speaker and session.transitions:

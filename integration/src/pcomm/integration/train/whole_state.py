@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -85,13 +84,8 @@ class WholeStateSaver:
     def __enter__(self) -> WholeStateSaver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._saver.__exit__(kind, error, traceback)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._saver.__exit__(kind, *error)
 
 
 def _whole(view: ShardView, collectives: Collectives) -> ShardView:

@@ -8,7 +8,7 @@ of Adafactor, is refused: nothing says how it would be split.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -92,28 +92,26 @@ def state_entries(model: nn.Module, optimizer: Optimizer) -> tuple[StateEntry, .
     )
 
 
-def add_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, str]) -> None:
+def add_state(model: nn.Module, optimizer: Optimizer, entries: Iterable[StateEntry]) -> None:
     """Make entries of an optimizer's state that are not there yet, as zeros. Local.
 
     An optimizer makes its state in its first step; `reshard` fills tensors that exist.
 
     Args:
-        model: This rank's part of the model. Parameters that it does not have are left out.
+        model: This rank's part of the model.
         optimizer: Optimizer of its parameters.
-        state: Data type, such as `"float32"`, by key, such as `"exp_avg"`; the same for all
-            parameters.
+        entries: Result of `state_entries` on a rank with state. Those of parameters that this rank
+            does not have, or does not optimize, are left out.
     """
-    optimized = _optimized(optimizer)
-    for _, parameter in model.named_parameters():
-        if id(parameter) in optimized:
-            for key, dtype in state.items():
-                own = optimizer.state[parameter]
-                if key not in own:
-                    own[key] = torch.zeros_like(parameter, dtype=getattr(torch, dtype))
-
-
-def _optimized(optimizer: Optimizer) -> set[int]:
-    return {id(one) for group in optimizer.param_groups for one in group["params"]}
+    optimized = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    parameters = dict(model.named_parameters())
+    for entry in entries:
+        parameter = parameters.get(entry.parameter)
+        if parameter is not None and id(parameter) in optimized:
+            own = optimizer.state[parameter]
+            if entry.key not in own:
+                dtype = getattr(torch, entry.dtype)
+                own[entry.key] = torch.zeros_like(parameter, dtype=dtype)
 
 
 def _entries(

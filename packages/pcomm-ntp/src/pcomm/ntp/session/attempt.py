@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError
+from pcomm.ntp.session import misuse
 
 if TYPE_CHECKING:
     from pcomm.ntp.session.session import Session
@@ -36,7 +36,12 @@ class Attempt:
             loss: Loss of this rank's micro-batch.
             weight: Factor of its gradients in the sum over replicas; see `GradSync.accumulate`.
             is_last: True for the last micro-batch of the step.
+
+        Raises:
+            ConfigError: The step is applied, or another order of calls; see `GradSync.accumulate`.
+            PeerError: Another rank failed; the `with` block takes it.
         """
+        self._check_open("Attempt.backward")
         with self._session.sync.accumulate(is_last=is_last, weight=weight):
             loss.backward()
 
@@ -53,10 +58,13 @@ class Attempt:
             The norm of all gradients before, in fp64 and with the same bits on all ranks.
 
         Raises:
-            ConfigError: The sums of this step are finished.
+            ConfigError: The sums of this step are finished, or it is applied.
             PeerError: Another rank failed; the `with` block takes it.
         """
-        self._norm = self._session._finish(max_norm)
+        self._check_open("Attempt.finish")
+        sync = self._session.sync
+        sync.finish()
+        self._norm = sync.grad_norm() if max_norm is None else sync.clip_grad_norm_(max_norm)
         return self._norm
 
     def commit(self, *, max_norm: float | None = None) -> Tensor:
@@ -70,9 +78,10 @@ class Attempt:
             The norm, as `finish` returns it.
 
         Raises:
-            ConfigError: A `max_norm` after `finish`.
+            ConfigError: A `max_norm` after `finish`, or a step that is applied.
             PeerError: Another rank failed; the `with` block takes it.
         """
+        self._check_open("Attempt.commit")
         if self._norm is not None and max_norm is not None:
             raise ConfigError(
                 f"Attempt.commit: max_norm={max_norm}",
@@ -81,17 +90,16 @@ class Attempt:
                 fix="Give max_norm to finish(), and nothing to commit().",
             )
         norm = self.finish(max_norm=max_norm) if self._norm is None else self._norm
-        self._session._commit()
+        self._session._step_end.agree()
         return norm
 
     def __enter__(self) -> Attempt:
         self.was_entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        return self._session._end_attempt(self.number, error)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        return self._session._step_end.follow(self.number, error)
+
+    def _check_open(self, asked: str) -> None:
+        if self._session.step != self.number:
+            raise misuse.over(asked, self.number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 
 import torch
@@ -54,9 +54,9 @@ class Job:
     strategy: Strategy
     backend: str
     restore: Restore | None
-    facts: Mapping[str, str] = field(default_factory=dict)
-    patience: Patience = field(default_factory=Patience)
-    device: torch.device | str = "cpu"
+    facts: Mapping[str, str]
+    patience: Patience
+    device: torch.device
 
     @property
     def first_ranks(self) -> tuple[int, ...]:

@@ -6,10 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-import torch
-
-from pcomm.core.errors import PcommError
-from pcomm.ntp.session.suspicion import SuspectedFailure
+from pcomm.ntp.session.suspicion import attempted
 
 __all__ = ["wait_or_leave"]
 
@@ -42,7 +39,7 @@ def wait_or_leave(
         except BaseException:
             task.leave()
             raise
-    return task.result()
+    return attempted("Session: connecting the ranks of a generation", task.result)
 
 
 class _Task(Generic[T]):
@@ -79,14 +76,6 @@ class _Task(Generic[T]):
 
     def result(self) -> T:
         error, self._error = self._error, None
-        if error is None:
-            return self._found.pop()
-        of_this_rank = isinstance(error, PcommError | torch.OutOfMemoryError)
-        if isinstance(error, RuntimeError) and not of_this_rank:
-            raise SuspectedFailure(
-                "Session: connecting the ranks of a generation",
-                found=str(error).splitlines()[0],
-                why="A rank ended while the others connected to it.",
-                fix="Nothing: the ranks that are left meet again.",
-            ) from error
-        raise error
+        if error is not None:
+            raise error
+        return self._found.pop()

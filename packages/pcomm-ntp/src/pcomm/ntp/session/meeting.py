@@ -101,15 +101,16 @@ class Meeting:
             time.sleep(_PAUSE_S)
 
     def _living(self, here: Mapping[int, Arrival], rank: int) -> list[int]:
-        """Those that have arrived and not ended since."""
-        return [r for r in here if r == rank or self._ends.of(r, self._incarnations) is None]
+        """Those that have arrived, and neither ended nor left since."""
+        return [r for r in here if r == rank or not self._is_over(r)]
+
+    def _is_over(self, rank: int) -> str | None:
+        """How a rank has ended or left, or None."""
+        ended = self._ends.of(rank, self._incarnations)
+        return ended or self._records.left(self.generation, rank)
 
     def _told(self, rank: int) -> str | None:
-        return (
-            self._ends.of(rank, self._incarnations)
-            or self._records.left(self.generation, rank)
-            or self._records.silent(self.generation, rank)
-        )
+        return self._is_over(rank) or self._records.silent(self.generation, rank)
 
     def _reason(self, rank: int) -> str:
         """Why a rank is gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pcomm.core.errors import ClosedError, ConfigError
 
-__all__ = ["given", "without"]
+__all__ = ["closed", "given", "over", "speed", "without"]
 
 
 def given(rank: int | None) -> int:
@@ -17,6 +17,36 @@ def given(rank: int | None) -> int:
             fix="Give rank=, or a RankPlace.",
         )
     return rank
+
+
+def speed(rank: int, found: float) -> ConfigError:
+    """The error of a speed that no rank of the job can have."""
+    return ConfigError(
+        f"Session.set_speed: rank {rank}, speed {found}",
+        found="a rank that the job does not have, or a speed that is not above 0 and at most 1",
+        why="Units are dealt out in proportion to speeds, relative to the fastest rank.",
+        fix="Give a global rank, and the time of the fastest rank over that of this one.",
+    )
+
+
+def over(asked: str, number: int) -> ConfigError:
+    """The error of a call on an attempt whose step is applied."""
+    return ConfigError(
+        f"{asked} in the attempt at step {number}",
+        found="a step that is applied already",
+        why="Each step is applied once; the next one has an attempt of its own.",
+        fix="Call it before commit(), and commit() once.",
+    )
+
+
+def closed(asked: str) -> ClosedError:
+    """The error of a call on a session that was closed."""
+    return ClosedError(
+        asked,
+        found="a session that was closed",
+        why="Its groups are gone.",
+        fix="Make another session.",
+    )
 
 
 def without(name: str) -> ClosedError:

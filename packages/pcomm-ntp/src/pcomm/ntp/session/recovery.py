@@ -4,83 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from pcomm.core.errors import ConfigError, FencedError, PeerError, PeerTimeoutError
-from pcomm.core.tensor_parallel import param_layouts_of
+from pcomm.core.control import Control
+from pcomm.core.errors import PeerError, PeerTimeoutError
 from pcomm.ntp.planning.plan import Plan
-from pcomm.ntp.reshard import Moved, StateLostError, reshard, state_tensors
+from pcomm.ntp.reshard import Moved, StateLostError
 from pcomm.ntp.session import store_errors
+from pcomm.ntp.session.headline import headline
+from pcomm.ntp.session.held import Held, KeptBuffers
 from pcomm.ntp.session.job import Job
 from pcomm.ntp.session.left_behind import wait_or_leave
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.opening import EVERYONE, Opened, open_generation
 from pcomm.ntp.session.resume_point import NONE, Arrival, ResumePoint, resume_point
-from pcomm.ntp.session.suspicion import SuspectedFailure
-from pcomm.ntp.session.training_state import Built, scalars_of, set_scalars
+from pcomm.ntp.session.setbacks import Setbacks, is_setback
+from pcomm.ntp.session.state_transfer import StateTransfer
+from pcomm.ntp.session.training_state import Built, scalars_of
+from pcomm.ntp.session.transition import Clock, Transition
 from pcomm.ntp.sync.grad_sync import GradSync
 
-__all__ = ["Recovery", "Transition", "is_setback"]
-
-# Generations in a row without a step, of the same ranks, before the error counts as no accident.
-_MOST_IN_VAIN = 5
-
-
-@dataclass(frozen=True)
-class Held:
-    """The state of one generation on this rank.
-
-    Args:
-        generation: Number of the generation.
-        plan: Plan under which the state lies.
-        built: Model and optimizer; None on a rank without units.
-    """
-
-    generation: int
-    plan: Plan
-    built: Built | None
-
-
-@dataclass(frozen=True)
-class Transition:
-    """How a generation came about, as one of its ranks saw it.
-
-    Args:
-        generation: Number of the generation.
-        reason: Reason for leaving the one before.
-        ranks: Ranks of the generation.
-        gone: Ranks of the one before whose processes are gone, each with the reason.
-        meet_s: Seconds until it was decided who goes on.
-        open_s: Seconds until the groups were open.
-        build_s: Seconds until the model was built.
-        move_s: Seconds until the state had arrived on all ranks.
-        moved: Bytes that this rank sent and received; None if no state moved.
-    """
-
-    generation: int
-    reason: str
-    ranks: tuple[int, ...]
-    gone: Mapping[int, str]
-    meet_s: float
-    open_s: float
-    build_s: float
-    move_s: float
-    moved: Moved | None
-
-    @property
-    def total_s(self) -> float:
-        """Seconds from the first notice of this rank to the state on all ranks."""
-        return self.meet_s + self.open_s + self.build_s + self.move_s
-
-
-def is_setback(error: BaseException) -> bool:
-    """Whether an error means that other ranks are gone, and not that this one cannot go on."""
-    if isinstance(error, FencedError | store_errors.StoreLostError):
-        return False
-    return isinstance(error, PeerError | PeerTimeoutError)
+__all__ = ["Recovery"]
 
 
 class Recovery:
@@ -102,13 +45,14 @@ class Recovery:
 
     def __init__(self, job: Job, membership: Membership) -> None:
         self._job, self._membership = job, membership
+        self._transfer = StateTransfer(job, membership)
         self.held: Held | None = None
         self._complete: Held | None = None
         self.opened: Opened | None = None
         self.sync: GradSync | None = None
         self.applied, self.is_ready, self.stops = 0, False, False
-        self._buffers: tuple[int, dict[str, Tensor]] = 0, {}
-        self._in_vain: tuple[tuple[tuple[int, ...], int], int] = ((), -1), 0
+        self._buffers, self._setbacks = KeptBuffers(), Setbacks()
+        self._has_state = False
         self.transitions: list[Transition] = []
 
     # -- steps -------------------------------------------------------------------------------
@@ -116,13 +60,20 @@ class Recovery:
     def begin(self) -> None:
         """Keep the buffers, which a forward changes, for the case that the step is repeated."""
         if self.held is not None and self.held.built is not None:
-            found = _buffers_of(self.held.built.model)
-            self._buffers = self.applied, {name: one.clone() for name, one in found.items()}
+            self._buffers.keep(self.applied, self.held.built.model)
 
     def apply(self) -> None:
-        """Apply the step whose gradients are summed. Local."""
+        """Apply the step whose gradients are summed. Local.
+
+        Raises:
+            UnsupportedError: The optimizer has state that could not move when a rank dies.
+        """
         if self.held is not None and self.held.built is not None:
             self.held.built.optimizer.step()
+            if not self._has_state:
+                # An optimizer makes its state in its first step.
+                scalars_of(self.held.built)
+                self._has_state = True
         # One statement after the other: a rank that dies between them is gone with its state.
         self.applied, self.is_ready = self.applied + 1, False
 
@@ -135,21 +86,23 @@ class Recovery:
             states = self._membership.enter()
             self.stops = self._membership.stops
             reason = "the job starts" if not states else "this process joins"
-            try:
-                self._settle(resume_point(states), reason, time.monotonic() - started_s)
-                return
-            except (PeerError, PeerTimeoutError) as error:
-                self._check_setback(error)
-                told = _headline(error)
-        self.move(told)
+            failed = self._try_to_settle(states, reason, started_s)
+        if failed is not None:
+            self.move(failed)
 
     def move(self, reason: str) -> None:
         """Leave the generation and enter the next one that holds. Collective.
 
         Args:
             reason: Reason, for the other ranks and for `transitions`.
+
+        Raises:
+            FencedError: The others have gone on without this rank.
+            StateLostError: No rank that is left has some units, and there is no checkpoint.
+            StoreLostError: The process that hosts the store has ended.
         """
-        while True:
+        told: str | None = reason
+        while told is not None:
             started_s = time.monotonic()
             arrival = Arrival(
                 NONE if self.held is None else self.held.generation,
@@ -158,28 +111,24 @@ class Recovery:
                 self.is_ready,
             )
             with store_errors.told():
-                decision, states = self._membership.meet(reason, arrival)
+                decision, states = self._membership.meet(told, arrival)
                 if decision.is_end:
                     return
                 self.stops = self._membership.stops
-                try:
-                    self._settle(resume_point(states), reason, time.monotonic() - started_s)
-                    return
-                except (PeerError, PeerTimeoutError) as error:
-                    self._check_setback(error)
-                    self.count_in_vain(error)
-                    reason = _headline(error)
+                told = self._try_to_settle(states, told, started_s)
 
-    def count_in_vain(self, error: BaseException) -> None:
-        """Raise an error that has come again and again with the same ranks and at the same step."""
-        if not isinstance(error, SuspectedFailure | PeerTimeoutError):
-            # Another rank has met an error, and leaves if it meets the same one for ever.
-            return
-        now = self._membership.ranks, self.applied
-        before, count = self._in_vain
-        self._in_vain = now, count + 1 if now == before else 1
-        if self._in_vain[1] > _MOST_IN_VAIN:
-            raise error
+    def setback(self, error: BaseException) -> str | None:
+        """The reason to meet for, of an error that other ranks caused; None for other errors.
+
+        Raises:
+            StoreLostError: The store is lost, of which the error came.
+            PeerError: It has come again and again with the same ranks and at the same step.
+        """
+        if not is_setback(error):
+            return None
+        self._membership.check_store()
+        self._setbacks.count(error, self._membership.ranks, self.applied)
+        return headline(error)
 
     def close(self) -> None:
         """Close the groups. Collective: all ranks have come to the end."""
@@ -195,57 +144,43 @@ class Recovery:
 
     # -- how it is done ----------------------------------------------------------------------
 
-    def _check_setback(self, error: Exception) -> None:
-        self._membership.check_store()
-        if not is_setback(error):
-            raise error
+    def _try_to_settle(
+        self, states: Mapping[int, Arrival], reason: str, started_s: float
+    ) -> str | None:
+        """Enter the generation; why another one is needed, or None."""
+        try:
+            self._settle(resume_point(states), reason, time.monotonic() - started_s)
+        except (PeerError, PeerTimeoutError) as error:
+            failed = self.setback(error)
+            if failed is None:
+                raise
+            return failed
+        return None
 
     def _settle(self, point: ResumePoint, reason: str, meet_s: float) -> None:
         """Open the generation, and bring the state there."""
-        member, job = self._membership, self._job
-        clock = _Clock()
+        member, clock = self._membership, Clock()
         self._take_up(point)
         self.abandon()
-        made = job.plan(member.ranks, member.speeds)
-        self._publish(point)
+        made = self._job.plan(member.ranks, member.speeds)
+        self._transfer.publish(point, self.held)
         control = member.control()
-        self.opened = wait_or_leave(
-            lambda: open_generation(
-                made,
-                control,
-                job.groups_of(made),
-                job.strategy,
-                member.watch.failure,
-                backend=job.backend,
-                timeout_s=job.patience.operation_s,
-            ),
-            member.watch.check,
-            Opened.abandon,
-            f"pcomm session: connects generation {member.number}",
-        )
+        self.opened = opened = self._open(made, control)
         open_s = clock.lap()
-        built = None
-        if member.rank not in made.idle_ranks:
-            built = job.build(made, self.opened.groups, member.rank)
+        built = self._build(made, opened)
         build_s = clock.lap()
-        try:
-            moved = self._fill(point, made, built)
-        except StateLostError:
-            # Raised on all ranks, before anything was sent.
-            if job.restore is None:
-                raise
-            if built is not None:
-                # Its optimizer has the scalars of the state that is lost.
-                built = job.build(made, self.opened.groups, member.rank)
-            moved = None
-            self._restore(made, built)
+        built, moved = self._bring(point, made, built, opened)
         if built is not None:
             self.sync = GradSync(
-                made, built.model, self.opened.groups, rank=member.rank, strategy=job.strategy
+                made,
+                built.model,
+                opened.groups,
+                rank=member.rank,
+                strategy=self._job.strategy,
             )
         self._complete = Held(member.number, made, built)
         lines = [f"steps: {self.applied}", *made.agreed_lines()]
-        lines += [f"{name}: {fact}" for name, fact in job.all_facts().items()]
+        lines += [f"{name}: {fact}" for name, fact in self._job.all_facts().items()]
         control.agree("Session: the state has arrived", lines)
         # From here on all ranks have the new state, so the old one is not needed any more.
         self.held, self._complete = self._complete, None
@@ -273,102 +208,50 @@ class Recovery:
         if self._membership.rank in point.behind:
             self.apply()
         elif self.held is not None and self.held.built is not None:
-            step, kept = self._buffers
-            if step == self.applied:
-                for name, one in _buffers_of(self.held.built.model).items():
-                    if name in kept:
-                        one.copy_(kept[name])
-        self._buffers = 0, {}
+            self._buffers.set_back(self.applied, self.held.built.model)
+        self._buffers.drop()
         self.applied, self.is_ready = point.applied, False
 
-    def _publish(self, point: ResumePoint) -> None:
-        """Write what newcomers need; for each stage one rank does, that has its state."""
-        if self.held is None:
-            return
-        member, held = self._membership, self.held
-        if member.rank == point.holders[0]:
-            member.records.publish(f"plan/{member.number}", held.plan.to_json())
-        speakers: dict[int, int] = {}
-        # A rank that did not hear that all were ready has not run what the program does after that,
-        # such as setting a learning rate; it speaks only where no other one can.
-        ranks = self._with_units(point, held.plan)
-        for rank in sorted(ranks, key=lambda one: (one in point.behind, one)):
-            speakers.setdefault(held.plan.place(rank).stage, rank)
-        for stage, rank in speakers.items():
-            if rank == member.rank and held.built is not None:
-                told = scalars_of(held.built)
-                member.records.publish(f"scalars/{member.number}/{stage}", told)
-
-    def _fill(self, point: ResumePoint, made: Plan, built: Built | None) -> Moved | None:
-        """Give the new model its state: from other ranks, from a checkpoint, or as it was built."""
-        if point.generation == NONE:
-            self._restore(made, built)
-            return None
-        member = self._membership
-        text = member.records.published(f"plan/{member.number}") or ""
-        old = Plan.from_json(text) if self.held is None else self.held.plan
-        source = {}
-        if self.held is not None and self.held.built is not None:
-            source = state_tensors(self.held.built.model, self.held.built.optimizer)
-        target, layouts = {}, {}
-        if built is not None:
-            stage = made.place(member.rank).stage
-            told = member.records.published(f"scalars/{member.number}/{stage}")
-            if told is not None:
-                set_scalars(built, told)
-            target = state_tensors(built.model, built.optimizer)
-            layouts = param_layouts_of(built.model)
-        assert self.opened is not None
-        return reshard(
-            old,
-            made,
-            self.opened.every[EVERYONE],
-            rank=member.rank,
-            source=source,
-            target=target,
-            param_layouts=layouts,
-            holders=self._with_units(point, old),
-            device=torch.device(self._job.device),
+    def _open(self, made: Plan, control: Control) -> Opened:
+        """The groups of the generation; left behind where a rank fails meanwhile."""
+        member, job = self._membership, self._job
+        return wait_or_leave(
+            lambda: open_generation(
+                made,
+                control,
+                job.groups_of(made),
+                job.strategy,
+                member.watch.failure,
+                backend=job.backend,
+                timeout_s=job.patience.operation_s,
+            ),
+            member.watch.check,
+            Opened.abandon,
+            f"pcomm session: connects generation {member.number}",
         )
 
-    def _restore(self, made: Plan, built: Built | None) -> None:
-        """Load the checkpoint on all ranks, or begin at step 0."""
-        step = 0
-        if built is not None and self._job.restore is not None:
-            step = self._job.restore(made, built.model, built.optimizer)
-        assert self.opened is not None
-        # Ranks without units take the number of the others.
-        told = torch.tensor([step], dtype=torch.int64, device=self._job.device)
-        found = self.opened.every[EVERYONE].collectives.all_reduce(told, op="max")
-        self.applied = int(found.item())
-        if built is not None and step != self.applied:
-            raise ConfigError(
-                "Session: restore",
-                found=f"step {step} on rank {self._membership.rank}, {self.applied} on another",
-                why="All ranks go on from one step.",
-                fix="Return the same step on all ranks, that of the checkpoint.",
-            )
+    def _build(self, made: Plan, opened: Opened) -> Built | None:
+        """Model and optimizer of this rank; None if it has no units."""
+        rank = self._membership.rank
+        if rank in made.idle_ranks:
+            return None
+        built = self._job.build(made, opened.groups, rank)
+        # Those of an attempt that failed, where the model is that of the generation before.
+        built.model.zero_grad(set_to_none=True)
+        return built
 
-    def _with_units(self, point: ResumePoint, old: Plan) -> list[int]:
-        return [rank for rank in point.holders if not old.place(rank).is_idle]
-
-
-def _buffers_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The buffers that move with the state."""
-    saved = model.state_dict(keep_vars=True)
-    return {name: one.detach() for name, one in model.named_buffers() if name in saved}
-
-
-class _Clock:
-    """Seconds between one look and the next."""
-
-    def __init__(self) -> None:
-        self._last_s = time.monotonic()
-
-    def lap(self) -> float:
-        before, self._last_s = self._last_s, time.monotonic()
-        return self._last_s - before
-
-
-def _headline(error: BaseException) -> str:
-    return str(error).splitlines()[0]
+    def _bring(
+        self, point: ResumePoint, made: Plan, built: Built | None, opened: Opened
+    ) -> tuple[Built | None, Moved | None]:
+        """Bring a model its state: from other ranks, from a checkpoint, or as it was built."""
+        group = opened.every[EVERYONE]
+        if point.generation != NONE:
+            try:
+                return built, self._transfer.move(point, self.held, made, built, group)
+            except StateLostError:
+                if self._job.restore is None:
+                    raise
+                # The optimizer has the scalars of the state that is lost.
+                built = self._build(made, opened)
+        self.applied = self._transfer.restore(made, built, group)
+        return built, None

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pcomm.core import Groups, Topology
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-    FencedError,
-    PeerError,
-    PeerTimeoutError,
-)
+from pcomm.core.errors import ConfigError
 from pcomm.core.process import RankPlace
 from pcomm.ntp.planning.failures import Failures
 from pcomm.ntp.planning.plan import Plan
@@ -25,13 +18,16 @@ from pcomm.ntp.planning.policy import Policy
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.session import misuse, store_errors
 from pcomm.ntp.session.attempt import Attempt
-from pcomm.ntp.session.commit import Requests, commit
+from pcomm.ntp.session.ending import end_together, leave_alone
+from pcomm.ntp.session.held import Held
 from pcomm.ntp.session.job import Build, Job, Restore
 from pcomm.ntp.session.meeting import Patience
 from pcomm.ntp.session.membership import Membership
-from pcomm.ntp.session.opening import EVERYONE, Opened, Spec
-from pcomm.ntp.session.recovery import Held, Recovery, Transition, is_setback
+from pcomm.ntp.session.opening import Spec
+from pcomm.ntp.session.recovery import Recovery
+from pcomm.ntp.session.step_end import StepEnd
 from pcomm.ntp.session.training_state import Built
+from pcomm.ntp.session.transition import Transition
 from pcomm.ntp.sync.grad_groups import Strategy
 from pcomm.ntp.sync.grad_sync import GradSync
 
@@ -59,6 +55,10 @@ class Session:
 
     Nothing that a rank wrote that the others have left behind reaches them; it gets a
     `FencedError`, at the latest before its next step.
+
+    Random generators are not part of the state: an attempt that failed has drawn from them, on some
+    ranks more than on others, and a process that joins has not. Seed in each attempt what it draws,
+    from `step.number`.
 
     Args:
         place: Place of this process, such as `ResilientRanks` gives; or a function that makes a new
@@ -130,18 +130,18 @@ class Session:
             self.rank = misuse.given(rank)
         limits = patience or Patience(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
         self._job = Job(
-            topology,
-            dict(units),
-            build,
-            policy or Policy(),
-            failures or Failures(),
-            groups if callable(groups) else tuple(groups),
-            strategy,
-            backend,
-            restore,
-            dict(facts or {}),
-            limits,
-            device=device,
+            topology=topology,
+            units=dict(units),
+            build=build,
+            policy=policy or Policy(),
+            failures=failures or Failures(),
+            groups=groups if callable(groups) else tuple(groups),
+            strategy=strategy,
+            backend=backend,
+            restore=restore,
+            facts=dict(facts or {}),
+            patience=limits,
+            device=torch.device(device),
         )
         with store_errors.told():
             self._membership = Membership(
@@ -154,9 +154,8 @@ class Session:
                 incarnation,
             )
         self._recovery = Recovery(self._job, self._membership)
+        self._step_end = StepEnd(self._recovery, self._membership, self._job.device)
         self._at_end = at_end
-        self._asks_move = False
-        self._told = Requests()
         self._is_closed = False
         try:
             self._recovery.start()
@@ -189,7 +188,9 @@ class Session:
     @property
     def groups(self) -> Groups:
         """The groups of this generation; operations end with a `PeerError` when a rank fails."""
-        return self._opened().groups
+        if self._recovery.opened is None:
+            raise misuse.without("groups")
+        return self._recovery.opened.groups
 
     @property
     def model(self) -> nn.Module:
@@ -228,18 +229,25 @@ class Session:
     def attempts(self, *, until: int) -> Iterator[Attempt]:
         """Attempts at all steps up to `until`, each to be entered by `with`. Collective.
 
-        After a failure the next attempt is at the same step, unless that was applied.
+        After a failure the next attempt is at the same step, unless that was applied. To end
+        earlier, call `request_stop`: where a rank dies, others do not come to a `break` of theirs.
 
         Args:
             until: Number of steps after which there are none; the same on all ranks.
+
+        Raises:
+            ConfigError: An attempt was not entered, or not committed.
+            StateLostError: Ranks died that alone held some units, and there is no `restore`.
+            FencedError: The others went on without this rank.
         """
         while self.step < until and not self._recovery.stops:
-            self._check_open("Session.attempts")
-            if (reason := self._membership.watch.failure()) is not None:
-                self._recovery.move(reason)
+            if self._is_closed:
+                raise misuse.closed("Session.attempts")
+            if (reason := self.failure) is not None:
+                self._step_end.move(reason)
             elif self.is_idle:
                 with Attempt(self):
-                    self._agree(None)
+                    self._step_end.agree()
             else:
                 self._recovery.begin()
                 attempt = Attempt(self)
@@ -256,31 +264,27 @@ class Session:
         """Give a rank units in proportion to a relative speed, from the next step on. Local.
 
         Any rank may call it, also for another one. The change takes place at the end of this
-        rank's next step, when all ranks begin another generation.
+        rank's next step, when all ranks begin another generation; the last speed given counts.
 
         Args:
             rank: Global rank.
             speed: Speed relative to the fastest ranks; 1 for a rank that is not slow.
 
         Raises:
-            ConfigError: A speed that is not above 0.
+            ConfigError: A rank that the job does not have, or a speed that is not above 0 and at
+                most 1.
         """
-        if not 0 < speed <= 1:
-            raise ConfigError(
-                f"Session.set_speed: rank {rank}, speed {speed}",
-                found="a speed that is not above 0 and at most 1",
-                why="Units are dealt out in proportion to speeds, relative to the fastest rank.",
-                fix="Give the time of the fastest rank over that of this one.",
-            )
+        if rank not in self._job.topology.ranks or not 0 < speed <= 1:
+            raise misuse.speed(rank, speed)
         with store_errors.told():
             self._membership.records.set_speed(rank, speed)
-        self._asks_move = True
+        self._step_end.asks_move = True
 
     def request_stop(self) -> None:
         """Have all ranks end after the next step, such as before a time limit. Local."""
         with store_errors.told():
             self._membership.records.ask_to_stop()
-        self._asks_move = True
+        self._step_end.asks_move = True
 
     def check_fence(self) -> None:
         """Raise `FencedError` if the others went on without this rank. Local.
@@ -296,15 +300,16 @@ class Session:
         """Wait until all ranks have come here, and end. Collective; again does nothing.
 
         A rank that waits here still helps the others when one dies.
+
+        Raises:
+            StateLostError: Steps are lost with ranks that died; the job goes on from its last
+                checkpoint when it is started again.
+            PeerTimeoutError: Ranks did not come in time.
         """
         if self._is_closed:
             return
         try:
-            with store_errors.told():
-                while not self._membership.is_over:
-                    if self._has_ended() and self._membership.finish():
-                        break
-                    self._recovery.move(self._membership.watch.failure() or "")
+            end_together(self._recovery, self._membership, self._finish)
         except BaseException as error:
             self._leave(error)
             raise
@@ -317,12 +322,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
         else:
@@ -330,88 +330,14 @@ class Session:
 
     # -- how it is done ----------------------------------------------------------------------
 
-    def _finish(self, max_norm: float | None) -> Tensor:
-        self.sync.finish()
-        return self.sync.grad_norm() if max_norm is None else self.sync.clip_grad_norm_(max_norm)
-
-    def _commit(self) -> None:
-        self._agree(self.sync)
-
-    def _agree(self, sync: GradSync | None) -> None:
-        """Agree that all ranks are ready, and apply the step."""
-        with store_errors.told():
-            own = Requests(self._asks_move or self._membership.wants_in())
-        self._recovery.is_ready = True
-        self._told = self._ready(own)
-        self._recovery.apply()
-        if sync is not None:
-            sync.zero_grad()
-
-    def _ready(self, own: Requests) -> Requests:
-        """Tell that this rank is ready, and wait until all are."""
-        over = self._opened().every[EVERYONE].collectives
-        return commit(own, over, torch.device(self._job.device))
-
-    def _has_ended(self) -> bool:
-        """Do what the program does at the end; False if another rank failed meanwhile."""
-        try:
-            if self._at_end is not None and not self.is_idle:
-                self._at_end(self)
-        except (PeerError, PeerTimeoutError) as error:
-            if not is_setback(error):
-                raise
-            self._membership.check_store()
-            self._recovery.count_in_vain(error)
-            return False
-        return True
-
-    def _end_attempt(self, number: int, error: BaseException | None) -> bool:
-        if error is None and self.step == number:
-            raise ConfigError(
-                f"Session: the attempt at step {number}",
-                found="an end of the with block without commit()",
-                why="A step that is not committed is not applied, and would come for ever.",
-                fix="Call step.commit() at the end of the block.",
-            )
-        told, self._told = self._told, Requests()
-        if error is None:
-            if not told.moves:
-                return False
-            reason = "a process joins, or a rank asks for a change"
-        elif is_setback(error):
-            self._membership.check_store()
-            self._recovery.count_in_vain(error)
-            reason = str(error).splitlines()[0]
-        else:
-            return False
-        self._asks_move = False
-        self._recovery.move(reason)
-        return True
+    def _finish(self) -> None:
+        if self._at_end is not None and not self.is_idle:
+            self._at_end(self)
 
     def _leave(self, error: BaseException) -> None:
-        """End this rank alone, and tell the others unless they know."""
-        if self._is_closed:
-            return
-        if not isinstance(error, FencedError | store_errors.StoreLostError):
-            try:
-                reason = (
-                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                )
-                self._membership.leave(reason)
-            except dist.DistError as lost:
-                error.add_note(f"the store was not told: {lost}")
-        self._is_closed = True
-        self._recovery.abandon()
-        self._membership.close()
-
-    def _check_open(self, asked: str) -> None:
-        if self._is_closed:
-            raise ClosedError(
-                asked,
-                found="a session that was closed",
-                why="Its groups are gone.",
-                fix="Make another session.",
-            )
+        if not self._is_closed:
+            self._is_closed = True
+            leave_alone(error, self._recovery, self._membership)
 
     def _held(self) -> Held:
         if self._recovery.held is None:
@@ -423,8 +349,3 @@ class Session:
         if built is None:
             raise misuse.without("model")
         return built
-
-    def _opened(self) -> Opened:
-        if self._recovery.opened is None:
-            raise misuse.without("groups")
-        return self._recovery.opened

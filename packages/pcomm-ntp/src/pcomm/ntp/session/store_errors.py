@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from pcomm.core.errors import PeerError
+from pcomm.ntp.session.headline import headline
 
 __all__ = ["StoreLostError", "lost", "told"]
 
@@ -20,7 +21,7 @@ def lost(error: Exception) -> StoreLostError:
     """The error for a store that `error` came from."""
     found = StoreLostError(
         "Session: the store",
-        found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+        found=headline(error),
         why="Ranks agree through the store, and the process that hosts it has ended or cannot be "
         "reached. Without it no rank can know who goes on.",
         fix="Start the job again from its last checkpoint; keep the store in a process that "

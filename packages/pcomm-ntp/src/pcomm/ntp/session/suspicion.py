@@ -12,10 +12,12 @@ from pcomm.core.collectives import Collectives, InstrumentedCollectives, Pending
 from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.interruption import interruptible
 from pcomm.core.errors import PcommError, PeerError
+from pcomm.ntp.session.headline import headline
 
-__all__ = ["SuspectedFailure", "suspecting"]
+__all__ = ["SuspectedFailure", "attempted", "suspecting"]
 
 T = TypeVar("T")
+_OPERATION = "an operation between ranks"
 
 
 class SuspectedFailure(PeerError):
@@ -38,15 +40,20 @@ class _Suspecting(InstrumentedCollectives):
 
     def run(self, call: Call) -> Tensor:
         """The result of an operation."""
-        return _attempt(lambda: self.inner.run(call))
+        return attempted(_OPERATION, lambda: self.inner.run(call))
 
     def start(self, call: Call) -> Pending:
         """Start an operation."""
-        pending = _attempt(lambda: self.inner.start(call))
-        return pending.around(lambda: _attempt(pending.wait))
+        pending = attempted(_OPERATION, lambda: self.inner.start(call))
+        return pending.around(lambda: attempted(_OPERATION, pending.wait))
 
 
-def _attempt(operation: Callable[[], T]) -> T:
+def attempted(asked: str, operation: Callable[[], T]) -> T:
+    """The result of an operation between ranks, `asked` in words. Local.
+
+    Raises:
+        SuspectedFailure: `operation` raised an error of torch's.
+    """
     try:
         return operation()
     except RuntimeError as error:
@@ -54,8 +61,8 @@ def _attempt(operation: Callable[[], T]) -> T:
         if isinstance(error, PcommError | torch.OutOfMemoryError):
             raise
         raise SuspectedFailure(
-            "an operation between ranks",
-            found=str(error).splitlines()[0],
+            asked,
+            found=headline(error),
             why="A connection broke, or the ranks made different calls; which rank is at fault is "
             "not known.",
             fix="Look for the first error of another rank; a session meets and goes on.",

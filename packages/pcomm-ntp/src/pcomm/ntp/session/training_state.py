@@ -28,7 +28,8 @@ class Built:
 
     Args:
         model: This rank's shard of the model, built for the plan and the groups.
-        optimizer: Optimizer of its parameters; it may be fresh, since its state arrives.
+        optimizer: Optimizer of its parameters; it may be fresh, since its state arrives. Settings
+            of a group other than numbers, texts and lists of these stay as they are built.
     """
 
     model: nn.Module
@@ -36,7 +37,12 @@ class Built:
 
 
 def scalars_of(built: Built) -> str:
-    """Text of all that `set_scalars` needs; the same on ranks with equal state."""
+    """Text of all that `set_scalars` needs; the same on ranks with equal state. Local.
+
+    Raises:
+        ConfigError: The optimizer has state of a parameter that the model does not have.
+        UnsupportedError: It has state that is neither of its parameter's shape nor one number.
+    """
     names: dict[Tensor, str] = {own: name for name, own in built.model.named_parameters()}
     groups = []
     for group in built.optimizer.param_groups:
@@ -58,8 +64,24 @@ def scalars_of(built: Built) -> str:
 
 
 def set_scalars(built: Built, text: str) -> None:
-    """Give a fresh optimizer the scalars of another, and room for state of parameters' shape."""
+    """Give a fresh optimizer the scalars of another, and room for its state. Local.
+
+    Args:
+        built: Model and optimizer that get them.
+        text: Result of `scalars_of`, maybe on another rank of the stage.
+
+    Raises:
+        ConfigError: The optimizers have other numbers of groups.
+    """
     found = json.loads(text)
+    num_groups = len(built.optimizer.param_groups)
+    if num_groups != len(found["groups"]):
+        raise ConfigError(
+            "Session: the optimizer that build returns",
+            found=f"{num_groups} groups of parameters, and {len(found['groups'])} before",
+            why="Settings such as learning rates go from group to group.",
+            fix="Make the same groups under every plan, empty ones included.",
+        )
     parameters = dict(built.model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
     # Where torch's own load_state_dict keeps the count, too.

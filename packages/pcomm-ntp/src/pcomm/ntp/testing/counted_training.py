@@ -10,7 +10,6 @@ from pcomm.core.process import RankPlace
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.planning.units import Units
 from pcomm.ntp.session import Built, Session
-from pcomm.ntp.session.commit import Requests
 from pcomm.ntp.session.suspicion import SuspectedFailure
 
 __all__ = ["count_in_session"]
@@ -24,22 +23,31 @@ def count_in_session(
     Args:
         place: Place of this rank.
         until: Number of steps.
-        point: `forward` for an error before the sums, `told` for one of the rank that does not hear
-            that all are ready.
+        point: `forward` for an error before the sums, `ready` for one of the rank that does not
+            hear that all are ready.
         step: Number of the step with the error.
 
     Returns:
         Calls of the model as its buffer counts them, the learning rate, and the weight.
     """
-    with _Session(place, Topology({"dp": place.size, "tp": 1}), _UNITS, _build) as session:
-        session.lost_at = step if point == "told" and place.rank == 0 else -1
-        is_struck = False
+    left = [(point, step)] if place.rank == 0 else []
+
+    def strike(point: str, step: int) -> None:
+        if (point, step) in left:
+            left.clear()
+            raise SuspectedFailure("a test", found="nothing", why="A fault.", fix="Go on.")
+
+    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+        model = _Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer.register_step_pre_hook(lambda *_: strike("ready", session.step))
+        return Built(model, optimizer)
+
+    with Session(place, Topology({"dp": place.size, "tp": 1}), _UNITS, build) as session:
         for attempt in session.attempts(until=until):
             with attempt as taken:
                 loss = session.model(torch.tensor([float(taken.number)]))
-                if (point, step, place.rank) == ("forward", taken.number, 0) and not is_struck:
-                    is_struck = True
-                    raise _error()
+                strike("forward", taken.number)
                 taken.backward(loss, weight=1 / place.size)
                 taken.commit()
                 for group in session.optimizer.param_groups:
@@ -66,23 +74,3 @@ class _Model(nn.Module):
         assert isinstance(count, Tensor)
         count += 1
         return (self.weight * x).sum()
-
-
-class _Session(Session):
-    lost_at = -1
-
-    def _ready(self, own: Requests) -> Requests:
-        told = super()._ready(own)
-        if self.step == self.lost_at:
-            self.lost_at = -1
-            raise _error()
-        return told
-
-
-def _build(plan: Plan, groups: Groups, rank: int) -> Built:
-    model = _Model()
-    return Built(model, torch.optim.SGD(model.parameters(), lr=1.0))
-
-
-def _error() -> SuspectedFailure:
-    return SuspectedFailure("a test", found="nothing", why="A fault.", fix="Go on.")

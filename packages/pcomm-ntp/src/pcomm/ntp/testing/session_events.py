@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -15,6 +17,7 @@ from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.session import Session
 
 __all__ = [
+    "die_at_the_end",
     "from_the_start",
     "hold_for_failure",
     "hold_for_joins",
@@ -46,6 +49,23 @@ def from_the_start(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimize
     """Restore what a checkpoint of step 0 has: the values that the model was built with."""
     del plan, model, optimizer
     return 0
+
+
+def die_at_the_end(session: Session, *, port: int, rank: int, count: int) -> None:
+    """End the process of a rank once so many ranks have come to the end of the job; an `at_end`.
+
+    Args:
+        session: The session.
+        port: Port on this host of a store.
+        rank: Rank that dies.
+        count: Number of ranks.
+    """
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store.add("ended", 1)
+    if session.rank == rank:
+        while store.add("ended", 0) < count:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def host_store(port: Connection) -> None:

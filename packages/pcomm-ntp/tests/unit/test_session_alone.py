@@ -1,0 +1,141 @@
+"""What a session does and refuses on its one rank, with a store in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pcomm.core import Groups, Topology
+from pcomm.core.errors import ClosedError, ConfigError, UnsupportedError
+from pcomm.ntp import Built, Plan, Session
+from pcomm.ntp.session.suspicion import SuspectedFailure
+
+
+def session_of(build: Callable[[Plan, Groups, int], Built], **options: Any) -> Session:
+    store = dist.HashStore()
+    return Session(lambda: store, Topology({"dp": 1, "tp": 1}), {}, build, rank=0, **options)
+
+
+def weight_of_one(plan: Plan, groups: Groups, rank: int) -> Built:
+    """A weight that each step lowers by a quarter."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return Built(model, torch.optim.SGD(model.parameters(), lr=0.25))
+
+
+def loss_of(session: Session) -> Tensor:
+    loss: Tensor = session.model(torch.ones(1, 1)).sum()
+    return loss
+
+
+def one_step(build: Callable[[Plan, Groups, int], Built]) -> None:
+    with session_of(build) as session:
+        for attempt in session.attempts(until=1):
+            with attempt as step:
+                step.backward(session.model(torch.ones(1, 2)).sum())
+                step.commit()
+
+
+def broken_connection() -> SuspectedFailure:
+    return SuspectedFailure("a test", found="nothing", why="A fault.", fix="Go on.")
+
+
+def test_a_step_is_committed_once() -> None:
+    with session_of(weight_of_one) as session:
+        for attempt in session.attempts(until=2):
+            with attempt as step:
+                step.backward(loss_of(session))
+                step.commit()
+                with pytest.raises(
+                    ConfigError, match=r"commit in the attempt at step \d: a step that is applied"
+                ):
+                    step.commit()
+                with pytest.raises(ConfigError, match="finish in the attempt"):
+                    step.finish()
+                with pytest.raises(ConfigError, match="backward in the attempt"):
+                    step.backward(loss_of(session))
+        assert session.step == 2
+        assert session.model.weight.item() == 0.5
+
+
+def test_gradients_of_an_attempt_that_failed_do_not_count_where_the_model_stays() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    has_failed = False
+
+    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+        return Built(model, torch.optim.SGD(model.parameters(), lr=0.25))
+
+    with session_of(build) as session:
+        for attempt in session.attempts(until=1):
+            with attempt as step:
+                step.backward(loss_of(session))
+                if not has_failed:
+                    has_failed = True
+                    raise broken_connection()
+                step.commit()
+        assert session.generation == 1
+    assert model.weight.item() == 0.75
+
+
+def test_speeds_are_of_ranks_of_the_job_and_the_last_one_counts() -> None:
+    with session_of(weight_of_one) as session:
+        for attempt in session.attempts(until=3):
+            with attempt as step:
+                if step.number == 0:
+                    for speed in (0.0, 1.5, float("nan")):
+                        with pytest.raises(ConfigError, match="set_speed: rank 0"):
+                            session.set_speed(0, speed)
+                    with pytest.raises(ConfigError, match="set_speed: rank 7"):
+                        session.set_speed(7, 0.5)
+                    session.set_speed(0, 0.25)
+                    session.set_speed(0, 0.5)
+                step.backward(loss_of(session))
+                step.commit()
+        assert session.plan.rank_speeds == ((0, 0.5),)
+        # Both changes in one, at the end of the first step.
+        assert session.generation == 1
+
+
+def test_an_error_at_the_end_is_the_reason_for_the_generation_that_follows() -> None:
+    errors = [broken_connection()]
+
+    def at_end(session: Session) -> None:
+        if errors:
+            raise errors.pop()
+
+    with session_of(weight_of_one, at_end=at_end) as session:
+        pass
+    assert [one.reason for one in session.transitions] == ["the job starts", "a test: nothing"]
+
+
+def test_a_session_that_was_closed_has_no_attempts() -> None:
+    session = session_of(weight_of_one)
+    session.close()
+    session.close()
+    with pytest.raises(ClosedError, match="attempts"):
+        next(session.attempts(until=1))
+
+
+def test_a_loop_that_is_left_ends_the_job_where_all_ranks_leave_it() -> None:
+    with session_of(weight_of_one) as session:
+        for attempt in session.attempts(until=5):
+            with attempt as step:
+                step.backward(loss_of(session))
+                step.commit()
+                break
+        assert session.step == 1
+
+
+def test_an_optimizer_whose_state_cannot_move_is_refused_in_the_first_step() -> None:
+    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+        model = nn.Linear(2, 3)
+        return Built(model, torch.optim.Adafactor(model.parameters()))
+
+    with pytest.raises(UnsupportedError, match="'row_var' of parameter 'weight'"):
+        one_step(build)
