@@ -93,7 +93,9 @@ def test_streams_get_their_tokens_while_a_grammar_is_compiled(llm: LLM, slow: Sl
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: slow.begun != [], "a compilation")
+        # All three: one that comes when the others have their grammar would have it compiled again.
+        grammars = server.served.service.grammars
+        wait_until(lambda: grammars.num_waiting == 3 and slow.begun, "three that wait for it")
         fields = {"model": "tiny", "prompt": "a", "max_tokens": 20, "ignore_eos": True}
         with http.stream("POST", f"{url}/completions", json=fields | {"stream": True}) as stream:
             parts = [line for line in stream.iter_lines() if line]

@@ -53,6 +53,11 @@ class GrammarDesk:
         """Number of grammars that are compiled or wait for it."""
         return len(self._jobs)
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a grammar."""
+        return sum(job.num_waiting for job in list(self._jobs.values()))
+
     async def load(self) -> None:
         """Load what all grammars need, before the first client comes."""
         await asyncio.to_thread(self._compiler.load)
