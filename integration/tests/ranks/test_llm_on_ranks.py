@@ -221,7 +221,7 @@ def test_what_a_closed_one_had_is_gone(
     assert Living.now().beyond(before) == []
     del found, stream
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files
     assert [os.path.exists(folder) for folder in folders] == [False]
 
 

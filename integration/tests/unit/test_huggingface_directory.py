@@ -316,4 +316,4 @@ def test_files_stay_closed_after_an_error(folder: Path) -> None:
     for _ in range(3):
         with pytest.raises(PcommError):
             load_model(folder)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -100,7 +100,7 @@ def test_the_ranks_of_a_closed_session_can_be_used_again(ranks: LocalRanks) -> N
             session.ask("1")
         assert ranks.run(eval, ("__import__('os').getpid()",)) == pids
     assert Living.now().beyond(before) == []
-    assert len(os.listdir("/proc/self/fd")) == count
+    assert len(os.listdir("/proc/self/fd")) <= count
 
 
 def test_an_error_of_all_ranks_is_survived(session: RankSession) -> None:
@@ -236,7 +236,7 @@ def test_lost_ranks_leave_no_file_open_while_their_errors_are_kept(ranks: LocalR
                 session.ask("1")
             session.close()
         errors.append((caught.value, lost))
-    assert len(os.listdir("/proc/self/fd")) == count
+    assert len(os.listdir("/proc/self/fd")) <= count
 
 
 def test_requests_to_stop_are_for_the_process_that_sends_the_messages(session: RankSession) -> None:

@@ -298,7 +298,7 @@ def test_nothing_is_left_of_several_launches() -> None:
     for _ in range(3):
         launch()
     assert Living.now().threads == threads
-    assert files() == before
+    assert files() <= before
 
 
 def test_calls_at_the_wrong_time_are_refused() -> None:

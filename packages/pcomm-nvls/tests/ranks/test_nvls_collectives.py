@@ -21,6 +21,7 @@ from pcomm.core.groups.group import Group
 from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing import assert_equal, ranks
 from pcomm.core.testing.default_group import default_collectives, default_group, run_twin
+from pcomm.core.testing.patience import wait_until
 from pcomm.core.topology import Topology
 from pcomm.nvls.testing.emulation import emulate
 
@@ -204,7 +205,9 @@ def test_two_groups_at_once_and_many_one_after_the_other(rank: int) -> None:
         with opened(max_bytes=4096) as made:
             assert num_mapped() > mapped
             assert_equal(made.all_gather(x[:4]).sum(), torch.tensor(18.0))
-    assert (num_mapped(), num_files()) == (mapped, files)
+    assert num_mapped() == mapped
+    # Connections of an earlier test may close meanwhile, so there can be fewer.
+    wait_until(lambda: num_files() <= files, "the end of the files of twenty workspaces")
 
 
 @ranks(2)
