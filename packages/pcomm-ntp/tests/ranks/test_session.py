@@ -266,6 +266,8 @@ def test_a_newcomer_ends_with_those_that_were_asked_to_stop() -> None:
         faults = (Fault(1, "forward", 1),)
         ranks.start(train_in_session, (TOPOLOGY, 6, faults, None, stop_with_a_newcomer))
         ranks.wait([1], timeout_s=scaled_s(60.0))
+        # Otherwise the others may take it in as they meet, and it takes part in the step.
+        ranks.place(0).store().wait(["pcomm/generation/1"])
         ranks.join_again(1)
         reports = ranks.wait(timeout_s=scaled_s(60.0))
     steps = {rank: len(report.result.steps) for rank, report in reports.items()}
