@@ -60,6 +60,8 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
         processes.start(faulty_rank, (many, run_dir, FAULT))
         died = processes.wait([FAULT.rank])[FAULT.rank]
         assert died.reason == "killed by SIGKILL"
+        # Otherwise the others may take it in as they meet, before the third step.
+        processes.place(1).store().wait(["pcomm/generation/1"])
         processes.join_again(FAULT.rank)
         reports = processes.wait(timeout_s=scaled_s(PATIENCE_S))
     assert [report.reason for report in reports.values()] == ["finished"] * 4
