@@ -61,7 +61,7 @@ def run_cases(rank: int, size: int, num_cases: int) -> None:
             inner = group.collectives.all_gather(x, dim=dim)
             out = torch.empty_like(inner) if generator.random() < 0.5 else None
             found = all_gather_into_tensor(
-                out, x, workspace=workspace, dim=dim, algo=algo if dim != 1 else "auto"
+                x, out=out, workspace=workspace, dim=dim, algo=algo if dim != 1 else "auto"
             )
             assert same_bits(found, inner), (case, dtype, dim, algo, shape)
             assert out is None or found is out
@@ -97,24 +97,24 @@ def test_bad_input_is_refused_on_all_ranks_and_the_workspace_goes_on(rank: int) 
     x = torch.full((4, 8), rank, dtype=torch.float32)
     with Workspace(group, 1 << 12) as workspace:
         with pytest.raises(UnsupportedError, match="no backward"):
-            gather(None, x.clone().requires_grad_(), workspace=workspace)
+            gather(x.clone().requires_grad_(), workspace=workspace)
         with pytest.raises(LayoutError, match="a result of shape"):
-            gather(torch.empty(4, 8), x, workspace=workspace)
+            gather(x, out=torch.empty(4, 8), workspace=workspace)
         with pytest.raises(LayoutError, match="dim=2"):
-            gather(None, x, workspace=workspace, dim=2)
+            gather(x, workspace=workspace, dim=2)
         with pytest.raises(ConfigError, match="nccl"):
-            gather(None, x, workspace=workspace, algo="nccl")  # type: ignore[arg-type]
+            gather(x, workspace=workspace, algo="nccl")  # type: ignore[arg-type]
         with pytest.raises(UnsupportedError, match="slot"):
-            gather(None, torch.zeros(1 << 11), workspace=workspace, strict=True)
+            gather(torch.zeros(1 << 11), workspace=workspace, strict=True)
         # One byte more than 16: the choice of all ranks is torch.distributed.
         odd = torch.full((17,), rank, dtype=torch.uint8)
-        assert gather(None, odd, workspace=workspace).tolist() == [0] * 17 + [1] * 17
+        assert gather(odd, workspace=workspace).tolist() == [0] * 17 + [1] * 17
         assert "multiple of 16" in workspace.explain(question_of(odd))
-        assert gather(None, x[:, :0], workspace=workspace).shape == (8, 0)
-        found = gather(None, x, workspace=workspace, algo="p2p")
+        assert gather(x[:, :0], workspace=workspace).shape == (8, 0)
+        found = gather(x, workspace=workspace, algo="p2p")
         assert found[:, 0].tolist() == [0.0] * 4 + [1.0] * 4
     with pytest.raises(ClosedError, match="workspace is closed"):
-        gather(None, x, workspace=workspace)
+        gather(x, workspace=workspace)
     with pytest.raises(ConfigError if rank else PeerError, match="max_bytes"):
         Workspace(group, 0 if rank else 1 << 12)
 
@@ -135,11 +135,11 @@ def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
     x = torch.full((4, 8), float(rank))
     with Workspace(group, 1 << 12) as workspace:
         # What the first call imports may take one rank longer than the time below.
-        gather(None, x, workspace=workspace, algo="multimem")
+        gather(x, workspace=workspace, algo="multimem")
     with Workspace(group, 1 << 12, timeout_s=1.0) as workspace:
-        gather(None, x, workspace=workspace, algo="multimem")
+        gather(x, workspace=workspace, algo="multimem")
         if rank == 0:
             for _ in range(2):
                 with pytest.raises(PeerTimeoutError, match=r"rank 1 did not signal within 1 s"):
-                    gather(None, x, workspace=workspace, algo="multimem")
+                    gather(x, workspace=workspace, algo="multimem")
         agree_in_group(group, "test: rank 0 is through", [])

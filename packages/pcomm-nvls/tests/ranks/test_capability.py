@@ -184,12 +184,12 @@ def test_a_rank_that_gets_no_memory_takes_all_to_the_fallback(rank: int) -> None
                 assert num_mapped() == before + is_usable
                 if rank == failing or patch is fail_in_preparation:
                     assert words.format(rank=failing) in found.multicast_reason
-                gathered = all_gather_into_tensor(None, x, workspace=workspace)
+                gathered = all_gather_into_tensor(x, workspace=workspace)
                 assert_equal(gathered, torch.arange(16.0))
                 assert workspace.num_launches == is_usable
                 if not is_usable:
                     with pytest.raises(UnsupportedError, match="no pointers to peers"):
-                        all_gather_into_tensor(None, x, workspace=workspace, strict=True)
+                        all_gather_into_tensor(x, workspace=workspace, strict=True)
             assert num_mapped() == before
 
 

@@ -27,15 +27,15 @@ def test_gathers_of_any_size_move_eight_bit_floats(rank: int) -> None:
             for algo in ("p2p", "dist"):
                 named = {"workspace": workspace, "algo": algo}
                 out = torch.empty(8, 32, dtype=dtype)
-                wide = all_gather_into_tensor(None, x, dim=-1, **named)
+                wide = all_gather_into_tensor(x, dim=-1, **named)
                 counts = torch.full((2,), 4, dtype=torch.int32)
                 found = [
-                    all_gather_into_tensor(out, x, **named),
-                    *all_gather_coalesced([None], [x], **named),
-                    all_gather_v(None, x, [4, 4], **named),
-                    all_gather_v(None, x, counts, **named)[:8],
+                    all_gather_into_tensor(x, out=out, **named),
+                    *all_gather_coalesced([x], outs=[None], **named),
+                    all_gather_v(x, [4, 4], **named),
+                    all_gather_v(x, counts, **named)[:8],
                 ]
-                here = gather_to_rank(None, x, destination=1, **named)
+                here = gather_to_rank(x, destination=1, **named)
                 assert (here is None) == (rank == 0)
                 found += [here] if here is not None else []
                 for one in found:

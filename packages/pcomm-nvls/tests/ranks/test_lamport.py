@@ -88,7 +88,7 @@ class Case:
             all_inputs(self.random, dtype, (self.size, *shape)),
             self.random.choice([0, -1]),
         )
-        found = all_gather_into_tensor(None, all_x[self.rank].clone(), dim=dim, **self.named)
+        found = all_gather_into_tensor(all_x[self.rank].clone(), dim=dim, **self.named)
         expected = torch.cat([x if dtype in ANY_BITS else arriving(x) for x in all_x], dim)
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
@@ -101,7 +101,7 @@ class Case:
         out = None
         if self.random.random() < 0.3:
             x = out = x.clone()
-        check(all_reduce(out, x, **self.named), summed(all_x))
+        check(all_reduce(x, out=out, **self.named), summed(all_x))
 
     def reduce_scatter(self) -> None:
         from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
@@ -111,14 +111,14 @@ class Case:
         shape = (self.size, columns) if dim == 0 else (columns * self.size,)
         all_x = all_inputs(self.random, dtype, (self.size, *shape))
         x = self.input(all_x[self.rank])
-        found = reduce_scatter_tensor(None, x, dim=dim, **self.named)
+        found = reduce_scatter_tensor(x, dim=dim, **self.named)
         check(found, summed(all_x).chunk(self.size, dim)[self.rank])
 
     def with_barrier(self) -> None:
         from pcomm.nvls.collectives.all_reduce import all_reduce
 
         all_x = all_inputs(self.random, torch.float32, (self.size, 4 * self.vectors))
-        found = all_reduce(None, all_x[self.rank], workspace=self.workspace, algo="p2p")
+        found = all_reduce(all_x[self.rank], workspace=self.workspace, algo="p2p")
         check(found, summed(all_x))
 
     def input(self, x: Tensor) -> Tensor:
@@ -210,12 +210,12 @@ def test_sizes_on_both_sides_of_the_room(rank: int) -> None:
 
         named = {"workspace": workspace, "algo": "lamport"}
         whole = torch.ones(MOST_BYTES // 4)
-        assert gather(None, whole, **named).sum() == 2 * len(whole)
-        assert gather(None, torch.ones(MOST_BYTES // 2).byte(), **named).sum() == MOST_BYTES
-        assert all_reduce(None, whole, **named).unique().tolist() == [2]
-        assert reduce_scatter_tensor(None, whole.repeat(2), **named).unique().tolist() == [2]
+        assert gather(whole, **named).sum() == 2 * len(whole)
+        assert gather(torch.ones(MOST_BYTES // 2).byte(), **named).sum() == MOST_BYTES
+        assert all_reduce(whole, **named).unique().tolist() == [2]
+        assert reduce_scatter_tensor(whole.repeat(2), **named).unique().tolist() == [2]
         # Nothing is sent of nothing: no rank would wait for another one.
-        gather(None, whole[:0], **named)
+        gather(whole[:0], **named)
         assert operations() == 4
         more = torch.ones(MOST_BYTES // 4 + 4)
         for operation, x in (
@@ -225,11 +225,11 @@ def test_sizes_on_both_sides_of_the_room(rank: int) -> None:
             (reduce_scatter_tensor, more.repeat(2)),
         ):
             with pytest.raises(UnsupportedError, match="more than lamport_bytes"):
-                operation(None, x, **named)
+                operation(x, **named)
         # The table of the emulation has the choice change at 1,024 bytes.
         for length, without_barrier in ((256, 1), (260, 0)):
             before = operations()
-            all_reduce(None, torch.ones(length), workspace=workspace)
+            all_reduce(torch.ones(length), workspace=workspace)
             assert operations() - before == without_barrier
 
 
@@ -249,7 +249,7 @@ def test_one_launch_can_be_replayed(rank: int) -> None:
             assert out.unique().tolist() == [2 * replay + 1]
             if replay % 2:
                 y = torch.full((8 * replay,), float(rank))
-                found = gather(None, y, workspace=workspace, algo="lamport")
+                found = gather(y, workspace=workspace, algo="lamport")
                 assert found.tolist() == [0.0] * len(y) + [1.0] * len(y)
 
 
@@ -260,9 +260,9 @@ def test_an_input_that_others_may_write_to_is_refused(rank: int) -> None:
 
         named = {"workspace": workspace, "algo": "lamport"}
         view = workspace.empty((3, 8), torch.float32).fill_(rank + 1)
-        assert reduce_scatter_tensor(None, view, **named).unique().tolist() == [6]
+        assert reduce_scatter_tensor(view, **named).unique().tolist() == [6]
         with pytest.raises(ConfigError, match="a view of the workspace"):
-            reduce_scatter_tensor(None, view, **named)
+            reduce_scatter_tensor(view, **named)
 
 
 @ranks(3)
@@ -272,16 +272,16 @@ def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
         from pcomm.nvls.collectives.all_reduce import all_reduce
 
         # What the first call imports may take one rank longer than the time below.
-        gather(None, torch.ones(4), workspace=workspace, algo="lamport")
+        gather(torch.ones(4), workspace=workspace, algo="lamport")
     with workspace_of(timeout_s=1.0) as workspace:
         named = {"workspace": workspace, "algo": "lamport"}
-        gather(None, torch.ones(4), **named)
+        gather(torch.ones(4), **named)
         agree_in_group(workspace.group, "test: the first one is over", [])
         if rank != 2:
             with pytest.raises(PeerTimeoutError, match=r"rank 2 did not signal within 1 s"):
-                all_reduce(None, torch.ones(4), **named)
+                all_reduce(torch.ones(4), **named)
             with pytest.raises(PeerTimeoutError, match="rank 2"):
-                gather(None, torch.ones(4), **named)
+                gather(torch.ones(4), **named)
         agree_in_group(workspace.group, "test: all are through", [])
 
 
@@ -293,8 +293,8 @@ def test_a_workspace_without_room_has_no_such_operations(rank: int) -> None:
 
     group = Group.from_process_group("tp", default_group())
     with Workspace(group, 1 << 12, lamport_bytes=0) as workspace:
-        assert all_reduce(None, torch.ones(4), workspace=workspace).tolist() == [2] * 4
+        assert all_reduce(torch.ones(4), workspace=workspace).tolist() == [2] * 4
         with pytest.raises(UnsupportedError, match="lamport_bytes of the workspace, 0 bytes"):
-            all_reduce(None, torch.ones(4), workspace=workspace, algo="lamport")
+            all_reduce(torch.ones(4), workspace=workspace, algo="lamport")
     with pytest.raises(ConfigError if rank else PeerError, match="lamport_bytes=-1"):
         Workspace(group, 1 << 12, lamport_bytes=-1 if rank else 0)

@@ -37,19 +37,19 @@ def test_gathers_refuse_inputs_where_other_ranks_store(rank: int) -> None:
         for algo in ("auto", "p2p", "dist"):
             named["algo"] = algo
             with pytest.raises(ConfigError, match="other ranks store"):
-                all_gather_into_tensor(None, view, **named)
+                all_gather_into_tensor(view, **named)
             with pytest.raises(ConfigError, match="other ranks store"):
-                all_gather_coalesced(None, [x, view], **named)
+                all_gather_coalesced([x, view], **named)
             with pytest.raises(ConfigError, match="other ranks store"):
-                all_gather_v(None, view, [4, 4], **named)
+                all_gather_v(view, [4, 4], **named)
             with pytest.raises(ConfigError, match="other ranks store"):
-                gather_to_rank(None, view, **named)
+                gather_to_rank(view, **named)
             with pytest.raises(ConfigError, match="other ranks store"):
                 all_reduce_add_rmsnorm(x, view, x[0], 1e-5, **named)
             with pytest.raises(ConfigError, match="other ranks store"):
                 all_reduce_add_rmsnorm(x, x, view[0], 1e-5, **named)
         # The turn was not used up, and the slot not written to.
-        assert all_reduce(None, view, workspace=workspace, algo="p2p").unique().tolist() == [1.0]
+        assert all_reduce(view, workspace=workspace, algo="p2p").unique().tolist() == [1.0]
 
 
 @ranks(2)
@@ -61,7 +61,7 @@ def test_an_operation_that_is_refused_uses_up_no_slot(rank: int) -> None:
 
         x = torch.full((8,), float(rank))
         named: dict[str, Any] = {"workspace": workspace, "algo": "p2p"}
-        last = all_gather_into_tensor(None, x, copy=False, **named)
+        last = all_gather_into_tensor(x, copy=False, **named)
         for _ in range(3):
             # Three, so that the slots that they would have used are not those of a whole round.
             for refused, algo in (
@@ -70,17 +70,17 @@ def test_an_operation_that_is_refused_uses_up_no_slot(rank: int) -> None:
                 (reduce_scatter_tensor, "p2p"),
             ):
                 with pytest.raises(ConfigError, match="not handed out"):
-                    refused(None, last, workspace=workspace, algo=algo)
+                    refused(last, workspace=workspace, algo=algo)
             # Another rank may still read the last result, and has not been waited for.
-            view = all_gather_into_tensor(None, x, copy=False, **named)
+            view = all_gather_into_tensor(x, copy=False, **named)
             assert view.data_ptr() != last.data_ptr()
             assert view.tolist() == [0.0] * 8 + [1.0] * 8
             last = view
         with pytest.raises(ConfigError, match="not handed out"):
-            all_reduce(None, last, **named)
+            all_reduce(last, **named)
         addends = workspace.empty((8,), x.dtype).copy_(x)
         assert addends.data_ptr() != last.data_ptr()
-        assert all_reduce(None, addends, **named).tolist() == [1.0] * 8
+        assert all_reduce(addends, **named).tolist() == [1.0] * 8
 
 
 @ranks(2)
@@ -116,21 +116,21 @@ def test_results_of_any_strides_and_none_that_share_elements(rank: int) -> None:
         for algo in ("lamport", "p2p", "dist"):
             named: dict[str, Any] = {"workspace": workspace, "algo": algo}
             conjugated = torch.zeros(16, dtype=number.dtype).conj()
-            all_gather_into_tensor(conjugated, number, **named)
+            all_gather_into_tensor(number, out=conjugated, **named)
             assert conjugated.tolist() == [1j] * 8 + [1 + 2j] * 8
             leaf = torch.zeros(16, 2, requires_grad=True)
-            all_reduce(leaf[:, 0], one, **named)
+            all_reduce(one, out=leaf[:, 0], **named)
             assert leaf.tolist() == [[2.0, 0.0]] * 16
             with pytest.raises(LayoutError, match="one place in memory"):
-                all_reduce(torch.zeros(1).expand(16), one, **named)
+                all_reduce(one, out=torch.zeros(1).expand(16), **named)
             inside = workspace.empty((17,), one.dtype)[1:]
             with pytest.raises(ConfigError, match="other ranks read"):
-                all_reduce(inside, one, **named)
+                all_reduce(one, out=inside, **named)
         # Without a kernel, too, and in rank order.
         with pytest.raises(LayoutError, match="a result of shape"):
-            all_reduce(torch.zeros(16), integers, workspace=workspace)
+            all_reduce(integers, out=torch.zeros(16), workspace=workspace)
         with pytest.raises(LayoutError, match="a result of shape"):
-            all_reduce(integers.expand(2, 16).clone(), integers, workspace=workspace)
+            all_reduce(integers, out=integers.expand(2, 16).clone(), workspace=workspace)
 
 
 @ranks(2)

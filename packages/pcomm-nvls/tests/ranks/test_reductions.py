@@ -92,7 +92,7 @@ class Case:
         all_x = tensors(self.random, self.dtype, whole, self.size)
         x = self.input(all_x[self.rank])
         out = self.result((rows, columns))
-        found = reduce_scatter_tensor(out, x, dim=dim, **self.named)
+        found = reduce_scatter_tensor(x, out=out, dim=dim, **self.named)
         assert out is None or found is out
         check_sum(found, all_x.chunk(self.size, dim % 2 + 1)[self.rank])
         return f"{whole} dim {dim}"
@@ -106,7 +106,7 @@ class Case:
         out = self.result(shape)
         if self.random.random() < 0.3:
             x = out = all_x[self.rank].clone()
-        found = all_reduce(out, x, **self.named)
+        found = all_reduce(x, out=out, **self.named)
         assert out is None or found is out
         check_sum(found, all_x)
         return f"{shape}"
@@ -118,7 +118,7 @@ class Case:
         all_xs = [tensors(self.random, self.dtype, (n * self.vector,), self.size) for n in vectors]
         xs = [as_passed(self.random, all_x[self.rank]) for all_x in all_xs]
         outs = [self.result((self.size * len(x),)) for x in xs]
-        found = all_gather_coalesced(outs, xs, **self.named)
+        found = all_gather_coalesced(xs, outs=outs, **self.named)
         for out, one, all_x in zip(outs, found, all_xs, strict=True):
             assert out is None or one is out
             assert torch.equal(one, all_x.flatten())
@@ -194,18 +194,16 @@ def test_kernels_that_read_from_peers_add_as_the_reference_does(rank: int) -> No
                 x_cut = x[: 16 // dtype.itemsize * vectors]
                 for dim in (0, -1):
                     y = x_cut.view(3, -1)
-                    found = reduce_scatter_tensor(None, y, dim=dim, algo="p2p", **named)
-                    expected = reduce_scatter_tensor(None, y, dim=dim, algo="dist", **named)
+                    found = reduce_scatter_tensor(y, dim=dim, algo="p2p", **named)
+                    expected = reduce_scatter_tensor(y, dim=dim, algo="dist", **named)
                     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-                found = all_reduce(None, x_cut, algo="p2p", **named)
-                expected = all_reduce(None, x_cut, algo="dist", **named)
+                found = all_reduce(x_cut, algo="p2p", **named)
+                expected = all_reduce(x_cut, algo="dist", **named)
                 torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         # Without kernels for its type.
         integers = torch.arange(6).view(3, 2) + rank
-        assert reduce_scatter_tensor(None, integers, **named).tolist() == [
-            [6 * rank + 3, 6 * rank + 6]
-        ]
-        assert all_reduce(None, integers, **named).flatten().tolist() == list(range(3, 21, 3))
+        assert reduce_scatter_tensor(integers, **named).tolist() == [[6 * rank + 3, 6 * rank + 6]]
+        assert all_reduce(integers, **named).flatten().tolist() == list(range(3, 21, 3))
 
 
 @ranks(2)
@@ -224,31 +222,31 @@ def test_results_over_their_inputs(rank: int) -> None:
             memory = torch.zeros(4 + 3 * 1200 + 4)
             x = memory[4:2404].view(2, 1200).copy_(of_ranks[rank])
             out = memory[4 + place :][:1200].view(1, 1200)
-            assert reduce_scatter_tensor(out, x, **named) is out
+            assert reduce_scatter_tensor(x, out=out, **named) is out
             assert torch.equal(out[0], total[rank])
             x.copy_(of_ranks[rank])
             half = out.view(2, 600)
-            reduce_scatter_tensor(half, x, dim=1, **named)
+            reduce_scatter_tensor(x, out=half, dim=1, **named)
             assert torch.equal(half, total.chunk(2, 1)[rank])
             x.copy_(of_ranks[rank])
             whole = memory[4 + place :][:2400].view(2, 1200) if place < 1204 else x
-            assert all_reduce(whole, x, **named) is whole
+            assert all_reduce(x, out=whole, **named) is whole
             assert torch.equal(whole, total)
         every = of_ranks[:, 0].flatten()
         for place in (0, 4, 1200, 1204, 2400):
             memory = torch.zeros(4 + 3 * 1200)
             x = memory[place:][:1200].copy_(of_ranks[rank, 0])
-            assert torch.equal(all_gather_into_tensor(memory[:2400], x, **named), every)
+            assert torch.equal(all_gather_into_tensor(x, out=memory[:2400], **named), every)
             x.copy_(of_ranks[rank, 0])
             columns = memory[:2400].view(2, 1200)
-            all_gather_into_tensor(columns, x.view(2, 600), dim=1, **named)
+            all_gather_into_tensor(x.view(2, 600), out=columns, dim=1, **named)
             assert torch.equal(columns.view(2, 2, 600).transpose(0, 1).flatten(), every)
             # Each lies over the input of the other, and one over that of the second launch.
             two = of_ranks[rank].clone()
             outs = [two[1].view(2, 600), memory[:2400].view(2, 2, 600)[0]]
             inputs = [two[0, 600:].view(1, 600), memory[600:1200].copy_(two[0, :600]).view(1, 600)]
             inputs += [two[1, :8]] * 7
-            ninth = all_gather_coalesced([*outs, *[None] * 7], inputs, **named)[-1]
+            ninth = all_gather_coalesced(inputs, outs=[*outs, *[None] * 7], **named)[-1]
             assert torch.equal(ninth, of_ranks[:, 1, :8].flatten())
             assert torch.equal(outs[0], of_ranks[:, 0, 600:])
             assert torch.equal(outs[1], of_ranks[:, 0, :600])
@@ -265,7 +263,7 @@ def test_numbers_of_barriers(rank: int) -> None:
         def barriers(operation: Any, x: Any, algo: str, where: Any = workspace) -> int:
             epoch = where.shared_arguments()["epochs"][1]
             before = int(epoch)
-            operation(None, x, algo=algo, workspace=where)
+            operation(x, algo=algo, workspace=where)
             return int(epoch) - before
 
         for number, passed in ((1, 1), (8, 1), (9, 2), (16, 2), (17, 3), (0, 0)):
@@ -293,33 +291,33 @@ def test_what_does_not_fit_is_refused(rank: int) -> None:
         x = torch.ones(4, 8)
         for dim in (0, 1):
             with pytest.raises(LayoutError, match=f"dim={dim} among 2 ranks"):
-                reduce_scatter_tensor(None, torch.ones(3, 7), dim=dim, **named)
+                reduce_scatter_tensor(torch.ones(3, 7), dim=dim, **named)
         with pytest.raises(LayoutError, match="dim=2"):
-            reduce_scatter_tensor(None, x, dim=2, **named)
+            reduce_scatter_tensor(x, dim=2, **named)
         with pytest.raises(LayoutError, match="a result of shape"):
-            reduce_scatter_tensor(torch.empty(4, 8), x, **named)
+            reduce_scatter_tensor(x, out=torch.empty(4, 8), **named)
         with pytest.raises(LayoutError, match="a result of shape"):
-            all_reduce(torch.empty(32), x, **named)
+            all_reduce(x, out=torch.empty(32), **named)
         with pytest.raises(LayoutError, match="1 tensors for the results"):
-            all_gather_coalesced([None], [x, x], **named)
+            all_gather_coalesced([x, x], outs=[None], **named)
         with pytest.raises(LayoutError, match=r"a tensor of shape \(\)"):
-            all_gather_coalesced(None, [torch.tensor(1.0)], **named)
+            all_gather_coalesced([torch.tensor(1.0)], **named)
         for operation in (all_reduce, reduce_scatter_tensor):
             with pytest.raises(UnsupportedError, match="no backward"):
-                operation(None, x.clone().requires_grad_(), **named)
+                operation(x.clone().requires_grad_(), **named)
             with pytest.raises(UnsupportedError, match="do not add"):
-                operation(None, x.long(), strict=True, **named)
+                operation(x.long(), strict=True, **named)
         with pytest.raises(UnsupportedError, match="slot"):
-            all_gather_coalesced(None, [torch.ones(512)] * 2, strict=True, **named)
+            all_gather_coalesced([torch.ones(512)] * 2, strict=True, **named)
         # One byte more than a multiple of 16 in one tensor, with a sum that is one.
         odd = [torch.full((n,), rank, dtype=torch.uint8) for n in (17, 31)]
         with pytest.raises(UnsupportedError, match="multiple of 16"):
-            all_gather_coalesced(None, odd, strict=True, **named)
-        assert [one.sum().item() for one in all_gather_coalesced(None, odd, **named)] == [17, 31]
+            all_gather_coalesced(odd, strict=True, **named)
+        assert [one.sum().item() for one in all_gather_coalesced(odd, **named)] == [17, 31]
         view = workspace.empty((4, 8), torch.float32).fill_(rank + 1)
         with pytest.raises(ConfigError, match="out at byte"):
-            all_reduce(view, view, algo="p2p", **named)
-        assert all_reduce(None, view, algo="p2p", **named).unique().tolist() == [3.0]
+            all_reduce(view, out=view, algo="p2p", **named)
+        assert all_reduce(view, algo="p2p", **named).unique().tolist() == [3.0]
         with pytest.raises(ConfigError, match="a view of the workspace"):
-            all_reduce(None, view, algo="p2p", **named)
-        assert all_reduce(x[:, :0], x[:, :0], **named).shape == (4, 0)
+            all_reduce(view, algo="p2p", **named)
+        assert all_reduce(x[:, :0], out=x[:, :0], **named).shape == (4, 0)

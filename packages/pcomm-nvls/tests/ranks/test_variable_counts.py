@@ -70,14 +70,14 @@ class Case:
         whole = self.integers(sum(self.counts), self.columns)
         own = self.of_ranks(whole)[self.rank]
         if self.random.random() < 0.3:
-            found = all_gather_v(None, as_passed(self.random, own), self.counts, **self.named)
+            found = all_gather_v(as_passed(self.random, own), self.counts, **self.named)
             assert torch.equal(found, whole)
             return
         # Rows that do not count are sent nowhere.
         x = torch.cat([own, own.new_full((self.most - len(own), self.columns), -LEFT)])
         rows = self.random.choice([self.size * self.most, max(1, sum(self.counts) - 1), 40])
         out = self.left(rows, self.columns)
-        found = all_gather_v(out, as_passed(self.random, x), self.on_device(), **self.named)
+        found = all_gather_v(as_passed(self.random, x), self.on_device(), out=out, **self.named)
         assert found is out
         there = min(rows, len(whole))
         assert torch.equal(found[:there], whole[:there])
@@ -91,7 +91,7 @@ class Case:
         own = self.of_ranks(each.double().sum(0).to(self.dtype))[self.rank]
         x = each[self.rank]
         if self.random.random() < 0.3:
-            found = reduce_scatter_v(None, as_passed(self.random, x), self.counts, **self.named)
+            found = reduce_scatter_v(as_passed(self.random, x), self.counts, **self.named)
             assert torch.equal(found, own)
             return
         x = torch.cat([x, x.new_full((self.random.randrange(3), self.columns), -LEFT)])
@@ -100,7 +100,7 @@ class Case:
         else:
             x = as_passed(self.random, x)
         out = self.left(self.most, self.columns)
-        found = reduce_scatter_v(out, x, self.on_device(), **self.named)
+        found = reduce_scatter_v(x, self.on_device(), out=out, **self.named)
         assert found is out
         assert torch.equal(found[: len(own)], own)
         assert (found[len(own) :] == LEFT).all()
@@ -114,8 +114,8 @@ class Case:
         out = None if out is None else self.left(*out.shape)
         named = self.named | {"algo": self.random.choice(["p2p", "auto", "dist"])}
         found = gather_to_rank(
-            out,
             as_passed(self.random, each[self.rank]),
+            out=out,
             dim=dim,
             destination=destination,
             **named,
@@ -182,11 +182,11 @@ def test_counts_out_of_range_are_cut_off_alike(rank: int) -> None:
             on_device = torch.tensor(counts, dtype=torch.int32)
             for algo in ("multimem", "p2p", "dist"):
                 out = torch.full((5, 4), 7.0)
-                all_gather_v(out, x, on_device, workspace=workspace, algo=algo)
+                all_gather_v(x, on_device, out=out, workspace=workspace, algo=algo)
                 assert out[:, 0].tolist() == rows + [7.0] * (5 - len(rows))
                 addends = torch.arange(3.0)[:, None].expand(3, 4)
                 out = torch.full((2, 4), 7.0)
-                reduce_scatter_v(out, addends, on_device, workspace=workspace, algo=algo)
+                reduce_scatter_v(addends, on_device, out=out, workspace=workspace, algo=algo)
                 own = [[7.0, 7.0], [0.0, 7.0]] if counts[0] < 0 else [[0.0, 2.0], [4.0, 7.0]]
                 assert out[:, 0].tolist() == own[rank]
 
@@ -205,33 +205,33 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int) -> None
         named: dict[str, Any] = {"workspace": workspace}
         for operation in (all_gather_v, reduce_scatter_v):
             with pytest.raises(LayoutError, match="3 dimensions"):
-                operation(None, x[None], counts, **named)
+                operation(x[None], counts, **named)
             for wrong in (counts.long(), counts[:1], [4], [-1, 9]):
                 with pytest.raises(LayoutError, match="one number of rows for each rank"):
-                    operation(None, x, wrong, **named)
+                    operation(x, wrong, **named)
             with pytest.raises(LayoutError, match="4 rows"):
-                operation(None, x, [3, 3], **named)
+                operation(x, [3, 3], **named)
             with pytest.raises(LayoutError, match="a result of shape"):
-                operation(torch.empty(8, 4), x, counts, **named)
+                operation(x, counts, out=torch.empty(8, 4), **named)
             with pytest.raises(UnsupportedError, match="no backward"):
-                operation(None, x.clone().requires_grad_(), counts, **named)
+                operation(x.clone().requires_grad_(), counts, **named)
             with pytest.raises(UnsupportedError, match="no such kernel"):
-                operation(None, x, counts, algo="lamport", **named)
+                operation(x, counts, algo="lamport", **named)
             with pytest.raises(ConfigError, match="other ranks read"):
-                operation(workspace.empty((8, 8), x.dtype), x, counts, **named)
+                operation(x, counts, out=workspace.empty((8, 8), x.dtype), **named)
         with pytest.raises(TopologyError, match="a group of 2 ranks"):
-            gather_to_rank(None, x, destination=2, **named)
+            gather_to_rank(x, destination=2, **named)
         with pytest.raises(LayoutError, match="dim=2"):
-            gather_to_rank(None, x, dim=2, **named)
+            gather_to_rank(x, dim=2, **named)
         with pytest.raises(UnsupportedError, match="no such kernel"):
-            gather_to_rank(None, x, algo="multimem", **named)
+            gather_to_rank(x, algo="multimem", **named)
         # Rows of a quarter of a slot: four of them, or five.
         wide = torch.ones(3, 256)
-        assert len(all_gather_v(None, wide[:2], [2, 2], strict=True, **named)) == 4
+        assert len(all_gather_v(wide[:2], [2, 2], strict=True, **named)) == 4
         with pytest.raises(UnsupportedError, match="more than a slot"):
-            all_gather_v(None, wide[: 3 - rank], [3, 2], strict=True, **named)
+            all_gather_v(wide[: 3 - rank], [3, 2], strict=True, **named)
         # Rows that are no multiple of 16 bytes, and none at all.
-        narrow = all_gather_v(None, x[:, :3], counts, **named)
+        narrow = all_gather_v(x[:, :3], counts, **named)
         assert narrow[:, 0].tolist() == [0.0] * 4 + [1.0] * 4
-        assert all_gather_v(None, x[:0], [0, 0], **named).shape == (0, 8)
-        assert reduce_scatter_v(None, x[:, :0], counts, **named).shape == (4, 0)
+        assert all_gather_v(x[:0], [0, 0], **named).shape == (0, 8)
+        assert reduce_scatter_v(x[:, :0], counts, **named).shape == (4, 0)

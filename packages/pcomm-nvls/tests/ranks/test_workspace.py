@@ -35,7 +35,7 @@ def test_views_of_slots_are_valid_until_the_next_operation(rank: int) -> None:
     with new_workspace(group(), 1 << 12) as workspace:
         views = []
         for step, algo in enumerate(["multimem", "p2p", "multimem"]):
-            views.append(gather(None, x + step, workspace=workspace, algo=algo, copy=False))
+            views.append(gather(x + step, workspace=workspace, algo=algo, copy=False))
             workspace.check_view(views[-1])
             assert torch.equal(views[-1], both + step)
             for view in views[:-1]:
@@ -44,7 +44,7 @@ def test_views_of_slots_are_valid_until_the_next_operation(rank: int) -> None:
         # Of the third operation the memory is that of the first.
         assert views[2].data_ptr() == views[0].data_ptr() != views[1].data_ptr()
         workspace.check_view(x)
-        copied = gather(None, x, workspace=workspace, algo="lamport", copy=False)
+        copied = gather(x, workspace=workspace, algo="lamport", copy=False)
         workspace.check_view(copied)
         assert torch.equal(copied, both)
 
@@ -57,15 +57,15 @@ def test_an_input_that_was_written_in_place_is_used_once(rank: int) -> None:
         view = workspace.empty((64,), torch.float32).fill_(rank + 1)
         # Asked for twice before the operation, it is the same memory.
         assert workspace.empty((64,), torch.float32).data_ptr() == view.data_ptr()
-        assert all_reduce(None, view, workspace=workspace, **named).unique().tolist() == [3]
+        assert all_reduce(view, workspace=workspace, **named).unique().tolist() == [3]
         for _ in range(2):
             # In the turn of the other slot, and in that of its own, which was not handed out.
             with pytest.raises(ConfigError, match="not handed out"):
-                all_reduce(None, view, workspace=workspace, **named)
+                all_reduce(view, workspace=workspace, **named)
         with pytest.raises(ConfigError, match="max_bytes=4096"):
             workspace.empty((1025,), torch.float32)
         small = workspace.empty((4,), torch.float32).fill_(rank)
-        assert all_reduce(None, small, workspace=workspace, **named).tolist() == [1] * 4
+        assert all_reduce(small, workspace=workspace, **named).tolist() == [1] * 4
 
 
 @ranks(2)
@@ -75,8 +75,8 @@ def test_many_workspaces_one_after_another_and_two_at_once(rank: int) -> None:
     x = torch.full((16,), float(rank))
     for _ in range(20):
         with new_workspace(group(), 1 << 12) as first, new_workspace(group(), 1 << 13) as second:
-            one = all_reduce(None, x, workspace=first, algo="p2p")
-            two = gather(None, x, workspace=second, algo="p2p")
+            one = all_reduce(x, workspace=first, algo="p2p")
+            two = gather(x, workspace=second, algo="p2p")
             assert one.tolist() == [1.0] * 16
             assert two.tolist() == [0.0] * 16 + [1.0] * 16
     with open("/proc/self/maps") as maps:
@@ -88,12 +88,12 @@ def test_calls_that_differ_are_an_error_before_they_run(rank: int) -> None:
     new_workspace, gather, all_reduce = modules()
     x = torch.full((16,), float(rank))
     with new_workspace(group(), 1 << 12, debug=True) as workspace:
-        assert all_reduce(None, x, workspace=workspace).tolist() == [1.0] * 16
+        assert all_reduce(x, workspace=workspace).tolist() == [1.0] * 16
         with pytest.raises(DivergenceError, match="num_bytes=32"):
-            all_reduce(None, x[: 8 + 8 * rank], workspace=workspace)
+            all_reduce(x[: 8 + 8 * rank], workspace=workspace)
         with pytest.raises(DivergenceError, match="all_gather_into_tensor"):
-            (gather if rank else all_reduce)(None, x, workspace=workspace)
-        assert all_reduce(None, x, workspace=workspace).tolist() == [1.0] * 16
+            (gather if rank else all_reduce)(x, workspace=workspace)
+        assert all_reduce(x, workspace=workspace).tolist() == [1.0] * 16
     with pytest.raises(DivergenceError, match="max_bytes"):
         new_workspace(group(), 1 << (12 + rank))
 
@@ -115,11 +115,11 @@ def test_operations_in_graphs_meet_before_they_write(rank: int) -> None:
         for step in range(4):
             if step == 2:
                 with workspace.sequence():
-                    all_reduce(None, x, workspace=workspace, algo="p2p")
-                    all_reduce(None, x, workspace=workspace, algo="multimem")
+                    all_reduce(x, workspace=workspace, algo="p2p")
+                    all_reduce(x, workspace=workspace, algo="multimem")
             view = workspace.empty((16,), torch.float32).copy_(x)
-            assert all_reduce(None, view, workspace=workspace, algo="p2p").tolist() == [1.0] * 16
-            found = gather(None, x, workspace=workspace, algo="multimem")
+            assert all_reduce(view, workspace=workspace, algo="p2p").tolist() == [1.0] * 16
+            found = gather(x, workspace=workspace, algo="multimem")
             assert found.tolist() == [0.0] * 16 + [1.0] * 16
             numbers.append(int(workspace._epochs[1]))
         # Of block 0: each operation has a barrier, and one more where it does not know the last.

@@ -78,10 +78,10 @@ def test_an_equal_call_builds_and_compiles_nothing(
     algo: str,
 ) -> None:
     run = OPERATIONS[name]
-    first = [run(None, X, workspace=workspace, algo=algo) for _ in range(2)]  # one a slot
+    first = [run(X, workspace=workspace, algo=algo) for _ in range(2)]  # one a slot
     compiled, built = workspace.launcher.num_compiled, Counted(workspace.choose)
     monkeypatch.setattr(workspace, "choose", built)
-    again = [run(None, X, workspace=workspace, algo=algo) for _ in range(4)]
+    again = [run(X, workspace=workspace, algo=algo) for _ in range(4)]
     assert workspace.launcher.num_compiled == compiled
     assert built.calls == 0
     assert workspace.num_launches == len(launches) == 6
@@ -108,16 +108,16 @@ def test_a_call_that_differs_is_checked_again(
 ) -> None:
     out = torch.empty_like(X)
     for _ in range(4):
-        all_reduce(out, X, workspace=workspace)
+        all_reduce(X, out=out, workspace=workspace)
     with pytest.raises(UnsupportedError, match="gradient"):
-        all_reduce(out, X.clone().requires_grad_(), workspace=workspace)
+        all_reduce(X.clone().requires_grad_(), out=out, workspace=workspace)
     slot = workspace.empty(X.shape, X.dtype)
     with pytest.raises(ConfigError, match="memory that other ranks read"):
-        all_reduce(slot, X, workspace=workspace)
-    all_reduce(out, X, workspace=workspace)  # takes the turn that was handed out
+        all_reduce(X, out=slot, workspace=workspace)
+    all_reduce(X, out=out, workspace=workspace)  # takes the turn that was handed out
 
     def addresses(x: Tensor, given: Tensor) -> list[Any]:
-        all_reduce(given, x, workspace=workspace)
+        all_reduce(x, out=given, workspace=workspace)
         return list(launches[-1])
 
     turned = torch.zeros(8, SIZE * 64, dtype=X.dtype).t()
@@ -138,9 +138,9 @@ def test_turns_go_on_through_repeated_calls(
 ) -> None:
     places = [workspace.regions.slot(place) for place in range(2)]
     for _ in range(3):
-        all_reduce(None, X, workspace=workspace, algo="p2p")
-        all_gather_into_tensor(None, X, workspace=workspace, algo="p2p")
-        all_reduce(None, X, workspace=workspace, algo="p2p")
+        all_reduce(X, workspace=workspace, algo="p2p")
+        all_gather_into_tensor(X, workspace=workspace, algo="p2p")
+        all_reduce(X, workspace=workspace, algo="p2p")
     seen = [place for launch in launches for place in places if place in launch[1:]]
     assert seen == [places[number % 2] for number in range(9)]
 
@@ -149,19 +149,19 @@ def test_a_repeated_call_keeps_to_the_stream_and_to_the_workspace(
     workspace: Workspace, stream: FakeStream
 ) -> None:
     for _ in range(4):
-        all_reduce(None, X, workspace=workspace)
+        all_reduce(X, workspace=workspace)
     stream.handle += 1
     with pytest.raises(ConfigError, match="another stream"):
-        all_reduce(None, X, workspace=workspace)
+        all_reduce(X, workspace=workspace)
     stream.handle -= 1
     workspace.failure_word.value = 3
     with pytest.raises(Exception, match="rank 2 did not signal"):
-        all_reduce(None, X, workspace=workspace)
+        all_reduce(X, workspace=workspace)
     workspace.failure_word.value = 0
-    all_reduce(None, X, workspace=workspace)
+    all_reduce(X, workspace=workspace)
     workspace.close()
     with pytest.raises(Exception, match="closed"):
-        all_reduce(None, X, workspace=workspace)
+        all_reduce(X, workspace=workspace)
 
 
 def test_a_capture_refuses_to_compile_and_names_what_to_call(
@@ -170,15 +170,15 @@ def test_a_capture_refuses_to_compile_and_names_what_to_call(
     counts = torch.full((SIZE,), 3, dtype=torch.int32)
 
     def step() -> None:
-        all_reduce(None, X, workspace=workspace, algo="multimem")
-        all_gather_v(None, X, counts, workspace=workspace, algo="p2p")
+        all_reduce(X, workspace=workspace, algo="multimem")
+        all_gather_v(X, counts, workspace=workspace, algo="p2p")
         x = workspace.empty(X.shape, X.dtype)
-        reduce_scatter_tensor(None, x, workspace=workspace, algo="multimem")
+        reduce_scatter_tensor(x, workspace=workspace, algo="multimem")
 
-    all_reduce(None, X, workspace=workspace, algo="multimem")
+    all_reduce(X, workspace=workspace, algo="multimem")
     stream.captured = True
     # With the entry barrier that an operation in a graph has: compiled by the call before.
-    all_reduce(None, X, workspace=workspace, algo="multimem")
+    all_reduce(X, workspace=workspace, algo="multimem")
     with pytest.raises(ConfigError, match=r"(?s)all_gather_v.*ENTRY=True.*Workspace.prepare"):
         step()
     stream.captured = False
@@ -210,13 +210,13 @@ def test_memory_that_was_handed_out_keeps_to_its_stream(
     x = workspace.empty(X.shape, X.dtype)
     stream.handle += 1
     for again in (
-        lambda: all_reduce(None, x, workspace=workspace),
+        lambda: all_reduce(x, workspace=workspace),
         lambda: workspace.empty((8,), X.dtype),
     ):
         with pytest.raises(ConfigError, match="another stream"):
             again()
     stream.handle -= 1
-    all_reduce(None, x, workspace=workspace)
+    all_reduce(x, workspace=workspace)
     assert workspace.num_launches == 1
 
 
@@ -229,16 +229,16 @@ def test_memory_that_was_handed_out_keeps_to_its_graph(
 ) -> None:
     """Replays would write to it while other ranks still read what the replay before has left."""
     workspace.prepare(
-        lambda: all_reduce(None, workspace.empty(X.shape, X.dtype), workspace=workspace, algo="p2p")
+        lambda: all_reduce(workspace.empty(X.shape, X.dtype), workspace=workspace, algo="p2p")
     )
-    workspace.prepare(lambda: all_reduce(None, X, workspace=workspace, algo="p2p"))
+    workspace.prepare(lambda: all_reduce(X, workspace=workspace, algo="p2p"))
     stream.captured = first_in_graph
     with workspace.sequence():
-        all_reduce(None, X, workspace=workspace, algo="p2p")
+        all_reduce(X, workspace=workspace, algo="p2p")
         x = workspace.empty(X.shape, X.dtype)
     stream.captured = not first_in_graph
     with pytest.raises(ConfigError, match="in the same CUDA graph"):
-        all_reduce(None, x, workspace=workspace, algo="p2p")
+        all_reduce(x, workspace=workspace, algo="p2p")
     # The turn was not used up, and the operation that has it meets the others before it writes.
     turn = workspace.turn()
     assert (turn.generation, turn.slot, turn.needs_entry) == (1, 1, True)
@@ -249,7 +249,7 @@ def test_a_launch_that_fails_uses_up_no_slot(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next operation would write where another rank still reads the one before."""
-    all_reduce(None, X, workspace=workspace)
+    all_reduce(X, workspace=workspace)
 
     def fail(launch: Any) -> None:
         raise RuntimeError("out of registers")
@@ -258,10 +258,10 @@ def test_a_launch_that_fails_uses_up_no_slot(
         patch.setattr(workspace.launcher, "run", fail)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="out of registers"):
-                all_reduce(None, X, workspace=workspace, algo="p2p")
+                all_reduce(X, workspace=workspace, algo="p2p")
         x = workspace.empty(X.shape, X.dtype)
         with pytest.raises(RuntimeError, match="out of registers"):
-            all_reduce(None, x, workspace=workspace, algo="p2p")
+            all_reduce(x, workspace=workspace, algo="p2p")
     turn = workspace.turn()
     assert (turn.slot, turn.generation, turn.is_prepared) == (1, 1, True)
 
@@ -284,15 +284,15 @@ def test_torch_distributed_gets_no_memory_that_other_ranks_store_to(
 
     sent: list[Tensor] = []
 
-    def reference(out: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def reference(x: Tensor, *_: Any, **__: Any) -> Tensor:
         sent.append(x)
         return x
 
     x = workspace.empty((SIZE, 3), torch.float64).fill_(1.5)
     for module in (plain, counted):
         monkeypatch.setattr(module, "reference", reference)
-    plain.reduce_scatter_tensor(None, x, workspace=workspace)
-    counted.reduce_scatter_v(None, x, [1] * SIZE, workspace=workspace)
+    plain.reduce_scatter_tensor(x, workspace=workspace)
+    counted.reduce_scatter_v(x, [1] * SIZE, workspace=workspace)
     begin, end = workspace.own_range
     assert [one.unique().tolist() for one in sent] == [[1.5], [1.5]]
     assert not [one for one in sent if begin <= one.data_ptr() < end]
@@ -300,9 +300,9 @@ def test_torch_distributed_gets_no_memory_that_other_ranks_store_to(
 
 def test_as_many_calls_are_kept_as_there_is_room_for(workspace: Workspace) -> None:
     for rows in range(1, _MOST_CALLS + 1):
-        all_reduce(None, torch.zeros(rows, 8, dtype=X.dtype), workspace=workspace, algo="p2p")
+        all_reduce(torch.zeros(rows, 8, dtype=X.dtype), workspace=workspace, algo="p2p")
     assert len(workspace.repeats) == _MOST_CALLS
-    all_reduce(None, torch.zeros(_MOST_CALLS + 1, 8), workspace=workspace, algo="p2p")
+    all_reduce(torch.zeros(_MOST_CALLS + 1, 8), workspace=workspace, algo="p2p")
     assert len(workspace.repeats) == 1
 
 
@@ -311,20 +311,20 @@ def test_calls_that_are_compared_between_ranks_are_not_skipped(
 ) -> None:
     with fake_workspace(SIZE, debug=True) as workspace:
         for _ in range(3):
-            all_reduce(None, X, workspace=workspace)
+            all_reduce(X, workspace=workspace)
         assert not workspace.repeats
 
 
 def test_a_result_in_the_workspace_is_refused_again(workspace: Workspace) -> None:
     for _ in range(4):
-        all_reduce(None, X, workspace=workspace, algo="p2p")
+        all_reduce(X, workspace=workspace, algo="p2p")
     assert workspace.memory is not None
     start = workspace.regions.slot(0)
     inside = workspace.memory.buffer()[start : start + X.nbytes].view(X.dtype).view(X.shape)
     with pytest.raises(ConfigError, match="memory that other ranks read"):
-        all_reduce(inside, X, workspace=workspace, algo="p2p")
+        all_reduce(X, out=inside, workspace=workspace, algo="p2p")
     with pytest.raises(ConfigError, match="not handed out"):
-        all_reduce(None, inside, workspace=workspace, algo="p2p")
+        all_reduce(inside, workspace=workspace, algo="p2p")
 
 
 def test_a_repeated_call_keeps_to_what_an_out_means(
@@ -333,19 +333,19 @@ def test_a_repeated_call_keeps_to_what_an_out_means(
     out = torch.zeros_like(X)
     for _ in range(4):
         before = out._version
-        all_reduce(out, X, workspace=workspace, algo="p2p")
+        all_reduce(X, out=out, workspace=workspace, algo="p2p")
         assert launches[-1].count(out.data_ptr()) == 1
         # So a backward that needs what was there raises.
         assert out._version > before
     for other in (torch._neg_view(torch.zeros_like(X)), torch.zeros_like(X, requires_grad=True)):
-        all_reduce(other, X, workspace=workspace, algo="p2p")
+        all_reduce(X, out=other, workspace=workspace, algo="p2p")
         assert other.data_ptr() not in launches[-1]
 
 
 def test_what_was_handed_out_stays_so_while_kernels_are_prepared(workspace: Workspace) -> None:
     x = workspace.empty(X.shape, X.dtype)
-    workspace.prepare(lambda: all_reduce(None, X, workspace=workspace))
-    all_reduce(None, x, workspace=workspace, algo="p2p")
+    workspace.prepare(lambda: all_reduce(X, workspace=workspace))
+    all_reduce(x, workspace=workspace, algo="p2p")
 
 
 @pytest.mark.parametrize("slot", [1, 8, 16, 4096, 1 << 33, (1 << 33) + 8])

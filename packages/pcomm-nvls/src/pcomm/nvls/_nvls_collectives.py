@@ -73,7 +73,7 @@ class NvlsCollectives(InstrumentedCollectives):
             case "all_reduce" if call.op == "sum":
                 check_out(call)
                 x, out = _plain(call)
-                return _delivered(all_reduce(out, x, workspace=self.workspace), call)
+                return _delivered(all_reduce(x, out=out, workspace=self.workspace), call)
             case _:
                 return self.inner.run(call)
 
@@ -110,7 +110,7 @@ class NvlsCollectives(InstrumentedCollectives):
         if uneven is not None:
             return self._by_rows(all_gather_v, call, uneven)
         x, out = _plain(call)
-        result = all_gather_into_tensor(out, x, workspace=self.workspace, dim=call.dim)
+        result = all_gather_into_tensor(x, out=out, workspace=self.workspace, dim=call.dim)
         return _delivered(result, call)
 
     def _reduce_scatter(self, call: Call) -> Tensor:
@@ -119,7 +119,7 @@ class NvlsCollectives(InstrumentedCollectives):
         if uneven is not None:
             return self._by_rows(reduce_scatter_v, call, uneven)
         x, out = _plain(call)
-        result = reduce_scatter_tensor(out, x, workspace=self.workspace, dim=call.dim)
+        result = reduce_scatter_tensor(x, out=out, workspace=self.workspace, dim=call.dim)
         return _delivered(result, call)
 
     def _by_rows(self, run: Callable[..., Tensor], call: Call, sizes: Sequence[int]) -> Tensor:
@@ -130,7 +130,7 @@ class NvlsCollectives(InstrumentedCollectives):
             return self.inner.run(call)
         front = x.detach().movedim(call.dim, 0)
         rows = front.flatten(1) if front.dim() > 1 else front.unsqueeze(1)
-        found = run(None, rows, sizes, workspace=self.workspace)
+        found = run(rows, sizes, workspace=self.workspace)
         result = found.view(len(found), *front.shape[1:]).movedim(0, call.dim)
         return deliver(result, call.out)
 

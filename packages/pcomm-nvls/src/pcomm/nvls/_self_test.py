@@ -97,7 +97,7 @@ def _sums(workspace: Workspace, repetitions: int) -> Iterator[tuple[Finding, str
 
 
 def _all_reduce(x: Tensor, workspace: Workspace, algorithm: Algorithm) -> Tensor:
-    return all_reduce(None, x, workspace=workspace, algo=algorithm)
+    return all_reduce(x, workspace=workspace, algo=algorithm)
 
 
 def _judged_sum(
@@ -141,7 +141,7 @@ def _gathers(workspace: Workspace) -> Iterator[tuple[Finding, str]]:
             continue
         title = f"nvls.all_gather.{algorithm}"
         try:
-            found = all_gather_into_tensor(None, mine, workspace=workspace, algo=algorithm)
+            found = all_gather_into_tensor(mine, workspace=workspace, algo=algorithm)
         except UnsupportedError as error:
             yield Finding(title, "missing", "cannot run here", error.found), ""
             continue

@@ -116,18 +116,18 @@ class WorkspaceOperators(Handle):
 @torch.library.custom_op("pcomm_nvls::all_gather", mutates_args=())
 def _all_gather(x: Tensor, workspace: int, size: int, dim: int) -> Tensor:
     found = _workspace(workspace, size)
-    return _new(all_gather_into_tensor(None, x, workspace=found, dim=dim), x)
+    return _new(all_gather_into_tensor(x, workspace=found, dim=dim), x)
 
 
 @torch.library.custom_op("pcomm_nvls::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, workspace: int, size: int, dim: int) -> Tensor:
     found = _workspace(workspace, size)
-    return _new(reduce_scatter_tensor(None, x, workspace=found, dim=dim), x)
+    return _new(reduce_scatter_tensor(x, workspace=found, dim=dim), x)
 
 
 @torch.library.custom_op("pcomm_nvls::all_reduce", mutates_args=())
 def _all_reduce(x: Tensor, workspace: int, size: int) -> Tensor:
-    return _new(all_reduce(None, x, workspace=_workspace(workspace, size)), x)
+    return _new(all_reduce(x, workspace=_workspace(workspace, size)), x)
 
 
 @torch.library.custom_op("pcomm_nvls::all_reduce_add_rmsnorm", mutates_args=())

@@ -47,22 +47,20 @@ def calls(
     counts = torch.full((size,), rows // size, dtype=torch.int32, device=workspace.device)
     made: dict[str, Callable[[Algorithm], Any]] = {
         "all_gather_into_tensor": lambda algo: all_gather_into_tensor(
-            None, shard, workspace=workspace, algo=algo
+            shard, workspace=workspace, algo=algo
         ),
         "all_gather_coalesced": lambda algo: all_gather_coalesced(
-            None, [shard, shard, shard], workspace=workspace, algo=algo
+            [shard, shard, shard], workspace=workspace, algo=algo
         ),
         "reduce_scatter_tensor": lambda algo: reduce_scatter_tensor(
-            None, whole, workspace=workspace, algo=algo
+            whole, workspace=workspace, algo=algo
         ),
-        "all_reduce": lambda algo: all_reduce(None, whole, workspace=workspace, algo=algo),
-        "all_gather_v": lambda algo: all_gather_v(
-            None, shard, counts, workspace=workspace, algo=algo
-        ),
+        "all_reduce": lambda algo: all_reduce(whole, workspace=workspace, algo=algo),
+        "all_gather_v": lambda algo: all_gather_v(shard, counts, workspace=workspace, algo=algo),
         "reduce_scatter_v": lambda algo: reduce_scatter_v(
-            torch.empty_like(shard), whole, counts, workspace=workspace, algo=algo
+            whole, counts, out=torch.empty_like(shard), workspace=workspace, algo=algo
         ),
-        "gather_to_rank": lambda algo: gather_to_rank(None, shard, workspace=workspace, algo=algo),
+        "gather_to_rank": lambda algo: gather_to_rank(shard, workspace=workspace, algo=algo),
         "reduce_scatter_add_rmsnorm_all_gather": lambda algo: reduce_scatter_add_rmsnorm_all_gather(
             whole, shard, weight, _EPS, workspace=workspace, algo=algo
         ),

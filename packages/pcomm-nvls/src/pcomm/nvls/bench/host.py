@@ -56,11 +56,13 @@ def time_host(*, world: int, rounds: int) -> dict[str, Timing]:
     with fake_driver(), fake_workspace(world) as workspace, torch.inference_mode():
         question: Question = all_reduce_question(x, workspace)
         ours: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda: all_reduce(sums, x, workspace=workspace),
+            "all_reduce": lambda: all_reduce(x, out=sums, workspace=workspace),
             "all_gather_into_tensor": lambda: all_gather_into_tensor(
-                whole, shard, workspace=workspace
+                shard, out=whole, workspace=workspace
             ),
-            "reduce_scatter_tensor": lambda: reduce_scatter_tensor(segment, x, workspace=workspace),
+            "reduce_scatter_tensor": lambda: reduce_scatter_tensor(
+                x, out=segment, workspace=workspace
+            ),
             DECISION: lambda: workspace.choose(question),
         }
         for run in ours.values():

@@ -111,7 +111,7 @@ def _all_times(workspace: Workspace, sizes: Sequence[int]) -> Iterator[RankTime]
     with_barrier: tuple[Algorithm, ...] = ("multimem", "p2p")
     for algorithm in with_barrier:
         try:
-            alone = partial(all_reduce, tiny, tiny, workspace=workspace, algo=algorithm)
+            alone = partial(all_reduce, tiny, out=tiny, workspace=workspace, algo=algorithm)
             least = _time(workspace, alone)
         except UnsupportedError:
             continue
@@ -137,7 +137,7 @@ def _ways(
 ) -> dict[str, Callable[[], Any]]:
     ours = _OPERATIONS[operation]
     ways: dict[str, Callable[[], Any]] = {
-        algorithm: partial(ours, out, x, workspace=workspace, algo=algorithm)
+        algorithm: partial(ours, x, out=out, workspace=workspace, algo=algorithm)
         for algorithm in ALGORITHMS
         if algorithm != "dist"
     }

@@ -35,9 +35,9 @@ MOST_TENSORS = 8
 
 
 def all_gather_coalesced(
-    outs: Sequence[Tensor | None] | None,
     xs: Sequence[Tensor],
     *,
+    outs: Sequence[Tensor | None] | None = None,
     workspace: Workspace,
     algo: Algorithm | Literal["auto"] = "auto",
     strict: bool = False,
@@ -47,9 +47,9 @@ def all_gather_coalesced(
     It does not synchronise with the device. More than `MOST_TENSORS` tensors are several launches.
 
     Args:
+        xs: This rank's shards, of any dtypes and strides; the same shapes on all ranks.
         outs: Tensors for the results, of any strides, each None for a new one; None for new ones
             only. They may lie over `xs`, and not over each other.
-        xs: This rank's shards, of any dtypes and strides; the same shapes on all ranks.
         workspace: Workspace of the group. A launch needs room for its results together.
         algo: "multimem", "p2p", "dist", or "auto" for the choice of the table.
         strict: True raises where only torch.distributed can be used.
@@ -104,7 +104,7 @@ def _gather(
         check_result(_NAME, out, shape, x, workspace)
     check_inputs_outside(_NAME, *xs, workspace=workspace)
     if choice.algorithm == "dist":
-        return reference(outs, xs, collectives=workspace.group.collectives)
+        return reference(xs, outs=outs, collectives=workspace.group.collectives)
     results = [result_in(out, shape, x) for out, shape, x in zip(outs, shapes, xs, strict=True)]
     filled = [(result, dense(x)) for result, x in zip(results, xs, strict=True) if x.numel()]
     if filled:

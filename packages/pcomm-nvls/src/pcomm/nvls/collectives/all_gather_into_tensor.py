@@ -36,9 +36,9 @@ _NAME = "all_gather_into_tensor"
 
 
 def all_gather_into_tensor(
-    out: Tensor | None,
     x: Tensor,
     *,
+    out: Tensor | None = None,
     workspace: Workspace,
     dim: int = 0,
     algo: Algorithm | Literal["auto"] = "auto",
@@ -48,8 +48,8 @@ def all_gather_into_tensor(
     """The shards of all ranks, in rank order along `dim`. Collective; no synchronisation.
 
     Args:
-        out: Tensor for the result, of any strides; None for a new one. It may lie over `x`.
         x: This rank's shard, of any dtype and strides; the same shape on all ranks.
+        out: Tensor for the result, of any strides; None for a new one. It may lie over `x`.
         workspace: Workspace of the group.
         dim: Dimension along which the shards lie: 0, or the last one. Both are written in place;
             another one goes through torch.distributed.
@@ -81,7 +81,7 @@ def all_gather_into_tensor(
     check_result(_NAME, out, shape, x, workspace)
     check_inputs_outside(_NAME, x, workspace=workspace)
     if choice.algorithm == "dist":
-        return reference(out, x, collectives=workspace.group.collectives, dim=dim)
+        return reference(x, out=out, collectives=workspace.group.collectives, dim=dim)
     in_slot = not copy and out is None and along == 0 and choice.algorithm != "lamport"
     if in_slot and x.numel():
         x = dense(x)

@@ -25,10 +25,10 @@ _NAME = "all_gather_v"
 
 
 def all_gather_v(
-    out: Tensor | None,
     x: Tensor,
     counts: Tensor | Sequence[int],
     *,
+    out: Tensor | None = None,
     workspace: Workspace,
     algo: Algorithm | Literal["auto"] = "auto",
     strict: bool = False,
@@ -42,12 +42,12 @@ def all_gather_v(
     out, without an error.
 
     Args:
-        out: Tensor for the result, of any strides; None for a new one. With counts on the device it
-            may have any number of rows, the same on all ranks; a new one has place for all.
         x: This rank's rows `[rows, hidden]`, of any dtype and strides. With counts on the device
             the same shape on all ranks; otherwise `counts[rank]` rows.
         counts: Number of rows of each rank, the same on all ranks: an int32 tensor `[size]` on the
             device, or numbers.
+        out: Tensor for the result, of any strides; None for a new one. With counts on the device it
+            may have any number of rows, the same on all ranks; a new one has place for all.
         workspace: Workspace of the group.
         algo: "multimem", "p2p", "dist", or "auto" for the choice of the table.
         strict: True raises where only torch.distributed can be used.
@@ -76,7 +76,7 @@ def all_gather_v(
     check_result(_NAME, out, (rows, hidden), x, workspace)
     check_inputs_outside(_NAME, x, workspace=workspace)
     if choice.algorithm == "dist":
-        return reference(out, x, counts, collectives=workspace.group.collectives)
+        return reference(x, counts, out=out, collectives=workspace.group.collectives)
     result = result_in(out, (rows, hidden), x)
     if out is not None and result is not out:
         # Rows that are not written come back with the others.

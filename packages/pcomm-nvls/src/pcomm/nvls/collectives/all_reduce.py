@@ -31,9 +31,9 @@ _NAME = "all_reduce"
 
 
 def all_reduce(
-    out: Tensor | None,
     x: Tensor,
     *,
+    out: Tensor | None = None,
     workspace: Workspace,
     algo: Algorithm | Literal["auto"] = "auto",
     strict: bool = False,
@@ -45,10 +45,10 @@ def all_reduce(
     the backend's unless the workspace is deterministic.
 
     Args:
-        out: Tensor for the result, of any strides; None for a new one. It may be `x`, or lie over
-            it.
         x: This rank's tensor, of any strides and the same shape on all ranks. Where it is what
             `workspace.empty` returned last, it is not copied.
+        out: Tensor for the result, of any strides; None for a new one. It may be `x`, or lie over
+            it.
         workspace: Workspace of the group.
         algo: "lamport", "multimem", "p2p", "dist", or "auto" for the choice of the table.
         strict: True raises where only torch.distributed can be used.
@@ -71,7 +71,7 @@ def all_reduce(
     check_result(_NAME, out, tuple(x.shape), x, workspace)
     if choice.algorithm == "dist":
         given = workspace.group.collectives
-        return reference(out, x, collectives=given, deterministic=workspace.deterministic)
+        return reference(x, out=out, collectives=given, deterministic=workspace.deterministic)
     result = result_in(out, tuple(x.shape), x)
     if x.numel():
         x = not_over(dense(x), result, 0)

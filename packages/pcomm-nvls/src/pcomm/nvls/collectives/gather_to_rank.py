@@ -34,9 +34,9 @@ _NAME = "gather_to_rank"
 
 
 def gather_to_rank(
-    out: Tensor | None,
     x: Tensor,
     *,
+    out: Tensor | None = None,
     workspace: Workspace,
     destination: int = 0,
     dim: int = 0,
@@ -49,8 +49,8 @@ def gather_to_rank(
     to every rank.
 
     Args:
-        out: Tensor for the result, of any strides; None for a new one. Only used on `destination`.
         x: This rank's shard, of any dtype and strides; the same shape on all ranks.
+        out: Tensor for the result, of any strides; None for a new one. Only used on `destination`.
         workspace: Workspace of the group.
         destination: Place in the group of the rank that gets the result; the same on all ranks.
         dim: Dimension along which the shards lie: 0, or the last one. Both are written in place;
@@ -89,7 +89,7 @@ def gather_to_rank(
     check_inputs_outside(_NAME, x, workspace=workspace)
     if choice.algorithm == "dist":
         given = workspace.group.collectives
-        return reference(out, x, collectives=given, destination=destination, dim=dim)
+        return reference(x, out=out, collectives=given, destination=destination, dim=dim)
     # Not made where it is not needed: logits are large.
     result = result_in(out, shape, x) if is_here else None
     # A launch has the address alone: a copy has to live until it runs.

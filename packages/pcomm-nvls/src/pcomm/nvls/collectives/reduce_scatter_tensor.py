@@ -32,9 +32,9 @@ _NAME = "reduce_scatter_tensor"
 
 
 def reduce_scatter_tensor(
-    out: Tensor | None,
     x: Tensor,
     *,
+    out: Tensor | None = None,
     workspace: Workspace,
     dim: int = 0,
     algo: Algorithm | Literal["auto"] = "auto",
@@ -47,9 +47,9 @@ def reduce_scatter_tensor(
     through torch.distributed, whose order is the backend's unless the workspace is deterministic.
 
     Args:
-        out: Tensor for the result, of any strides; None for a new one. It may lie over `x`.
         x: This rank's tensor, of any strides and the same shape on all ranks. Where it is what
             `workspace.empty` returned last, it is not copied.
+        out: Tensor for the result, of any strides; None for a new one. It may lie over `x`.
         workspace: Workspace of the group.
         dim: Dimension that is divided among the ranks: 0, or the last one. Another one goes through
             torch.distributed.
@@ -79,7 +79,7 @@ def reduce_scatter_tensor(
         x = outside(x, workspace)
         ordered = workspace.deterministic
         given = workspace.group.collectives
-        return reference(out, x, collectives=given, dim=dim, deterministic=ordered)
+        return reference(x, out=out, collectives=given, dim=dim, deterministic=ordered)
     result = result_in(out, shape, x)
     if x.numel():
         # A block sums a segment where it has read it, so that may be the same memory.

@@ -31,10 +31,10 @@ _NAME = "reduce_scatter_v"
 
 
 def reduce_scatter_v(
-    out: Tensor | None,
     x: Tensor,
     counts: Tensor | Sequence[int],
     *,
+    out: Tensor | None = None,
     workspace: Workspace,
     algo: Algorithm | Literal["auto"] = "auto",
     strict: bool = False,
@@ -48,13 +48,13 @@ def reduce_scatter_v(
     error. The sum is rounded as that of `reduce_scatter_tensor`.
 
     Args:
-        out: Tensor for the result, of any strides; None for a new one. With counts on the device it
-            has the same number of rows on all ranks; a new one has those of `x`.
         x: This rank's addends `[rows, hidden]`, of any strides and the same shape on all ranks;
             with numbers, `sum(counts)` rows. Where it is what `workspace.empty` returned last, it
             is not copied.
         counts: Number of rows of each rank, the same on all ranks: an int32 tensor `[size]` on the
             device, or numbers.
+        out: Tensor for the result, of any strides; None for a new one. With counts on the device it
+            has the same number of rows on all ranks; a new one has those of `x`.
         workspace: Workspace of the group.
         algo: "multimem", "p2p", "dist", or "auto" for the choice of the table.
         strict: True raises where only torch.distributed can be used.
@@ -86,7 +86,7 @@ def reduce_scatter_v(
         x = outside(x, workspace)
         ordered = workspace.deterministic
         given = workspace.group.collectives
-        return reference(out, x, counts, collectives=given, deterministic=ordered)
+        return reference(x, counts, out=out, collectives=given, deterministic=ordered)
     result = result_in(out, (rows, hidden), x)
     if out is not None and result is not out:
         # Rows that are not written come back with the others.

@@ -13,8 +13,8 @@ __all__ = ["all_gather_coalesced"]
 
 
 def all_gather_coalesced(
-    outs: Sequence[Tensor | None], xs: Sequence[Tensor], *, collectives: Collectives
+    xs: Sequence[Tensor], *, outs: Sequence[Tensor | None] | None = None, collectives: Collectives
 ) -> list[Tensor]:
     """See `pcomm.nvls.all_gather_coalesced`. Collective: one operation a tensor."""
-    pairs = zip(outs, xs, strict=True)
-    return [all_gather_into_tensor(out, x, collectives=collectives) for out, x in pairs]
+    pairs = zip(outs or [None] * len(xs), xs, strict=True)
+    return [all_gather_into_tensor(x, out=out, collectives=collectives) for out, x in pairs]

@@ -11,7 +11,7 @@ __all__ = ["all_gather_into_tensor"]
 
 
 def all_gather_into_tensor(
-    out: Tensor | None, x: Tensor, *, collectives: Collectives, dim: int = 0
+    x: Tensor, *, out: Tensor | None = None, collectives: Collectives, dim: int = 0
 ) -> Tensor:
     """See `pcomm.nvls.all_gather_into_tensor`. Collective."""
     found = collectives.all_gather(as_bytes(x), dim=dim, out=as_bytes(out))

@@ -14,7 +14,11 @@ __all__ = ["all_gather_v"]
 
 
 def all_gather_v(
-    out: Tensor | None, x: Tensor, counts: Tensor | Sequence[int], *, collectives: Collectives
+    x: Tensor,
+    counts: Tensor | Sequence[int],
+    *,
+    out: Tensor | None = None,
+    collectives: Collectives,
 ) -> Tensor:
     """See `pcomm.nvls.all_gather_v`. Collective.
 
@@ -23,7 +27,7 @@ def all_gather_v(
     """
     raw = as_bytes(x)
     if raw is not x:
-        found = all_gather_v(as_bytes(out), raw, counts, collectives=collectives)
+        found = all_gather_v(raw, counts, out=as_bytes(out), collectives=collectives)
         return found.view(x.dtype) if out is None else out
     if not isinstance(counts, Tensor):
         return collectives.all_gather(x, sizes=list(counts), out=out)

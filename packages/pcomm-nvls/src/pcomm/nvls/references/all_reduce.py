@@ -12,7 +12,7 @@ __all__ = ["all_reduce"]
 
 
 def all_reduce(
-    out: Tensor | None, x: Tensor, *, collectives: Collectives, deterministic: bool = False
+    x: Tensor, *, out: Tensor | None = None, collectives: Collectives, deterministic: bool = False
 ) -> Tensor:
     """See `pcomm.nvls.all_reduce`. Collective.
 

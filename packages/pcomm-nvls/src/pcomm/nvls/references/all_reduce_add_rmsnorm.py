@@ -25,6 +25,6 @@ def all_reduce_add_rmsnorm(
     The sum over the ranks is that of `all_reduce`: the backend's, or with `deterministic` the
     kernels' bit for bit.
     """
-    total = all_reduce(None, x, collectives=collectives, deterministic=deterministic)
+    total = all_reduce(x, collectives=collectives, deterministic=deterministic)
     stream = total + residual
     return NormedRows(rms_norm(stream, weight, eps), stream)

@@ -11,9 +11,9 @@ __all__ = ["gather_to_rank"]
 
 
 def gather_to_rank(
-    out: Tensor | None,
     x: Tensor,
     *,
+    out: Tensor | None = None,
     collectives: Collectives,
     destination: int = 0,
     dim: int = 0,

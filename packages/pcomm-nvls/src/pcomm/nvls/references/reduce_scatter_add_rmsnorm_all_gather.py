@@ -29,7 +29,7 @@ def reduce_scatter_add_rmsnorm_all_gather(
     The sum over the ranks is that of `reduce_scatter_tensor`: the backend's, or with
     `deterministic` the kernels' bit for bit.
     """
-    total = reduce_scatter_tensor(None, x, collectives=collectives, deterministic=deterministic)
+    total = reduce_scatter_tensor(x, collectives=collectives, deterministic=deterministic)
     stream = total + residual
     normed = rms_norm(stream, weight, eps)
     if fp8 is None:

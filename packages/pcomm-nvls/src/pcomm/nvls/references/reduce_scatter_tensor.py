@@ -12,9 +12,9 @@ __all__ = ["reduce_scatter_tensor"]
 
 
 def reduce_scatter_tensor(
-    out: Tensor | None,
     x: Tensor,
     *,
+    out: Tensor | None = None,
     collectives: Collectives,
     dim: int = 0,
     deterministic: bool = False,

@@ -16,10 +16,10 @@ __all__ = ["reduce_scatter_v"]
 
 
 def reduce_scatter_v(
-    out: Tensor | None,
     x: Tensor,
     counts: Tensor | Sequence[int],
     *,
+    out: Tensor | None = None,
     collectives: Collectives,
     deterministic: bool = False,
 ) -> Tensor:
@@ -34,9 +34,7 @@ def reduce_scatter_v(
             out = x.new_zeros(x.shape)
         bounds = bounds_of(counts, len(out), len(x))
         padded = unpack_rows(x, bounds, len(out)).flatten(0, 1)
-        own = reduce_scatter_tensor(
-            None, padded, collectives=collectives, deterministic=deterministic
-        )
+        own = reduce_scatter_tensor(padded, collectives=collectives, deterministic=deterministic)
         return pack_rows(own[None], bounds[rank : rank + 2] - bounds[rank], out)
     sizes = list(counts)
     if not deterministic:
