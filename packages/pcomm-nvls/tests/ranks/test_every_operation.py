@@ -1,4 +1,4 @@
-"""What holds for each of the nine operations: late ranks, entry barriers, one rank alone."""
+"""What holds for each operation: late ranks, entry barriers, calls that differ, one rank alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from itertools import product
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
 
-from pcomm.core.errors import PeerTimeoutError
+from pcomm.core.errors import ConfigError, DivergenceError, PeerTimeoutError
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
-from pcomm.core.testing import ranks
+from pcomm.core.testing import assert_equal, ranks
 from pcomm.core.testing.default_group import default_group
 from pcomm.nvls.testing.emulation import emulate
 
@@ -36,12 +36,6 @@ def calls_of(workspace: Any) -> dict[str, Callable[[], Any]]:
     return kernels | {name: found[name, algo] for name, algo in found if algo == "multimem"}
 
 
-def tensors_of(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    return [x for x in result or () if x is not None]
-
-
 @ranks(2)
 def test_a_rank_that_comes_after_the_limit_of_another_gets_no_numbers(rank: int) -> None:
     """Neither where it would find a signal that the other one has given in advance."""
@@ -62,3 +56,115 @@ def test_a_rank_that_comes_after_the_limit_of_another_gets_no_numbers(rank: int)
             if rank == 1:
                 with pytest.raises(PeerTimeoutError, match="rank 0"):
                     call()
+
+
+@ranks(2)
+def test_each_meets_the_others_before_it_writes_where_its_slot_may_be_in_use(rank: int) -> None:
+    def barriers(workspace: Any, call: Callable[[], Any]) -> int:
+        number = workspace.shared_arguments()["epochs"][1]
+        before = int(number)
+        call()
+        return int(number) - before
+
+    with opened() as rotating, opened(slots=1) as in_one_slot:
+        in_one_slot.turn()
+        free, used = (
+            {name: barriers(workspace, call) for name, call in calls_of(workspace).items()}
+            for workspace in (rotating, in_one_slot)
+        )
+    assert sorted(free.values()) == [1] * 6 + [2] * 3
+    assert used == {name: number + 1 for name, number in free.items()}
+
+
+@ranks(2)
+def test_with_debug_calls_that_differ_are_an_error_before_they_run(rank: int) -> None:
+    from pcomm.nvls import (
+        all_gather_coalesced,
+        all_gather_into_tensor,
+        all_gather_v,
+        all_reduce,
+        all_reduce_add_rmsnorm,
+        gather_to_rank,
+        reduce_scatter_add_rmsnorm_all_gather,
+        reduce_scatter_v,
+    )
+
+    with opened(debug=True) as workspace:
+        named: dict[str, Any] = {"workspace": workspace, "algo": "p2p"}
+        x, turned = torch.ones(4, 8), [1, 3] if rank else [3, 1]
+        rows = torch.ones(4, 16, dtype=torch.bfloat16)
+        two = [x, torch.ones(2, 8)]
+
+        def fused(**options: Any) -> object:
+            operation = reduce_scatter_add_rmsnorm_all_gather
+            return operation(rows, rows[:2], rows[0], 1e-6, **options, **named)
+
+        # Each of the same bytes, so that no rank would notice anything.
+        differing: list[Callable[[], object]] = [
+            lambda: gather_to_rank(x, destination=rank, **named),
+            lambda: all_gather_coalesced(two[:: 1 - 2 * rank], **named),
+            lambda: all_gather_coalesced([x, x.int() if rank else x], **named),
+            lambda: all_gather_coalesced([x, x.view(8, 4) if rank else x], **named),
+            lambda: all_gather_into_tensor(x.view(-1, 8 - 4 * rank), **named),
+            lambda: all_gather_v(x[: turned[rank]], turned, **named),
+            lambda: reduce_scatter_v(x, turned, **named),
+            lambda: all_reduce(x.view(-1, 8 - 4 * rank), **named),
+            lambda: all_reduce_add_rmsnorm(x, x, x[0], 1e-6 * (1 + rank), **named),
+            lambda: fused(fp8="rows" if rank else None),
+            lambda: fused(fp8="rows" if rank else torch.ones(1)),
+        ]
+        for call in differing:
+            with pytest.raises(DivergenceError, match="detail"):
+                call()
+        assert workspace.num_launches == 0
+        for call in calls_of(workspace).values():
+            call()
+        assert workspace.num_launches == 9
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("algo", ["auto", "p2p", "lamport", "dist"])
+def test_one_rank_alone_gets_tensors_of_its_own_whatever_it_asks_for(
+    algo: str, strict: bool
+) -> None:
+    from pcomm.nvls import (
+        Workspace,
+        all_gather_coalesced,
+        all_gather_into_tensor,
+        all_gather_v,
+        all_reduce,
+        all_reduce_add_rmsnorm,
+        gather_to_rank,
+        reduce_scatter_add_rmsnorm_all_gather,
+        reduce_scatter_tensor,
+        reduce_scatter_v,
+    )
+
+    ones = torch.ones(4, 8)
+    counts = torch.tensor([4], dtype=torch.int32)
+    with Workspace(Group("tp", (0,), None), 4096, device="cpu") as workspace:
+        named: dict[str, Any] = {"workspace": workspace, "algo": algo, "strict": strict}
+        for x in (ones.clone(), ones.bool(), ones.to(torch.float8_e4m3fn), ones.t().clone().t()):
+            kept = x.clone()
+            results = [
+                all_reduce(x, **named),
+                all_gather_into_tensor(x, dim=1, **named),
+                *all_gather_coalesced([x, x], **named),
+                gather_to_rank(x, **named),
+                reduce_scatter_tensor(x, **named),
+                *(gather(x, n, **named) for gather in (all_gather_v, reduce_scatter_v)
+                  for n in ([4], counts)),
+            ]  # fmt: skip
+            for result in results:
+                assert result is not None
+                assert_equal(result, kept)
+                result.fill_(0)
+            assert_equal(x, kept)
+            assert all_reduce(x, out=x, **named) is x
+        x = torch.ones(1, 1 << 15)  # longer than the rows of a kernel
+        for operation in (all_reduce_add_rmsnorm, reduce_scatter_add_rmsnorm_all_gather):
+            rows, stream, _ = operation(x, x, x[0], 0.0, **named)
+            assert_equal(stream, 2 * x)
+            assert_equal(rows, x)
+        with pytest.raises(ConfigError, match="nccl"):
+            all_reduce(x, workspace=workspace, algo="nccl")  # type: ignore[arg-type]

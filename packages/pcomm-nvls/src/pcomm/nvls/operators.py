@@ -116,18 +116,18 @@ class WorkspaceOperators(Handle):
 @torch.library.custom_op("pcomm_nvls::all_gather", mutates_args=())
 def _all_gather(x: Tensor, workspace: int, size: int, dim: int) -> Tensor:
     found = _workspace(workspace, size)
-    return _new(all_gather_into_tensor(x, workspace=found, dim=dim), x)
+    return all_gather_into_tensor(x, workspace=found, dim=dim).contiguous()
 
 
 @torch.library.custom_op("pcomm_nvls::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, workspace: int, size: int, dim: int) -> Tensor:
     found = _workspace(workspace, size)
-    return _new(reduce_scatter_tensor(x, workspace=found, dim=dim), x)
+    return reduce_scatter_tensor(x, workspace=found, dim=dim).contiguous()
 
 
 @torch.library.custom_op("pcomm_nvls::all_reduce", mutates_args=())
 def _all_reduce(x: Tensor, workspace: int, size: int) -> Tensor:
-    return _new(all_reduce(x, workspace=_workspace(workspace, size)), x)
+    return all_reduce(x, workspace=_workspace(workspace, size)).contiguous()
 
 
 @torch.library.custom_op("pcomm_nvls::all_reduce_add_rmsnorm", mutates_args=())
@@ -194,13 +194,6 @@ def _workspace(number: int, size: int) -> Workspace:
             fix="Use WorkspaceOperators, which passes the size of its workspace.",
         )
     return found
-
-
-def _new(result: Tensor, x: Tensor) -> Tensor:
-    """The result in dense memory of its own, as its fake says: one rank alone gets its input."""
-    if result.data_ptr() == x.data_ptr():
-        return result.clone(memory_format=torch.contiguous_format)
-    return result.contiguous()
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

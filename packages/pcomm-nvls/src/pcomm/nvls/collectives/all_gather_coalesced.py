@@ -14,6 +14,7 @@ from pcomm.core.collectives.out import not_over
 from pcomm.core.errors import LayoutError
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, way_of
 from pcomm.nvls.collectives.outputs import (
+    apart,
     check_inputs_outside,
     check_result,
     deliver,
@@ -99,12 +100,14 @@ def _gather(
     """One launch, or the reference."""
     sizes = [x.nbytes for x in xs]
     question = Question(_NAME, sum(sizes), torch.uint8, row_bytes=math.gcd(*sizes), algorithm=algo)
-    choice = workspace.choose(question, strict=strict)
+    tensors = [(tuple(x.shape), x.dtype) for x in xs]
+    choice = workspace.choose(question, strict=strict, detail=tensors)
     for out, shape, x in zip(outs, shapes, xs, strict=True):
         check_result(_NAME, out, shape, x, workspace)
     check_inputs_outside(_NAME, *xs, workspace=workspace)
     if choice.algorithm == "dist":
-        return reference(xs, outs=outs, collectives=workspace.group.collectives)
+        found = reference(xs, outs=outs, collectives=workspace.group.collectives)
+        return [apart(*one) for one in zip(found, xs, outs, strict=True)]
     results = [result_in(out, shape, x) for out, shape, x in zip(outs, shapes, xs, strict=True)]
     filled = [(result, dense(x)) for result, x in zip(results, xs, strict=True) if x.numel()]
     if filled:

@@ -17,6 +17,7 @@ from pcomm.nvls.collectives.inputs import (
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_all_gather_launch
 from pcomm.nvls.collectives.outputs import (
+    apart,
     check_inputs_outside,
     check_result,
     deliver,
@@ -77,11 +78,12 @@ def all_gather_into_tensor(
     shape = _result_shape(x, dim, workspace.group.size)
     question = all_gather_question(x, dim, workspace, algo)
     along = question.dim
-    choice = workspace.choose(question, strict=strict)
+    choice = workspace.choose(question, strict=strict, detail=x.shape)
     check_result(_NAME, out, shape, x, workspace)
     check_inputs_outside(_NAME, x, workspace=workspace)
     if choice.algorithm == "dist":
-        return reference(x, out=out, collectives=workspace.group.collectives, dim=dim)
+        found = reference(x, out=out, collectives=workspace.group.collectives, dim=dim)
+        return apart(found, x, out)
     in_slot = not copy and out is None and along == 0 and choice.algorithm != "lamport"
     if in_slot and x.numel():
         x = dense(x)

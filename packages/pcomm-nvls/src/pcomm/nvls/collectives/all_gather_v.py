@@ -10,7 +10,13 @@ from torch import Tensor
 from pcomm.core.collectives.out import not_over
 from pcomm.core.errors import LayoutError
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES, check_input, dense, way_of
-from pcomm.nvls.collectives.outputs import check_inputs_outside, check_result, deliver, result_in
+from pcomm.nvls.collectives.outputs import (
+    apart,
+    check_inputs_outside,
+    check_result,
+    deliver,
+    result_in,
+)
 from pcomm.nvls.collectives.row_counts import RowCounts, check_counts, counts_on
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
@@ -71,12 +77,14 @@ def all_gather_v(
     question = Question(
         _NAME, num_bytes, x.dtype, 0, row_bytes, workspace.deterministic, algo
     )  # fmt: skip
-    choice = workspace.choose(question, strict=strict)
+    told = (hidden, limits, "on the device" if isinstance(counts, Tensor) else list(counts))
+    choice = workspace.choose(question, strict=strict, detail=told)
     rows = len(out) if isinstance(counts, Tensor) and out is not None else limits.total_rows
     check_result(_NAME, out, (rows, hidden), x, workspace)
     check_inputs_outside(_NAME, x, workspace=workspace)
     if choice.algorithm == "dist":
-        return reference(x, counts, out=out, collectives=workspace.group.collectives)
+        found = reference(x, counts, out=out, collectives=workspace.group.collectives)
+        return apart(found, x, out)
     result = result_in(out, (rows, hidden), x)
     if out is not None and result is not out:
         # Rows that are not written come back with the others.

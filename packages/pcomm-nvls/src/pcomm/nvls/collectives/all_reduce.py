@@ -15,7 +15,7 @@ from pcomm.nvls.collectives.inputs import (
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_all_reduce_launch
-from pcomm.nvls.collectives.outputs import check_result, deliver, result_in
+from pcomm.nvls.collectives.outputs import apart, check_result, deliver, result_in
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -67,11 +67,14 @@ def all_reduce(
     if done is not None:
         return done
     check_input(_NAME, x, workspace.device)
-    choice = workspace.choose(all_reduce_question(x, workspace, algo), strict=strict)
+    question = all_reduce_question(x, workspace, algo)
+    choice = workspace.choose(question, strict=strict, detail=x.shape)
     check_result(_NAME, out, tuple(x.shape), x, workspace)
     if choice.algorithm == "dist":
         given = workspace.group.collectives
-        return reference(x, out=out, collectives=given, deterministic=workspace.deterministic)
+        ordered = workspace.deterministic
+        found = reference(x, out=out, collectives=given, deterministic=ordered)
+        return apart(found, x, out)
     result = result_in(out, tuple(x.shape), x)
     if x.numel():
         x = not_over(dense(x), result, 0)

@@ -71,7 +71,7 @@ def all_reduce_add_rmsnorm(
     """
     check_rows(_NAME, x, residual, weight, 1, workspace)
     threads = row_threads(x.shape[1], x.itemsize)
-    choice = choose_for_rows(_NAME, x, x.nbytes, threads, workspace, algo, strict)
+    choice = choose_for_rows(_NAME, x, x.nbytes, threads, workspace, algo, strict, eps)
     shape = (len(x), x.shape[1])
     rows = new_or(_NAME, out, shape, x, workspace)
     stream = new_or(_NAME, residual_out, shape, x, workspace)

@@ -16,6 +16,7 @@ from pcomm.nvls.collectives.inputs import (
     way_of,
 )
 from pcomm.nvls.collectives.outputs import (
+    apart,
     check_inputs_outside,
     check_result,
     deliver,
@@ -83,13 +84,15 @@ def gather_to_rank(
     question = Question(
         _NAME, x.nbytes, x.dtype, along, row_bytes, workspace.deterministic, algo
     )  # fmt: skip
-    choice = workspace.choose(question, strict=strict)
+    told = (x.shape, f"destination {destination}")
+    choice = workspace.choose(question, strict=strict, detail=told)
     is_here = rank == destination
     check_result(_NAME, out if is_here else None, shape, x, workspace)
     check_inputs_outside(_NAME, x, workspace=workspace)
     if choice.algorithm == "dist":
         given = workspace.group.collectives
-        return reference(x, out=out, collectives=given, destination=destination, dim=dim)
+        found = reference(x, out=out, collectives=given, destination=destination, dim=dim)
+        return None if found is None else apart(found, x, out)
     # Not made where it is not needed: logits are large.
     result = result_in(out, shape, x) if is_here else None
     # A launch has the address alone: a copy has to live until it runs.

@@ -11,7 +11,7 @@ from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.nvls.collectives.inputs import VECTOR_BYTES
 from pcomm.nvls.workspace.workspace import Workspace
 
-__all__ = ["check_inputs_outside", "check_result", "deliver", "outside", "result_in"]
+__all__ = ["apart", "check_inputs_outside", "check_result", "deliver", "outside", "result_in"]
 
 
 def check_result(
@@ -115,6 +115,16 @@ def deliver(result: Tensor, out: Tensor | None) -> Tensor:
     else:
         out.detach().copy_(result.detach())
     return out
+
+
+def apart(result: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+    """What the reference has returned, in memory of its own. Local.
+
+    Core's collectives of one rank return the input itself. A program that then writes to the
+    result would change its input with one rank, and not with two.
+    """
+    is_input = out is None and result.data_ptr() == x.data_ptr()
+    return result.clone() if is_input else result
 
 
 def _offset_in(workspace: Workspace, x: Tensor) -> int | None:

@@ -17,7 +17,7 @@ from pcomm.nvls.collectives.inputs import (
     way_of,
 )
 from pcomm.nvls.collectives.lamport_launches import lamport_reduce_scatter_launch
-from pcomm.nvls.collectives.outputs import check_result, deliver, outside, result_in
+from pcomm.nvls.collectives.outputs import apart, check_result, deliver, outside, result_in
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
 from pcomm.nvls.policy.operations import Algorithm
@@ -73,13 +73,14 @@ def reduce_scatter_tensor(
     shape = _result_shape(x, dim, workspace.group.size)
     question = reduce_scatter_question(x, dim, workspace, algo)
     along = question.dim
-    choice = workspace.choose(question, strict=strict)
+    choice = workspace.choose(question, strict=strict, detail=x.shape)
     check_result(_NAME, out, shape, x, workspace)
     if choice.algorithm == "dist":
         x = outside(x, workspace)
         ordered = workspace.deterministic
         given = workspace.group.collectives
-        return reference(x, out=out, collectives=given, dim=dim, deterministic=ordered)
+        found = reference(x, out=out, collectives=given, dim=dim, deterministic=ordered)
+        return apart(found, x, out)
     result = result_in(out, shape, x)
     if x.numel():
         # A block sums a segment where it has read it, so that may be the same memory.

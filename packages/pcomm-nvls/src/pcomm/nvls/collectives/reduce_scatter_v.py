@@ -16,7 +16,7 @@ from pcomm.nvls.collectives.inputs import (
     kind_of,
     way_of,
 )
-from pcomm.nvls.collectives.outputs import check_result, deliver, outside, result_in
+from pcomm.nvls.collectives.outputs import apart, check_result, deliver, outside, result_in
 from pcomm.nvls.collectives.row_counts import RowCounts, check_counts, counts_on
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.policy.facts import Question
@@ -78,7 +78,8 @@ def reduce_scatter_v(
     question = Question(
         _NAME, num_bytes, x.dtype, 0, row_bytes, workspace.deterministic, algo
     )  # fmt: skip
-    choice = workspace.choose(question, strict=strict)
+    told = (hidden, limits, "on the device" if isinstance(counts, Tensor) else list(counts))
+    choice = workspace.choose(question, strict=strict, detail=told)
     is_counted = isinstance(counts, Tensor)
     rows = limits.most_rows if is_counted else int(counts[workspace.group.rank])
     check_result(_NAME, out, (rows, hidden), x, workspace)
@@ -86,7 +87,8 @@ def reduce_scatter_v(
         x = outside(x, workspace)
         ordered = workspace.deterministic
         given = workspace.group.collectives
-        return reference(x, counts, out=out, collectives=given, deterministic=ordered)
+        found = reference(x, counts, out=out, collectives=given, deterministic=ordered)
+        return apart(found, x, out)
     result = result_in(out, (rows, hidden), x)
     if out is not None and result is not out:
         # Rows that are not written come back with the others.

@@ -171,6 +171,7 @@ def choose_for_rows(
     workspace: Workspace,
     algo: Algorithm | str,
     strict: bool,
+    detail: object,
 ) -> Choice:
     """The choice for a call; torch.distributed for rows that no kernel takes. See `choose`.
 
@@ -187,16 +188,18 @@ def choose_for_rows(
         algorithm=algo,  # type: ignore[arg-type]
     )
     is_short = threads is not None or not row_bytes or row_bytes % VECTOR_BYTES
+    detail = (x.shape, detail)
     if is_short:
-        return workspace.choose(question, strict=strict)
-    if strict or algo not in ("auto", "dist"):
+        return workspace.choose(question, strict=strict, detail=detail)
+    is_refused = strict or algo not in ("auto", "dist")
+    if is_refused and workspace.group.size > 1:
         raise LayoutError(
             f"{operation}: rows of {x.shape[1]} numbers, algo={algo!r}, strict={strict}",
             found=f"more than {_MOST_NUMBERS} numbers",
             why="A row stays in the registers of one block.",
             fix='Pass algo="dist", or "auto" without strict.',
         )
-    return workspace.choose(question._replace(algorithm="dist"), strict=False)
+    return workspace.choose(question._replace(algorithm="dist"), strict=False, detail=detail)
 
 
 def new_or(

@@ -42,7 +42,8 @@ def choose(facts: Facts, question: Question, table: Table) -> Choice:
 
     The rows of the table are tried in their order, fastest first: the first one that the message
     is not too large for, and whose algorithm can run, is the choice. Without one it is `dist`. A
-    named algorithm is the choice at every size if it can run, and `dist` if it cannot.
+    named algorithm is the choice at every size if it can run, and `dist` if it cannot. One rank has
+    nothing to move, and takes `dist` always.
 
     Args:
         facts: Facts about the group and its workspace.
@@ -53,6 +54,9 @@ def choose(facts: Facts, question: Question, table: Table) -> Choice:
         ConfigError: An unknown operation or algorithm, or a negative size.
     """
     _check(question)
+    if facts.world_size == 1:
+        # Also where an algorithm is named: nothing is lost.
+        return _choice(None, "one rank has nothing to move", {})
     rows = table.rows(facts.architecture, question.operation, facts.world_size)
     if question.algorithm == "auto":
         return _fastest(facts, question, rows)
@@ -60,8 +64,6 @@ def choose(facts: Facts, question: Question, table: Table) -> Choice:
 
 
 def _fastest(facts: Facts, question: Question, rows: Sequence[Row]) -> Choice:
-    if facts.world_size == 1:
-        return _choice(None, "one rank has nothing to move", {})
     against: dict[Algorithm, Reason] = {}
     for row in rows:
         reason = _against_row(facts, question, row)

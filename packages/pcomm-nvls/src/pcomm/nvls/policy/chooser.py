@@ -46,7 +46,7 @@ class Chooser:
         Raises:
             ConfigError: An unknown operation or algorithm, or a negative size.
             UnsupportedError: The algorithm that the question names cannot run, or `strict` and the
-                choice is `dist`. On every rank, since all choose alike.
+                choice is `dist`. On every rank, since all choose alike; never with one rank.
         """
         choice = self._choices.get(question)
         if choice is None:
@@ -73,6 +73,8 @@ class Chooser:
         return choice
 
     def _check(self, question: Question, choice: Choice, strict: bool) -> None:
+        if self.facts.world_size == 1:
+            return
         named = question.algorithm not in ("auto", "dist")
         if not named and not (strict and question.algorithm == "auto"):
             return

@@ -60,7 +60,8 @@ class Workspace:
         deterministic: True sums in rank order in fp32 and never in the switch.
         device: Device of the tensors; by default the current CUDA device, or the CPU without one.
         table: Table of the sizes at which another algorithm is chosen; by default the package's.
-        debug: True compares each call between the ranks before it runs; a call then waits for all.
+        debug: True compares each call between the ranks before it runs: all but the values of
+            tensors, and counts on the device. A call then waits for all.
         timeout_s: Longest wait of an operation for another rank, in seconds.
         control: Control by which the ranks agree; by default that of `group`.
         probe: Source of the facts about this rank; by default this process and its device.
@@ -153,12 +154,15 @@ class Workspace:
 
     # -- what operations use -------------------------------------------------------------
 
-    def choose(self, question: Question, *, strict: bool = False) -> Choice:
+    def choose(
+        self, question: Question, *, strict: bool = False, detail: object = None
+    ) -> Choice:
         """The algorithm of one call, the same on all ranks. Local, or collective with `debug`.
 
         Args:
             question: The call; equal on all ranks.
             strict: True refuses torch.distributed.
+            detail: What else of the call is equal on all ranks; with `debug` its text is compared.
 
         Raises:
             ConfigError: An unknown algorithm.
@@ -171,7 +175,7 @@ class Workspace:
             raise errors.is_closed(question.operation)
         self.check()
         if self.debug:
-            self._agree("operation", [f"{question}, strict={strict}"])
+            self._agree("operation", [f"{question}, strict={strict}", f"detail {detail}"])
         return self._chooser.choose(question, strict=strict)
 
     def turn(self) -> Turn:
