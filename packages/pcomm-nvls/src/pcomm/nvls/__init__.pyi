@@ -19,7 +19,7 @@ from pcomm.nvls.collectives.reduce_scatter_tensor import (
     reduce_scatter_tensor as reduce_scatter_tensor,
 )
 from pcomm.nvls.collectives.reduce_scatter_v import reduce_scatter_v as reduce_scatter_v
-from pcomm.nvls.policy.facts import Question as Question
+from pcomm.nvls.operators import WorkspaceOperators as WorkspaceOperators
 from pcomm.nvls.workspace.workspace import Workspace as Workspace
 
 __version__: str

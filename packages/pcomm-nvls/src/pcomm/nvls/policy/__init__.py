@@ -1,1 +1,5 @@
-"""The choice of an algorithm: a pure function of facts that all ranks share, and its text."""
+"""The choice of an algorithm: from facts that all ranks share and a table, by a pure function."""
+
+from pcomm.core.face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)
