@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pcomm.core.errors import ConfigError, DivergenceError
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    DivergenceError,
+    PeerError,
+    PeerTimeoutError,
+)
 from pcomm.core.groups.group import Group
+from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing import ranks
 from pcomm.core.testing.default_group import default_group
+from pcomm.core.topology import Topology
 from pcomm.nvls.testing.emulation import emulate
 
 
@@ -41,6 +53,13 @@ def test_views_of_slots_are_valid_until_the_next_operation(rank: int) -> None:
             for view in views[:-1]:
                 with pytest.raises(ConfigError, match=f"operation {step} has begun"):
                     workspace.check_view(view)
+            # What is used late in practice is a part of one.
+            for part in (views[-1][3:], views[-1].view(2, 8)[1], views[-1].view(2, 8).t()):
+                workspace.check_view(part)
+            if step:
+                for part in (views[-2][3:], views[-2].view(2, 8)[1]):
+                    with pytest.raises(ConfigError, match=f"operation {step} has begun"):
+                        workspace.check_view(part)
         # Of the third operation the memory is that of the first.
         assert views[2].data_ptr() == views[0].data_ptr() != views[1].data_ptr()
         workspace.check_view(x)
@@ -55,8 +74,9 @@ def test_an_input_that_was_written_in_place_is_used_once(rank: int) -> None:
     named = {"algo": "multimem"}
     with new_workspace(group(), 1 << 12) as workspace:
         view = workspace.empty((64,), torch.float32).fill_(rank + 1)
-        # Asked for twice before the operation, it is the same memory.
-        assert workspace.empty((64,), torch.float32).data_ptr() == view.data_ptr()
+        # Asked for twice before the operation, it would be the same memory.
+        with pytest.raises(ConfigError, match="is still held"):
+            workspace.empty((8,), torch.float32)
         assert all_reduce(view, workspace=workspace, **named).unique().tolist() == [3]
         for _ in range(2):
             # In the turn of the other slot, and in that of its own, which was not handed out.
@@ -64,7 +84,10 @@ def test_an_input_that_was_written_in_place_is_used_once(rank: int) -> None:
                 all_reduce(view, workspace=workspace, **named)
         with pytest.raises(ConfigError, match="max_bytes=4096"):
             workspace.empty((1025,), torch.float32)
+        # One that is gone, as after an error between, is in nobody's way.
+        place = workspace.empty((4,), torch.float32).data_ptr()
         small = workspace.empty((4,), torch.float32).fill_(rank)
+        assert small.data_ptr() == place
         assert all_reduce(small, workspace=workspace, **named).tolist() == [1] * 4
 
 
@@ -124,3 +147,70 @@ def test_operations_in_graphs_meet_before_they_write(rank: int) -> None:
             numbers.append(int(workspace._epochs[1]))
         # Of block 0: each operation has a barrier, and one more where it does not know the last.
         assert numbers == [4, 8, 15, 19]
+
+
+@ranks(2)
+def test_a_workspace_that_is_dropped_warns_and_one_that_is_closed_does_not(rank: int) -> None:
+    new_workspace, _, _ = modules()
+    with open_groups(Topology({"tp": 2}), ["tp"]) as groups:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with new_workspace(groups["tp"], 1 << 12) as workspace:
+                pass
+            alone = new_workspace(Group("alone", (rank,), None), 1 << 12)  # has no memory
+            del workspace, alone
+            gc.collect()
+        workspace = new_workspace(groups["tp"], 1 << 12)
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            del workspace
+    assert " /dev/shm/" not in Path("/proc/self/maps").read_text()
+
+
+@ranks(2)
+def test_devices_and_tables_may_be_named(rank: int, tmp_path: Path) -> None:
+    new_workspace, _, _ = modules()
+    from pcomm.nvls.policy import Question, Row, Table
+
+    rows = [Row("p2p", 1 << 20, 2, 4, "a test")]
+    path = tmp_path / f"table of rank {rank}.json"
+    Table.load().with_rows("emulated", "all_reduce", (2, 2), rows).dump(path)
+    question = Question("all_reduce", 4096, torch.float32)
+    for table in (path, str(path), Table.load(path)):
+        with new_workspace(group(), 1 << 12, device="cpu", table=table) as workspace:
+            assert "(a test)" in workspace.explain(question)
+    # On one rank alone: the other one hears of it, and does not wait.
+    for wrong, words in (
+        ({"device": "no device"}, "device='no device'"),
+        ({"table": "none.json"}, "none.json"),
+        ({"max_bytes": 1 << 60}, "bytes for this rank"),
+    ):
+        with pytest.raises(PeerError if rank else ConfigError, match=words):
+            new_workspace(group(), **{"max_bytes": 1 << 12, **({} if rank else wrong)})
+
+
+@ranks(2)
+def test_a_forked_process_takes_no_part(rank: int) -> None:
+    new_workspace, _, all_reduce = modules()
+    x = torch.ones(16)
+    with new_workspace(group(), 1 << 12) as workspace:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                all_reduce(x, workspace=workspace, algo="p2p")
+            except ClosedError as error:
+                code = 7 if f"process {os.getppid()}" in error.found else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert all_reduce(x, workspace=workspace, algo="p2p").tolist() == [2.0] * 16
+
+
+@ranks(2)
+def test_a_rank_that_makes_another_call_is_told_of_debug(rank: int) -> None:
+    """Neither of them is at fault where it raises."""
+    new_workspace, _, all_reduce = modules()
+    with new_workspace(group(), 1 << 12, timeout_s=0.2) as workspace:
+        algo = "lamport" if rank else "p2p"
+        with pytest.raises(PeerTimeoutError, match="debug=True"):
+            all_reduce(torch.ones(16), workspace=workspace, algo=algo)

@@ -88,6 +88,11 @@ def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     # Another workspace has reasons of its own.
     Chooser(WITHOUT).choose(MIDDLE)
     assert len(caplog.records) == 6
+    # All ranks of a group have the same, of which one warns.
+    assert {record.levelname for record in caplog.records[4:]} == {"INFO", "WARNING"}
+    Chooser(WITHOUT, warns=False).choose(MIDDLE)
+    assert {record.levelname for record in caplog.records[6:]} == {"INFO"}
+    assert len(caplog.records) == 8
 
 
 def test_strict_refuses_dist_and_nothing_else() -> None:

@@ -202,6 +202,7 @@ def test_a_file_is_read_strictly(name: str, table_path: Path) -> None:
         ("{", "JSONDecodeError"),
         ('{"version": 1, "version": 1}', "'version' stands twice"),
         ("[]", "the file is []"),
+        ("[" * 100_000, "RecursionError"),
         (None, "FileNotFoundError"),
     ],
 )

@@ -28,12 +28,14 @@ class Chooser:
         facts: Facts about the group and its workspace; ranks compare `facts.agreed_lines(table)`
             when the workspace is opened.
         table: Thresholds and launches; by default the table of the package.
+        warns: True to log what is lost as a warning: on one rank, since all choose alike.
     """
 
-    def __init__(self, facts: Facts, table: Table | None = None) -> None:
+    def __init__(self, facts: Facts, table: Table | None = None, *, warns: bool = True) -> None:
         self.facts, self.table = facts, Table.load() if table is None else table
         self._choices: dict[Question, Choice] = {}
         self._logged: set[str] = set()
+        self._warns = warns
         self._log = logging.getLogger("pcomm.nvls")
 
     def choose(self, question: Question, *, strict: bool = False) -> Choice:
@@ -67,7 +69,8 @@ class Chooser:
         for reason in choice.reasons:
             if reason not in self._logged:
                 self._logged.add(reason)
-                level = logging.WARNING if reason in choice.losses else logging.INFO
+                is_warning = self._warns and reason in choice.losses
+                level = logging.WARNING if is_warning else logging.INFO
                 first = f"{question.operation} takes {choice.algorithm}"
                 self._log.log(level, "not %s (first seen where %s)", reason, first)
         return choice

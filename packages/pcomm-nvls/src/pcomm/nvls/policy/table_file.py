@@ -43,7 +43,7 @@ def read_bands(path: Path) -> tuple[str, tuple[Band, ...]]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _wrong(path, f"{type(error).__name__}: {error}", "Give a JSON file.") from None
     _check_keys(path, "the file", content, _FILE)
     if content["version"] != _VERSION:

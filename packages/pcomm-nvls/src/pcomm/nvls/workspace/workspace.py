@@ -8,9 +8,12 @@ torch.distributed, and `capability.reasons` says why.
 from __future__ import annotations
 
 import math
+import os
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +32,13 @@ from pcomm.nvls.policy.chooser import Chooser
 from pcomm.nvls.policy.facts import Facts, Question
 from pcomm.nvls.policy.table import Table
 from pcomm.nvls.workspace import workspace_errors as errors
-from pcomm.nvls.workspace.checks import check_positive, check_room, check_whole
+from pcomm.nvls.workspace.checks import (
+    check_memory,
+    check_positive,
+    check_room,
+    check_whole,
+    device_of,
+)
 from pcomm.nvls.workspace.device_stream import DeviceStream, stream_of
 from pcomm.nvls.workspace.lamport import LAMPORT_BYTES, lamport_region_bytes
 from pcomm.nvls.workspace.launch import Launch
@@ -48,7 +57,8 @@ class Workspace:
     """Symmetric memory, signals and slots for the operations of a group.
 
     A context manager; collective to open and to close. Its operations run one after another on
-    one stream of the device, in the same order on all ranks.
+    one stream of the device, in the same order on all ranks. One that is dropped without being
+    closed keeps its memory until the group closes, and warns.
 
     Args:
         group: Group of the ranks that call the operations.
@@ -58,8 +68,10 @@ class Workspace:
         lamport_bytes: Room for what a rank sends to another without a barrier, in bytes; 0 for no
             such operations. The memory has three times as much for each rank.
         deterministic: True sums in rank order in fp32 and never in the switch.
-        device: Device of the tensors; by default the current CUDA device, or the CPU without one.
-        table: Table of the sizes at which another algorithm is chosen; by default the package's.
+        device: Device of the tensors, or its name; by default the current CUDA device, or the CPU
+            without one.
+        table: Table of the sizes at which another algorithm is chosen, or the path of its file, as
+            `pcomm bench nvls --tune` writes it; by default the package's.
         debug: True compares each call between the ranks before it runs: all but the values of
             tensors, and counts on the device. A call then waits for all.
         timeout_s: Longest wait of an operation for another rank, in seconds.
@@ -94,32 +106,35 @@ class Workspace:
         slots: int = SLOTS,
         lamport_bytes: int = LAMPORT_BYTES,
         deterministic: bool = False,
-        device: torch.device | None = None,
-        table: Table | None = None,
+        device: torch.device | str | None = None,
+        table: Table | str | Path | None = None,
         debug: bool = False,
         timeout_s: float = 30.0,
         control: Control | None = None,
         probe: Probe | None = None,
         stream: DeviceStream | None = None,
     ) -> None:
-        self.group, self.device = group, default_device() if device is None else device
         self.max_bytes, self.deterministic, self.debug = max_bytes, deterministic, debug
-        self._control, self._timeout_s = control, timeout_s
+        self.group, self._control, self._timeout_s = group, control, timeout_s
+        self._is_closed, self._process = True, os.getpid()
         lines = [f"max_bytes {max_bytes}", f"slots {slots}", f"deterministic {deterministic}"]
-        lines += [f"debug {debug}", f"timeout_s {timeout_s:g}", f"device {self.device.type}"]
-        lines.append(f"lamport_bytes {lamport_bytes}")
+        lines += [f"debug {debug}", f"timeout_s {timeout_s:g}", f"lamport_bytes {lamport_bytes}"]
         error: PcommError | None = None
         try:
+            self.device = default_device() if device is None else device_of(device)
+            lines.append(f"device {self.device.type}")
             check_whole(max_bytes=max_bytes, slots=slots, lamport_bytes=lamport_bytes)
             check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
             check_room(lamport_bytes)
             rotation = Rotation(slots)
-            chooser_table = Table.load() if table is None else table
+            region = lamport_region_bytes(group.size, lamport_bytes)
+            self.regions = Regions(group.size, max_bytes, slots, region)
+            if group.size > 1:
+                check_memory(max_bytes, self.regions.num_bytes, self.device)
+            chooser_table = table if isinstance(table, Table) else Table.load(table)
         except PcommError as problem:
             error = problem
         self._agree("workspace", lines, error)
-        region = lamport_region_bytes(group.size, lamport_bytes)
-        self.regions = Regions(group.size, max_bytes, slots, region)
         self.memory: SymmetricMemory | None = None
         self.capability = capability(group, device=self.device, control=control, probe=probe)
         if self.capability.is_usable:
@@ -140,23 +155,21 @@ class Workspace:
             if self.memory is not None:
                 self.memory.close()
             raise
-        self._chooser = Chooser(facts, chooser_table)
+        self._chooser = Chooser(facts, chooser_table, warns=group.rank == 0)
         self.stream = stream_of(self.device) if stream is None else stream
         self.launcher = Launcher(self.stream)
         self.repeats: dict[Hashable, Repeat] = {}
         self.streams = StreamOrder(self.stream)
         self.turns = Turns(rotation, self.streams)
         # By object: views of one slot have one address, whichever operation they are of.
-        self._generations = WeakIdKeyDictionary()
+        self._turns_of_views = WeakIdKeyDictionary()
         self.num_launches, self._is_closed = 0, False
         find = weakref.ref(self)
         self._forget = group.before_close(lambda: _close(find()))
 
     # -- what operations use -------------------------------------------------------------
 
-    def choose(
-        self, question: Question, *, strict: bool = False, detail: object = None
-    ) -> Choice:
+    def choose(self, question: Question, *, strict: bool = False, detail: object = None) -> Choice:
         """The algorithm of one call, the same on all ranks. Local, or collective with `debug`.
 
         Args:
@@ -167,12 +180,14 @@ class Workspace:
         Raises:
             ConfigError: An unknown algorithm.
             UnsupportedError: The algorithm that is wanted cannot be used, or `strict` is in force.
-            ClosedError: The workspace is closed.
+            ClosedError: The workspace is closed, or another process has opened it.
             PeerTimeoutError: An operation before had to wait for a rank for too long.
             DivergenceError: With `debug`, ranks make different calls.
         """
         if self._is_closed:
             raise errors.is_closed(question.operation)
+        if os.getpid() != self._process:
+            raise errors.of_another_process(question.operation, self._process)
         self.check()
         if self.debug:
             self._agree("operation", [f"{question}, strict={strict}", f"detail {detail}"])
@@ -255,15 +270,16 @@ class Workspace:
         """Memory for the addends of the next operation, a reduction, which need not copy them.
 
         Such as the `out` of the matrix product before a reduce-scatter. Without symmetric memory it
-        is a new tensor. All ranks call it, or none: where an operation meets the others before it
-        writes (one slot, or a CUDA graph), this does so for it.
+        is a new tensor. All ranks call it, or none, and once for an operation: where an operation
+        meets the others before it writes (one slot, or a CUDA graph), this does so for it.
 
         Args:
             shape: Shape of that input.
             dtype: Type of its numbers.
 
         Raises:
-            ConfigError: It is larger than `max_bytes`.
+            ConfigError: It is larger than `max_bytes`, or the tensor that it returned for the next
+                operation is still held: that one has the same memory.
         """
         if self._is_closed:
             raise errors.is_closed("Workspace.empty")
@@ -273,6 +289,8 @@ class Workspace:
         if self.memory is None:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         turn, needs_entry = self.turns.hand_out()
+        if any(other is turn for other in self._turns_of_views.values()):
+            raise errors.is_handed_out(shape, dtype)
         if needs_entry:
             # Before the caller writes there: other ranks may still read what was in it.
             try:
@@ -326,13 +344,15 @@ class Workspace:
         A rank that ends the next operation may write into the slot with the one after it.
 
         Args:
-            view: Tensor that `empty` returned, or an operation without a copy; others pass.
+            view: Tensor that `empty` returned, or an operation without a copy, or a part of one.
+                Others pass, and parts of a view whose slot the last operation uses again.
 
         Raises:
             ConfigError: One has, so that the view may show another operation's numbers.
         """
-        generation, newest = self._generations.get(view), self.turns.rotation.generation - 1
-        if generation is not None and newest > generation:
+        turn, newest = self._turns_of_views.get(view), self.turns.rotation.generation - 1
+        generation = self._newest_of_slot(view, newest) if turn is None else turn.generation
+        if newest > generation:
             raise errors.view_is_old(generation, newest)
 
     def explain(self, question: Question) -> str:
@@ -355,6 +375,13 @@ class Workspace:
         self._forget()
         if self.memory is not None:
             self.memory.close()
+
+    def __del__(self) -> None:
+        # Not closed here: all ranks have to come to that.
+        if not self._is_closed and self.memory is not None and os.getpid() == self._process:
+            num_bytes, ranks = self.regions.num_bytes, self.group.size
+            told = f"a workspace of {num_bytes} bytes on each of {ranks} ranks was not closed"
+            warnings.warn(told, ResourceWarning, source=self, stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Workspace:
         """Itself: a copy of a module that holds it uses the same memory."""
@@ -380,8 +407,19 @@ class Workspace:
         num_bytes = math.prod(shape) * dtype.itemsize
         start = self.regions.slot(turn.slot)
         view = memory.buffer()[start : start + num_bytes].view(dtype).view(tuple(shape))
-        self._generations[view] = turn.generation
+        self._turns_of_views[view] = turn
         return view
+
+    def _newest_of_slot(self, view: Tensor, newest: int) -> int:
+        """Generation of the last operation that had the slot of a tensor; `newest` outside."""
+        if self.memory is None:
+            return newest
+        offset = view.data_ptr() - self.memory.buffer_ptrs[self.group.rank]
+        if not self.regions.slot(0) <= offset < self.regions.low_latency:
+            return newest
+        slots = self.turns.rotation.num_slots
+        place = next(i for i in range(slots) if offset < self.regions.slot(i + 1))
+        return newest - (newest - place) % slots
 
     def _open_memory(self, lamport_bytes: int, control: Control | None) -> None:
         opened, self.capability = open_memory(

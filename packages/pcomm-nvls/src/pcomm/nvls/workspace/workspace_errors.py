@@ -8,7 +8,15 @@ import torch
 
 from pcomm.core.errors import ClosedError, ConfigError, PeerTimeoutError
 
-__all__ = ["is_closed", "not_handed_out", "rank_is_missing", "too_large", "view_is_old"]
+__all__ = [
+    "is_closed",
+    "is_handed_out",
+    "not_handed_out",
+    "of_another_process",
+    "rank_is_missing",
+    "too_large",
+    "view_is_old",
+]
 
 
 def is_closed(operation: str) -> ClosedError:
@@ -18,6 +26,26 @@ def is_closed(operation: str) -> ClosedError:
         found="the workspace is closed",
         why="Its memory has been given back, on this rank at least.",
         fix="Use it within its `with` block, and before its groups close.",
+    )
+
+
+def of_another_process(operation: str, opened_in: int) -> ClosedError:
+    """The error of an operation in a process that was forked from that of the rank."""
+    return ClosedError(
+        operation,
+        found=f"a workspace that process {opened_in} has opened",
+        why="Two processes would take part as one rank, and count its operations apart.",
+        fix="Call it in the process of the rank, or start processes by spawn.",
+    )
+
+
+def is_handed_out(shape: Sequence[int], dtype: torch.dtype) -> ConfigError:
+    """The error of `empty` while what it returned for the next operation is still held."""
+    return ConfigError(
+        f"Workspace.empty: shape {tuple(shape)} of {dtype}",
+        found="the memory for the next operation, which was handed out before and is still held",
+        why="Both tensors would lie in one place.",
+        fix="Call the operation first, or use the tensor again that was returned.",
     )
 
 
@@ -50,8 +78,9 @@ def rank_is_missing(rank: int, timeout_s: float) -> PeerTimeoutError:
         "an operation of pcomm.nvls",
         found=f"rank {rank} did not signal within {timeout_s:g} s",
         why="Every rank of the group makes the same operations in the same order.",
-        fix=f"Look for an earlier error on rank {rank}. The workspace cannot be used any "
-        "more: close it and open a new one.",
+        fix=f"Look for an earlier error on rank {rank}, or for another call than this one there: "
+        "open the workspace with debug=True. This one cannot be used any more: close it and open "
+        "a new one.",
     )
 
 
