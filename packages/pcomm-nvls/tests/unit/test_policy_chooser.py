@@ -18,6 +18,7 @@ from pcomm.nvls.policy.choose import choose
 from pcomm.nvls.policy.chooser import Chooser
 from pcomm.nvls.policy.explain import explain
 from pcomm.nvls.policy.facts import Facts, Question
+from pcomm.nvls.policy.operations import ALGORITHMS
 from pcomm.nvls.policy.table import Table
 
 SHIPPED = Table.load()
@@ -93,6 +94,16 @@ def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     Chooser(WITHOUT, warns=False).choose(MIDDLE)
     assert {record.levelname for record in caplog.records[6:]} == {"INFO"}
     assert len(caplog.records) == 8
+
+
+def test_one_rank_loses_nothing_whatever_it_asks_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pcomm.nvls")
+    alone = Chooser(replace(WITHOUT, world_size=1, peers=False))
+    for algorithm in ("auto", *ALGORITHMS):
+        choice = alone.choose(SMALL._replace(algorithm=algorithm), strict=True)
+        assert choice.because == "one rank has nothing to move"
+        assert choice.reasons == ()
+    assert not caplog.records
 
 
 def test_strict_refuses_dist_and_nothing_else() -> None:

@@ -175,7 +175,7 @@ class Workspace:
         Args:
             question: The call; equal on all ranks.
             strict: True refuses torch.distributed.
-            detail: What else of the call is equal on all ranks; with `debug` its text is compared.
+            detail: Further properties of the call, equal on all ranks; `debug` compares their text.
 
         Raises:
             ConfigError: An unknown algorithm.
