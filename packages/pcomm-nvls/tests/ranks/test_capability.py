@@ -110,7 +110,7 @@ def test_processes_without_a_gpu_say_how_to_emulate(rank: int) -> None:
     emulate()
     from pcomm.nvls._capability import capability as emulated_capability
 
-    found = emulated_capability(group, device=torch.device("cpu"))
+    found = emulated_capability(group, device="cpu")
     assert (found.multicast, found.peers, found.architecture) == (True, True, "emulated")
     if not torch.cuda.is_available():
         level, reason = ThisRank().facts(torch.device("cuda")).level()
@@ -181,6 +181,7 @@ def test_a_rank_that_gets_no_memory_takes_all_to_the_fallback(rank: int) -> None
                 found = workspace.capability
                 assert (found.multicast, found.peers) == (False, is_usable)
                 assert (workspace.memory is not None) == is_usable
+                assert "\n" not in found.multicast_reason
                 assert num_mapped() == before + is_usable
                 if rank == failing or patch is fail_in_preparation:
                     assert words.format(rank=failing) in found.multicast_reason

@@ -62,7 +62,7 @@ class Capability:
 def capability(
     group: Group,
     *,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     control: Control | None = None,
     probe: Probe | None = None,
 ) -> Capability:
@@ -73,7 +73,8 @@ def capability(
 
     Args:
         group: Ranks that take part.
-        device: Device of the tensors; by default the current CUDA device, or the CPU without one.
+        device: Device of the tensors, or its name; by default the current CUDA device, or the CPU
+            without one.
         control: Control by which the ranks vote; by default that of `group`.
         probe: Source of the facts about this rank; by default this process and its device.
 
@@ -86,7 +87,7 @@ def capability(
         return Capability(False, False, "cpu", 1, alone, alone)
     level, told = NOTHING, _Told()
     try:
-        where = default_device() if device is None else device
+        where = default_device() if device is None else torch.device(device)
         facts = (ThisRank() if probe is None else probe).facts(where)
         level, reason = facts.level()
         told = _Told(

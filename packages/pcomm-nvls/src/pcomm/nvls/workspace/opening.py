@@ -88,9 +88,11 @@ def open_memory(
 
 def _reason(problem: Exception) -> str:
     if isinstance(problem, PcommError):
-        return f"{problem.asked}: {problem.found}"
-    first_line = str(problem).partition("\n")[0]
-    return f"{type(problem).__name__}: {first_line}"
+        # What another rank has found comes with its advice, in further lines.
+        text = f"{problem.asked}: {problem.found}"
+    else:
+        text = f"{type(problem).__name__}: {problem}"
+    return text.partition("\n")[0]
 
 
 def _prepare(
