@@ -209,6 +209,19 @@ def test_a_slow_rank_gets_fewer_units_from_the_next_step_on() -> None:
     assert columns == [[5, 7], [6, 4]]
 
 
+def test_a_rank_that_becomes_idle_gives_its_units_to_the_others_and_waits() -> None:
+    # With rank 1 so slow, rank 0 is faster alone; weights split along either dim leave rank 1.
+    slow = partial(slow_down_at, step=1, rank=1, speed=0.01)
+    options = {"policy": Policy(rounding="nice")}
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (Topology({"dp": 1, "tp": 2}), 3, (), options, slow))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    assert all(report.has_finished for report in reports.values()), reports
+    seen = {rank: report.result for rank, report in reports.items()}
+    assert [one.step for one in seen[1].steps] == [0, 1]
+    assert_seen({0: seen[0]}, 3)
+
+
 def test_a_caller_sees_the_norm_before_the_step_is_applied() -> None:
     with ResilientRanks(2, preload=PRELOAD) as ranks:
         ranks.start(_stop_at_infinity)

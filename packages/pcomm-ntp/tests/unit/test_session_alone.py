@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pcomm.core import Groups, Topology
-from pcomm.core.errors import ClosedError, ConfigError, UnsupportedError
-from pcomm.ntp import Built, Plan, Session
+from pcomm.core.errors import ClosedError, ConfigError, LayoutError, UnsupportedError
+from pcomm.core.layout import Layout
+from pcomm.core.tensor_parallel import ParamLayout
+from pcomm.ntp import Built, Plan, Session, Units
 from pcomm.ntp.session.suspicion import SuspectedFailure
 
 
@@ -130,6 +132,76 @@ def test_a_loop_that_is_left_ends_the_job_where_all_ranks_leave_it() -> None:
                 step.commit()
                 break
         assert session.step == 1
+
+
+def test_a_step_that_the_program_has_changed_itself_is_not_applied() -> None:
+    twice, changed = r"(?s)applied twice.*no GradScaler", "gradients that were changed since finish"
+    cases: list[tuple[str, bool, Callable[[Session], object]]] = [
+        (twice, True, lambda session: session.optimizer.step()),
+        # Here with gradients that are not even summed.
+        (twice, False, lambda session: session.optimizer.step()),
+        (changed, True, lambda session: nn.utils.clip_grad_norm_(session.model.parameters(), 0.5)),
+        (changed, True, lambda session: setattr(session.model.weight, "grad", torch.ones(1, 1))),
+    ]
+    for match, finishes, change in cases:
+        with pytest.raises(ConfigError, match=match), session_of(weight_of_one) as session:
+            for attempt in session.attempts(until=1):
+                with attempt as step:
+                    step.backward(loss_of(session))
+                    if finishes:
+                        step.finish()
+                    change(session)
+                    step.commit()
+        assert session.step == 0
+
+
+def test_a_hook_of_the_optimizer_may_change_gradients_by_element() -> None:
+    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+        built = weight_of_one(plan, groups, rank)
+        built.optimizer.register_step_pre_hook(
+            lambda *_: nn.utils.clip_grad_value_(built.model.parameters(), 0.5)
+        )
+        return built
+
+    with session_of(build) as session:
+        for attempt in session.attempts(until=1):
+            with attempt as step:
+                step.backward(loss_of(session))
+                step.commit()
+        assert session.model.weight.item() == 0.875
+
+
+def test_what_build_returns_is_a_model_and_an_optimizer_that_a_session_can_move() -> None:
+    with pytest.raises(ConfigError, match=r"Session: build: .* returns a tuple"):
+        session_of(lambda *_: (nn.Linear(1, 1), None))  # type: ignore[arg-type,return-value]
+
+    class ZeroRedundancyOptimizer(torch.optim.SGD):
+        """Of the name alone: torch's needs a default group."""
+
+    def zero(*_: object) -> Built:
+        model = nn.Linear(1, 1)
+        return Built(model, ZeroRedundancyOptimizer(model.parameters(), lr=1.0))
+
+    with pytest.raises(UnsupportedError, match="spreads its state over ranks"):
+        session_of(zero)
+
+
+def test_layouts_of_foreign_layers_come_with_the_model() -> None:
+    layout = Layout.even(2, 1)
+
+    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+        model = nn.Linear(1, 2, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return Built(model, optimizer, {"weight": ParamLayout(layout)} if knows else None)
+
+    units = {"weight": Units.columns(2)}
+    for knows in (True, False):
+        store, axes = dist.HashStore(), Topology({"dp": 1, "tp": 1})
+        if knows:
+            Session(lambda store=store: store, axes, units, build, rank=0).close()
+            continue
+        with pytest.raises(LayoutError, match="the model holds it whole"):
+            Session(lambda store=store: store, axes, units, build, rank=0)
 
 
 def test_an_optimizer_whose_state_cannot_move_is_refused_in_the_first_step() -> None:

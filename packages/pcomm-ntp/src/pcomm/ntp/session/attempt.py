@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pcomm.core.errors import ConfigError
 from pcomm.ntp.session import misuse
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from pcomm.ntp.session.session import Session
 
 __all__ = ["Attempt"]
+
+
+class _Seen(NamedTuple):
+    """A parameter or its gradient, with the number of writes that torch counts."""
+
+    parameter: nn.Parameter
+    tensor: Tensor | None
+    writes: int
 
 
 class Attempt:
@@ -28,6 +37,9 @@ class Attempt:
         self.number = session.step
         self.was_entered = False
         self._norm: Tensor | None = None
+        self._max_norm = math.inf
+        self._parameters: list[_Seen] = []
+        self._gradients: list[_Seen] = []
 
     def backward(self, loss: Tensor, *, weight: float = 1.0, is_last: bool = True) -> None:
         """Compute gradients, whose sums over replicas start meanwhile. Collective.
@@ -42,6 +54,7 @@ class Attempt:
             PeerError: Another rank failed; the `with` block takes it.
         """
         self._check_open("Attempt.backward")
+        self._see_parameters()
         with self._session.sync.accumulate(is_last=is_last, weight=weight):
             loss.backward()
 
@@ -65,6 +78,10 @@ class Attempt:
         sync = self._session.sync
         sync.finish()
         self._norm = sync.grad_norm() if max_norm is None else sync.clip_grad_norm_(max_norm)
+        self._max_norm = math.inf if max_norm is None else max_norm
+        self._see_parameters()
+        found = [(seen.parameter, seen.parameter.grad) for seen in self._parameters]
+        self._gradients = [_Seen(own, one, 0 if one is None else one._version) for own, one in found]
         return self._norm
 
     def commit(self, *, max_norm: float | None = None) -> Tensor:
@@ -78,7 +95,9 @@ class Attempt:
             The norm, as `finish` returns it.
 
         Raises:
-            ConfigError: A `max_norm` after `finish`, or a step that is applied.
+            ConfigError: A `max_norm` after `finish`, parameters that were changed since the first
+                `backward` or gradients since `finish`, or a step that is applied.
+            DivergenceError: Ranks gave another `max_norm`, or replicas have drifted apart.
             PeerError: Another rank failed; the `with` block takes it.
         """
         self._check_open("Attempt.commit")
@@ -90,7 +109,9 @@ class Attempt:
                 fix="Give max_norm to finish(), and nothing to commit().",
             )
         norm = self.finish(max_norm=max_norm) if self._norm is None else self._norm
-        self._session._step_end.agree()
+        self._check_unchanged()
+        self._session._step_end.agree(self._max_norm)
+        self._parameters, self._gradients = [], []
         return norm
 
     def __enter__(self) -> Attempt:
@@ -99,6 +120,19 @@ class Attempt:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         return self._session._step_end.follow(self.number, error)
+
+    def _see_parameters(self) -> None:
+        if not self._parameters:
+            own = [one for one in self._session.model.parameters() if one.requires_grad]
+            self._parameters = [_Seen(one, one, one._version) for one in own]
+
+    def _check_unchanged(self) -> None:
+        if any(one.parameter._version != one.writes for one in self._parameters):
+            raise misuse.applied_by_hand()
+        for parameter, gradient, writes in self._gradients:
+            now = parameter.grad
+            if now is not gradient or (now is not None and now._version != writes):
+                raise misuse.changed_after_finish()
 
     def _check_open(self, asked: str) -> None:
         if self._session.step != self.number:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.core.errors import ClosedError, ConfigError, DivergenceError
 
-__all__ = ["closed", "given", "over", "speed", "without"]
+__all__ = [
+    "applied_by_hand",
+    "changed_after_finish",
+    "closed",
+    "drifted",
+    "given",
+    "not_moved",
+    "over",
+    "speed",
+    "unlike",
+    "without",
+]
 
 
 def given(rank: int | None) -> int:
@@ -56,4 +67,65 @@ def without(name: str) -> ClosedError:
         found=f"no {name}",
         why="A rank without units has no model, and a session that ended has no groups.",
         fix="Ask within an attempt; `is_idle` tells whether the rank has units.",
+    )
+
+
+def applied_by_hand() -> ConfigError:
+    """The error of parameters that the program has changed in a step."""
+    return ConfigError(
+        "Attempt.commit",
+        found="parameters that were changed since the first backward(), as by optimizer.step()",
+        why="commit() calls optimizer.step() once all ranks are ready, so the step would be "
+        "applied twice.",
+        fix="Leave optimizer.step() and scaler.step() out. A Session takes no GradScaler: train "
+        "in bf16 or fp32.",
+    )
+
+
+def changed_after_finish() -> ConfigError:
+    """The error of gradients that the program has changed when they were summed."""
+    return ConfigError(
+        "Attempt.commit",
+        found="gradients that were changed since finish(), as by torch's clip_grad_norm_",
+        why="A norm that a rank takes of its own shards differs between ranks, and so would "
+        "what they apply.",
+        fix="Give max_norm to finish() or commit(). What is done to each element by itself, such as "
+        "clipping by value, goes into optimizer.register_step_pre_hook. A Session takes no "
+        "GradScaler: train in bf16 or fp32.",
+    )
+
+
+def unlike(found: str) -> DivergenceError:
+    """The error of ranks that begin with other numbers."""
+    return DivergenceError(
+        "Session: the state at the start",
+        found=found,
+        why="Replicas begin with equal numbers, and what has no units is the same on all ranks and "
+        "moves as a whole; so it cannot be a copy of a shard.",
+        fix="Seed alike on all ranks, and cut the initial values of whole tensors. Give units to a "
+        "buffer that is cut like a parameter, or register it with persistent=False.",
+    )
+
+
+def not_moved(found: str) -> DivergenceError:
+    """The error of a state that did not arrive as it was, or had drifted apart before."""
+    return DivergenceError(
+        "Session: the state after a change of ranks",
+        found=found,
+        why="The state has moved, and all ranks that hold a range of units should hold the same "
+        "numbers. They were moved wrongly, or replicas had drifted apart before.",
+        fix="Use an elementwise optimizer, such as AdamW or SGD, and settings that are the same on "
+        "all ranks; else start from the last checkpoint, and report this.",
+    )
+
+
+def drifted(found: str, optimizer: object) -> DivergenceError:
+    """The error of replicas of different degrees that do not stay equal."""
+    return DivergenceError(
+        f"Session: replicas of different degrees, trained by {type(optimizer).__name__}",
+        found=found,
+        why="Their shards are cut at different places. An optimizer that takes norms or products "
+        "of a shard, or draws at random, changes the same element differently on each.",
+        fix="Use an elementwise optimizer, such as AdamW or SGD, with the same settings on all "
+        "ranks, and go on from a checkpoint of before.",
     )

@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import torch
+
 from pcomm.core.control import Control
 from pcomm.core.errors import PeerError, PeerTimeoutError
+from pcomm.core.groups.agreement import agree_in_group
+from pcomm.core.groups.group import Group
 from pcomm.ntp.planning.plan import Plan
-from pcomm.ntp.reshard import Moved, StateLostError
-from pcomm.ntp.session import store_errors
+from pcomm.ntp.reshard import Moved, StateLostError, state_tensors
+from pcomm.ntp.reshard.checksums import differing_units
+from pcomm.ntp.session import misuse, store_errors
 from pcomm.ntp.session.headline import headline
 from pcomm.ntp.session.held import Held, KeptBuffers
 from pcomm.ntp.session.job import Job
@@ -19,11 +24,15 @@ from pcomm.ntp.session.opening import EVERYONE, Opened, open_generation
 from pcomm.ntp.session.resume_point import NONE, Arrival, ResumePoint, resume_point
 from pcomm.ntp.session.setbacks import Setbacks, is_setback
 from pcomm.ntp.session.state_transfer import StateTransfer
-from pcomm.ntp.session.training_state import Built, scalars_of
+from pcomm.ntp.session.training_state import Built, agreed_lines, check_built, scalars_of
 from pcomm.ntp.session.transition import Clock, Transition
+from pcomm.ntp.sync.grad_groups import stage_group
 from pcomm.ntp.sync.grad_sync import GradSync
 
 __all__ = ["Recovery"]
+
+# Replicas of different degrees are compared after their first step, and after each so many.
+_DRIFT_STEPS = 100
 
 
 class Recovery:
@@ -53,6 +62,7 @@ class Recovery:
         self.applied, self.is_ready, self.stops = 0, False, False
         self._buffers, self._setbacks = KeptBuffers(), Setbacks()
         self._has_state = False
+        self._settled = 0
         self.transitions: list[Transition] = []
 
     # -- steps -------------------------------------------------------------------------------
@@ -61,6 +71,29 @@ class Recovery:
         """Keep the buffers, which a forward changes, for the case that the step is repeated."""
         if self.held is not None and self.held.built is not None:
             self._buffers.keep(self.applied, self.held.built.model)
+
+    def check_drift(self) -> None:
+        """Compare replicas of different degrees now and then. Collective over a stage.
+
+        An optimizer that is not elementwise lets them drift apart.
+
+        Raises:
+            DivergenceError: Ranks hold other numbers of the same units.
+        """
+        held, steps = self.held, self.applied - self._settled
+        if held is None or held.built is None or (steps % _DRIFT_STEPS or steps < 1) and steps != 1:
+            return
+        made = held.plan
+        stage = made.place(self._membership.rank).stage
+        if len({made.form(replica, stage) for replica in range(len(made.degrees))}) > 1:
+            split = {
+                f"model.{name}": one.detach()
+                for name, one in held.built.model.named_parameters()
+                if made.units_of(name)
+            }
+            found = self._differing(made, held.built, split, is_exact=False)
+            if found is not None:
+                raise misuse.drifted(found, held.built.optimizer)
 
     def apply(self) -> None:
         """Apply the step whose gradients are summed. Local.
@@ -177,13 +210,15 @@ class Recovery:
                 opened.groups,
                 rank=member.rank,
                 strategy=self._job.strategy,
+                param_layouts=built.layouts,
             )
+            self._compare(made, built, opened, is_start=moved is None)
         self._complete = Held(member.number, made, built)
         lines = [f"steps: {self.applied}", *made.agreed_lines()]
         lines += [f"{name}: {fact}" for name, fact in self._job.all_facts().items()]
         control.agree("Session: the state has arrived", lines)
         # From here on all ranks have the new state, so the old one is not needed any more.
-        self.held, self._complete = self._complete, None
+        self.held, self._complete, self._settled = self._complete, None, self.applied
         took = Transition(
             generation=member.number,
             reason=reason,
@@ -235,7 +270,7 @@ class Recovery:
         rank = self._membership.rank
         if rank in made.idle_ranks:
             return None
-        built = self._job.build(made, opened.groups, rank)
+        built = check_built(self._job.build(made, opened.groups, rank), made)
         # Those of an attempt that failed, where the model is that of the generation before.
         built.model.zero_grad(set_to_none=True)
         return built
@@ -255,3 +290,40 @@ class Recovery:
                 built = self._build(made, opened)
         self.applied = self._transfer.restore(made, built, group)
         return built, None
+
+    def _compare(self, made: Plan, built: Built, opened: Opened, *, is_start: bool) -> None:
+        """Compare optimizers and numbers of the ranks of a stage, before the state counts."""
+        lines: list[str] = []
+        error: Exception | None = None
+        try:
+            lines = agreed_lines(built)
+        except Exception as caught:
+            error = caught
+        agree_in_group(self._stage(made, opened), "Session: optimizer", lines, error=error)
+        tensors = state_tensors(built.model, built.optimizer)
+        if not is_start:
+            # Each replica's own, such as running means of its samples.
+            for name, _ in built.model.named_buffers():
+                tensors.pop(f"model.{name}", None)
+        found = self._differing(made, built, tensors, is_exact=is_start)
+        if found is not None:
+            raise misuse.unlike(found) if is_start else misuse.not_moved(found)
+
+    def _differing(
+        self, made: Plan, built: Built, tensors: Mapping[str, torch.Tensor], *, is_exact: bool
+    ) -> str | None:
+        assert self.opened is not None
+        return differing_units(
+            made,
+            self._stage(made, self.opened),
+            rank=self._membership.rank,
+            tensors=tensors,
+            param_layouts=built.layouts,
+            is_exact=is_exact,
+            device=self._job.device,
+        )
+
+    def _stage(self, made: Plan, opened: Opened) -> Group:
+        """All used ranks of the stage of this rank."""
+        stage = made.place(self._membership.rank).stage
+        return opened.groups[stage_group(made, stage, self._job.strategy)]

@@ -68,7 +68,7 @@ class Session:
         build: Function of a plan, its groups and this rank that returns `Built(model, optimizer)`;
             called in each generation, on ranks that have units. `groups["tp"]` is the
             tensor-parallel group. It does not communicate. Initial values must not depend on the
-            plan, such as by the random state of the whole weight.
+            plan or rank, such as by the random state of the whole weight: replicas are compared.
         rank: Global rank of this process; that of `place` by default.
         policy: Rounding of degrees, and the limit on memory.
         failures: Ranks that are gone from the start, and may join.
@@ -93,7 +93,9 @@ class Session:
 
     Raises:
         ConfigError: The others refuse this process, for other software or facts.
-        DivergenceError: Ranks differ in facts or plan.
+        DivergenceError: Ranks differ in facts or plan, in the kind or settings of the optimizer, or
+            in numbers of their state.
+        UnsupportedError: An optimizer that does not work on parts of a tensor.
         TopologyError: All ranks of a tensor-parallel group are gone.
         FencedError: The others went on without this rank.
         StoreLostError: The process that hosts the store has ended.
@@ -237,9 +239,12 @@ class Session:
 
         Raises:
             ConfigError: An attempt was not entered, or not committed.
+            DivergenceError: Ranks gave another `until` or `max_norm`; or replicas of different
+                degrees have drifted apart, as with an optimizer that is not elementwise.
             StateLostError: Ranks died that alone held some units, and there is no `restore`.
             FencedError: The others went on without this rank.
         """
+        self._step_end.until = until
         while self.step < until and not self._recovery.stops:
             if self._is_closed:
                 raise misuse.closed("Session.attempts")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.groups.group import Group
-from pcomm.core.tensor_parallel import param_layouts_of
+from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.reshard import Moved, reshard, state_tensors
 from pcomm.ntp.session.held import Held
@@ -74,16 +76,19 @@ class StateTransfer:
         text = member.records.published(f"plan/{member.number}") or ""
         old = Plan.from_json(text) if held is None else held.plan
         source = {}
+        layouts: Mapping[str, ParamLayout] = {}
         if held is not None and held.built is not None:
+            # A rank that has no units any more still has what others get.
+            layouts = held.built.layouts
             source = state_tensors(held.built.model, held.built.optimizer)
-        target, layouts = {}, {}
+        target = {}
         if built is not None:
             stage = made.place(member.rank).stage
             told = member.records.published(f"scalars/{member.number}/{stage}")
             if told is not None:
                 set_scalars(built, told)
             target = state_tensors(built.model, built.optimizer)
-            layouts = param_layouts_of(built.model)
+            layouts = built.layouts
         return reshard(
             old,
             made,

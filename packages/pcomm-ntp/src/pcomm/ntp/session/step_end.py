@@ -24,17 +24,23 @@ class StepEnd:
 
     Attributes:
         asks_move: True if this rank asks for another generation at the end of its next step.
+        until: Number of steps after which this rank attempts none.
     """
 
     def __init__(self, recovery: Recovery, membership: Membership, device: torch.device) -> None:
         self._recovery, self._membership, self._device = recovery, membership, device
-        self.asks_move = False
+        self.asks_move, self.until = False, 0
         self._is_asked = False
 
-    def agree(self) -> None:
+    def agree(self, max_norm: float | None = None) -> None:
         """Agree that all ranks are ready, and apply the step. Collective over all ranks.
 
+        Args:
+            max_norm: Norm by which the gradients were clipped, infinite where they were not; None
+                on a rank without units.
+
         Raises:
+            DivergenceError: Ranks differ in `max_norm` or `until`, or replicas have drifted apart.
             PeerError: Another rank failed.
         """
         recovery = self._recovery
@@ -42,9 +48,11 @@ class StepEnd:
             raise misuse.without("groups")
         with store_errors.told():
             asks_move = self.asks_move or self._membership.wants_in()
+        recovery.check_drift()
         recovery.is_ready = True
         everyone = recovery.opened.every[EVERYONE].collectives
-        self._is_asked = commit(asks_move, everyone, self._device)
+        settings = {"until": float(self.until), "max_norm": max_norm}
+        self._is_asked = commit(asks_move, settings, everyone, self._device)
         recovery.apply()
         if recovery.sync is not None:
             recovery.sync.zero_grad()

@@ -16,10 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
+from pcomm.ntp.planning.plan import Plan
 
-__all__ = ["Built", "scalars_of", "set_scalars"]
+__all__ = ["Built", "agreed_lines", "check_built", "scalars_of", "set_scalars"]
 
 _PLAIN = (bool, int, float, str, type(None))
+
+# fmt: off
+_WHOLE_TENSOR = frozenset((
+    "Adafactor", "CAME", "DistributedShampoo", "GaLoreAdafactor", "GaLoreAdamW", "LAMB", "LARS",
+    "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo",
+))
+# fmt: on
+"""Classes of optimizers, ours or derived, that look at more than one element at a time."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +39,77 @@ class Built:
     Args:
         model: This rank's shard of the model, built for the plan and the groups.
         optimizer: Optimizer of its parameters; it may be fresh, since its state arrives. Settings
-            of a group other than numbers, texts and lists of these stay as they are built.
+            of a group other than numbers, texts and lists of these stay as they are built. It
+            computes each element by itself: replicas cut a parameter at different places, so a
+            norm or product of a shard would let them drift apart.
+        param_layouts: Layout of each parameter by its name; by default those that the model's
+            layers declare.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    param_layouts: Mapping[str, ParamLayout] | None = None
+
+    @property
+    def layouts(self) -> Mapping[str, ParamLayout]:
+        """The layouts that were given, or those that the model's layers declare."""
+        own = self.param_layouts
+        return param_layouts_of(self.model) if own is None else own
+
+
+def check_built(found: object, plan: Plan) -> Built:
+    """What `build` has returned, if a session can train it. Local.
+
+    Raises:
+        ConfigError: It is no `Built`.
+        UnsupportedError: The optimizer is known to look at whole tensors of which ranks hold parts,
+            or to spread its state over ranks.
+    """
+    if not isinstance(found, Built):
+        raise ConfigError(
+            "Session: build",
+            found=f"a function that returns a {type(found).__name__}",
+            why="The session moves the state of both, model and optimizer.",
+            fix="Return Built(model, optimizer).",
+        )
+    kinds = {kind.__name__ for kind in type(found.optimizer).__mro__}
+    if "ZeroRedundancyOptimizer" in kinds:
+        raise UnsupportedError(
+            "Session: ZeroRedundancyOptimizer",
+            found="an optimizer that spreads its state over ranks, and communicates in step()",
+            why="A rank that dies takes its part along, and may die while others are in step().",
+            fix="Use the optimizer that it wraps; each rank holds the state of its own units.",
+        )
+    optimized = {id(one) for group in found.optimizer.param_groups for one in group["params"]}
+    for name, parameter in found.model.named_parameters():
+        units = plan.units_of(name)
+        if kinds & _WHOLE_TENSOR and id(parameter) in optimized and units and units[1].is_split:
+            raise UnsupportedError(
+                f"Session: optimizer {type(found.optimizer).__name__} of {name!r}",
+                found="a parameter of which each rank holds a part",
+                why="It takes norms or products of whole tensors. Of parts these differ between "
+                "replicas with different degrees, which would drift apart once a rank has died.",
+                fix="Use an elementwise optimizer, such as AdamW or SGD; or give it only "
+                "parameters without units.",
+            )
+    return found
+
+
+def agreed_lines(built: Built) -> list[str]:
+    """Kind and settings of the optimizer, a line each; the same on all ranks of a stage. Local.
+
+    Raises:
+        ConfigError: As `scalars_of`.
+        UnsupportedError: As `scalars_of`.
+    """
+    told = json.loads(scalars_of(built))
+    names = {id(own): name for name, own in built.model.named_parameters()}
+    kind = type(built.optimizer)
+    lines = [f"optimizer: {kind.__module__}.{kind.__qualname__}"]
+    for number, group in enumerate(built.optimizer.param_groups):
+        lines += [f"{key} of group {number}: {v}" for key, v in told["groups"][number].items()]
+        lines += [f"group {number}: {names.get(id(one))}" for one in group["params"]]
+    return [*lines, *(f"state of {name}: {own}" for name, own in told["state"].items())]
 
 
 def scalars_of(built: Built) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "changed_gradient",
     "changed_model",
     "closed",
+    "foreign",
     "idle_rank",
     "late_gradient",
     "not_copied",
@@ -118,6 +119,17 @@ def other_layout(name: str, found: str, layout: Layout) -> LayoutError:
         found=f"{found}; the plan has {layout.describe()}",
         why="Sums are cut along the plan's layouts, so the model is built with these.",
         fix="Build the layer with plan.layout(units, replica, stage).",
+    )
+
+
+def foreign(asked: str, kind: str) -> UnsupportedError:
+    """A model that something else splits over ranks, or whose gradients it sums."""
+    return UnsupportedError(
+        f"GradSync: {asked}",
+        found=f"a {kind}, of torch's own parallelism",
+        why="It would cut parameters at other places than the plan, or sum gradients once more.",
+        fix="Give the plain module; split it by layers of pcomm.core.tensor_parallel, or by others "
+        "with param_layouts, that hold plain tensors of the plan's layouts.",
     )
 
 

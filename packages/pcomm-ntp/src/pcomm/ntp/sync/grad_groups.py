@@ -18,6 +18,7 @@ __all__ = [
     "core_group",
     "grad_groups",
     "group_names",
+    "stage_group",
     "tensor_groups",
 ]
 
@@ -82,6 +83,12 @@ def group_names(plan: Plan, strategy: Strategy) -> dict[tuple[int, ...], str]:
     for number, ranks in enumerate(sorted(found - set(names))):
         names[ranks] = f"ntp.{number}"
     return names
+
+
+def stage_group(plan: Plan, stage: int, strategy: Strategy) -> str:
+    """Name of the group of all used ranks of a stage. Local."""
+    ranks = tuple(sorted(r for group in tensor_groups(plan, stage) for r in group.ranks))
+    return group_names(plan, strategy)[ranks]
 
 
 def all_tensor_groups(plan: Plan) -> list[list[TensorGroup]]:

@@ -76,6 +76,7 @@ class GradSync:
         ConfigError: The rank is idle, or an argument cannot be used.
         TopologyError: The groups are not those of the plan and the strategy.
         LayoutError: A split parameter without units, or one that lies otherwise than planned.
+        UnsupportedError: A model of torch's own parallelism: DDP, FSDP, DTensor.
         DivergenceError: Ranks differ in the plan, an argument, or in the names, order, shapes or
             types of the parameters; on every rank, naming the first difference.
         PeerError: Another rank has one of these errors.

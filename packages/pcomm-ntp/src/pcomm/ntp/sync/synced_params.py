@@ -17,6 +17,9 @@ from pcomm.ntp.sync import errors
 
 __all__ = ["SyncedParam", "synced_params"]
 
+# Of torch.distributed, which names them without being imported here.
+_FOREIGN = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
 
 @dataclass(frozen=True, eq=False)
 class SyncedParam:
@@ -106,8 +109,12 @@ def synced_params(
             sums.
         LayoutError: A split parameter without units, with another layout than the plan's, or with
             another shape.
+        UnsupportedError: A model that torch's own parallelism splits or sums.
     """
     place = plan.place(rank)
+    for name, module in model.named_modules():
+        if kinds := {kind.__name__ for kind in type(module).__mro__}.intersection(_FOREIGN):
+            raise errors.foreign(f"module {name!r}", f"module of {kinds.pop()}")
     named = dict(model.named_parameters())
     if unknown := sorted(set(param_layouts) - set(named)):
         raise errors.unknown_names(unknown, list(named))
@@ -115,6 +122,8 @@ def synced_params(
         raise errors.not_floating(reduce_dtype)
     found = []
     for name, parameter in named.items():
+        if any(kind.__name__ == "DTensor" for kind in type(parameter).__mro__):
+            raise errors.foreign(f"parameter {name!r}", "DTensor, as parallelize_module makes")
         if not parameter.requires_grad:
             continue
         own = param_layouts.get(name, ParamLayout())
