@@ -85,6 +85,28 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
     assert worst <= 1e-12, where
 
 
+def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(
+    tmp_path: Path,
+) -> None:
+    """Both groups along `cp` go on with the degree of the damaged one; rank 2 or 3 is idle."""
+    run_dir = prepare_words(tmp_path, documents=40)
+    alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
+    with ResilientRanks(4, preload=PRELOAD) as processes:
+        many = config(ParallelConfig(cp=2, tp=2))
+        processes.start(faulty_rank, (many, run_dir, Fault(rank=1, step=2)))
+        reports = processes.wait(timeout_s=scaled_s(PATIENCE_S))
+    assert [rank for rank, report in reports.items() if report.has_finished] == [0, 2, 3], reports
+    rows = rows_of(run_dir)
+    assert [(row["step"], row["ranks"], row["tp.0"]) for row in rows] == [
+        (1, 4, 2),
+        (2, 4, 2),
+        *((step, 3, 1) for step in range(3, STEPS + 1)),
+    ]
+    found = torch.tensor([[row["loss"], row["grad_norm"]] for row in rows], dtype=torch.float64)
+    expected = torch.tensor(alone.rows, dtype=torch.float64)
+    assert float((found - expected).abs().max()) <= 1e-12
+
+
 def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(
     tmp_path: Path,
 ) -> None:

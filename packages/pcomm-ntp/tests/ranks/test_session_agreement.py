@@ -21,7 +21,8 @@ from pcomm.core.errors import PcommError
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.testing import ranks
 from pcomm.ntp import Built, Failures, Plan, Session, Units
-from pcomm.ntp.session import recovery
+from pcomm.ntp.reshard import Moved
+from pcomm.ntp.session import recovery, state_transfer
 
 HIDDEN = 6
 UNITS = {"*.weight": Units.columns(HIDDEN)}
@@ -62,6 +63,7 @@ def train(
     gone: Iterable[int] = (),
     until: int = 3,
     max_norm: float | None = None,
+    each_step: Callable[[Session], None] = lambda _: None,
 ) -> dict[str, Tensor]:
     """Train, and return this rank's parameters."""
     topology = Topology(dict(zip(("dp", "tp"), axes, strict=True)))
@@ -70,6 +72,7 @@ def train(
         for attempt in session.attempts(until=until):
             with attempt as step:
                 x = torch.arange(12.0, dtype=torch.float64).view(4, 3) + step.number
+                each_step(session)
                 step.backward(session.model(x.cos()).square().sum())
                 step.commit(max_norm=max_norm)
         return {name: one.detach() for name, one in session.model.named_parameters()}
@@ -208,6 +211,33 @@ def test_replicas_of_different_degrees_that_drift_apart(rank: int, tmp_path: Pat
         return Built(model, torch.optim.Muon(model.parameters(), lr=0.01))
 
     cases.fails("UnsupportedError: Session: optimizer Muon of '0.weight'", muon, **uneven)
+
+
+@ranks(2)
+def test_a_state_that_does_not_arrive_as_it_was_is_not_taken_over(
+    rank: int, tmp_path: Path
+) -> None:
+    cases, whole = Cases(rank, tmp_path), state_transfer.reshard
+
+    def spoiled(*arguments: Any, target: dict[str, Tensor], **options: Any) -> Moved:
+        found = whole(*arguments, target=target, **options)
+        if rank:
+            target["model.1.weight"][:, 2:4] *= -1
+        return found
+
+    def slow(session: Session) -> None:
+        session.set_speed(0, 0.5)
+
+    for reshard in (whole, spoiled):
+        state_transfer.reshard = reshard
+        try:
+            if reshard is whole:
+                cases.train(lambda *place: sgd(layers(*place)), each_step=slow)
+            else:
+                match = "DivergenceError: Session: the state after a change of ranks"
+                cases.fails(match, lambda *place: sgd(layers(*place)), each_step=slow)
+        finally:
+            state_transfer.reshard = whole
 
 
 @ranks(2)

@@ -3,17 +3,18 @@ import math
 import random
 from collections.abc import Callable
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core import Topology
-from pcomm.core.errors import ConfigError, LayoutError, TopologyError
+from pcomm.core.errors import ConfigError, LayoutError, PcommError, TopologyError
 from pcomm.ntp import Coord, Failures, Place, Plan, Policy, Units, plan
 from pcomm.ntp.planning.forms import cuts
 from pcomm.ntp.planning.segments import segments
+from pcomm.ntp.planning.shares import least_time_shares
 
 TOPOLOGY = Topology({"pp": 2, "dp": 4, "cp": 1, "tp": 8})
 UNITS = {
@@ -347,9 +348,43 @@ def test_speeds_are_exact_and_of_ranks_that_are_there() -> None:
         ("failed", [3.0]),
         ("failed", [float("nan")]),
         ("speeds", {"3": "1/2"}),
+        ("axes", {"pp": 1, "dp": 10**400, "cp": 1, "tp": 8}),
     ],
 )
 def test_text_of_another_plan_is_refused(key: str, value: object) -> None:
     text = json.loads(plan(TOPOLOGY, Failures(), UNITS).to_json()) | {key: value}
-    with pytest.raises(ConfigError, match=r"Write it again by Plan\.to_json"):
+    with pytest.raises(PcommError, match=r"Write it again by Plan\.to_json|more than 4194304 ranks"):
         Plan.from_json(json.dumps(text))
+
+
+def test_text_that_is_nested_without_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="RecursionError"):
+        Plan.from_json("[" * 100_000)
+
+
+def test_a_job_of_too_many_ranks_is_refused_before_anything_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pcomm.ntp.planning.degrees._MOST_RANKS", 64)
+    plan(Topology({"dp": 8, "tp": 8}), Failures(), UNITS)
+    with pytest.raises(TopologyError, match="more than 64 ranks"):
+        plan(Topology({"dp": 9, "tp": 8}), Failures(), UNITS)
+
+
+def test_shares_of_few_sequences_take_the_least_time() -> None:
+    draw = random.Random(5)
+    for _ in range(60):
+        speeds = [Fraction(draw.randint(1, 12), 12) for _ in range(draw.randint(1, 4))]
+        total = draw.randint(len(speeds), 11)
+        found = least_time_shares(total, speeds)
+        every = product(range(1, total + 1), repeat=len(speeds))
+        least = min(
+            max(n / speed for n, speed in zip(own, speeds, strict=True))
+            for own in every
+            if sum(own) == total
+        )
+        assert sum(found) == total
+        assert min(found) >= 1
+        assert max(n / speed for n, speed in zip(found, speeds, strict=True)) == least
+    # Proportional, and rounded to the nearest, would be 2 and 8.
+    assert least_time_shares(10, [Fraction(1, 5), Fraction(1)]) == (1, 9)

@@ -101,6 +101,7 @@ def test_it_simulates_a_cluster_of_the_same_shape(run: Run) -> None:
         (["--axes", "dp=4,tp:8"], "the item 'tp:8'"),
         (["--axes", "dp=4,dp=2,tp=8"], "the item 'dp=2'"),
         (["--axes", "pp=4,tp=8"], "Add 'dp'"),
+        (["--axes", "dp=1000000000,tp=8"], "more than 4194304 ranks"),
         (["--order", "tp,pp"], "List every axis once"),
         (["--failures", "dp=9,tp=0"], "Use 0 to 3"),
         (["--failures", "99"], "Use a rank of this topology"),

@@ -16,6 +16,9 @@ from pcomm.ntp.planning.units import Units
 
 __all__ = ["Domain", "check_topology", "chosen", "degrees", "size_of", "survivors"]
 
+# A plan has a line for each replica; a job of more ranks is a mistake of writing.
+_MOST_RANKS = 1 << 22
+
 # Coordinates of one tensor-parallel group: those on every axis but `tp`, in the order of names.
 Domain = tuple[tuple[str, int], ...]
 
@@ -26,7 +29,7 @@ def size_of(topology: Topology, axis: str) -> int:
 
 
 def check_topology(topology: Topology) -> None:
-    """Raise unless the topology has the axes `tp` and `dp`, and no views."""
+    """Raise unless the topology has the axes `tp` and `dp`, no views, and not too many ranks."""
     missing = [axis for axis in ("tp", "dp") if axis not in topology.axes]
     if missing:
         raise TopologyError(
@@ -34,6 +37,13 @@ def check_topology(topology: Topology) -> None:
             found=f"axes {', '.join(topology.axes)}",
             why="Replicas are counted on 'dp', and each is split over 'tp'.",
             fix=f"Add {missing[0]!r} to the topology, of size 1 if need be.",
+        )
+    if topology.world_size > _MOST_RANKS:
+        raise TopologyError(
+            f"plan: {topology.describe()[:100]}",
+            found=f"more than {_MOST_RANKS} ranks",
+            why="A plan has a degree for each replica, and no job has as many ranks.",
+            fix="Give the sizes of the axes of the job.",
         )
     if topology.views:
         raise UnsupportedError(

@@ -25,7 +25,7 @@ from pcomm.ntp.planning.plan_text import agreed_lines, not_a_plan, read_source, 
 from pcomm.ntp.planning.policy import Policy
 from pcomm.ntp.planning.rank_speeds import RankSpeeds, fastest, rank_speeds
 from pcomm.ntp.planning.segments import Segment, SegmentGroup, segment_groups, segments
-from pcomm.ntp.planning.shares import largest_remainder
+from pcomm.ntp.planning.shares import least_time_shares
 from pcomm.ntp.planning.speed import relative_speed
 from pcomm.ntp.planning.units import Units
 
@@ -213,7 +213,9 @@ class Plan:
         )
 
     def token_shares(self, tokens: int, *, multiple: int = 1) -> tuple[int, ...]:
-        """Tokens of each replica in a step: proportional to the speeds, `tokens` in all.
+        """Tokens of each replica in a step, `tokens` in all: the slowest ends as early as can be.
+
+        Proportional to the speeds, but for rounding.
 
         Args:
             tokens: Tokens of the global batch.
@@ -229,14 +231,7 @@ class Plan:
                 why="The batch is handed out in whole multiples, to each replica at least one.",
                 fix="Use a larger batch that is a multiple, or smaller multiples.",
             )
-        # One for each first, or the slowest could be left without any.
-        spare = tokens // multiple - len(self.degrees)
-        each = tokens // multiple / sum(self.speeds, Fraction(0))
-        exact = [speed * each - 1 for speed in self.speeds]
-        handed = (
-            largest_remainder(spare, [max(share, Fraction(0)) for share in exact]) if spare else ()
-        )
-        return tuple((n + 1) * multiple for n in handed or (0,) * len(self.degrees))
+        return tuple(n * multiple for n in least_time_shares(tokens // multiple, self.speeds))
 
     @cached_property
     def packing(self) -> Packing:
@@ -361,8 +356,8 @@ def plan(
 
     Raises:
         ConfigError: A speed out of range.
-        TopologyError: No `tp` or `dp`, an unknown failed rank, or a tensor-parallel group without
-            any rank left.
+        TopologyError: No `tp` or `dp`, more than 4 million ranks, an unknown failed rank, or a
+            tensor-parallel group without any rank left.
         LayoutError: More ranks than units, or a rank above the limit on memory.
         UnsupportedError: A topology with views.
     """

@@ -104,7 +104,14 @@ def read_source(text: str) -> PlanSource:
         )
     except PcommError:
         raise
-    except (TypeError, KeyError, AttributeError, ValueError, ZeroDivisionError) as error:
+    except (
+        TypeError,
+        KeyError,
+        AttributeError,
+        ValueError,
+        ZeroDivisionError,
+        RecursionError,
+    ) as error:
         raise not_a_plan(f"{type(error).__name__}: {error}") from error
 
 

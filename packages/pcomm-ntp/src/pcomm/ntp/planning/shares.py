@@ -1,27 +1,40 @@
-"""Whole numbers in given proportions, without a remainder."""
+"""Whole numbers of equal tasks for receivers of different speeds."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from fractions import Fraction
 
-__all__ = ["largest_remainder"]
+__all__ = ["least_time_shares"]
 
 
-def largest_remainder(total: int, weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """`total` in whole numbers proportional to `weights`, each within 1 of its exact share.
+def least_time_shares(total: int, speeds: Sequence[Fraction]) -> tuple[int, ...]:
+    """Tasks of each receiver, at least one, so that the last of them ends as early as can be.
 
-    What is left after rounding down goes to the largest remainders, the earlier of equal ones
-    first, so all ranks get the same result.
+    None gets fewer than its exact share rounded down, unless others have their one alone. Of equal
+    choices the earlier receiver gets more, so all ranks get the same result.
 
     Args:
-        total: The number to hand out, at least 0.
-        weights: A weight of at least 0 for each receiver, not all 0.
+        total: Number of tasks, at least one for each receiver.
+        speeds: Speed of each receiver, above 0.
     """
-    whole = sum(weights, Fraction(0))
-    exact = [total * weight / whole for weight in weights]
-    shares = [int(share) for share in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
-    for index in by_remainder[: total - sum(shares)]:
-        shares[index] += 1
+    # Receivers whose exact share is below 1 take one; that leaves fewer for the others, of whom
+    # more may then be below 1.
+    above = set(range(len(speeds)))
+    while True:
+        spare = total - (len(speeds) - len(above))
+        each = spare / sum((speeds[i] for i in above), Fraction(0)) if above else Fraction(0)
+        below = {i for i in above if speeds[i] * each < 1}
+        if not below:
+            break
+        above -= below
+    shares = [int(speeds[i] * each) if i in above else 1 for i in range(len(speeds))]
+    # What is left goes, one after another, to the receiver that ends first with one more.
+    ends = [((n + 1) / speed, i) for i, (n, speed) in enumerate(zip(shares, speeds, strict=True))]
+    heapq.heapify(ends)
+    for _ in range(total - sum(shares)):
+        _, i = ends[0]
+        shares[i] += 1
+        heapq.heapreplace(ends, ((shares[i] + 1) / speeds[i], i))
     return tuple(shares)
