@@ -1,4 +1,4 @@
-"""A model of Hugging Face, of which only the linear layers are swapped, goes on when a rank dies."""
+"""A model of Hugging Face, its linear layers swapped, trains on when a rank dies."""
 
 from __future__ import annotations
 

@@ -88,7 +88,9 @@ class Cases:
         path = str(self._folder / str(next(self._numbers)))
         return train(lambda: dist.FileStore(path, -1), self.rank, build, **options)
 
-    def fails(self, match: str, build: Callable[[Plan, Groups, int], Built], **options: Any) -> None:
+    def fails(
+        self, match: str, build: Callable[[Plan, Groups, int], Built], **options: Any
+    ) -> None:
         """All ranks end with an error, and one at least with this one.
 
         A rank that hears that another one has left while it agrees may see that first.

@@ -96,4 +96,3 @@ def test_numbers_that_are_not_finite_are_equal_and_other_shapes_are_not() -> Non
 
     with pytest.raises(DivergenceError, match=r"model.angles: \[8\]"):
         found_by(other)
-

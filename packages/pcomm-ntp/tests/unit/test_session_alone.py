@@ -43,6 +43,18 @@ def one_step(build: Callable[[Plan, Groups, int], Built]) -> None:
                 step.commit()
 
 
+def changed_step(session: Session, finishes: bool, change: Callable[[Session], object]) -> None:
+    """A step in which the program changes something before `commit`."""
+    with session:
+        for attempt in session.attempts(until=1):
+            with attempt as step:
+                step.backward(loss_of(session))
+                if finishes:
+                    step.finish()
+                change(session)
+                step.commit()
+
+
 def broken_connection() -> SuspectedFailure:
     return SuspectedFailure("a test", found="nothing", why="A fault.", fix="Go on.")
 
@@ -144,14 +156,9 @@ def test_a_step_that_the_program_has_changed_itself_is_not_applied() -> None:
         (changed, True, lambda session: setattr(session.model.weight, "grad", torch.ones(1, 1))),
     ]
     for match, finishes, change in cases:
-        with pytest.raises(ConfigError, match=match), session_of(weight_of_one) as session:
-            for attempt in session.attempts(until=1):
-                with attempt as step:
-                    step.backward(loss_of(session))
-                    if finishes:
-                        step.finish()
-                    change(session)
-                    step.commit()
+        session = session_of(weight_of_one)
+        with pytest.raises(ConfigError, match=match):
+            changed_step(session, finishes, change)
         assert session.step == 0
 
 

@@ -35,7 +35,7 @@ def differing_units(
     """Units that ranks hold with other numbers, as text; None if there are none. Collective.
 
     The checksum is a sum with signs by position, which two ranks compute alike for a range of units
-    that both hold. Reads all tensors once, and takes one all-reduce of three numbers for each range.
+    that both hold. Reads all tensors once, and takes one all-reduce of three numbers a range.
 
     Args:
         plan: Plan under which the tensors lie.

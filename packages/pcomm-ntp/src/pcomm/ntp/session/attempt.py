@@ -80,8 +80,10 @@ class Attempt:
         self._norm = sync.grad_norm() if max_norm is None else sync.clip_grad_norm_(max_norm)
         self._max_norm = math.inf if max_norm is None else max_norm
         self._see_parameters()
-        found = [(seen.parameter, seen.parameter.grad) for seen in self._parameters]
-        self._gradients = [_Seen(own, one, 0 if one is None else one._version) for own, one in found]
+        self._gradients = [
+            _Seen(own, own.grad, 0 if own.grad is None else own.grad._version)
+            for own, _, _ in self._parameters
+        ]
         return self._norm
 
     def commit(self, *, max_norm: float | None = None) -> Tensor:

@@ -89,8 +89,8 @@ def changed_after_finish() -> ConfigError:
         found="gradients that were changed since finish(), as by torch's clip_grad_norm_",
         why="A norm that a rank takes of its own shards differs between ranks, and so would "
         "what they apply.",
-        fix="Give max_norm to finish() or commit(). What is done to each element by itself, such as "
-        "clipping by value, goes into optimizer.register_step_pre_hook. A Session takes no "
+        fix="Give max_norm to finish() or commit(). What is done to each element by itself, such "
+        "as clipping by value, goes into optimizer.register_step_pre_hook. A Session takes no "
         "GradScaler: train in bf16 or fp32.",
     )
 

@@ -81,7 +81,8 @@ class Recovery:
             DivergenceError: Ranks hold other numbers of the same units.
         """
         held, steps = self.held, self.applied - self._settled
-        if held is None or held.built is None or (steps % _DRIFT_STEPS or steps < 1) and steps != 1:
+        is_due = steps == 1 or (steps > 0 and steps % _DRIFT_STEPS == 0)
+        if held is None or held.built is None or not is_due:
             return
         made = held.plan
         stage = made.place(self._membership.rank).stage

@@ -51,7 +51,7 @@ class GradSync:
     or from all of them where `ParamLayout.has_partial_gradient` says that each has a part.
 
     `torch.nn.utils.clip_grad_norm_` sees this rank's shards only and scales each rank by another
-    number, which nothing notices: use `clip_grad_norm_` of this object. With
+    number, which this object does not notice: use its own `clip_grad_norm_`. With
     `torch.amp.GradScaler` call `unscale_` of this object, so that all ranks skip a step together.
 
     Buffers of the sums, as large as the gradients in `reduce_dtype`, are kept between steps.
