@@ -388,3 +388,4 @@ def test_shares_of_few_sequences_take_the_least_time() -> None:
         assert max(n / speed for n, speed in zip(found, speeds, strict=True)) == least
     # Proportional, and rounded to the nearest, would be 2 and 8.
     assert least_time_shares(10, [Fraction(1, 5), Fraction(1)]) == (1, 9)
+    assert least_time_shares(3, [Fraction(1), Fraction(0), Fraction(1)]) == (2, 0, 1)

@@ -12,26 +12,26 @@ __all__ = ["least_time_shares"]
 def least_time_shares(total: int, speeds: Sequence[Fraction]) -> tuple[int, ...]:
     """Tasks of each receiver, at least one, so that the last of them ends as early as can be.
 
-    None gets fewer than its exact share rounded down, unless others have their one alone. Of equal
-    choices the earlier receiver gets more, so all ranks get the same result.
+    Of equal choices the earlier receiver gets more, so all ranks get the same result.
 
     Args:
         total: Number of tasks, at least one for each receiver.
-        speeds: Speed of each receiver, above 0.
+        speeds: Speed of each receiver; one of speed 0 gets nothing.
     """
     # Receivers whose exact share is below 1 take one; that leaves fewer for the others, of whom
     # more may then be below 1.
-    above = set(range(len(speeds)))
-    while True:
-        spare = total - (len(speeds) - len(above))
-        each = spare / sum((speeds[i] for i in above), Fraction(0)) if above else Fraction(0)
+    above = below = {i for i, speed in enumerate(speeds) if speed}
+    shares, spare, each = [0] * len(speeds), total, Fraction(0)
+    while below:
+        each = spare / sum((speeds[i] for i in above), Fraction(0))
         below = {i for i in above if speeds[i] * each < 1}
-        if not below:
-            break
-        above -= below
-    shares = [int(speeds[i] * each) if i in above else 1 for i in range(len(speeds))]
+        above, spare = above - below, spare - len(below)
+        for i in below:
+            shares[i] = 1
+    for i in above:
+        shares[i] = int(speeds[i] * each)
     # What is left goes, one after another, to the receiver that ends first with one more.
-    ends = [((n + 1) / speed, i) for i, (n, speed) in enumerate(zip(shares, speeds, strict=True))]
+    ends = [((n + 1) / speeds[i], i) for i, n in enumerate(shares) if n]
     heapq.heapify(ends)
     for _ in range(total - sum(shares)):
         _, i = ends[0]

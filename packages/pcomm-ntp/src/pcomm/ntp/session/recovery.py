@@ -86,7 +86,10 @@ class Recovery:
             return
         made = held.plan
         stage = made.place(self._membership.rank).stage
-        if len({made.form(replica, stage) for replica in range(len(made.degrees))}) > 1:
+        forms = {
+            made.form(replica, stage) for replica, own in enumerate(made.degrees) if own[stage]
+        }
+        if len(forms) > 1:
             split = {
                 f"model.{name}": one.detach()
                 for name, one in held.built.model.named_parameters()
