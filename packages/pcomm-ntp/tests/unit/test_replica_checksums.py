@@ -70,12 +70,15 @@ def test_rows_at_each_others_place_are_found_and_the_rank_is_named() -> None:
     assert "ranks [0]" in text or "ranks [3]" in text
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.complex64])
 @pytest.mark.parametrize(("by", "is_found"), [(1e-5, False), (1e-2, True)])
 def test_rounding_of_many_steps_is_allowed_where_numbers_are_not_new(
-    by: float, is_found: bool
+    by: float, is_found: bool, kind: torch.dtype
 ) -> None:
-    # Half the digits of fp32 are 3.5e-4.
+    # Half the digits of fp32 are 3.5e-4, also of complex numbers of two.
     def drift(rank: int, shards: dict[str, Tensor]) -> None:
+        if kind is torch.complex64:
+            shards[OUT] = torch.complex(shards[OUT], shards[OUT])
         if rank >= 3:
             shards[OUT] *= 1 + by
 

@@ -117,4 +117,5 @@ def _checksum(boxes: Iterable[Tensor], device: torch.device) -> Tensor:
 def _rounding_of(one: SpreadTensor) -> float:
     """Half the digits of the data type, relative to the norm of a range."""
     dtype = one.any_side.tensor.dtype
-    return _ROUNDING if not dtype.is_floating_point else float(torch.finfo(dtype).eps) ** 0.5
+    is_rounded = dtype.is_floating_point or dtype.is_complex
+    return float(torch.finfo(dtype).eps) ** 0.5 if is_rounded else _ROUNDING
