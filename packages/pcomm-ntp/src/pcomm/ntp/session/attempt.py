@@ -113,7 +113,6 @@ class Attempt:
         norm = self.finish(max_norm=max_norm) if self._norm is None else self._norm
         self._check_unchanged()
         self._session._step_end.agree(self._max_norm)
-        self._parameters, self._gradients = [], []
         return norm
 
     def __enter__(self) -> Attempt:
@@ -121,6 +120,8 @@ class Attempt:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        # A program may keep this longer than the model and the gradients live.
+        self._parameters, self._gradients = [], []
         return self._session._step_end.follow(self.number, error)
 
     def _see_parameters(self) -> None:
