@@ -232,8 +232,8 @@ def test_a_cut_depends_on_ratios_alone_and_follows_the_speeds(
     assert cuts(count, [Fraction(1, 3)] * len(rates)) == cuts(count, len(rates))
     total = sum(rates)
     for size, rate in zip(sizes(count, rates), rates, strict=True):
-        # Rounded shares, each less than one unit above its rank's own, end less than the time of one
-        # unit on the slowest rank after the ideal time; no rank of the best cut ends later. That a
-        # rank has a unit at least plays no part where each share is larger.
+        # Shares rounded up end less than the time of one unit on the slowest rank after the ideal
+        # time, and no rank of the best cut ends later. That each rank has a unit at least plays no
+        # part where each share is larger.
         if more > 12 * 40 * 12:
             assert size < count * rate / total + rate / min(rates)
