@@ -136,7 +136,10 @@ class Engine:
         Raises:
             ConfigError: That forward has had its backward, or was given up, or weights have changed
                 since.
+            UnsupportedError: Backward makes a graph of itself.
         """
+        if torch.is_grad_enabled():
+            raise running_model_errors.second_derivatives()
         if forward in self._entered:
             return False
         if self.is_closed:

@@ -97,6 +97,8 @@ class GradientReduction:
             raise running_model_errors.late_gradient(self._plan, index)
         if not self._is_expected:
             raise running_model_errors.unexpected_gradient(self._plan, index)
+        if gradient.layout is not torch.strided:
+            raise running_model_errors.sparse_gradient(self._plan, index)
         if self._buffer is None and self._is_all_and_alone(gradient):
             self._buffer, self._is_filled[index] = gradient.view(-1), True
             self._is_autograds = True
