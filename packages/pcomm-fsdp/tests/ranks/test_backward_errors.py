@@ -167,22 +167,6 @@ def test_one_rank_raises_while_the_other_is_a_micro_batch_ahead(rank: int, where
 
 
 @ranks(2)
-def test_second_derivatives_are_refused_before_anything_is_computed(rank: int) -> None:
-    """As a penalty on gradients takes them; the next step goes on."""
-    model = SmallModel(recompute="blocks")
-    with open_two() as groups:
-        sharded = shard(model, groups)
-        before = step_on_tokens(model, sharded)
-        found = []
-        handle = model.blocks[3].register_forward_hook(lambda _m, _x, y: found.append(y))
-        loss = model.loss(TOKENS)
-        with pytest.raises(UnsupportedError, match="create_graph=True"):
-            torch.autograd.grad(loss, found, create_graph=True)
-        handle.remove()
-        assert step_on_tokens(model, sharded) == before
-
-
-@ranks(2)
 def test_sparse_gradients_are_refused(rank: int) -> None:
     model = SmallModel()
     model.embedding.sparse = True
