@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.core.errors import ConfigError, PeerError, UnsupportedError
 from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
@@ -198,6 +198,22 @@ def test_a_weight_before_its_unit_has_gathered_it(rank: int, strategy: str) -> N
         shard(model)
         with pytest.raises(ConfigError, match=r"shard of 'units\.1\.weight'"):
             loss_of(model, 0, rank).backward()
+
+
+@both
+@ranks(2)
+def test_a_weight_that_is_whole_on_one_rank(rank: int, strategy: str) -> None:
+    """On the other it is empty, and torch says so; all ranks are told what it is."""
+    layers = [nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(2)]
+    model = nn.Sequential(nn.Identity(), nn.Sequential(*layers))
+    model[0].register_forward_hook(lambda _m, _x, y: y + y @ layers[0].weight.t())
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        roles = Roles(groups["dp"], groups["dp"])
+        fully_shard(model, roles, units=[model[1]], reshard=STRATEGIES[strategy])
+        with pytest.raises((ConfigError, PeerError, RuntimeError)) as told:
+            loss_of(model, 0, rank).backward()
+        notes = getattr(told.value, "__notes__", [])
+        assert "this rank's shard" in " ".join([str(told.value), *notes])
 
 
 @both

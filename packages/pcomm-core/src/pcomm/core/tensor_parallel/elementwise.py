@@ -125,7 +125,7 @@ def _updates(
         # What a step draws, such as a rounding, is the same in both runs.
         torch.manual_seed(step)
         # Not `trial.step`, which a scheduler may have replaced by one of the optimizer itself.
-        type(trial).step(trial)  # type: ignore[call-arg]
+        type(trial).step(trial)
         yield first - before
 
 

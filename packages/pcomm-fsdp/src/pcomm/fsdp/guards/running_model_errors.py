@@ -17,6 +17,7 @@ from pcomm.core.errors import (
 from pcomm.fsdp.plan.group_plan import GroupPlan
 
 __all__ = [
+    "SHAPES_OF_SHARDS",
     "backward_within_forward",
     "broken_collectives",
     "changed_parameter",
@@ -37,6 +38,12 @@ __all__ = [
     "unit_called_alone",
     "used_while_sharded",
 ]
+
+SHAPES_OF_SHARDS = (
+    "fsdp: outside of the forward of its unit, a parameter is this rank's shard, of fewer rows. If "
+    "a module reads weights of one that it does not call, let the module that reads be the unit."
+)
+"""Said with torch's own errors about shapes, which may be those of shards on some ranks alone."""
 
 # -- the life of a model -----------------------------------------------------------------------
 

@@ -188,7 +188,11 @@ class Engine:
         If every rank raised at the same place, such as for a batch that all of them refuse, the
         next step goes on. If not, it is an error on all ranks.
         """
-        self._stop(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, RuntimeError) and any(one in reason for one in ("shape", "size")):
+            error.add_note(running_model_errors.SHAPES_OF_SHARDS)
+            reason = f"{reason}. {running_model_errors.SHAPES_OF_SHARDS}"
+        self._stop(reason)
 
     def peer_failure(self) -> str | None:
         """Message of a rank that has failed since all ranks last went on together. Local.

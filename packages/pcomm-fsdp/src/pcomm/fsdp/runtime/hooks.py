@@ -74,7 +74,6 @@ def _entry(engine: Engine, root: Unit, name: str, method: Callable[..., Any]) ->
     hooks = _UnitHooks(engine, root)
     device_type = next((group.shard.flat.device.type for group in root.groups), "cpu")
 
-    @torch.compiler.disable
     def begin(args: Any, kwargs: Any) -> Any:
         """Inputs of the forward; None for a part of another one."""
         if engine.depth or (engine.phase == "backward" and _is_in_autograd()):
@@ -91,30 +90,29 @@ def _entry(engine: Engine, root: Unit, name: str, method: Callable[..., Any]) ->
             engine.fail(error)
             raise
 
-    @torch.compiler.disable
     def end(args: Any, output: Any) -> Any:
         output = hooks.after(root.module, args, output)
         engine.depth = 0
         engine.end_forward(_has_graph(output))
         return output
 
-    fail = torch.compiler.disable(engine.fail)
+    enter, leave, fail = map(torch.compiler.disable, (begin, end, engine.fail))
 
-    # The method may be compiled, and this around it is not.
-    @functools.partial(torch.compiler.disable, recursive=False)
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        inputs = begin(args, kwargs)
+        inputs = enter(args, kwargs)
         if inputs is None:
             return method(*args, **kwargs)
         try:
             args, kwargs = inputs
-            return end(args, method(*args, **kwargs))
+            return leave(args, method(*args, **kwargs))
         except BaseException as error:
             fail(error)
             raise
 
-    return run
+    # The method may be compiled, and what is around it is not.
+    outside: Callable[..., Any] = torch.compiler.disable(run, recursive=False)
+    return outside
 
 
 class _UnitHooks:
