@@ -110,6 +110,9 @@ def test_known_ones_are_not_tried_and_others_may_say_so() -> None:
         assert first_mixed(optimizer, {parameter: 0}) is None
     assert first_mixed(Counted([parameter]), {parameter: 0}) is None
     assert Counted.steps
+    # Its state is made with it.
+    own = type("Own", (torch.optim.Adagrad,), {})
+    assert first_mixed(own([parameter]), {parameter: 0}) is None
     for kind in (torch.optim.Muon, torch.optim.Adafactor):
         assert first_mixed(kind([parameter]), {parameter: 0}) is parameter
     lbfgs = torch.optim.LBFGS([parameter])

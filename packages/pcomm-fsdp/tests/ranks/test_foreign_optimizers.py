@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.groups.groups import open_groups
-from pcomm.core.testing.on_ranks import RankPool
+from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.roles import Roles
@@ -93,12 +93,11 @@ def tokens(step: int, rank: int) -> Tensor:
     return torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def run(rank: int, size: int, name: str) -> None:
+def check(rank: int, size: int, update: Update) -> None:
     torch.manual_seed(0)
     # The embedding is most of the root then, and cut.
     model, reference = (SmallModel(dim=11, vocabulary=38, is_tied=True).double() for _ in "ab")
     reference.load_state_dict(model.state_dict())
-    update = next(one for one in (*RIGHT, *REFUSED) if one.__name__ == name)
     with open_groups(Topology({"dp": size}), ["dp"]) as groups:
         sharded = fully_shard(model, Roles(groups["dp"], groups["dp"]), units=[Block])
         before = sharded.full_state_dict()
@@ -129,12 +128,13 @@ def run(rank: int, size: int, name: str) -> None:
             assert key == "scale" or not torch.equal(value, before[key])
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_equal_to_one_process_or_refused(size: int, rank_pool: RankPool) -> None:
-    rank_pool.run(run_all, size, size)
-
-
-def run_all(size: int) -> None:
-    rank = torch.distributed.get_rank()
+@ranks(2)
+def test_equal_to_one_process_or_refused(rank: int) -> None:
     for update in (*RIGHT, *REFUSED):
-        run(rank, size, update.__name__)
+        check(rank, 2, update)
+
+
+@ranks(3)
+def test_equal_to_one_process_or_refused_on_three_ranks(rank: int) -> None:
+    for update in (adam, *REFUSED):
+        check(rank, 3, update)

@@ -118,7 +118,7 @@ def _updates(
         last.mul_(8)
         for gradient, scale in zip(gradients, _SCALES, strict=True):
             gradient.chunk(4, dim)[-1].add_(0.02).mul_(scale)
-    trial = _copy(optimizer, place, parameter)
+    trial = _copy(optimizer, place, like, parameter)
     for step in range(_STEPS):
         parameter.grad = gradients[step % len(gradients)].clone()
         before = first.clone()
@@ -138,7 +138,7 @@ def _drawn(like: Tensor, dim: int, generator: torch.Generator) -> Tensor:
     return drawn.to(like.device, dtype)
 
 
-def _copy(optimizer: Optimizer, place: int, parameter: nn.Parameter) -> Optimizer:
+def _copy(optimizer: Optimizer, place: int, like: Tensor, parameter: nn.Parameter) -> Optimizer:
     """An optimizer of one tensor that has all else in common with a group of another one."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     memo: dict[int, Any] = {id(p): parameter for p in held}
@@ -154,7 +154,14 @@ def _copy(optimizer: Optimizer, place: int, parameter: nn.Parameter) -> Optimize
         if key not in _LEFT_OUT and not key.endswith("_hooks")
     }
     vars(trial).update(copy.deepcopy(own, memo))
-    Optimizer.__setstate__(trial, {"state": defaultdict(dict), "param_groups": [group]})
+    state: dict[Any, Any] = defaultdict(dict)
+    for key, value in optimizer.state.get(like, {}).items():
+        # Made with the optimizer, or before this trial: what has the parameter's shape has ours.
+        is_alike = isinstance(value, Tensor) and value.dim() and value.shape == like.shape
+        state[parameter][key] = (
+            value.new_zeros(parameter.shape) if is_alike else copy.deepcopy(value, memo)
+        )
+    Optimizer.__setstate__(trial, {"state": state, "param_groups": [group]})
     return trial
 
 

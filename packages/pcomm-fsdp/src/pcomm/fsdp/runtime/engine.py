@@ -189,7 +189,8 @@ class Engine:
         next step goes on. If not, it is an error on all ranks.
         """
         reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, RuntimeError) and any(one in reason for one in ("shape", "size")):
+        is_torchs = isinstance(error, RuntimeError) and not isinstance(error, PcommError)
+        if is_torchs and any(one in reason for one in ("shape", "size")):
             error.add_note(running_model_errors.SHAPES_OF_SHARDS)
             reason = f"{reason}. {running_model_errors.SHAPES_OF_SHARDS}"
         self._stop(reason)
