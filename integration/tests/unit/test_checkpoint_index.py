@@ -17,13 +17,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pcomm.core import Group, connect
-from pcomm.core.checkpoint import ShardView
+from pcomm.core.checkpoint import SafeReader, ShardView
 from pcomm.core.errors import ConfigError
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import Checkpoint, newest
-from pcomm.integration.checkpoint.index import SafeReader
 from pcomm.integration.checkpoint.reader import check_index, read
 from pcomm.integration.checkpoint.saver import Saver
 from pcomm.integration.config_rules import validate

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.errors import PcommError, PeerError
+from pcomm.core.errors import PcommError, PeerError, UnsupportedError
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp.runtime import backward_end
 from pcomm.fsdp.runtime.engine import Engine
@@ -164,3 +164,13 @@ def test_one_rank_raises_while_the_other_is_a_micro_batch_ahead(rank: int, where
             model.blocks[1].down.register_forward_hook(throw)
         with pytest.raises(PeerError if rank else ArithmeticError):
             accumulated()
+
+
+@ranks(2)
+def test_sparse_gradients_are_refused(rank: int) -> None:
+    model = SmallModel()
+    model.embedding.sparse = True
+    with open_two() as groups:
+        sharded = shard(model, groups)
+        with pytest.raises(UnsupportedError, match=r"embedding\.weight: a sparse"):
+            step_on_tokens(model, sharded)

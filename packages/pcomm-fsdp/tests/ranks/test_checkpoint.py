@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.groups.groups import open_groups
@@ -64,6 +67,35 @@ def test_a_checkpoint_of_another_model(rank: int, tmp_path: Path) -> None:
         other = fully_shard(SmallModel(dim=6), roles, units=[Block])
         with pytest.raises(ConfigError, match=r"shape \(5, 16\) under that name"):
             load_checkpoint(tmp_path / "saved", model_shard_views(other), groups["dp"])
+
+
+class Malice:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.makedirs, (str(self.folder), 0o777, True)
+
+
+@ranks(2)
+def test_an_index_that_would_run_a_program(rank: int, tmp_path: Path) -> None:
+    saved, trap = tmp_path / "saved", tmp_path / "trap"
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        sharded = fully_shard(SmallModel(), Roles(groups["dp"], groups["dp"]), units=[Block])
+        save_checkpoint(saved, model_shard_views(sharded), groups["dp"])
+        if rank == 0:
+            index = pickle.loads((saved / ".metadata").read_bytes())
+            index.planner_data = Malice(trap)
+            (saved / ".metadata").write_bytes(pickle.dumps(index))
+            # It is a real one: torch's own reader runs it.
+            FileSystemReader(saved).read_metadata()
+            trap.rmdir()
+        groups["dp"].collectives.all_reduce(torch.zeros(1))
+        with pytest.raises(ConfigError, match=r"it names \S*makedirs, which is not part"):
+            load_checkpoint(saved, model_shard_views(sharded), groups["dp"])
+        assert not trap.exists()
 
 
 @ranks(3)

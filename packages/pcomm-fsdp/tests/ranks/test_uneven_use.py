@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.errors import ConfigError
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.settings.policy import CommPolicy
@@ -56,6 +57,62 @@ def test_frozen_parameters_are_gathered_and_never_reduced(rank: int) -> None:
         }
         trained_bytes = sum(plan.reduce_bytes for plan in sharded.plans if plan.is_trainable)
         assert spy.sent_bytes == STEPS * MICRO_BATCHES * trained_bytes
+
+
+class Frozen(SmallModel):
+    """What trains in a step: all, the first block and a norm not, or those alone."""
+
+    def set(self, step: int) -> None:
+        for name, parameter in self.named_parameters():
+            is_part = name.startswith("blocks.0") or "norm" in name
+            parameter.requires_grad_(step % 3 == 0 or is_part is (step % 3 == 2))
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+@ranks(2)
+def test_what_is_frozen_for_some_steps(rank: int, strategy: str) -> None:
+    """As a discriminator is; AdamW would decay what has a gradient of zero in place of none."""
+    torch.manual_seed(0)
+    reference, model = Frozen(num_blocks=3).double(), Frozen(num_blocks=3).double()
+    model.load_state_dict(reference.state_dict())
+    with open_two() as groups:
+        sharded = shard(model, groups, reshard=STRATEGIES[strategy])
+        ours, theirs = (
+            torch.optim.AdamW(m.parameters(), lr=0.03, weight_decay=0.5) for m in (model, reference)
+        )
+        for step in range(7):
+            for one in (model, reference):
+                one.set(step)
+            for micro in range(MICRO_BATCHES):
+                if step == 6:
+                    # Between micro-batches, too: gradients of the first stay.
+                    for one in (model, reference):
+                        one.set(micro)
+                with sharded.accumulate(is_last=micro == MICRO_BATCHES - 1):
+                    model.loss(tokens(step, micro, rank)).backward()
+                for r in (0, 1):
+                    (reference.loss(tokens(step, micro, r)) / 2).backward()
+            found = sharded.full_gradients()
+            for name, parameter in reference.named_parameters():
+                assert (name in found) is (parameter.grad is not None), (step, name)
+                if parameter.grad is not None:
+                    torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        check_state(sharded.full_state_dict(), reference)
+
+
+@ranks(2)
+def test_what_was_frozen_when_it_was_sharded_stays_so(rank: int) -> None:
+    model = model_of()
+    model.blocks[0].requires_grad_(False)
+    with open_two() as groups:
+        shard(model, groups)
+        model.loss(tokens(0, 0, rank)).backward()
+        model.requires_grad_(True)
+        with pytest.raises(ConfigError, match="was False when it was sharded"):
+            model.loss(tokens(0, 0, rank))
 
 
 class Sometimes(SmallModel):

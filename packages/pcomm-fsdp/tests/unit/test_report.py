@@ -116,7 +116,10 @@ def test_a_step_by_hand() -> None:
     assert report.memory.at_once == 120 + 240 + 480
     text = str(report)
     assert text.startswith("plans\npadding 16.67%")
-    for line in ("gather           180 bytes, formula 300 bytes", "81000.000 ms, 0.41 of the"):
+    for line in (
+        "gather           180 bytes, formula 300 bytes less 150 bytes that stay gathered\n",
+        "81000.000 ms, 0.41 of the",
+    ):
         assert line in text
 
 

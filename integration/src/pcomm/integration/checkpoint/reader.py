@@ -10,10 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pcomm.core import Group, PcommError
-from pcomm.core.checkpoint import ShardLoadPlanner, ShardView
+from pcomm.core.checkpoint import SafeReader, ShardLoadPlanner, ShardView
 from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.folders import Checkpoint
-from pcomm.integration.checkpoint.index import SafeReader
 
 __all__ = ["check_index", "read"]
 

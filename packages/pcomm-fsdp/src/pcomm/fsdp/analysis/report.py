@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ class Report:
         micro_batches: Number of micro-batches of the step.
         sent: Bytes that the rank sends at least, by role, counted from schedules and plans.
         ideal: The same by the formula of the strategy for buffers without padding.
+        kept: Bytes of it that are not sent, since units stay gathered from forward to backward.
         padding: Fraction of all flat buffers that belongs to no parameter.
         memory: The most memory that buffers take.
         limits: Least seconds of the step on the given link.
@@ -57,6 +59,7 @@ class Report:
     padding: float
     sent: dict[str, int] | None = None
     ideal: dict[str, float] | None = None
+    kept: float = 0.0
     memory: PeakMemory | None = None
     limits: Limits | None = None
     step_s: float | None = None
@@ -80,11 +83,12 @@ class Report:
         lines = [f"padding {self.padding:.2%} of flat buffers"]
         if self.sent is not None and self.ideal is not None:
             lines.append(f"sent by this rank in a step of {self.micro_batches} micro-batch(es)")
-            lines += [
-                f"  {role:<16} {_size(self.sent[role])}, formula {_size(self.ideal[role])}"
-                for role in ROLES
-                if self.sent[role] or self.ideal[role]
-            ]
+            for role in ROLES:
+                if self.sent[role] or self.ideal[role]:
+                    less = role == "gather" and self.kept > 0
+                    kept = f" less {_size(self.kept)} that stay gathered" if less else ""
+                    formula = f"formula {_size(self.ideal[role])}{kept}"
+                    lines.append(f"  {role:<16} {_size(self.sent[role])}, {formula}")
         if self.memory is not None:
             lines.append(f"most memory of buffers, at once {_size(self.memory.at_once)}")
             lines += [f"  {kind:<16} {_size(most)}" for kind, most in self.memory.by_kind.items()]
@@ -134,12 +138,14 @@ def report_of(
     overlap = _overlap(events, plans) if events else None
     if not schedules:
         return Report(decided, 0, fraction, step_s=step_s, overlap=overlap)
+    ideal = ideal_bytes(plans, len(schedules))
     return Report(
         decided=decided,
         micro_batches=len(schedules),
         padding=fraction,
         sent=_sent(schedules, plans),
-        ideal=ideal_bytes(plans, len(schedules)),
+        ideal=ideal,
+        kept=ideal["gather"] - _gathered(schedules, plans),
         memory=peak_memory(schedules, plans, arenas),
         limits=None if link is None else limits_of(schedules, plans, link, costs),
         step_s=step_s,
@@ -179,6 +185,20 @@ def _sent(schedules: Sequence[Schedule], plans: Sequence[GroupPlan]) -> dict[str
             if step.kind in _ROLE_OF_STEP:
                 sent[_ROLE_OF_STEP[step.kind]] += int(sent_bytes(step, by_name[step.name]))
     return sent
+
+
+def _gathered(schedules: Sequence[Schedule], plans: Sequence[GroupPlan]) -> float:
+    """Bytes of the gathers that there are, without padding."""
+    steps = [step for schedule in schedules for step in schedule.steps if step.kind == "gather"]
+    counts = Counter(step.name for step in steps)
+    return sum(
+        counts[plan.name]
+        * (plan.gather.size - 1)
+        / plan.gather.size
+        * plan.layout.num_elements
+        * plan.param_dtype.itemsize
+        for plan in plans
+    )
 
 
 def _overlap(events: Sequence[Event], plans: Sequence[GroupPlan]) -> Overlap:

@@ -58,19 +58,23 @@ class ParameterGuard:
                 )
 
     def check_training(self) -> None:
-        """Gradients reach the shards as they did; before a forward that a backward may follow.
+        """Gradients can reach the shards; before a forward that a backward may follow.
+
+        What was frozen since is frozen in this forward.
 
         Raises:
-            ConfigError: A shard trains and did not, or the reverse, or has a hook of autograd's.
+            ConfigError: A shard trains and did not, or has a hook of autograd's.
         """
         num_own = int(self._plan.is_trainable)
         for index, shard in enumerate(self._shards):
-            if shard.requires_grad is not self._plan.is_trainable:
+            if shard.requires_grad and not self._plan.is_trainable:
                 raise running_model_errors.changed_parameter(
                     self._plan.names[index],
-                    found=f"requires_grad is {shard.requires_grad} since it was sharded",
-                    fix="Set requires_grad before fully_shard, or drop the gradient afterwards.",
+                    found="requires_grad is True, and was False when it was sharded",
+                    fix="Shard what trains at some time with requires_grad=True, and freeze it "
+                    "until then.",
                 )
+            self._unsharded[index].requires_grad_(shard.requires_grad)
             if len(shard._backward_hooks or ()) > num_own or shard._post_accumulate_grad_hooks:
                 raise running_model_errors.changed_parameter(
                     self._plan.names[index],

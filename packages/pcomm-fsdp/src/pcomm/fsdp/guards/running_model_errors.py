@@ -6,10 +6,18 @@ that would take a shard for the whole are in `torch_function_errors.py`.
 
 from __future__ import annotations
 
-from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, PeerError, PeerTimeoutError
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    DivergenceError,
+    PeerError,
+    PeerTimeoutError,
+    UnsupportedError,
+)
 from pcomm.fsdp.plan.group_plan import GroupPlan
 
 __all__ = [
+    "SHAPES_OF_SHARDS",
     "backward_within_forward",
     "broken_collectives",
     "changed_parameter",
@@ -23,11 +31,19 @@ __all__ = [
     "lost_gradients",
     "peer_failed",
     "second_backward",
+    "second_derivatives",
+    "sparse_gradient",
     "stale_gather",
     "unexpected_gradient",
     "unit_called_alone",
     "used_while_sharded",
 ]
+
+SHAPES_OF_SHARDS = (
+    "fsdp: outside of the forward of its unit, a parameter is this rank's shard, of fewer rows. If "
+    "a module reads weights of one that it does not call, let the module that reads be the unit."
+)
+"""Said with torch's own errors about shapes, which may be those of shards on some ranks alone."""
 
 # -- the life of a model -----------------------------------------------------------------------
 
@@ -127,6 +143,28 @@ def backward_within_forward() -> ConfigError:
         found="its forward, which is still running",
         why="A unit is in its forward or in its backward; its parameters are released after each.",
         fix="Compute gradients within the forward of one unit, or after that of the model.",
+    )
+
+
+def second_derivatives() -> UnsupportedError:
+    """Backward was called with `create_graph=True`."""
+    return UnsupportedError(
+        "backward of a sharded model with create_graph=True",
+        found="a graph of the backward, as a penalty on gradients needs it",
+        why="That graph reads weights after they were released, and its own backward has no "
+        "schedule that gathers them.",
+        fix="Leave the model whole, or take a penalty that needs first derivatives alone, such as "
+        "the difference of two forwards.",
+    )
+
+
+def sparse_gradient(plan: GroupPlan, index: int) -> UnsupportedError:
+    """Autograd has made a sparse gradient."""
+    return UnsupportedError(
+        f"backward: a gradient of {plan.names[index]}",
+        found="a sparse tensor",
+        why="Gradients are collected in a dense buffer, which all ranks reduce together.",
+        fix="Build the module with sparse=False, as nn.Embedding is by default.",
     )
 
 

@@ -134,7 +134,7 @@ def cut_matrices(optimizer: Optimizer, kind: str, names: Sequence[str]) -> Unsup
     return UnsupportedError(
         f"step of {type(optimizer).__name__}",
         found=f"shards of parameters on each rank: {', '.join(names[:4])}",
-        why=f"{kind} looks at whole matrices, and would see this rank's rows.",
+        why=f"{kind} looks at several elements at once, and would see those of this rank.",
         fix="Use an elementwise optimizer (SGD, Adam, AdamW, ...), or put the parameters "
         "into a scope whose groups have one rank, where they are entire.",
     )

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pcomm.core.groups.group import Group
+from pcomm.core.tensor_parallel.elementwise import first_mixed
 from pcomm.fsdp.guards import torch_function_errors
 from pcomm.fsdp.guards.gradient_origin import GradientOrigin
 from pcomm.fsdp.guards.shard_gradient import mark_shard
@@ -25,10 +26,14 @@ __all__ = ["Guards"]
 # fmt: off
 _WHOLE_MATRIX = frozenset((
     "Adafactor", "CAME", "DistributedShampoo", "GaLoreAdafactor", "GaLoreAdamW", "LAMB", "LARS",
-    "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "ZeroRedundancyOptimizer",
+    "LBFGS", "Lamb", "Lars", "Muon", "MuonWithAuxAdam", "SOAP", "Shampoo",
+    "ZeroRedundancyOptimizer",
 ))
 # fmt: on
-"""Classes of optimizers, ours or derived, that look at more than one element at a time."""
+"""Classes of optimizers, ours or derived, that look at more than one element at a time.
+
+Others are tried out. These say more, or could not be tried: some communicate in their step.
+"""
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,8 @@ class Guards:
 
         Raises:
             ConfigError: It has state of an unsharded model.
-            UnsupportedError: It looks at whole matrices, of which ranks hold shards.
+            UnsupportedError: It looks at whole matrices, of which ranks hold shards, or nothing can
+                tell whether it does.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._seen.get(optimizer) == len(parameters):
@@ -131,6 +137,11 @@ class Guards:
             raise torch_function_errors.scattered_matrices(optimizer, min(kinds))
         if cut and kinds:
             raise torch_function_errors.cut_matrices(optimizer, min(kinds), cut)
+        dims = {p: 0 for p in parameters if (m := _mark_of(p, self)) and not m.is_entire}
+        mixed = first_mixed(optimizer, dims)
+        if mixed is not None:
+            kind, mark = type(optimizer).__name__, _mark_of(mixed, self)
+            raise torch_function_errors.cut_matrices(optimizer, kind, [mark.name] if mark else [])
         self._seen[optimizer] = len(parameters)
 
     def refuse_shards(self, asked: str, fix: str) -> None:

@@ -136,7 +136,10 @@ class Engine:
         Raises:
             ConfigError: That forward has had its backward, or was given up, or weights have changed
                 since.
+            UnsupportedError: Backward makes a graph of itself.
         """
+        if torch.is_grad_enabled():
+            raise running_model_errors.second_derivatives()
         if forward in self._entered:
             return False
         if self.is_closed:
@@ -185,7 +188,12 @@ class Engine:
         If every rank raised at the same place, such as for a batch that all of them refuse, the
         next step goes on. If not, it is an error on all ranks.
         """
-        self._stop(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        is_torchs = isinstance(error, RuntimeError) and not isinstance(error, PcommError)
+        if is_torchs and any(one in reason for one in ("shape", "size")):
+            error.add_note(running_model_errors.SHAPES_OF_SHARDS)
+            reason = f"{reason}. {running_model_errors.SHAPES_OF_SHARDS}"
+        self._stop(reason)
 
     def peer_failure(self) -> str | None:
         """Message of a rank that has failed since all ranks last went on together. Local.

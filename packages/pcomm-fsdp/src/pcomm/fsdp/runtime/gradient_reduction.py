@@ -53,6 +53,8 @@ class GradientReduction:
         self._pool, self._wait = pool, wait
         self._buffer: Tensor | None = None
         self._is_filled = [False] * len(unsharded)
+        # False for what was frozen in all forwards since the shard got its last sum.
+        self._has_gradient = [False] * len(unsharded)
         self._is_autograds = False
         self._reduce: _InFlight | None = None
         # The sum over the reduce group, where it is still to be summed over replicas.
@@ -97,6 +99,8 @@ class GradientReduction:
             raise running_model_errors.late_gradient(self._plan, index)
         if not self._is_expected:
             raise running_model_errors.unexpected_gradient(self._plan, index)
+        if gradient.layout is not torch.strided:
+            raise running_model_errors.sparse_gradient(self._plan, index)
         if self._buffer is None and self._is_all_and_alone(gradient):
             self._buffer, self._is_filled[index] = gradient.view(-1), True
             self._is_autograds = True
@@ -137,6 +141,7 @@ class GradientReduction:
         """Start to sum the gradients over the reduce group. Collective over it."""
         plan, buffer = self._plan, self._filled_buffer()
         for index, is_filled in enumerate(self._is_filled):
+            self._has_gradient[index] |= is_filled or self._unsharded[index].requires_grad
             if not is_filled:
                 plan.full_view(buffer, index).zero_()
         self._buffer, self._is_reduced = None, True
@@ -161,7 +166,7 @@ class GradientReduction:
         if self._plan.divisor != self._plan.predivisor:
             mine.mul_(self._plan.predivisor / self._plan.divisor)
         if self._plan.num_replicas == 1:
-            self._shard.add_gradient(mine)
+            self._give(mine)
         elif self._sum is None:
             self._sum = mine
         else:
@@ -178,8 +183,13 @@ class GradientReduction:
         """Wait for the sum over the replicas and add it to the gradient of the shard."""
         assert self._all_reduce is not None
         pending, self._all_reduce = self._all_reduce, None
-        self._shard.add_gradient(self._wait(pending, f"replicas' sum of {self._plan.name}"))
+        self._give(self._wait(pending, f"replicas' sum of {self._plan.name}"))
         self._sum = None
+
+    def _give(self, total: Tensor) -> None:
+        """Add the sum over all ranks to the gradients of the shard."""
+        self._shard.add_gradient(total, self._has_gradient)
+        self._has_gradient = [False] * len(self._has_gradient)
 
     def drain(self) -> None:
         """Wait for every reduction in flight, and drop its result."""
@@ -196,6 +206,7 @@ class GradientReduction:
         """Drop what earlier micro-batches have added up and not yet given to the shard."""
         self._buffer = self._sum = None
         self._is_filled = [False] * len(self._is_filled)
+        self._has_gradient = [False] * len(self._is_filled)
         self._has_lost = False
 
     def reset(self) -> None:

@@ -39,10 +39,12 @@ def install_hooks(
     handles = []
     for unit in units:
         hooks = _UnitHooks(engine, unit)
+        # A compiler that traced them would keep what one call of theirs did for all others.
+        before, after = map(torch.compiler.disable, (hooks.before, hooks.after))
         handles.append(
-            unit.module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+            unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         )
-        handles.append(unit.module.register_forward_hook(hooks.after))
+        handles.append(unit.module.register_forward_hook(after))
     engine.at_end(functools.partial(_take_off, root, units, entry_points, handles))
 
 
@@ -72,27 +74,45 @@ def _entry(engine: Engine, root: Unit, name: str, method: Callable[..., Any]) ->
     hooks = _UnitHooks(engine, root)
     device_type = next((group.shard.flat.device.type for group in root.groups), "cpu")
 
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def begin(args: Any, kwargs: Any) -> Any:
+        """Inputs of the forward; None for a part of another one."""
         if engine.depth or (engine.phase == "backward" and _is_in_autograd()):
             # Called by another entry point, or computed again for backward.
-            return method(*args, **kwargs)
+            return None
         if torch.is_autocast_enabled(device_type):
             # What it keeps of weights belongs to the graph, and to the values, of one forward.
             torch.clear_autocast_cache()
         try:
             engine.begin(name)
             engine.depth = 1
-            args, kwargs = hooks.before(root.module, args, kwargs)
-            output = hooks.after(root.module, args, method(*args, **kwargs))
-            engine.depth = 0
-            engine.end_forward(_has_graph(output))
-            return output
+            return hooks.before(root.module, args, kwargs)
         except BaseException as error:
             engine.fail(error)
             raise
 
-    return run
+    def end(args: Any, output: Any) -> Any:
+        output = hooks.after(root.module, args, output)
+        engine.depth = 0
+        engine.end_forward(_has_graph(output))
+        return output
+
+    enter, leave, fail = map(torch.compiler.disable, (begin, end, engine.fail))
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        inputs = enter(args, kwargs)
+        if inputs is None:
+            return method(*args, **kwargs)
+        try:
+            args, kwargs = inputs
+            return leave(args, method(*args, **kwargs))
+        except BaseException as error:
+            fail(error)
+            raise
+
+    # The method may be compiled, and what is around it is not.
+    outside: Callable[..., Any] = torch.compiler.disable(run, recursive=False)
+    return outside
 
 
 class _UnitHooks:

@@ -77,13 +77,16 @@ class ParamShard:
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Each full gradient by the name of its parameter, if there are any. Collective."""
-        if any(parameter.grad is None for parameter in self.parameters):
+        filled = {
+            n for n, p in zip(self.plan.names, self.parameters, strict=True) if p.grad is not None
+        }
+        if not filled:
             return
         flat = torch.zeros_like(self.flat)
         for index, parameter in enumerate(self.parameters):
-            assert parameter.grad is not None
-            self.plan.shard_view(flat, index).copy_(parameter.grad)
-        yield from self._gathered(flat)
+            if parameter.grad is not None:
+                self.plan.shard_view(flat, index).copy_(parameter.grad)
+        yield from ((name, value) for name, value in self._gathered(flat) if name in filled)
 
     def begin(self) -> None:
         """Be ready for a micro-batch."""
@@ -91,23 +94,28 @@ class ParamShard:
             # The optimizer's `zero_grad` has dropped the gradients: their memory goes too.
             self._gradient = None
 
-    def add_gradient(self, flat: Tensor) -> None:
-        """Add a reduced gradient to those of the parameters, or make it theirs. Local."""
+    def add_gradient(self, flat: Tensor, has_gradient: Sequence[bool]) -> None:
+        """Add a reduced gradient to those of the parameters, or make it theirs. Local.
+
+        Args:
+            flat: The gradient of the shard.
+            has_gradient: False for each parameter that was frozen, and keeps what it has.
+        """
         views = [self.plan.shard_view(flat, index) for index in range(len(self.parameters))]
         if self.origin is not None:
             views = [mark_shard(view, self.origin, index) for index, view in enumerate(views)]
-        if all(parameter.grad is None for parameter in self.parameters):
+        if all(has_gradient) and all(parameter.grad is None for parameter in self.parameters):
             for parameter, view in zip(self.parameters, views, strict=True):
                 parameter.grad = view
             self._gradient = flat
         elif self._gradient is not None and self._holds_gradients(self._gradient):
             self._gradient.add_(flat)
         else:
-            for parameter, view in zip(self.parameters, views, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = view
-                else:
+            for parameter, view, is_there in zip(self.parameters, views, has_gradient, strict=True):
+                if parameter.grad is not None:
                     parameter.grad.add_(view)
+                elif is_there:
+                    parameter.grad = view
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind of buffer."""

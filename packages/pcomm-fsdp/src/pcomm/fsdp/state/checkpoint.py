@@ -13,9 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
+from pcomm.core.checkpoint.index import SafeReader
 from pcomm.core.checkpoint.planners import ShardLoadPlanner, ShardSavePlanner
 from pcomm.core.checkpoint.shard_view import FlatRange, ShardView
 from pcomm.core.checkpoint.state_view import StateView
@@ -164,6 +165,8 @@ def load_checkpoint(
 ) -> None:
     """Fill shard views in place from a checkpoint of any number of ranks. Collective over `group`.
 
+    Runs nothing that the files name, unlike torch's own reader.
+
     Args:
         folder: Folder that `save_checkpoint` has written.
         views: This rank's tensors by name; the checkpoint may hold more.
@@ -171,14 +174,15 @@ def load_checkpoint(
         sharded: The model of the views, which then gathers anew; None if no model is sharded.
 
     Raises:
-        ConfigError: On every rank, if a tensor is missing, or has another logical shape.
+        ConfigError: On every rank, if a tensor is missing, has another logical shape, or a
+            file is damaged or names more than a checkpoint holds.
     """
     planner = ShardLoadPlanner()
     with _told(folder), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(
             dict(views),
-            storage_reader=FileSystemReader(Path(folder)),
+            storage_reader=SafeReader(Path(folder)),
             planner=planner,
             process_group=group.process_group,
             no_dist=group.is_identity,

@@ -1,0 +1,178 @@
+"""Whether an optimizer may be given shards: what it does to one element depends on no other shard.
+
+A norm, a mean or a matrix product of a momentum is one shard's where each rank has a shard, and
+nothing in torch tells it from an elementwise step. So the optimizer is tried on tensors of its own:
+twice the same ones, but for elements that another rank would hold. What it does to the others then
+has to be the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pcomm.core.errors import UnsupportedError
+
+__all__ = ["first_mixed"]
+
+# fmt: off
+_ELEMENTWISE = frozenset((
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD", "SparseAdam",
+))
+# fmt: on
+"""Torch's own optimizers that need no trial."""
+
+_STEPS = 128
+"""Steps of a trial: matrices that are computed every 100 steps are among them."""
+
+_SHAPES = ((1 << 15,), (256, 128), (256, 16, 8), (256, 8, 4, 4))
+"""Shapes by number of dimensions, the one that is cut first; beyond these, (256, 2, 2, ...).
+
+So small that torch computes with one thread. Long enough for states in blocks of some thousand
+elements: those between the elements that are compared and those that differ may depend on both.
+Wide enough for optimizers that take means along both dimensions only of large matrices.
+"""
+
+_SCALES = (0.125, 0.125, 0.125, 8.0)
+"""Factors of the gradients of the other shard, step by step: a quiet one, with bursts."""
+
+_TOLERANCE = 1e-3
+"""Relative difference of two updates of a step. Elementwise ones are equal to the bit."""
+
+_LEFT_OUT = ("state", "param_groups", "step")
+"""Attributes that are made anew; `step` is that which a learning rate scheduler has put there."""
+
+
+def first_mixed(optimizer: Optimizer, cut: Mapping[Tensor, int]) -> Tensor | None:
+    """The first parameter to whose elements the optimizer does what depends on other shards. Local.
+
+    To be asked once, before the first step: it takes some tenths of a second, and nothing for
+    torch's own elementwise optimizers, nor where `optimizer.is_elementwise` is True. The optimizer,
+    its parameters and the state of random generators stay as they are. All ranks get the same
+    answer for the same optimizer. What begins to look at other elements after 128 steps only is not
+    seen.
+
+    Args:
+        optimizer: An optimizer, before its step.
+        cut: The dimension along which ranks have different shards, for each parameter that is cut.
+            Others are not looked at.
+
+    Raises:
+        UnsupportedError: The optimizer cannot be tried.
+    """
+    kind = type(optimizer)
+    is_torchs = kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
+    if is_torchs or getattr(optimizer, "is_elementwise", False):
+        return None
+    tried: set[tuple[int, int, int]] = set()
+    for place, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            dim = cut.get(parameter)
+            if dim is None or not parameter.dim() or (place, parameter.dim(), dim) in tried:
+                continue
+            tried.add((place, parameter.dim(), dim))
+            try:
+                devices = [parameter.device] if parameter.is_cuda else []
+                with torch.random.fork_rng(devices):
+                    is_mixed = _is_mixed(optimizer, place, parameter, dim)
+            except Exception as error:  # whatever a step on other tensors may raise
+                raise _untried(optimizer, error) from error
+            if is_mixed:
+                found: Tensor = parameter
+                return found
+    return None
+
+
+def _is_mixed(optimizer: Optimizer, place: int, like: Tensor, dim: int) -> bool:
+    runs = [_updates(optimizer, place, like, dim, differs) for differs in (False, True)]
+    for update, other in zip(*runs, strict=True):
+        if not (other - update).norm() <= _TOLERANCE * update.norm():
+            return True
+    return False
+
+
+def _updates(
+    optimizer: Optimizer, place: int, like: Tensor, dim: int, differs: bool
+) -> Iterator[Tensor]:
+    """What each step adds to the first quarter of the elements along a dimension.
+
+    Args:
+        optimizer: The optimizer.
+        place: The index of the parameter group.
+        like: A parameter of that group.
+        dim: The dimension that is cut.
+        differs: True for other weights and gradients in the last quarter.
+    """
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(_drawn(like, dim, generator))
+    gradients = [_drawn(like, dim, generator) for _ in _SCALES]
+    first, *_, last = parameter.detach().chunk(4, dim)
+    if differs:
+        last.mul_(8)
+        for gradient, scale in zip(gradients, _SCALES, strict=True):
+            gradient.chunk(4, dim)[-1].add_(0.02).mul_(scale)
+    trial = _copy(optimizer, place, like, parameter)
+    for step in range(_STEPS):
+        parameter.grad = gradients[step % len(gradients)].clone()
+        before = first.clone()
+        # What a step draws, such as a rounding, is the same in both runs.
+        torch.manual_seed(step)
+        # Not `trial.step`, which a scheduler may have replaced by one of the optimizer itself.
+        type(trial).step(trial)
+        yield first - before
+
+
+def _drawn(like: Tensor, dim: int, generator: torch.Generator) -> Tensor:
+    num_dims = like.dim()
+    length, *widths = _SHAPES[num_dims - 1] if num_dims <= 4 else (256, *[2] * (num_dims - 1))
+    shape = [*widths[:dim], length, *widths[dim:]]
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64) / 50
+    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+    return drawn.to(like.device, dtype)
+
+
+def _copy(optimizer: Optimizer, place: int, like: Tensor, parameter: nn.Parameter) -> Optimizer:
+    """An optimizer of one tensor that has all else in common with a group of another one."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    memo: dict[int, Any] = {id(p): parameter for p in held}
+    options = {key: v for key, v in optimizer.param_groups[place].items() if key != "params"}
+    group = copy.deepcopy(options, memo) | {"params": [parameter]}
+    if "lr" in group and group["lr"] is not None:
+        # It may be zero in the first step.
+        group["lr"] = torch.full_like(lr, 1e-3) if isinstance(lr := group["lr"], Tensor) else 1e-3
+    trial = object.__new__(type(optimizer))
+    own = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in _LEFT_OUT and not key.endswith("_hooks")
+    }
+    vars(trial).update(copy.deepcopy(own, memo))
+    state: dict[Any, Any] = defaultdict(dict)
+    for key, value in optimizer.state.get(like, {}).items():
+        # Made with the optimizer, or before this trial: what has the parameter's shape has ours.
+        is_alike = isinstance(value, Tensor) and value.dim() and value.shape == like.shape
+        state[parameter][key] = (
+            value.new_zeros(parameter.shape) if is_alike else copy.deepcopy(value, memo)
+        )
+    Optimizer.__setstate__(trial, {"state": state, "param_groups": [group]})
+    return trial
+
+
+def _untried(optimizer: Optimizer, error: Exception) -> UnsupportedError:
+    name = type(optimizer).__name__
+    return UnsupportedError(
+        f"step of {name}",
+        found=f"no elementwise optimizer of torch's, and a trial of its step on other tensors "
+        f"ended with {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        why="Ranks have shards. A norm or a product of a momentum would be that of one shard, and "
+        "nothing would tell.",
+        fix=f"Use an optimizer of torch.optim, or set {name}.is_elementwise = True if what it does "
+        "to an element depends on no other one.",
+    )

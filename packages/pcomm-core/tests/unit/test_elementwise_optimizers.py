@@ -1,0 +1,122 @@
+"""Optimizers that may be given shards, and those that look at elements of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pcomm.core.errors import UnsupportedError
+from pcomm.core.tensor_parallel.elementwise import first_mixed
+
+
+class Own(Optimizer):
+    """Adds what a function makes of a gradient and the number of the step."""
+
+    def __init__(
+        self, parameters: list[Tensor], update: Callable[[Tensor, int], Tensor], lr: float = 0.1
+    ) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["step"] = step = self.state[p].get("step", 0) + 1
+                p.add_(self.update(p.grad, step), alpha=-group["lr"])
+
+
+def every(steps: int) -> Callable[[Tensor, int], Tensor]:
+    return lambda g, step: g * g.mean() if step % steps == 0 else g
+
+
+ALONG: dict[str, tuple[Callable[[Tensor, int], Tensor], set[tuple[int, int]]]] = {
+    # What is mixed, by number of dimensions and the one that is cut.
+    "elementwise": (lambda g, _: g.sign(), set()),
+    "drawn": (lambda g, _: g * torch.rand_like(g), set()),
+    "rows": (lambda g, _: g / g.norm(dim=-1, keepdim=True), {(1, 0), (2, 1), (3, 2)}),
+    "first": (lambda g, _: g - g.mean(0), {(1, 0), (2, 0), (3, 0)}),
+    "all": (lambda g, _: g / g.abs().amax(), {(d, i) for d in (1, 2, 3) for i in range(d)}),
+    "every 128 steps": (every(128), {(d, i) for d in (1, 2, 3) for i in range(d)}),
+    # Its documentation says so.
+    "every 129 steps": (every(129), set()),
+}
+
+
+@pytest.mark.parametrize("kind", ALONG)
+def test_what_depends_on_other_shards(kind: str) -> None:
+    update, mixed = ALONG[kind]
+    for num_dims in (1, 2, 3):
+        for dim in range(num_dims):
+            parameter = nn.Parameter(torch.randn([3] * num_dims))
+            found = first_mixed(Own([parameter], update), {parameter: dim})
+            assert (found is parameter) is ((num_dims, dim) in mixed), (num_dims, dim)
+
+
+@pytest.mark.parametrize(("share", "is_seen"), [(1e-2, True), (1e-5, False)])
+def test_how_small_a_difference_is_seen(share: float, is_seen: bool) -> None:
+    """The maximum of the other elements is 8 and 1/8 times that of the first at most."""
+    parameter = nn.Parameter(torch.randn(3, 4))
+    optimizer = Own([parameter], lambda g, _: g * (1 + share * g.amax()))
+    assert (first_mixed(optimizer, {parameter: 0}) is parameter) is is_seen
+
+
+def test_groups_and_parameters_that_are_not_cut() -> None:
+    def by_matrix(g: Tensor, _: int) -> Tensor:
+        return g / g.norm() if g.dim() == 2 else g
+
+    matrix, vector = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4))
+    optimizer = Own([vector, matrix], by_matrix)
+    assert first_mixed(optimizer, {vector: 0}) is None
+    assert first_mixed(optimizer, {vector: 0, matrix: 0}) is matrix
+
+
+def test_nothing_of_the_optimizer_changes() -> None:
+    """With a rate of zero and a scheduler, which puts its own `step` at the optimizer."""
+    parameter = nn.Parameter(torch.randn(3, 4))
+    optimizer = Own([parameter], lambda g, _: g / g.norm(), lr=0.0)
+    optimizer.held = [parameter]  # type: ignore[attr-defined]
+    calls: list[object] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before, drawn = parameter.detach().clone(), torch.random.get_rng_state()
+    assert first_mixed(optimizer, {parameter: 0}) is parameter
+    assert torch.equal(parameter, before)
+    assert parameter.grad is None
+    assert not optimizer.state
+    assert not calls
+    assert optimizer.held == [parameter]  # type: ignore[attr-defined]
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert scheduler.last_epoch == 0
+
+
+def test_known_ones_are_not_tried_and_others_may_say_so() -> None:
+    class Counted(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            type(self).steps += 1
+            super().step(closure)
+
+    parameter = nn.Parameter(torch.randn(3, 4))
+    for kind in (torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop):
+        optimizer = kind([parameter])
+        optimizer.__dict__.clear()
+        optimizer.param_groups = [{"params": [parameter]}]
+        assert first_mixed(optimizer, {parameter: 0}) is None
+    assert first_mixed(Counted([parameter]), {parameter: 0}) is None
+    assert Counted.steps
+    # Its state is made with it.
+    own = type("Own", (torch.optim.Adagrad,), {})
+    assert first_mixed(own([parameter]), {parameter: 0}) is None
+    for kind in (torch.optim.Muon, torch.optim.Adafactor):
+        assert first_mixed(kind([parameter]), {parameter: 0}) is parameter
+    lbfgs = torch.optim.LBFGS([parameter])
+    with pytest.raises(UnsupportedError, match="is_elementwise = True"):
+        first_mixed(lbfgs, {parameter: 0})
+    lbfgs.is_elementwise = True  # type: ignore[attr-defined]
+    assert first_mixed(lbfgs, {parameter: 0}) is None

@@ -1,0 +1,158 @@
+"""Blocks and whole models under `torch.compile`, before and after they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.nn import functional as F
+
+from pcomm.core.errors import ClosedError
+from pcomm.core.groups.groups import Groups
+from pcomm.core.testing.on_ranks import ranks
+from pcomm.fsdp.sharded import Sharded
+from pcomm.fsdp.state.names import unwrapped
+from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.testing.small_training import STRATEGIES, model_of, open_two, shard, tokens
+
+LEFT = "tqdm's monitor, which torch.compile starts, lives as long as the process"
+
+FORMS = {
+    "blocks before": ("blocks", "before", "zero3"),
+    "blocks after": ("blocks", "after", "zero3"),
+    "blocks, zero2": ("blocks", "after", "zero2"),
+    "forwards of blocks": ("forwards", "before", "zero3"),
+    "model before": ("model", "before", "zero3"),
+    "model after": ("model", "after", "zero3"),
+    "model in place": ("model in place", "after", "zero3"),
+}
+
+
+class Breaking(Block):
+    """A block that no compiler gets in one piece."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y_BTD = torch.tanh(self.norm(x_BTD))
+        torch._dynamo.graph_break()
+        return super().forward(x_BTD) + y_BTD
+
+
+def compiled(model: SmallModel, what: str, **options: object) -> nn.Module:
+    """The model to call."""
+    if what == "model":
+        return torch.compile(model, **options)  # type: ignore[return-value, call-overload]
+    if what == "model in place":
+        model.compile(**options)
+    for index, block in enumerate(model.blocks):
+        if what == "blocks":
+            model.blocks[index] = torch.compile(block, **options)  # type: ignore[call-overload]
+        elif what == "forwards":
+            block.forward = torch.compile(block.forward, fullgraph=True, **options)  # type: ignore[call-overload]
+    return model
+
+
+def sharded_in(form: str, backend: str, groups: Groups) -> tuple[Sharded, nn.Module]:
+    """The sharded model, and what to call."""
+    what, when, strategy = FORMS[form]
+    model = model_of(num_blocks=2)
+    called: nn.Module = compiled(model, what, backend=backend) if when == "before" else model
+    sharded = shard(called, groups, reshard=STRATEGIES[strategy])
+    return sharded, called if when == "before" else compiled(model, what, backend=backend)
+
+
+def loss_of(model: Callable[[Tensor], Tensor], tokens_BT: Tensor) -> Tensor:
+    logits_BTV = model(tokens_BT[:, :-1])
+    return F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+
+
+def check_gradients(found: dict[str, Tensor], reference: nn.Module) -> None:
+    found = {unwrapped(name): gradient for name, gradient in found.items()}
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def check_training(rank: int, form: str, backend: str) -> None:
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    reference = model_of(num_blocks=2)
+    with open_two() as groups:
+        sharded, called = sharded_in(form, backend, groups)
+        ours = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for step in range(3):
+            for micro in range(2):
+                with sharded.accumulate(is_last=micro == 1):
+                    loss_of(called, tokens(step, micro, rank)).backward()
+                for one in (0, 1):
+                    (loss_of(reference, tokens(step, micro, one)) / 2).backward()
+            check_gradients(sharded.full_gradients(), reference)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert graphs["unique_graphs"] > 0
+    with pytest.raises(ClosedError):
+        called(tokens(0, 0, 0))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@ranks(2, leaves=LEFT)
+def test_equal_to_one_process(rank: int, form: str) -> None:
+    check_training(rank, form, "eager")
+
+
+@pytest.mark.parametrize("form", ["blocks before", "model after"])
+@ranks(2, leaves=LEFT)
+def test_equal_to_one_process_with_compiled_backward(rank: int, form: str) -> None:
+    """Autograd gets one node for all of a graph, which saves other tensors."""
+    check_training(rank, form, "aot_eager")
+
+
+def batch(length: int, rank: int) -> Tensor:
+    return torch.randint(7, (2, length), generator=torch.Generator().manual_seed(length + rank))
+
+
+def a_step(model: nn.Module, length: int, rank: int) -> Tensor:
+    """An evaluation, and two forwards before one backward."""
+    with torch.no_grad():
+        evaluated = loss_of(model, batch(length + 1, rank))
+    (loss_of(model, batch(length, rank)) + 2 * loss_of(model, batch(length - 1, rank))).backward()
+    return evaluated
+
+
+@ranks(2, leaves=LEFT)
+def test_graph_breaks_shapes_and_flows(rank: int) -> None:
+    """Equal to one process and to FSDP2."""
+    torch._dynamo.reset()
+    model, reference, other = (model_of(num_blocks=2) for _ in range(3))
+    for one in (model, reference, other):
+        for block in one.blocks:
+            block.__class__ = Breaking
+    mesh = init_device_mesh("cpu", (2,))
+    for block in other.blocks:
+        fsdp2(block, mesh=mesh)
+    fsdp2(other, mesh=mesh)
+    theirs = compiled(other, "blocks", backend="eager")
+    with open_two() as groups:
+        sharded = shard(model, groups)
+        called = compiled(model, "blocks", backend="eager", dynamic=True)
+        for length in (6, 8):
+            sharded.zero_grad()
+            reference.zero_grad()
+            other.zero_grad()
+            evaluated = a_step(called, length, rank)
+            for index in (1 - rank, rank):
+                expected = a_step(reference, length, index)
+            torch.testing.assert_close(evaluated, expected, rtol=1e-9, atol=0)
+            a_step(theirs, length, rank)
+            for parameter in reference.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= 2
+            check_gradients(sharded.full_gradients(), reference)
+            full = {n: p.grad.full_tensor() for n, p in other.named_parameters()}  # type: ignore[union-attr]
+            check_gradients(full, reference)
+    torch._dynamo.reset()
