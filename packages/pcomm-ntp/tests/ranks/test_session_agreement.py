@@ -179,8 +179,16 @@ def test_replicas_of_different_degrees_that_drift_apart(rank: int, tmp_path: Pat
 
     def norms(*place: Any) -> Built:
         model = layers(*place)
+        optimizer = Norms(model.parameters(), lr=0.01)
+        # Not so; otherwise it is tried, and refused before its first step.
+        optimizer.is_elementwise = True  # type: ignore[attr-defined]
+        return Built(model, optimizer)
+
+    def tried(*place: Any) -> Built:
+        model = layers(*place)
         return Built(model, Norms(model.parameters(), lr=0.01))
 
+    cases.fails(r"UnsupportedError: Session: optimizer Norms of '0.weight'", tried, **uneven)
     # The first step is applied, and compared when the second one is about to be.
     cases.train(norms, **uneven, until=1)
     cases.fails(r"trained by Norms: units \d to \d of 'model.0.weight'", norms, **uneven, until=2)

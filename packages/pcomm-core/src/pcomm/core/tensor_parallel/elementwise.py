@@ -19,15 +19,23 @@ from torch.optim import Optimizer
 
 from pcomm.core.errors import UnsupportedError
 
-__all__ = ["first_mixed"]
+__all__ = ["first_mixed", "known_mixed"]
 
 # fmt: off
 _ELEMENTWISE = frozenset((
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD", "SparseAdam",
 ))
+_MIXED = frozenset((
+    "Adafactor", "CAME", "DistributedShampoo", "GaLoreAdafactor", "GaLoreAdamW", "LAMB", "LARS",
+    "LBFGS", "Lamb", "Lars", "Muon", "MuonWithAuxAdam", "SOAP", "Shampoo",
+    "ZeroRedundancyOptimizer",
+))
 # fmt: on
-"""Torch's own optimizers that need no trial."""
+"""Torch's own optimizers that need no trial, and names of those that need none to be refused.
+
+Some of the latter could not be tried: they communicate in their step.
+"""
 
 _STEPS = 128
 """Steps of a trial: matrices that are computed every 100 steps are among them."""
@@ -48,6 +56,11 @@ _TOLERANCE = 1e-3
 
 _LEFT_OUT = ("state", "param_groups", "step")
 """Attributes that are made anew; `step` is that which a learning rate scheduler has put there."""
+
+
+def known_mixed(optimizer: Optimizer) -> str | None:
+    """A class of the optimizer that is known to look at more than one element at a time. Local."""
+    return min({kind.__name__ for kind in type(optimizer).__mro__} & _MIXED, default=None)
 
 
 def first_mixed(optimizer: Optimizer, cut: Mapping[Tensor, int]) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pcomm.core.groups.group import Group
-from pcomm.core.tensor_parallel.elementwise import first_mixed
+from pcomm.core.tensor_parallel.elementwise import first_mixed, known_mixed
 from pcomm.fsdp.guards import torch_function_errors
 from pcomm.fsdp.guards.gradient_origin import GradientOrigin
 from pcomm.fsdp.guards.shard_gradient import mark_shard
@@ -22,18 +22,6 @@ from pcomm.fsdp.runtime.local_params import LocalParams
 from pcomm.fsdp.runtime.param_shard import ParamShard
 
 __all__ = ["Guards"]
-
-# fmt: off
-_WHOLE_MATRIX = frozenset((
-    "Adafactor", "CAME", "DistributedShampoo", "GaLoreAdafactor", "GaLoreAdamW", "LAMB", "LARS",
-    "LBFGS", "Lamb", "Lars", "Muon", "MuonWithAuxAdam", "SOAP", "Shampoo",
-    "ZeroRedundancyOptimizer",
-))
-# fmt: on
-"""Classes of optimizers, ours or derived, that look at more than one element at a time.
-
-Others are tried out. These say more, or could not be tried: some communicate in their step.
-"""
 
 
 @dataclass(frozen=True)
@@ -132,11 +120,11 @@ class Guards:
             optimizer.register_load_state_dict_pre_hook(partial(_before_optimizer_load, self))
         self._seen.setdefault(optimizer, 0)
         cut = [mark.name for mark in marks if not mark.is_entire]
-        kinds = {kind.__name__ for kind in type(optimizer).__mro__} & _WHOLE_MATRIX
-        if kinds and not cut and any(_mark_of(p, self) and not p.numel() for p in parameters):
-            raise torch_function_errors.scattered_matrices(optimizer, min(kinds))
-        if cut and kinds:
-            raise torch_function_errors.cut_matrices(optimizer, min(kinds), cut)
+        kind = known_mixed(optimizer)
+        if kind and not cut and any(_mark_of(p, self) and not p.numel() for p in parameters):
+            raise torch_function_errors.scattered_matrices(optimizer, kind)
+        if cut and kind:
+            raise torch_function_errors.cut_matrices(optimizer, kind, cut)
         dims = {p: 0 for p in parameters if (m := _mark_of(p, self)) and not m.is_entire}
         mixed = first_mixed(optimizer, dims)
         if mixed is not None:

@@ -204,7 +204,7 @@ class Recovery:
         control = member.control()
         self.opened = opened = self._open(made, control)
         open_s = clock.lap()
-        built = self._build(made, opened)
+        built = self._build(made, opened, is_start=point.generation == NONE)
         build_s = clock.lap()
         built, moved = self._bring(point, made, built, opened)
         if built is not None:
@@ -269,12 +269,13 @@ class Recovery:
             f"pcomm session: connects generation {member.number}",
         )
 
-    def _build(self, made: Plan, opened: Opened) -> Built | None:
+    def _build(self, made: Plan, opened: Opened, *, is_start: bool) -> Built | None:
         """Model and optimizer of this rank; None if it has no units."""
         rank = self._membership.rank
         if rank in made.idle_ranks:
             return None
-        built = check_built(self._job.build(made, opened.groups, rank), made)
+        built = self._job.build(made, opened.groups, rank)
+        built = check_built(built, made, is_start=is_start)
         # Those of an attempt that failed, where the model is that of the generation before.
         built.model.zero_grad(set_to_none=True)
         return built
@@ -291,7 +292,7 @@ class Recovery:
                 if self._job.restore is None:
                     raise
                 # The optimizer has the scalars of the state that is lost.
-                built = self._build(made, opened)
+                built = self._build(made, opened, is_start=False)
         self.applied = self._transfer.restore(made, built, group)
         return built, None
 

@@ -17,19 +17,12 @@ from torch import Tensor, nn
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
+from pcomm.core.tensor_parallel.elementwise import first_mixed, known_mixed
 from pcomm.ntp.planning.plan import Plan
 
 __all__ = ["Built", "agreed_lines", "check_built", "scalars_of", "set_scalars"]
 
 _PLAIN = (bool, int, float, str, type(None))
-
-# fmt: off
-_WHOLE_TENSOR = frozenset((
-    "Adafactor", "CAME", "DistributedShampoo", "GaLoreAdafactor", "GaLoreAdamW", "LAMB", "LARS",
-    "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo",
-))
-# fmt: on
-"""Classes of optimizers, ours or derived, that look at more than one element at a time."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +50,18 @@ class Built:
         return param_layouts_of(self.model) if own is None else own
 
 
-def check_built(found: object, plan: Plan) -> Built:
+def check_built(found: object, plan: Plan, *, is_start: bool) -> Built:
     """What `build` has returned, if a session can train it. Local.
+
+    Args:
+        found: What it has returned.
+        plan: The plan that it has built for.
+        is_start: True to try an optimizer that is not torch's, which takes tenths of a second.
 
     Raises:
         ConfigError: It is no `Built`.
-        UnsupportedError: The optimizer is known to look at whole tensors of which ranks hold parts,
-            or to spread its state over ranks.
+        UnsupportedError: The optimizer looks at whole tensors of which ranks hold parts, or nothing
+            can tell whether it does; or it spreads its state over ranks.
     """
     if not isinstance(found, Built):
         raise ConfigError(
@@ -72,26 +70,35 @@ def check_built(found: object, plan: Plan) -> Built:
             why="The session moves the state of both, model and optimizer.",
             fix="Return Built(model, optimizer).",
         )
-    kinds = {kind.__name__ for kind in type(found.optimizer).__mro__}
-    if "ZeroRedundancyOptimizer" in kinds:
+    if "ZeroRedundancyOptimizer" in {kind.__name__ for kind in type(found.optimizer).__mro__}:
         raise UnsupportedError(
             "Session: ZeroRedundancyOptimizer",
             found="an optimizer that spreads its state over ranks, and communicates in step()",
             why="A rank that dies takes its part along, and may die while others are in step().",
             fix="Use the optimizer that it wraps; each rank holds the state of its own units.",
         )
-    optimized = {id(one) for group in found.optimizer.param_groups for one in group["params"]}
-    for name, parameter in found.model.named_parameters():
-        units = plan.units_of(name)
-        if kinds & _WHOLE_TENSOR and id(parameter) in optimized and units and units[1].is_split:
-            raise UnsupportedError(
-                f"Session: optimizer {type(found.optimizer).__name__} of {name!r}",
-                found="a parameter of which each rank holds a part",
-                why="It takes norms or products of whole tensors. Of parts these differ between "
-                "replicas with different degrees, which would drift apart once a rank has died.",
-                fix="Use an elementwise optimizer, such as AdamW or SGD; or give it only "
-                "parameters without units.",
-            )
+    names = {
+        own: name
+        for name, own in found.model.named_parameters()
+        if (units := plan.units_of(name)) and units[1].is_split
+    }
+    optimized = [one for group in found.optimizer.param_groups for one in group["params"]]
+    split = [own for own in optimized if own in names]
+    mixed = split[0] if split and known_mixed(found.optimizer) else None
+    if mixed is None and split and is_start:
+        layouts = found.layouts
+        mixed = first_mixed(
+            found.optimizer, {own: one.dim for own in split if (one := layouts.get(names[own]))}
+        )
+    if mixed is not None:
+        raise UnsupportedError(
+            f"Session: optimizer {type(found.optimizer).__name__} of {names[mixed]!r}",
+            found="a parameter of which each rank holds a part",
+            why="It takes norms or products of whole tensors. Of parts these differ between "
+            "replicas with different degrees, which would drift apart once a rank has died.",
+            fix="Use an elementwise optimizer, such as AdamW or SGD; or give it only "
+            "parameters without units.",
+        )
     return found
 
 

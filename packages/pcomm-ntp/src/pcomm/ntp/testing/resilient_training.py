@@ -216,6 +216,8 @@ class Training:
 class _Optimizer(torch.optim.AdamW):
     """AdamW with points before a step and within it."""
 
+    is_elementwise = True
+
     def __init__(self, model: nn.Module, strike: Callable[[str], None]) -> None:
         super().__init__(model.parameters(), lr=0.05, weight_decay=0.1)
         self._strike = strike
