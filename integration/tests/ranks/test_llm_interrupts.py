@@ -16,6 +16,7 @@ import pytest
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.process import interrupts, rank_session
 from pcomm.inference import SamplingParams
+from pcomm.inference.engine import engine as engine_module
 from pcomm.integration.llm import LLM, caller, engine_on_ranks, open_requests
 from pcomm.integration.llm import llm as llm_module
 from pcomm.integration.testing.tiny_runs import tiny_run
@@ -65,6 +66,7 @@ class CtrlC:
             engine_on_ranks,
             rank_session,
             interrupts,
+            engine_module,
         )
     )
 
