@@ -18,7 +18,7 @@ from pcomm.core.errors import ConfigError
 from pcomm.integration.atomic_file import atomic_write
 from pcomm.integration.config import DataConfig
 from pcomm.integration.data.documents import SourceFile
-from pcomm.integration.data.manifest import Manifest, hash_of
+from pcomm.integration.data.manifest import Manifest, checksums_of, hash_of
 from pcomm.integration.data.split import cut_text, held_out_mask
 from pcomm.integration.data.token_cache import write_tokens
 from pcomm.integration.data.tokenizer import BytePairTokenizer, train_tokenizer
@@ -142,6 +142,7 @@ def _write(
         train_tokens=train.offsets[-1],
         held_out_documents=len(evaluation.offsets) - 1,
         held_out_tokens=evaluation.offsets[-1],
+        checksums=checksums_of(folder),
     )
     with atomic_write(folder / "manifest.json") as file:
         file.write(json.dumps(asdict(manifest), indent=2).encode() + b"\n")

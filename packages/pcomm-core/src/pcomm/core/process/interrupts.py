@@ -72,6 +72,7 @@ class Deferral:
             self._is_heard = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Note the signal, or hand it to the handler before."""
         if self._is_heard or (self.has_come and not self.is_over):
             self._handler(number, frame)
             return
