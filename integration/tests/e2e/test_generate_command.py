@@ -274,7 +274,16 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"model {tmp_path}: neither a checkpoint" in refused(capsys, tmp_path)
     absent = tmp_path / "absent"
-    assert f"model {absent}: no such folder" in refused(capsys, absent)
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    for path, found in (
+        (absent, "no such folder"),
+        (Path("HuggingFaceTB/SmolLM2-135M"), "no such folder"),
+        (tmp_path / "tiny.gguf", "a file"),
+    ):
+        message = refused(capsys, path)
+        assert f"model {path}: {found}" in message
+        assert "hf download NAME --local-dir DIR" in message
+        assert "GGUF is not read" in message
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import tokenizers
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.atomic_file import atomic_write
+from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.huggingface.directory import CONFIG, ModelDirectory, open_directory
 from pcomm.integration.huggingface.tokenizer import (
     GENERATION,
@@ -29,6 +30,7 @@ from pcomm.integration.huggingface.tokenizer import (
 __all__ = [
     "DTYPES_FILE",
     "KEPT",
+    "check_one_model",
     "end_ids_of_run",
     "forget_directory",
     "has_directory",
@@ -49,6 +51,21 @@ DTYPES_FILE = "dtypes.json"
 """The file of a run that says which dtypes the weights had."""
 
 _FOLDER = "huggingface"
+
+
+def check_one_model(folder: Path) -> None:
+    """Refuse a folder that is a run and a directory. Local.
+
+    Raises:
+        ConfigError: It has checkpoints and a `config.json`.
+    """
+    if (folder / CONFIG).is_file() and newest(folder) is not None:
+        raise ConfigError(
+            f"model {folder}",
+            found=f"checkpoints of a run, and {CONFIG} of a Hugging Face directory",
+            why="Each of the two has weights of its own, and nothing says which are meant.",
+            fix="Move config.toml, checkpoints/ and huggingface/ into a folder of their own.",
+        )
 
 
 def kept_directory(run_dir: Path) -> ModelDirectory | None:
