@@ -321,6 +321,22 @@ def test_a_corpus_without_text_is_an_error_that_leaves_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("number", "has_more"), [(1, False), (20, False), (21, True)])
+def test_all_files_that_cannot_be_read_are_told_at_once(data, tmp_path, number, has_more):
+    for place in range(number):
+        (tmp_path / "corpus" / f"{place}.txt").write_bytes("süß".encode("latin1"))
+    (tmp_path / "corpus" / "0.txt").write_bytes("süß".encode("utf-16"))
+    with pytest.raises(ConfigError) as raised:
+        prepare(data, tmp_path / "run")
+    message = str(raised.value)
+    assert "0.txt: the byte order mark of UTF-16" in message
+    assert "iconv -f utf-16 -t utf-8 0.txt" in message
+    if number > 1:
+        assert f"{number} of 30 files that cannot be read" in message
+        assert message.count("txt: the byte 0xfc in line 1") == 19
+    assert ("and 1 more" in message) == has_more
+
+
 @pytest.mark.parametrize("lines", [1, 3], ids=["shrinks", "grows"])
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch, lines):
     path = tmp_path / "a.jsonl"

@@ -17,7 +17,6 @@ import tokenizers
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.atomic_file import atomic_write
-from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.huggingface.directory import CONFIG, ModelDirectory, open_directory
 from pcomm.integration.huggingface.tokenizer import (
     GENERATION,
@@ -59,7 +58,8 @@ def check_one_model(folder: Path) -> None:
     Raises:
         ConfigError: It has checkpoints and a `config.json`.
     """
-    if (folder / CONFIG).is_file() and newest(folder) is not None:
+    is_run = (folder / "config.toml").is_file() and (folder / "checkpoints").is_dir()
+    if is_run and (folder / CONFIG).is_file():
         raise ConfigError(
             f"model {folder}",
             found=f"checkpoints of a run, and {CONFIG} of a Hugging Face directory",
