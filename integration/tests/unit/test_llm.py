@@ -140,6 +140,7 @@ def test_a_prompt_that_cannot_be_continued_leaves_nothing_behind(
         (lambda llm: llm.generate(None), "LLM: prompt: None, a NoneType"),
         (lambda llm: llm.generate([None]), "LLM: prompt: None, a NoneType"),
         (lambda llm: llm.generate(3), "LLM: prompt: 3, a int"),
+        (lambda llm: llm.generate(b"a"), "LLM: prompt: b.a., a bytes"),
         (lambda llm: llm.generate(torch.tensor([1, 2])), "a Tensor"),
         (lambda llm: llm.generate(["a", b"b"]), "LLM: prompt: b'b', a bytes"),
         (lambda llm: llm.generate("a", {"max_tokens": 3}), "LLM: params: .*, a dict"),

@@ -332,7 +332,7 @@ class LLM:
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self.loaded.prompt_ids(prompt))
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        if not _is_list(prompt):
             raise _no_prompt(prompt)
         return tuple(prompt)
 
@@ -353,11 +353,15 @@ class LLM:
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if not isinstance(prompts, Sequence):
+    if not _is_list(prompts):
         raise _no_prompt(prompts)
     if isinstance(prompts, str) or (prompts and all(isinstance(one, int) for one in prompts)):
         return [prompts]  # type: ignore[list-item]  # told apart by their first elements
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_list(found: object) -> bool:
+    return isinstance(found, Sequence) and not isinstance(found, bytes)
 
 
 def _no_prompt(found: object) -> ConfigError:

@@ -35,7 +35,7 @@ def settings_of(
     return [checked(one) for one in params]
 
 
-def checked(params: SamplingParams | None) -> SamplingParams:
+def checked(params: object) -> SamplingParams:
     """`params`, or the defaults for None. Local.
 
     Raises:
