@@ -117,6 +117,26 @@ def test_a_ctrl_c_at_any_call_costs_another_stream_no_token_and_repeats_none(
     assert num_interrupts > 5
 
 
+def test_a_ctrl_c_within_generate_leaves_the_llm_as_it_was(llm: LLM) -> None:
+    expected = [one.token_ids for one in llm.generate(["word1", "word2"], SHORT)]
+    num_interrupts = 0
+    for place in range(1, 10**4, 29):
+        ctrl_c = CtrlC(place)
+        sys.setprofile(ctrl_c)
+        try:
+            found = llm.generate(["word1", "word2"], SHORT)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+            found = llm.generate(["word1", "word2"], SHORT)
+        finally:
+            sys.setprofile(None)
+        assert (place, [one.token_ids for one in found]) == (place, expected)
+        assert is_idle(llm)
+        if ctrl_c.left > 0:
+            break
+    assert num_interrupts > 5
+
+
 def test_outputs_that_an_interrupt_keeps_from_their_streams_come_with_the_next_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
