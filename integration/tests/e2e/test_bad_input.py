@@ -100,6 +100,13 @@ def test_a_number_of_ranks_that_is_none(
     assert f"pcomm train --ranks {ranks}: a number below 1" in message
 
 
+def test_one_rank_cannot_survive_its_end(
+    train: Callable[..., int], tmp_path: Path, capsys: Capture
+) -> None:
+    message = refused(capsys, train(tmp_path / "run", "--resilient"))
+    assert "pcomm train --resilient: --ranks 1\nWhen the only rank dies" in message
+
+
 def test_ranks_inside_a_launcher(
     train: Callable[..., int], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

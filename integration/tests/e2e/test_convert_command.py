@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,16 @@ def test_what_cannot_be_converted(
     assert "a file" in refused(capsys, run, "--out", tmp_path / "file")
     assert not out.exists()
     assert not list(tmp_path.glob("*.partial"))
+    before = sorted(directory.rglob("*"))
+    assert "a folder with config.json" in refused(capsys, directory, "--out", directory)
+    assert sorted(directory.rglob("*")) == before
+    # As earlier versions have made one of it.
+    both = shutil.copytree(directory, tmp_path / "both")
+    for name in ("config.toml", "checkpoints"):
+        (both / name).symlink_to(run / name)
+    assert "checkpoints of a run, and config.json" in refused(capsys, both, "--out", out)
+    assert main(["generate", str(both)]) == 2
+    assert "checkpoints of a run, and config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("-inf")])

@@ -274,7 +274,16 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"model {tmp_path}: neither a checkpoint" in refused(capsys, tmp_path)
     absent = tmp_path / "absent"
-    assert f"model {absent}: no such folder" in refused(capsys, absent)
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    for path, found in (
+        (absent, "no such folder"),
+        (Path("HuggingFaceTB/SmolLM2-135M"), "no such folder"),
+        (tmp_path / "tiny.gguf", "a file"),
+    ):
+        message = refused(capsys, path)
+        assert f"model {path}: {found}" in message
+        assert "hf download NAME --local-dir DIR" in message
+        assert "GGUF is not read" in message
 
 
 @pytest.mark.parametrize(
@@ -283,7 +292,6 @@ def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("--max-tokens", "0"),
         ("--temperature", "-1"),
         ("--temperature", "nan"),
-        ("--seed", "-1"),
         ("--top-k", "-1"),
         ("--ranks", "0"),
         ("--top-p", "0.0"),
@@ -297,6 +305,18 @@ def test_numbers_out_of_range(
     run: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
 ) -> None:
     assert f"pcomm generate {option} {value}" in refused(capsys, run, f"{option}={value}")
+
+
+def test_a_prompt_that_fills_the_context_is_refused_and_a_text_ends_with_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is 2,048 tokens where training saw fewer; with a seed as `SamplingParams` takes it."""
+    ids = ",".join(["5"] * 2047)
+    assert main(["generate", str(run), "--prompt-ids", ids, "--json", "--seed=-1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_tokens"] == 1
+    message = refused(capsys, run, f"--prompt-ids={ids},5")
+    assert "prompt: 2048 tokens, and a context of 2048" in message
 
 
 def test_a_seed_that_no_generator_takes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -317,9 +317,10 @@ def test_other_models_and_paths_are_not_found(hybrid: Live) -> None:
     (card,) = hybrid.client.models.list().data
     assert (card.id, card.max_model_len) == ("tiny", CONTEXT)
     assert hybrid.client.models.retrieve("tiny").id == "tiny"
-    missing = httpx.get(f"{hybrid.server.url}/v1/embeddings")
-    assert missing.status_code == 404
-    assert missing.json()["error"]["code"] == "not_found"
+    for path in ("embeddings", "completions/"):
+        missing = httpx.post(f"{hybrid.server.url}/v1/{path}", json={})
+        assert missing.status_code == 404
+        assert missing.json()["error"]["code"] == "not_found"
 
 
 def test_a_schema_that_cannot_compile_is_that_requests_error(hybrid: Live) -> None:

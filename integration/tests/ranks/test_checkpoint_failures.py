@@ -177,7 +177,7 @@ def test_another_corpus_is_refused_and_the_run_goes_on_with_its_own(
     before = contents(copied)
     # The first rank reads the text, and so finds it.
     kind = PeerError if rank else ConfigError
-    with pytest.raises(kind, match=r"data.fingerprint was '\w+' and is '\w+'"):
+    with pytest.raises(kind, match=r"the text of data.path.* was '\w+' and is '\w+'"):
         train(copied, f"data.path=['{finished}/text/other.jsonl']")
     # The other rank may look while the first still has its lock there.
     assert rank or contents(copied) == before

@@ -16,6 +16,7 @@ import pytest
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.process import interrupts, rank_session
 from pcomm.inference import SamplingParams
+from pcomm.inference.engine import engine as engine_module
 from pcomm.integration.llm import LLM, caller, engine_on_ranks, open_requests
 from pcomm.integration.llm import llm as llm_module
 from pcomm.integration.testing.tiny_runs import tiny_run
@@ -65,6 +66,7 @@ class CtrlC:
             engine_on_ranks,
             rank_session,
             interrupts,
+            engine_module,
         )
     )
 
@@ -112,6 +114,26 @@ def test_a_ctrl_c_at_any_call_costs_another_stream_no_token_and_repeats_none(
         if not was_interrupted:
             break
         num_interrupts += 1
+    assert num_interrupts > 5
+
+
+def test_a_ctrl_c_within_generate_leaves_the_llm_as_it_was(llm: LLM) -> None:
+    expected = [one.token_ids for one in llm.generate(["word1", "word2"], SHORT)]
+    num_interrupts = 0
+    for place in range(1, 10**4, 29):
+        ctrl_c = CtrlC(place)
+        sys.setprofile(ctrl_c)
+        try:
+            found = llm.generate(["word1", "word2"], SHORT)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+            found = llm.generate(["word1", "word2"], SHORT)
+        finally:
+            sys.setprofile(None)
+        assert (place, [one.token_ids for one in found]) == (place, expected)
+        assert is_idle(llm)
+        if ctrl_c.left > 0:
+            break
     assert num_interrupts > 5
 
 

@@ -59,7 +59,7 @@ def test_another_text_is_refused_before_the_folder_changes(
     run = tmp_path / "run"
     run_words(text, run)
     before = contents(run)
-    with pytest.raises(ConfigError, match=r"data.fingerprint was '\w+' and is '\w+'"):
+    with pytest.raises(ConfigError, match=r"the text of data.path.* was '\w+' and is '\w+'"):
         run_words(other, run, "train.steps=6")
     assert contents(run) == before
     assert run_words(text, run, "train.steps=5").steps == 5

@@ -228,7 +228,9 @@ def test_the_pattern_repeats():
         (["parallel.tp=2", "model.mlp_width=65"], 2, ConfigError, ["mlp_width is 65"]),
         (["parallel.tp=2", "data.vocabulary=321"], 2, ConfigError, ["vocabulary is 321"]),
         (["train.global_batch_tokens=100"], 1, ConfigError, ["100", "sequence_length is 32"]),
-        ([], 3, ConfigError, ["number of rows of 32 tokens is 8", "parallel.dp is 3"]),
+        ([], 3, ConfigError, ["rows of 32 tokens is 8", "parallel.dp is 3", "to 192 or 288,"]),
+        ([], 500, ConfigError, ["parallel.dp is 500", "train.global_batch_tokens to 16000,"]),
+        (["parallel.tp=2"], 1, TopologyError, ["tp 2, cp 1 for 1 ranks", "such as --ranks 2"]),
         (["train.micro_batch_tokens=48"], 1, ConfigError, ["micro_batch_tokens is 48", "is 32"]),
         (["train.micro_batch_tokens=96"], 1, ConfigError, ["is 256", "micro_batch_tokens is 96"]),
         (

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pcomm.core.errors import ConfigError
 from pcomm.integration.data.batches import TrainBatches, evaluation_batches
 from pcomm.integration.data.document_order import DocumentOrder
-from pcomm.integration.data.packing import IGNORE, Batch
+from pcomm.integration.data.packing import IGNORE, Batch, Segment, pack
 from pcomm.integration.data.row_order import RowOrder
 from pcomm.integration.data.token_cache import TokenCorpus
 
@@ -326,3 +326,11 @@ def test_an_empty_held_out_split_gives_no_batch():
 def test_evaluation_batches_are_whole_rows():
     with pytest.raises(ConfigError, match="12, which is no multiple of 8"):
         next(evaluation_batches(_corpus([9]), sequence_length=8, batch_tokens=12))
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_an_id_that_the_vocabulary_does_not_have_is_named(place: int) -> None:
+    corpus = _corpus([4])
+    corpus.tokens[place] = 60_000
+    with pytest.raises(ConfigError, match="the id 60000, and a vocabulary of 5"):
+        pack(corpus, [Segment(0, 4, ends_document=True)])

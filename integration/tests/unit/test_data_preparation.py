@@ -140,8 +140,22 @@ def test_another_text_key_is_another_corpus(tmp_path):
             (run / "tokenizer.json").read_text(encoding="utf-8") + "\n"
         ),
         lambda run: np.save(run / "data" / "train_offsets.npy", np.array([0, 3])),
+        lambda run: _flip(run / "data" / "train_offsets.npy", 20, 16),
+        lambda run: np.save(run / "data" / "train_tokens.npy", np.zeros(4)),
     ],
-    ids=["gone", "torn", "empty", "json", "keys", "manifest", "tokenizer", "other", "offsets"],
+    ids=[
+        "gone",
+        "torn",
+        "empty",
+        "json",
+        "keys",
+        "manifest",
+        "tokenizer",
+        "other",
+        "offsets",
+        "header",
+        "dtype",
+    ],
 )
 def test_damage_is_an_error_to_open_and_repaired_to_prepare(data, tmp_path, damage):
     run_dir = tmp_path / "run"
@@ -153,6 +167,44 @@ def test_damage_is_an_error_to_open_and_repaired_to_prepare(data, tmp_path, dama
     again = prepare(data, run_dir)
     assert again.train.tokens.tolist() == expected
     assert again.fingerprint == first.fingerprint
+
+
+def _flip(path, place, bit):
+    content = bytearray(path.read_bytes())
+    content[place] ^= bit
+    path.write_bytes(content)
+
+
+def _change(path, place, value):
+    array = np.load(path)
+    array[place] = value
+    np.save(path, array)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("train_tokens.npy", lambda path: _change(path, 5, 7)),
+        ("train_tokens.npy", lambda path: _change(path, 5, 60_000)),
+        ("held_out_tokens.npy", lambda path: _flip(path, -1, 1)),
+        ("train_offsets.npy", lambda path: _change(path, 0, 3)),
+    ],
+    ids=["another id", "no id", "bit", "offset"],
+)
+def test_tokens_that_only_their_checksum_betrays_are_made_anew_and_it_is_said(
+    data, tmp_path, caplog, name, damage
+):
+    run_dir = tmp_path / "run"
+    prepare(data, run_dir)
+    expected = _snapshot(run_dir)
+    damage(run_dir / "data" / name)
+    prepare(data, run_dir, keep_tokenizer=True)
+    (said,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert f"{name}: another checksum; the tokens are made anew" in said
+    again = _snapshot(run_dir)
+    assert {path: content for path, (content, _) in again.items()} == {
+        path: content for path, (content, _) in expected.items()
+    }
 
 
 def test_splits_that_were_exchanged_are_noticed(data, tmp_path):
@@ -267,6 +319,22 @@ def test_a_corpus_without_text_is_an_error_that_leaves_nothing(tmp_path):
     with pytest.raises(ConfigError, match="1 documents in 1 files, and no text"):
         prepare(DataConfig(path=(str(tmp_path / "a.txt"),)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("number", "has_more"), [(1, False), (20, False), (21, True)])
+def test_all_files_that_cannot_be_read_are_told_at_once(data, tmp_path, number, has_more):
+    for place in range(number):
+        (tmp_path / "corpus" / f"{place}.txt").write_bytes("süß".encode("latin1"))
+    (tmp_path / "corpus" / "0.txt").write_bytes("süß".encode("utf-16"))
+    with pytest.raises(ConfigError) as raised:
+        prepare(data, tmp_path / "run")
+    message = str(raised.value)
+    assert "0.txt: the byte order mark of UTF-16" in message
+    assert "iconv -f utf-16 -t utf-8 0.txt" in message
+    if number > 1:
+        assert f"{number} of 30 files that cannot be read" in message
+        assert message.count("txt: the byte 0xfc in line 1") == 19
+    assert ("and 1 more" in message) == has_more
 
 
 @pytest.mark.parametrize("lines", [1, 3], ids=["shrinks", "grows"])

@@ -80,14 +80,16 @@ def test_the_hash_sees_names_and_bytes_but_not_where_the_corpus_lies(tmp_path):
         ("*.text", ["*.text", "a pattern that matches no file"]),
         ("no/a.txt", ["no such file", "no folder"]),
         (".", ["a folder", '/**/*.txt"]']),
-        ("table.csv", ["'.csv'", ".txt, .jsonl, .parquet"]),
+        ("table.csv", ["a file that ends in '.csv'", ".txt, .jsonl, .parquet"]),
+        ("*.[cm]*", ["3 files with other endings: 2 in '.md', 1 in '.csv'"]),
         ("a" * 5000, ["File name too long", "cannot be looked up"]),
         ("a" * 5000 + "*", ["File name too long", "cannot be looked up"]),
     ],
 )
 def test_paths_that_do_not_serve(tmp_path, pattern, parts):
     _write(tmp_path / "present.txt", "text")
-    _write(tmp_path / "table.csv", "1,2")
+    for name in ("table.csv", "one.md", "two.md"):
+        _write(tmp_path / name, "1,2")
     with pytest.raises(ConfigError) as raised:
         _documents(tmp_path / pattern)
     for part in ["data.path", *parts]:
@@ -115,7 +117,10 @@ def test_an_unreadable_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "parts"),
     [
-        ("a.txt", b"fine\nnot \xff fine", ["0xff in line 2", "iconv"]),
+        ("a.txt", b"fine\nnot \xff fine", ["0xff in line 2", "iconv -f latin1"]),
+        ("a.txt", "text".encode("utf-16"), ["mark of UTF-16", "iconv -f utf-16 -t utf-8 a.txt"]),
+        ("a.txt", b"\xfe\xff" + "text".encode("utf-16-be"), ["mark of UTF-16"]),
+        ("a.txt", "text".encode("utf-32"), ["mark of UTF-32", "iconv -f utf-32 -t utf-8 a.txt"]),
         ("a.jsonl", '{"text": "x"}\n{"text": "y"', ["line 2", "no JSON"]),
         ("a.jsonl", b'{"text": "\xff"}', ["line 1", "no JSON"]),
         ("a.jsonl", "[" * 100_000, ["line 1", "no JSON"]),

@@ -302,8 +302,10 @@ def test_an_infinity_of_the_file_is_a_weight_and_nan_is_none(folder: Path) -> No
 
 
 def test_a_tokenizer_that_is_missing_or_damaged(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json") as raised:
         read_tokenizer(open_directory(folder))
+    # Which are refused as well.
+    assert "token ids" not in raised.value.fix
     (folder / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(ConfigError, match=r"tokenizer\.json: "):
         read_tokenizer(open_directory(folder))
@@ -317,3 +319,9 @@ def test_files_stay_closed_after_an_error(folder: Path) -> None:
         with pytest.raises(PcommError):
             load_model(folder)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_byte_order_mark_before_json_is_no_damage(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_model(folder).vocabulary

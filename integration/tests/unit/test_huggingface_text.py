@@ -60,6 +60,10 @@ CHATS: dict[str, list[dict[str, Any]]] = {
         {"role": "assistant", "content": "Hello", "reasoning": "greet"},
         {"role": "user", "content": "Bye"},
     ],
+    "nothing said": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "reasoning": None, "thinking": "so"},
+    ],
     "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}],
 }
 TEMPLATES = {

@@ -134,6 +134,33 @@ def test_a_prompt_that_cannot_be_continued_leaves_nothing_behind(
     assert (llm.stats().running, llm.stats().waiting) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(None), "LLM: prompt: None, a NoneType"),
+        (lambda llm: llm.generate([None]), "LLM: prompt: None, a NoneType"),
+        (lambda llm: llm.generate(3), "LLM: prompt: 3, a int"),
+        (lambda llm: llm.generate(b"a"), "LLM: prompt: b.a., a bytes"),
+        (lambda llm: llm.generate(torch.tensor([1, 2])), "a Tensor"),
+        (lambda llm: llm.generate(["a", b"b"]), "LLM: prompt: b'b', a bytes"),
+        (lambda llm: llm.generate("a", {"max_tokens": 3}), "LLM: params: .*, a dict"),
+        (lambda llm: llm.generate(["a"], ["b"]), "LLM: params: 'b', a str"),
+        (lambda llm: next(llm.stream("a", 5)), "LLM: params: 5, a int"),
+        (lambda llm: llm.chat("hi"), "LLM.chat: messages: hi\n"),
+        (lambda llm: llm.chat([]), r"LLM.chat: messages: \[\]\n"),
+        (lambda llm: llm.chat(["hi"]), "LLM.chat: messages: message 0: 'hi'"),
+        (lambda llm: llm.chat([{"role": 3}]), "message 0: {'role': 3}"),
+        (lambda llm: llm.chat([{"role": "user", "content": 3}]), "message 0: {'role'"),
+        (lambda llm: llm.chat([{"role": "user", "content": "a"}], {}), "LLM: params: {}, a dict"),
+    ],
+)
+def test_what_is_no_prompt_or_setting_is_an_error_of_ours(
+    call: Callable[[LLM], object], message: str, llm: LLM
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(llm)
+
+
 def test_bad_arguments_name_the_argument(run: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a checkpoint of a run"):
         LLM(tmp_path)

@@ -9,6 +9,7 @@ import math
 import sys
 
 import pytest
+import torch
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.metrics import tensorboard
@@ -18,6 +19,7 @@ from pcomm.integration.metrics.plot import plot_loss
 from pcomm.integration.metrics.progress import ProgressSink, duration
 from pcomm.integration.metrics.run_sinks import open_sinks
 from pcomm.integration.metrics.sink import SinkGroup
+from pcomm.integration.train.memory import memory_mib
 
 
 class Recorder:
@@ -101,6 +103,25 @@ def test_a_resumed_run_without_rows_starts_an_empty_file(tmp_path):
     assert read_rows(tmp_path / "metrics.jsonl") == []
 
 
+@pytest.mark.parametrize(
+    ("content", "missing"),
+    [
+        (None, 3),
+        ('{"step": 1, "loss": 1}\n{"step": 2, "lo', 2),
+        ('{"step": 1, "loss": 1}\n{"step": 2, "bits_per_byte": 1}\n{"step": 3, "loss": 1}\n', 1),
+        ('{"step": 1, "loss": 1}\n{"step": 2, "loss": null}\n{"step": 3, "loss": 1}\n{"st', 0),
+    ],
+)
+def test_rows_that_are_gone_are_told(tmp_path, caplog, content, missing):
+    path = tmp_path / "metrics.jsonl"
+    if content is not None:
+        path.write_text(content)
+    JsonLinesSink(path, keep_through=3).close()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (1 if missing else 0)
+    assert all(f"has no rows of {missing} of the 3 steps" in one for one in said)
+
+
 @pytest.mark.parametrize("line", ["{", "[]", '{"loss": 1}', '{"step": "1"}', ""])
 def test_a_damaged_row_is_named_and_nothing_is_lost(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
@@ -126,9 +147,9 @@ def test_a_terminal_gets_one_line_that_is_rewritten():
     sink.write(_row(2, 6.5, tokens_per_s=99.0, memory_mib=9.0))
     sink.close()
     _, first, second = stream.getvalue().split("\r")
-    assert first == "step   1/100  loss 7.123  12,346 tokens/s  ETA 3:18  512 MiB"
+    assert first == "step   1/100  loss 7.123  12,346 tokens/s  ETA 3:18  512 MiB in use"
     assert second.rstrip() == (
-        "step   2/100  loss 6.500  held-out 4.568 bits/byte  99 tokens/s  ETA 3:16  9 MiB"
+        "step   2/100  loss 6.500  held-out 4.568 bits/byte  99 tokens/s  ETA 3:16  9 MiB in use"
     )
     assert second.endswith("\n")
 
@@ -241,3 +262,17 @@ def test_the_picture_shows_loss_and_bits_per_byte(tmp_path, monkeypatch):
     # Nothing, the loss, and the bits per byte each change the picture; a gap does not.
     assert len(set(pictures[:3])) == 3
     assert pictures[2] == pictures[3]
+
+
+def test_memory_in_use_is_that_of_what_is_alive_however_it_was_fragmented():
+    """Small blocks stay with the process once they are free: the last one holds the heap's end."""
+    device, block = torch.device("cpu"), 64 * 2**10
+    before = memory_mib(device)
+    blocks = [torch.zeros(block, dtype=torch.uint8) for _ in range(1024)]
+    full = memory_mib(device)
+    last = blocks.pop()
+    blocks.clear()
+    after = memory_mib(device)
+    assert full - before == pytest.approx(64, abs=4)
+    assert after - before == pytest.approx(0, abs=4)
+    assert last.numel() == block

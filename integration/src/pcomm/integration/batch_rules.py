@@ -23,12 +23,17 @@ def resolve_batch(train: TrainConfig, parallel: ResolvedParallel) -> ResolvedTra
         ConfigError: Rows, replicas, micro-batches and the ranks that share tokens do not divide.
     """
     rows = _rows(train)
-    must_divide(
-        "train.global_batch_tokens",
-        (f"its number of rows of {train.sequence_length} tokens", rows),
-        ("parallel.dp", parallel.dp),
-        "Each data-parallel replica takes as many rows of the batch.",
-    )
+    if rows % parallel.dp:
+        step = parallel.dp * train.sequence_length
+        down = train.global_batch_tokens // step * step
+        nearest = f"{down} or {down + step}" if down else f"{step}"
+        raise ConfigError(
+            "train.global_batch_tokens",
+            found=f"its number of rows of {train.sequence_length} tokens is {rows}, parallel.dp "
+            f"is {parallel.dp}, and {rows} is no multiple of {parallel.dp}",
+            why="Each data-parallel replica takes as many rows of the batch.",
+            fix=f"Set train.global_batch_tokens to {nearest}, or start another number of ranks.",
+        )
     local = train.global_batch_tokens // parallel.dp
     resolved = _with_micro_batches(train, local)
     micro = resolved.micro_batch_tokens

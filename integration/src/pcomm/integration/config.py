@@ -25,7 +25,14 @@ from pydantic import (
     PositiveInt,
 )
 
-from pcomm.integration.config_errors import INT64, UNICODE, attribute_of, listed, section
+from pcomm.integration.config_errors import (
+    INT64,
+    UNICODE,
+    attribute_of,
+    listed,
+    one_or_listed,
+    section,
+)
 
 __all__ = [
     "SECTIONS",
@@ -290,8 +297,9 @@ class TrainConfig:
 class DataConfig:
     """Which text is learnt, and how it becomes tokens."""
 
-    path: Annotated[tuple[Text, ...], BeforeValidator(listed)] = ()
-    """Files or globs: .txt, .jsonl, .parquet. Empty: the source of Python's own library."""
+    path: Annotated[tuple[Text, ...], BeforeValidator(one_or_listed)] = ()
+    """Files or globs: .txt, .jsonl, .parquet; one alone needs no list. Empty: the source of
+    Python's own library."""
 
     text_key: Text = "text"
     """Key of the text in a .jsonl line, column in a .parquet file."""

@@ -22,6 +22,7 @@ __all__ = [
     "attribute_of",
     "listed",
     "must_divide",
+    "one_or_listed",
     "section",
     "shown",
     "toml_value",
@@ -93,6 +94,11 @@ INT64 = AfterValidator(_int64)
 def listed(value: object) -> object:
     """A list as a tuple, anything else as it is: a set would differ in order between ranks."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def one_or_listed(value: object) -> object:
+    """A text that is not empty as a list of it; anything else as `listed` has it."""
+    return (value,) if isinstance(value, str) and value else listed(value)
 
 
 def shown(value: object) -> str:

@@ -88,8 +88,8 @@ def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedPara
             found=f"{named} for {world_size} ranks",
             why="Each rank has one place in the grid, so dp x tp x cp must equal the number of "
             'ranks, and with dp = "auto" the ranks must be a multiple of tp x cp.',
-            fix=f'Start a multiple of {others} ranks and set parallel.dp = "auto", or change '
-            "parallel.tp or parallel.cp.",
+            fix=f"Start a multiple of {others} ranks, such as --ranks {others}, and set "
+            'parallel.dp = "auto", or change parallel.tp or parallel.cp.',
         )
     if parallel.data == "replicate" and parallel.zero != ParallelConfig().zero:
         raise ConfigError(

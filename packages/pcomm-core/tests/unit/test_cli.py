@@ -204,9 +204,9 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "  doctor " in shown
-    assert "  echo " in shown
+    assert "  echo      prints a word  (" in shown
     assert cli.main([]) == 2
-    assert "  echo " in capsys.readouterr().err
+    assert "  echo      prints a word  (" in capsys.readouterr().err
     assert cli.main(["echo", "--help"]) == 0
     assert "usage: pcomm echo" in capsys.readouterr().out
 
@@ -216,6 +216,8 @@ def test_a_wrong_option_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["echo", "hello", "--loud"]) == 2
     assert cli.main(["--loud", "echo", "hello"]) == 2
     assert "unrecognized arguments: --loud" in capsys.readouterr().err
+    assert cli.main(["echo", "hello", "--debgu=1"]) == 2
+    assert "unrecognized arguments: --debgu=1; did you mean --debug?" in capsys.readouterr().err
 
 
 def test_help_and_the_errors_of_a_command_line_need_no_torch() -> None:

@@ -55,6 +55,46 @@ def test_a_second_ctrl_c_ends_a_block_that_hangs() -> None:
     assert done == ["first"]
 
 
+@pytest.mark.parametrize("comes", ["before", "within", "after"])
+def test_a_call_that_hears_signals_is_cut_short_and_the_rest_is_not(comes: str) -> None:
+    done = []
+
+    def call() -> None:
+        done.append("call")
+        if comes == "within":
+            interrupt()
+            done.append("went on")
+
+    def block() -> None:
+        with deferred_interrupt() as deferral:
+            if comes == "before":
+                interrupt()
+            done.append("before")
+            try:
+                deferral.heard(call)
+            finally:
+                if comes == "after":
+                    interrupt()
+                done.append("after")
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert done == ["before", *(["call"] if comes != "before" else []), "after"]
+
+
+def test_a_call_hears_nothing_within_another_block() -> None:
+    done = []
+
+    def nested() -> None:
+        with deferred_interrupt(), deferred_interrupt() as deferral:
+            deferral.heard(interrupt)
+            done.append("inner")
+
+    with pytest.raises(KeyboardInterrupt):
+        nested()
+    assert done == ["inner"]
+
+
 def test_an_error_of_the_block_does_not_take_the_ctrl_c_with_it() -> None:
     def failing() -> None:
         with deferred_interrupt():

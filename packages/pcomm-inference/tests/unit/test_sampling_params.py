@@ -28,7 +28,7 @@ WRONG = {
         *({1: 1.001e6}, {1: -1.001e6}, {0: 1.0, 5: 1e39}),
     ],
     "json_schema": [{}, True, b"{}"],
-    "regex": [1, b"a"],
+    "regex": [1, b"a", "\ud800"],
 }
 RIGHT = {
     "temperature": [0, 5e-324, 1e308, 1],

@@ -217,7 +217,8 @@ def test_a_request_goes_to_another_process_without_its_compiled_grammar(compiler
     ("settings", "reason"),
     [
         ({"json_schema": "{bad"}, "no JSON.*line 1 column 2"),
-        ({"json_schema": "[" * 60_000}, "no JSON"),
+        ({"json_schema": "[" * 60_000}, "nested too deep"),
+        ({"json_schema": '{"$ref": "#"}'}, "no text satisfies it"),
         ({"json_schema": "[]"}, "object or boolean"),
         ({"json_schema": '{"type": "foo"}'}, "Invalid type: foo"),
         ({"json_schema": '{"$ref": "#/nothing"}'}, "does not exist"),
@@ -277,10 +278,10 @@ def test_a_schema_has_at_most_64_kib(compiler) -> None:
             assert compiler.compile(SamplingParams(json_schema=text)) is not None
 
 
-def test_an_error_on_the_way_is_one_line_of_the_parser(compiler) -> None:
-    state = compiler.compile(SamplingParams(json_schema='{"$ref": "#"}')).begin()
+def test_an_error_on_the_way_is_one_line_of_the_parser(compiler, tokens) -> None:
+    state = compiler.compile(SamplingParams(regex="ab")).begin()
     with pytest.raises(UnsupportedError) as caught:
-        state.allowed_words()
+        state.accept(tokens.encode("c")[0])
     assert len(str(caught.value).splitlines()) == 3
 
 

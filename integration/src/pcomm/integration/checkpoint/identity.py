@@ -14,6 +14,8 @@ __all__ = ["check_same_run", "identity_of"]
 # What decides the weights and the batches. The rest (length of the run, learning rate, parallel
 # sizes, precision, evaluation, checkpoints) may change between one start and the next.
 _TRAIN = ("seed", "sequence_length", "global_batch_tokens")
+# What no key of the configuration is called.
+_WORDS = {"data.fingerprint": "the text of data.path, or its split (a hash of both)"}
 
 
 def identity_of(config: Config, corpus: str | None = None) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     """
     saved = _with_newer_keys(_keys(checkpoint.state().get("identity")))
     differences = [
-        f"{key} was {saved.get(key)!r} and is {value!r}"
+        f"{_WORDS.get(key, key)} was {saved.get(key)!r} and is {value!r}"
         for key, value in _keys(identity).items()
         # What was converted has seen no batch yet, so it says nothing of them.
         if saved.get(key) != value and (checkpoint.step or key in saved)

@@ -69,7 +69,8 @@ class GenerateCommand:
         _check("--temperature", arguments.temperature, minimum=0)
         _check("--top-k", arguments.top_k, minimum=0)
         _check("--ranks", arguments.ranks, minimum=1)
-        _check("--seed", arguments.seed, minimum=0, below=2**63)
+        # As SamplingParams has it.
+        _check("--seed", arguments.seed, minimum=-(2**63), below=2**64)
         if not 0 < arguments.top_p <= 1:
             raise ConfigError(
                 f"pcomm generate --top-p {arguments.top_p}",

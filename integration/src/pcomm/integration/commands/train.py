@@ -151,6 +151,10 @@ def _check_resilient(arguments: argparse.Namespace) -> None:
         found = f"--join with {given}"
         why = "A rank that comes back trains what the others train: the launcher tells it."
         fix = f"Leave {given} away; a run with other settings is started with --ranks N."
+    elif arguments.resilient and not joins and arguments.ranks < 2:
+        found = f"--ranks {arguments.ranks}"
+        why = "When the only rank dies, none is left to go on."
+        fix = "Start at least two, with --ranks N, or leave --resilient away."
     elif arguments.resilient and arguments.trace is not None:
         found = "--trace"
         why = "All ranks give their events at the end, and a rank that has died has none to give."

@@ -18,7 +18,7 @@ from pcomm.core.errors import ConfigError
 from pcomm.integration.atomic_file import atomic_write
 from pcomm.integration.config import DataConfig
 from pcomm.integration.data.documents import SourceFile
-from pcomm.integration.data.manifest import Manifest, hash_of
+from pcomm.integration.data.manifest import Manifest, checksums_of, hash_of
 from pcomm.integration.data.split import cut_text, held_out_mask
 from pcomm.integration.data.token_cache import write_tokens
 from pcomm.integration.data.tokenizer import BytePairTokenizer, train_tokenizer
@@ -31,6 +31,8 @@ _log = logging.getLogger("pcomm.train")
 # Characters that are encoded at once: enough for all cores, little enough for any memory.
 _CHUNK_CHARACTERS = 1 << 20
 _SAY_S = 5.0
+# Files that an error lists.
+_LISTED = 20
 _BUILDING, _REPLACED = "data.building", "data.replaced"
 
 
@@ -142,6 +144,7 @@ def _write(
         train_tokens=train.offsets[-1],
         held_out_documents=len(evaluation.offsets) - 1,
         held_out_tokens=evaluation.offsets[-1],
+        checksums=checksums_of(folder),
     )
     with atomic_write(folder / "manifest.json") as file:
         file.write(json.dumps(asdict(manifest), indent=2).encode() + b"\n")
@@ -196,12 +199,18 @@ def _survey(files: Sequence[SourceFile]) -> tuple[list[str], int]:
     """The keys of the documents with text, and the number of those without."""
     keys: list[str] = []
     num_empty = 0
+    errors: list[ConfigError] = []
     for file in files:
-        for document in file.documents():
-            if document.text.strip():
-                keys.append(document.key)
-            else:
-                num_empty += 1
+        try:
+            for document in file.documents():
+                if document.text.strip():
+                    keys.append(document.key)
+                else:
+                    num_empty += 1
+        except ConfigError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0] if len(errors) == 1 else _all_of(errors, len(files))
     if not keys:
         raise ConfigError(
             "data.path",
@@ -210,6 +219,20 @@ def _survey(files: Sequence[SourceFile]) -> tuple[list[str], int]:
             fix="Name files with text in them.",
         )
     return keys, num_empty
+
+
+def _all_of(errors: Sequence[ConfigError], num_files: int) -> ConfigError:
+    """One error for all files that cannot be read, of which it lists the first."""
+    shown = errors[:_LISTED]
+    lines = [f"{error.asked.removeprefix('data.path: ')}: {error.found}" for error in shown]
+    if len(errors) > len(shown):
+        lines.append(f"and {len(errors) - len(shown)} more")
+    return ConfigError(
+        "data.path",
+        found="\n".join([f"{len(errors)} of {num_files} files that cannot be read", *lines]),
+        why="\n".join(dict.fromkeys(error.why for error in shown)),
+        fix="\n".join(dict.fromkeys(error.fix for error in shown)),
+    )
 
 
 def _chunks(texts: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:

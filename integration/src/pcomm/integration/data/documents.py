@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 from collections.abc import Iterator
@@ -10,6 +11,14 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from pcomm.core.errors import ConfigError
+
+# What a text begins with that an editor saved in another encoding; the longer ones come first.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 
 __all__ = ["Document", "SourceFile", "checked_text", "decode", "open_file"]
 
@@ -82,11 +91,17 @@ def decode(content: bytes, path: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
+        marked = next((name for mark, name in _MARKS.items() if content.startswith(mark)), None)
+        found = f"the byte 0x{content[error.start]:02x} in line {line}, which is no UTF-8"
+        fix = f"Convert it, for example with `iconv -f latin1 -t utf-8 {path.name}`."
+        if marked is not None:
+            found = f"the byte order mark of {marked}, which is no UTF-8"
+            fix = f"Convert it with `iconv -f {marked.lower()} -t utf-8 {path.name}`."
         raise ConfigError(
             f"data.path: {path}",
-            found=f"the byte 0x{content[error.start]:02x} in line {line}, which is no UTF-8",
+            found=found,
             why="Text is read as UTF-8, and a guess at another encoding would train on garbage.",
-            fix=f"Convert it, for example with `iconv -f latin1 -t utf-8 {path.name}`.",
+            fix=fix,
         ) from error
 
 

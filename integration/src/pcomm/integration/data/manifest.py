@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["Manifest", "hash_of", "read_manifest", "unusable"]
+__all__ = ["Manifest", "check_files", "checksums_of", "hash_of", "read_manifest", "unusable"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Manifest:
         train_tokens: Their tokens.
         held_out_documents: Documents that are held out.
         held_out_tokens: Their tokens.
+        checksums: Hash of each file of tokens, by its name.
     """
 
     sources: str
@@ -35,6 +37,7 @@ class Manifest:
     train_tokens: int
     held_out_documents: int
     held_out_tokens: int
+    checksums: Mapping[str, str]
 
 
 def hash_of(content: bytes) -> str:
@@ -50,11 +53,37 @@ def read_manifest(run_dir: Path) -> Manifest:
     """
     path = run_dir / "data" / "manifest.json"
     try:
-        return Manifest(**json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Manifest(**{**content, "checksums": dict(content["checksums"])})
     except OSError as error:
         raise unusable(run_dir, f"{path.name}: {error.strerror or error}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise unusable(run_dir, f"{path.name}: {error}") from error
+
+
+def checksums_of(folder: Path) -> dict[str, str]:
+    """Hashes of the arrays in a folder, by the names of their files."""
+    found = {}
+    for path in sorted(folder.glob("*.npy")):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+        found[path.name] = digest.hexdigest()
+    return found
+
+
+def check_files(run_dir: Path, manifest: Manifest) -> None:
+    """Compare the files of tokens with their checksums. Local; reads all of them.
+
+    Raises:
+        ConfigError: A file is not as it was written.
+    """
+    try:
+        found = checksums_of(run_dir / "data")
+    except OSError as error:
+        raise unusable(run_dir, str(error)) from error
+    if found != manifest.checksums:
+        names = [name for name, digest in found.items() if manifest.checksums.get(name) != digest]
+        raise unusable(run_dir, f"{', '.join(names) or 'a missing file'}: another checksum")
 
 
 def unusable(run_dir: Path, found: str) -> ConfigError:

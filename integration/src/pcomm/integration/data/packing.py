@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pcomm.core.errors import ConfigError
 from pcomm.integration.data.token_cache import TokenCorpus
 
 __all__ = ["IGNORE", "PADDING", "Batch", "Segment", "pack", "padded"]
@@ -55,7 +56,11 @@ class Batch:
 
 
 def pack(corpus: TokenCorpus, segments: Sequence[Segment]) -> Batch:
-    """The batch that consists of `segments`, one after the other."""
+    """The batch that consists of `segments`, one after the other.
+
+    Raises:
+        ConfigError: A token is none of the vocabulary: its file has been damaged.
+    """
     cu_seqlens = [0]
     for segment in segments:
         cu_seqlens.append(cu_seqlens[-1] + segment.length)
@@ -69,6 +74,14 @@ def pack(corpus: TokenCorpus, segments: Sequence[Segment]) -> Batch:
         # A document that goes on in the next row gives this row its last target as well.
         known = segment.length - 1 if segment.ends_document else segment.length
         targets[begin : begin + known] = corpus.tokens[segment.start + 1 : stop + 1][:known]
+    num_ids = len(corpus.bytes_per_id)
+    if (largest := max(tokens.max(initial=0), targets.max(initial=0))) >= num_ids:
+        raise ConfigError(
+            "tokens of the run",
+            found=f"the id {largest}, and a vocabulary of {num_ids}",
+            why="The file of the tokens has changed since it was written.",
+            fix="Start the run again: its first rank compares the files with their checksums.",
+        )
     predicted = targets[targets != IGNORE]
     return Batch(
         tokens=tokens,

@@ -7,6 +7,7 @@ call that fails or is interrupted changes nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,15 @@ from pathlib import Path
 from pcomm.core.errors import ConfigError
 from pcomm.integration.config import DataConfig
 from pcomm.integration.data.building import Built, build
-from pcomm.integration.data.manifest import hash_of, read_manifest, unusable
+from pcomm.integration.data.manifest import check_files, hash_of, read_manifest, unusable
 from pcomm.integration.data.sources import content_hash, find_files
 from pcomm.integration.data.token_cache import TokenCorpus, open_tokens
 from pcomm.integration.data.tokenizer import BytePairTokenizer, load_tokenizer
 from pcomm.integration.huggingface.run_files import has_directory
 
 __all__ = ["Prepared", "build_beside", "open_prepared", "prepare"]
+
+_log = logging.getLogger("pcomm.train")
 
 # Part of the fingerprint: raise it when the same files would give other tokens.
 _FORMAT = 2
@@ -72,7 +75,8 @@ def build_beside(
             encoded, and raises if that is of no use.
 
     Returns:
-        What was built; None if the tokens that are there are the same.
+        What was built; None if the tokens that are there are the same, and undamaged by their
+        checksums.
 
     Raises:
         ConfigError: The files, the split or the kept tokenizer cannot be used; see `find_files`,
@@ -91,11 +95,14 @@ def build_beside(
     # Tokens of a tokenizer that came with a model are of no use to a run that begins without one.
     is_own = keep_tokenizer or not has_directory(run_dir)
     try:
-        if is_own and read_manifest(run_dir).sources == sources:
+        if is_own and (manifest := read_manifest(run_dir)).sources == sources:
+            check_files(run_dir, manifest)
             open_prepared(run_dir)
             return None
-    except ConfigError:
-        pass  # Not there, damaged or interrupted: whichever it was, it is built again.
+    except ConfigError as error:
+        # Not there, damaged or interrupted: whichever it was, it is built again.
+        if (run_dir / "data").exists():
+            _log.warning("%s: %s; the tokens are made anew", error.asked, error.found)
     return build(files, data, sources, run_dir, kept)
 
 
@@ -117,7 +124,7 @@ def open_prepared(run_dir: Path) -> Prepared:
             open_tokens(folder, split, bytes_per_id, tokenizer.end_id)
             for split in ("train", "held_out")
         )
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError) as error:
         raise unusable(run_dir, str(error)) from error
     counts = train.num_documents, train.num_tokens, held_out.num_documents, held_out.num_tokens
     promised = (

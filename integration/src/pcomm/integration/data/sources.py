@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def find_files(data: DataConfig) -> Sequence[SourceFile]:
     if not data.path:
         return standard_library_files()
     paths = sorted({path for pattern in data.path for path in _expand(pattern)})
+    if unknown := [path for path in paths if path.suffix.lower() not in _KINDS]:
+        raise _unknown_kinds(unknown)
     root = Path(os.path.commonpath([path.parent for path in paths]))
     return [_source(path, path.relative_to(root).as_posix(), data.text_key) for path in paths]
 
@@ -126,11 +129,16 @@ def _source(path: Path, name: str, text_key: str) -> SourceFile:
             return TextFile(name, path)
         case ".jsonl":
             return JsonLinesFile(name, path, text_key)
-        case ".parquet":
-            return ParquetFile(name, path, text_key)
-    raise ConfigError(
-        f"data.path: {path}",
-        found=f"a file that ends in {path.suffix!r}",
+    return ParquetFile(name, path, text_key)
+
+
+def _unknown_kinds(paths: Sequence[Path]) -> ConfigError:
+    counts = Counter(path.suffix for path in paths).most_common(10)
+    each = ", ".join(f"{count} in {suffix!r}" for suffix, count in counts)
+    found = f"{len(paths)} files with other endings: {each}"
+    return ConfigError(
+        f"data.path: {paths[0]}",
+        found=found if len(paths) > 1 else f"a file that ends in {paths[0].suffix!r}",
         why=f"The ending says how a file is read; known are {', '.join(_KINDS)}.",
         fix="Rename plain text to .txt (one document a file), or narrow the pattern.",
     )

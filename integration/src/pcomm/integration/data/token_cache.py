@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.lib import format as npy
@@ -99,10 +99,22 @@ def open_tokens(
     Raises:
         OSError: A file is missing or unreadable.
         ValueError: A file is damaged: no array, or not as long as the offsets say.
-        EOFError: A file is empty.
     """
-    offsets = np.load(folder / f"{split}_offsets.npy")
-    tokens = np.load(folder / f"{split}_tokens.npy", mmap_mode="r")
+    offsets = _load(folder / f"{split}_offsets.npy", "i", None)
+    tokens = _load(folder / f"{split}_tokens.npy", "u", "r")
     if offsets.ndim != 1 or tokens.shape != (offsets[-1],):
         raise ValueError(f"{split}_tokens.npy holds {tokens.shape} tokens, not {offsets[-1:]}")
     return TokenCorpus(tokens, offsets, bytes_per_id, end_id)
+
+
+def _load(path: Path, kind: str, mode: Literal["r"] | None) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode=mode)
+    except OSError:
+        raise
+    # numpy reads a header with Python's own parser, which fails in many ways.
+    except Exception as error:
+        raise ValueError(f"{path.name}: {error or 'an empty file'}") from error
+    if array.dtype.kind != kind:
+        raise ValueError(f"{path.name}: numbers of dtype {array.dtype}")
+    return array

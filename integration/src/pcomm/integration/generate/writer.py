@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from pcomm.core import Group
+from pcomm.core.errors import ConfigError
 from pcomm.inference import Engine, Request, SamplingParams
 from pcomm.inference.engine import EngineStats
 from pcomm.integration.generate.stream import TextPart, stream
@@ -111,12 +112,22 @@ class Writer:
 
         Args:
             prompt: Any text, or token ids; without any, the text begins a document.
-            params: Settings of the draws, and limits.
+            params: Settings of the draws, and limits. The text ends with the context of the model
+                at the latest.
 
         Raises:
-            ConfigError: A token id of the prompt is none of the model's.
+            ConfigError: A token id of the prompt is none of the model's, or the prompt leaves no
+                room in its context.
         """
         ids = self.loaded.prompt_ids(prompt) if isinstance(prompt, str) else prompt
+        if (room := self.loaded.max_tokens - len(ids)) < 1:
+            raise ConfigError(
+                "prompt",
+                found=f"{len(ids)} tokens, and a context of {self.loaded.max_tokens}",
+                why="The model was not made for texts that are longer.",
+                fix="Shorten the prompt; `LLM(DIR, max_model_len=N)` reads more at your risk.",
+            )
+        params = replace(params, max_tokens=min(params.max_tokens, room))
         request = Request("text", tuple(ids), params)
         return stream(self.model, self.tokenizer, request, opened=self._opened)
 

@@ -74,7 +74,9 @@ class ChatTemplate:
         Raises:
             ConfigError: The template refuses these messages, or does what the sandbox forbids.
         """
-        plain = _plain([_with_reasoning(message) for message in messages])
+        # As transformers does: a key without a value is one that the message does not have.
+        given = [{k: v for k, v in one.items() if v is not None} for one in messages]
+        plain = _plain([_with_reasoning(message) for message in given])
         try:
             return self._template.render(
                 **{**self._special, **_plain(variables)},

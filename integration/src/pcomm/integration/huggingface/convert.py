@@ -23,13 +23,14 @@ from pcomm.integration.config_file import load_config
 from pcomm.integration.config_resolved import Resolved
 from pcomm.integration.config_rules import validate
 from pcomm.integration.data.tokenizer import END, load_tokenizer
-from pcomm.integration.huggingface.directory import open_directory
+from pcomm.integration.huggingface.directory import CONFIG, open_directory
 from pcomm.integration.huggingface.dtypes import saved_dtypes
 from pcomm.integration.huggingface.export import MAX_SHARD_BYTES, export_model
 from pcomm.integration.huggingface.model_config import read_model, write_config
 from pcomm.integration.huggingface.run_files import (
     DTYPES_FILE,
     KEPT,
+    check_one_model,
     kept_directory,
     placed_files,
 )
@@ -71,6 +72,7 @@ def run_to_directory(
             cannot be written.
         UnsupportedError: No family has such a model; names the keys in which it differs.
     """
+    check_one_model(run_dir)
     checkpoint = newest(run_dir)
     if checkpoint is None:
         raise ConfigError(
@@ -110,7 +112,7 @@ def directory_to_run(folder: Path, run_dir: Path) -> str:
 
     Args:
         folder: The directory.
-        run_dir: Folder of the run, without a checkpoint.
+        run_dir: Folder of the run, without a checkpoint, and no directory itself.
 
     Returns:
         The `model_type` of the directory.
@@ -119,11 +121,12 @@ def directory_to_run(folder: Path, run_dir: Path) -> str:
         ConfigError: The directory cannot be read, or the folder has a run or cannot be written.
         UnsupportedError: The directory's model is not supported.
     """
-    if newest(run_dir) is not None:
+    is_directory = (run_dir / CONFIG).exists()
+    if is_directory or newest(run_dir) is not None:
         raise ConfigError(
             f"convert --out {run_dir}",
-            found="a run with a checkpoint",
-            why="Nothing is overwritten.",
+            found=f"a folder with {CONFIG}" if is_directory else "a run with a checkpoint",
+            why="A folder is one model, a run or a directory, and nothing is overwritten.",
             fix="Choose another folder.",
         )
     directory = open_directory(folder)

@@ -179,7 +179,8 @@ def _read_text(folder: Path, name: str) -> str:
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    text = _read_text(folder, name)
+    # Editors of Windows begin a file with a byte order mark.
+    text = _read_text(folder, name).removeprefix("\ufeff")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -29,6 +29,7 @@ from pcomm.integration.huggingface.tokenizer import (
 __all__ = [
     "DTYPES_FILE",
     "KEPT",
+    "check_one_model",
     "end_ids_of_run",
     "forget_directory",
     "has_directory",
@@ -49,6 +50,22 @@ DTYPES_FILE = "dtypes.json"
 """The file of a run that says which dtypes the weights had."""
 
 _FOLDER = "huggingface"
+
+
+def check_one_model(folder: Path) -> None:
+    """Refuse a folder that is a run and a directory. Local.
+
+    Raises:
+        ConfigError: It has checkpoints and a `config.json`.
+    """
+    is_run = (folder / "config.toml").is_file() and (folder / "checkpoints").is_dir()
+    if is_run and (folder / CONFIG).is_file():
+        raise ConfigError(
+            f"model {folder}",
+            found=f"checkpoints of a run, and {CONFIG} of a Hugging Face directory",
+            why="Each of the two has weights of its own, and nothing says which are meant.",
+            fix="Move config.toml, checkpoints/ and huggingface/ into a folder of their own.",
+        )
 
 
 def kept_directory(run_dir: Path) -> ModelDirectory | None:

@@ -84,10 +84,10 @@ def read_tokenizer(directory: ModelDirectory) -> DirectoryTokenizer:
         raise ConfigError(
             f"model directory {directory.folder}",
             found=f"no {TOKENIZER}",
-            why="Text cannot be turned into the token ids of the model without it. Tokenizers of "
-            "other files, such as tokenizer.model, are programs of their packages.",
+            why="Without it no text becomes token ids, and no token ids become text. Tokenizers "
+            "of other files, such as tokenizer.model, are programs of their packages.",
             fix="Save it with transformers: `AutoTokenizer.from_pretrained(DIR)"
-            ".save_pretrained(DIR)`; or give token ids.",
+            ".save_pretrained(DIR)`.",
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)

@@ -21,7 +21,7 @@ from pcomm.integration.llm.generation import Delta, Generation, joined
 from pcomm.integration.llm.loading import LoadedText, load_model, load_text
 from pcomm.integration.llm.memory_size import agreed_bytes
 from pcomm.integration.llm.open_requests import OpenRequests
-from pcomm.integration.llm.settings import settings_of, with_stop
+from pcomm.integration.llm.settings import checked, settings_of, with_stop
 from pcomm.integration.llm.step_engine import StepEngine
 from pcomm.integration.llm.weight_form import weight_form
 
@@ -233,7 +233,7 @@ class LLM:
             Exception: That which the model, the grammar or the tokenizer raised for this text.
         """
         self._check_open("stream")
-        request = self._request(self._ids(prompt), params or SamplingParams(), request_id)
+        request = self._request(self._ids(prompt), checked(params), request_id)
         return self._deltas(request)
 
     def chat(
@@ -269,10 +269,11 @@ class LLM:
             params: Settings as for `chat`.
 
         Raises:
-            ConfigError: The template of the model refuses the messages.
+            ConfigError: The template of the model refuses the messages, or they are none.
         """
+        _check_messages(messages)
         ids = self.loaded.chat_ids([dict(message) for message in messages])
-        return ids, with_stop(params or SamplingParams(), self.loaded.chat_stop)
+        return ids, with_stop(checked(params), self.loaded.chat_stop)
 
     def abort(self, request_id: str) -> bool:
         """End a text that `stream` writes; its memory is free after the call. Local.
@@ -329,7 +330,11 @@ class LLM:
             self._open.forget(name)
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.loaded.prompt_ids(prompt) if isinstance(prompt, str) else prompt)
+        if isinstance(prompt, str):
+            return tuple(self.loaded.prompt_ids(prompt))
+        if not _is_list(prompt):
+            raise _no_prompt(prompt)
+        return tuple(prompt)
 
     def _request(
         self, prompt: tuple[int, ...], params: SamplingParams, name: str | None = None
@@ -348,9 +353,42 @@ class LLM:
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not _is_list(prompts):
+        raise _no_prompt(prompts)
     if isinstance(prompts, str) or (prompts and all(isinstance(one, int) for one in prompts)):
         return [prompts]  # type: ignore[list-item]  # told apart by their first elements
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_list(found: object) -> bool:
+    return isinstance(found, Sequence) and not isinstance(found, bytes)
+
+
+def _no_prompt(found: object) -> ConfigError:
+    return ConfigError(
+        "LLM: prompt",
+        found=f"{found!r:.100}, a {type(found).__name__}",
+        why="A prompt is a text, or a list of token ids.",
+        fix="Give a string, a list of integers such as `array.tolist()`, or a list of prompts.",
+    )
+
+
+def _check_messages(messages: object) -> None:
+    """Refuse what is no conversation, as the server does."""
+    found, listed = messages, isinstance(messages, list | tuple) and bool(messages)
+    for place, one in enumerate(messages if isinstance(messages, list | tuple) else ()):
+        is_message = isinstance(one, Mapping) and isinstance(one.get("role"), str)
+        content = one.get("content") if is_message else None
+        if not is_message or not isinstance(content, str | list | None):
+            found, listed = f"message {place}: {one!r}", False
+            break
+    if not listed:
+        raise ConfigError(
+            "LLM.chat: messages",
+            found=f"{found!s:.100}" if found else f"{found!r}",
+            why="A conversation is a list of messages, each with `role` and `content`.",
+            fix='Give for example `[{"role": "user", "content": "Hello"}]`.',
+        )
 
 
 def _check_numbers(numbers: Mapping[str, object]) -> None:

@@ -30,8 +30,9 @@ from pcomm.integration.huggingface import (
     read_model,
     read_tokenizer,
 )
+from pcomm.integration.huggingface.directory import CONFIG
 from pcomm.integration.huggingface.dtypes import DTYPES, dtypes_of
-from pcomm.integration.huggingface.run_files import kept_directory
+from pcomm.integration.huggingface.run_files import check_one_model, kept_directory
 from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids
 from pcomm.integration.llm.plain_chat import plain_chat
 from pcomm.integration.llm.rank_checks import check_ranks
@@ -43,7 +44,6 @@ from pcomm.integration.models.without_draws import WithoutDraws
 
 __all__ = ["LoadedModel", "LoadedText", "PromptTokenizer", "load_model", "load_text"]
 
-_CONFIG = "config.json"
 # A model says how long its context is; one that does not is a run, or has no limit.
 _LEAST_CONTEXT = 2048
 
@@ -226,7 +226,8 @@ def check_unicode(text: str) -> None:
 
 
 def _source(path: Path) -> _Source:
-    return _directory(path) if (path / _CONFIG).is_file() else _run(path)
+    check_one_model(path)
+    return _directory(path) if (path / CONFIG).is_file() else _run(path)
 
 
 def _directory(path: Path) -> _Source:
@@ -249,13 +250,12 @@ def _run(path: Path) -> _Source:
     if checkpoint is None:
         raise ConfigError(
             f"model {path}",
-            found="neither a checkpoint of a run nor a config.json"
-            if path.is_dir()
-            else "no such folder",
+            found=_not_a_model(path),
             why="A model is a run of `pcomm train` that has been saved, or a Hugging Face "
-            "directory.",
+            "directory. Nothing is downloaded, and GGUF is not read.",
             fix="Give the --out folder of a `pcomm train` that has reached a checkpoint, or a "
-            "directory with config.json, tokenizer.json and safetensors.",
+            "directory with config.json, tokenizer.json and safetensors; "
+            "`hf download NAME --local-dir DIR` makes one.",
         )
     config = validate(replace(load_config(path / "config.toml"), parallel=ParallelConfig()), 1)
     longest = max(config.train.sequence_length, _LEAST_CONTEXT)
@@ -270,6 +270,12 @@ def _run(path: Path) -> _Source:
 
     text = _text(path, tokenizer, template, longest, config.data.vocabulary)
     return _Source(path, text, config.model, torch.float32, fill)
+
+
+def _not_a_model(path: Path) -> str:
+    if path.is_dir():
+        return "neither a checkpoint of a run nor a config.json"
+    return "a file" if path.exists() else "no such folder"
 
 
 def _run_text(path: Path) -> tuple[PromptTokenizer, ChatTemplate | None]:

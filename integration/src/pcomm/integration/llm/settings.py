@@ -8,7 +8,7 @@ from dataclasses import replace
 from pcomm.core.errors import ConfigError
 from pcomm.inference import SamplingParams
 
-__all__ = ["settings_of", "with_stop"]
+__all__ = ["checked", "settings_of", "with_stop"]
 
 
 def settings_of(
@@ -21,10 +21,10 @@ def settings_of(
         number: Number of prompts.
 
     Raises:
-        ConfigError: There are settings for another number of prompts.
+        ConfigError: There are settings for another number of prompts, or they are something else.
     """
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * number
+    if not isinstance(params, list | tuple):
+        return [checked(params)] * number
     if len(params) != number:
         raise ConfigError(
             "LLM.generate: params",
@@ -32,7 +32,23 @@ def settings_of(
             why="Each prompt is continued with one of them.",
             fix="Give one SamplingParams for all prompts, or one for each.",
         )
-    return list(params)
+    return [checked(one) for one in params]
+
+
+def checked(params: object) -> SamplingParams:
+    """`params`, or the defaults for None. Local.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return params or SamplingParams()
+    raise ConfigError(
+        "LLM: params",
+        found=f"{params!r:.100}, a {type(params).__name__}",
+        why="Settings are checked together, when a SamplingParams is made of them.",
+        fix="Give for example `SamplingParams(max_tokens=3)` of pcomm.inference.",
+    )
 
 
 def with_stop(params: SamplingParams, stop: tuple[str, ...]) -> SamplingParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from pcomm.integration.atomic_file import atomic_write
 from pcomm.integration.metrics.sink import Row
 
 __all__ = ["JsonLinesSink", "read_rows"]
+
+
+_log = logging.getLogger("pcomm.train")
 
 
 class JsonLinesSink:
@@ -31,6 +35,14 @@ class JsonLinesSink:
         kept: list[dict[str, float | None]] = []
         if keep_through is not None and path.exists():
             kept = [row for row in read_rows(path) if (row["step"] or 0) <= keep_through]
+        missing = (keep_through or 0) - len({row["step"] for row in kept if "loss" in row})
+        if missing > 0:
+            _log.warning(
+                "%s has no rows of %d of the %d steps before: the file was deleted, or cut off",
+                path,
+                missing,
+                keep_through,
+            )
         with atomic_write(path) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
         self._path = path

@@ -83,7 +83,7 @@ class ProgressSink:
             left = (now - self._start) / done * (self._total_steps - step)
             parts.append(f"ETA {duration(left)}")
         if "memory_mib" in row:
-            parts.append(f"{row['memory_mib']:,.0f} MiB")
+            parts.append(f"{row['memory_mib']:,.0f} MiB in use")
         return "  ".join(parts)
 
 

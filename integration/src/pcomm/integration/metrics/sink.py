@@ -14,7 +14,7 @@ Row = Mapping[str, int | float]
 """The numbers of one step. Each row has `step`.
 
 A training row also has `loss` (mean nats per token), `tokens_per_s`, `step_ms`, `lr`, `grad_norm`
-and `memory_mib`; an evaluation row has `bits_per_byte`.
+and `memory_mib` (allocated between two steps); an evaluation row has `bits_per_byte`.
 """
 
 

@@ -69,6 +69,8 @@ def create_app(llm: LLM, settings: ServeSettings) -> Served:
         title="pcomm serve",
         version=__version__,
         lifespan=lifespan,
+        # A client that follows no redirect of a POST gets an error that it can read.
+        redirect_slashes=False,
         # Their pages load scripts from elsewhere; /openapi.json stays.
         docs_url=None,
         redoc_url=None,

@@ -1,8 +1,8 @@
 """The `pcomm` command: finds the subcommand that was asked for and runs it.
 
 The core owns the script, because two wheels cannot own one; other packages add subcommands
-through entry points of the group `pcomm.commands`. Only the one that runs is imported, so
-`pcomm --help` needs neither torch nor the packages that it lists.
+through entry points of the group `pcomm.commands`. Only the one that runs is imported, and by
+`pcomm --help` all of them; their modules do not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from pcomm.core import __version__
-from pcomm.core.command.subcommands import Subcommands, add_debug
+from pcomm.core.command.subcommands import OptionParser, Subcommands, add_debug
 from pcomm.core.errors import PcommError
 from pcomm.core.process import environment, logs
 
@@ -90,7 +90,8 @@ def _run(ours: Sequence[str], rest: Sequence[str]) -> int:
     commands = Subcommands.of(
         "pcomm", "command", entry_points(group=GROUP), own=(_BENCH, _DOCTOR), homes=_HOMES
     )
-    top = _top_parser(commands)
+    is_asked = not rest or not {"-h", "--help"}.isdisjoint(ours)
+    top = _top_parser(commands.described_lines() if is_asked else commands.lines())
     options = top.parse_args(ours)
     if not rest:
         top.print_help(sys.stderr)
@@ -100,20 +101,20 @@ def _run(ours: Sequence[str], rest: Sequence[str]) -> int:
         environment.check(os.environ)
         logs.configure(environment.log_level(), _rank(os.environ))
     command = commands.load(rest[0])
-    parser = argparse.ArgumentParser(prog=f"pcomm {rest[0]}", description=command.help)
+    parser = OptionParser(prog=f"pcomm {rest[0]}", description=command.help)
     add_debug(parser, default=options.debug)
     command.add_arguments(parser)
     arguments = parser.parse_args(rest[1:])
     return command.run(arguments)
 
 
-def _top_parser(commands: Subcommands) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _top_parser(lines: Sequence[str]) -> argparse.ArgumentParser:
+    parser = OptionParser(
         prog="pcomm",
         usage="pcomm [-h] [--version] [--debug] COMMAND ...",
         description="Communication for PyTorch: train, generate, measure, and look at the machine.",
         epilog="commands, and the package each is from:\n"
-        + "\n".join(commands.lines())
+        + "\n".join(lines)
         + "\n\n`pcomm COMMAND --help` lists the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

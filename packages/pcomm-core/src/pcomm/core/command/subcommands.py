@@ -7,15 +7,20 @@ needs neither torch nor the packages that bring them.
 from __future__ import annotations
 
 import argparse
+import difflib
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 from pcomm.core.command.checkout import what_to_install
 from pcomm.core.errors import ConfigError, PcommError, UnsupportedError, near_misses
 
-__all__ = ["Command", "Subcommands", "add_debug"]
+__all__ = ["Command", "OptionParser", "Subcommands", "add_debug"]
+
+# Characters of what a command does, in a list of them.
+_HELP_WIDTH = 80
 
 
 @runtime_checkable
@@ -35,6 +40,18 @@ class Command(Protocol):
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Do it and return the exit code; a `PcommError` becomes a message and exit code 2."""
+
+
+class OptionParser(argparse.ArgumentParser):
+    """A parser whose error for a misspelt option names the nearest one."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with exit code 2; see argparse."""
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        for word in message.split() if message.startswith("unrecognized arguments") else ():
+            near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        super().error(message)
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,18 @@ class Subcommands:
     def lines(self) -> list[str]:
         """One for each: its name, and the package that brings it."""
         return [f"  {name:<12} {_distribution(e)}" for name, e in sorted(self.entries.items())]
+
+    def described_lines(self) -> list[str]:
+        """One for each: its name, what it does, and its package; imports them all."""
+        found = []
+        for name, entry in sorted(self.entries.items()):
+            try:
+                help = self.load(name).help
+            except PcommError:
+                help = "cannot be loaded"
+            what = textwrap.shorten(help, _HELP_WIDTH, placeholder=" ...")
+            found.append(f"  {name:<9} {what}  ({_distribution(entry)})")
+        return found
 
     def load(self, name: str) -> Command:
         """The one of this name; imports the package that brings it.

@@ -7,13 +7,15 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["deferred_interrupt"]
+__all__ = ["Deferral", "deferred_interrupt"]
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def deferred_interrupt() -> Iterator[None]:
+def deferred_interrupt() -> Iterator[Deferral]:
     """Let the handler of SIGINT run at the end of the block, and not within it. Local.
 
     For a few lines that `KeyboardInterrupt` must find done or not begun. Blocking the signal would
@@ -22,16 +24,19 @@ def deferred_interrupt() -> Iterator[None]:
 
     A second SIGINT within the block is handled at once, so that a block that hangs can be ended.
     Exceptions from handlers of other signals are not deferred.
+
+    Yields:
+        The deferral, whose `heard` makes one call within the block at which the handler runs.
     """
     handler = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(handler) or isinstance(handler, _Deferring):
-        yield
+    if not is_main or not callable(handler) or isinstance(handler, Deferral):
+        yield Deferral(lambda *_: None)
         return
-    deferring = _Deferring(handler)
+    deferring = Deferral(handler)
     signal.signal(signal.SIGINT, deferring)
     try:
-        yield
+        yield deferring
     finally:
         deferring.is_over = True
         signal.signal(signal.SIGINT, handler)
@@ -39,14 +44,36 @@ def deferred_interrupt() -> Iterator[None]:
             handler(signal.SIGINT, None)
 
 
-class _Deferring:
-    """A handler that notes the first signal, and gives the next one to the handler before."""
+class Deferral:
+    """A handler that notes the first signal, and gives the next one to the handler before.
+
+    Args:
+        handler: The handler before.
+    """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self._handler = handler
+        self._is_heard = False
         self.has_come = self.is_over = False
 
+    def heard(self, call: Callable[[], T]) -> T:
+        """What `call` returns; a signal that came before it, or comes during it, is handled. Local.
+
+        For the long part of a block that may be cut short. Within another deferred block signals
+        stay deferred.
+        """
+        self._is_heard = True
+        try:
+            if self.has_come:
+                self.has_come = False
+                self._handler(signal.SIGINT, None)
+            return call()
+        finally:
+            self._is_heard = False
+
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.has_come and not self.is_over:
+        """Note the signal, or hand it to the handler before."""
+        if self._is_heard or (self.has_come and not self.is_over):
             self._handler(number, frame)
+            return
         self.has_come = True

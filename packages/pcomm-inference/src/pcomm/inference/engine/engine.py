@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.core.process.interrupts import Deferral, deferred_interrupt
 from pcomm.inference.engine.engine_settings import EngineSettings
 from pcomm.inference.engine.engine_stats import EngineStats
 from pcomm.inference.engine.live_request import LiveRequest
@@ -119,15 +120,17 @@ class Engine:
         self._num_added = 0
         self._num_steps = self._num_computed = 0
         self.step_error: Exception | None = None
-        # The method that changes requests and memory now, or that did not end: an interrupt may
-        # come between any two lines, and what is half changed is not used again.
+        # Outputs of a step that an interrupt kept from the caller.
+        self._computed: list[RequestOutput] = []
+        # The method that changes requests and memory now, or that did not end: what an exception
+        # has left half changed is not used again.
         self._changing = ""
         self._is_closed = False
 
     @property
     def has_work(self) -> bool:
-        """Whether a request runs or waits, or a change was cut short, so that `step` raises."""
-        return bool(self._live or self._changing)
+        """Whether `step` has something to compute, to return, or to raise."""
+        return bool(self._live or self._changing or self._computed)
 
     def add(self, request: Request) -> None:
         """Queue a request; the next steps compute it.
@@ -140,6 +143,7 @@ class Engine:
                 `request.grammar` is not that of its params, or was compiled for another model.
             QueueFullError: The queue holds `max_queued` requests.
             ClosedError: The engine is closed, or a change of its requests was cut short.
+            KeyboardInterrupt: It passes; the request is queued or not, which `abort` tells.
         """
         self._check_open("add")
         check_request(
@@ -172,11 +176,12 @@ class Engine:
             )
             live.is_plain = False
             live.grammar = grammar
-        self._changing = "add"
-        self._num_added += 1
-        self._queue.insert(live)
-        self._live[request.request_id] = live
-        self._changing = ""
+        with deferred_interrupt():
+            self._changing = "add"
+            self._num_added += 1
+            self._queue.insert(live)
+            self._live[request.request_id] = live
+            self._changing = ""
 
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens; collective under tensor parallelism.
@@ -190,19 +195,24 @@ class Engine:
 
         Raises:
             ClosedError: The engine is closed, or a change of its requests was cut short.
-            KeyboardInterrupt: It passes, like any exception that is no `Exception`. During the
-                computation nothing is lost, and the next call computes the step again. At any other
-                place the requests are half changed: `add` and `step` raise `ClosedError` from then
-                on.
+            KeyboardInterrupt: It passes, and nothing is lost: during the computation the next call
+                computes the step again; during the changes of requests before and after it comes
+                behind them, and the next call returns the outputs. An exception that is no
+                `Exception` from elsewhere, such as the handler of another signal, is as harmless
+                during the computation; before and after it requests stay half changed, and `add`
+                and `step` raise `ClosedError` from then on.
         """
         self._check_open("step")
-        self._changing = "step"
-        outputs = self._compute()
-        # Python looks for signals at calls: nothing comes between this line and the next one.
-        self._changing = ""
+        if not self._computed:
+            with deferred_interrupt() as deferral:
+                self._changing = "step"
+                self._computed = self._compute(deferral)
+                self._changing = ""
+        # Python looks for signals at calls: nothing comes between these lines.
+        outputs, self._computed = self._computed, []
         return outputs
 
-    def _compute(self) -> list[RequestOutput]:
+    def _compute(self, deferral: Deferral) -> list[RequestOutput]:
         self._times.begin()
         plan = self._schedule()
         requests = plan.requests
@@ -213,7 +223,7 @@ class Engine:
         self._num_steps += 1
         self._num_computed += plan.num_tokens
         try:
-            sampled = self._sample(plan)
+            sampled = deferral.heard(lambda: self._sample(plan))
         except Exception as error:
             self.step_error = error
             return self._after_failure(plan, error)
@@ -238,14 +248,17 @@ class Engine:
         Returns:
             False if there is no such request, for example because it has finished.
         """
+        # Not for the next request of this name.
+        self._computed = [one for one in self._computed if one.request_id != request_id]
         if self._changing:
             return self._live.pop(request_id, None) is not None
         if request_id not in self._live:
             return False
-        self._changing = "abort"
-        live = self._live.pop(request_id)
-        self._scheduler.end(live)
-        self._changing = ""
+        with deferred_interrupt():
+            self._changing = "abort"
+            live = self._live.pop(request_id)
+            self._scheduler.end(live)
+            self._changing = ""
         return True
 
     def stats(self) -> EngineStats:
@@ -289,6 +302,7 @@ class Engine:
         else:
             self._changing = "close"
             self._memory.close()
+        self._computed.clear()
         self._is_closed, self._changing = True, ""
 
     def _schedule(self) -> StepPlan:

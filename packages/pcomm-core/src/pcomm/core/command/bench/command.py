@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from importlib.metadata import entry_points
 
-from pcomm.core.command.subcommands import Subcommands, add_debug
+from pcomm.core.command.subcommands import OptionParser, Subcommands, add_debug
 
 __all__ = ["GROUP", "BenchCommand", "command"]
 
@@ -47,9 +47,7 @@ class BenchCommand:
             print("\n".join(["benchmarks, and the package each is from:", *lines]))
             return 0
         benchmark = found.load(arguments.name)
-        parser = argparse.ArgumentParser(
-            prog=f"{word} {arguments.name}", description=benchmark.help
-        )
+        parser = OptionParser(prog=f"{word} {arguments.name}", description=benchmark.help)
         add_debug(parser, default=arguments.debug)
         benchmark.add_arguments(parser)
         return benchmark.run(parser.parse_args(arguments.options))

@@ -170,6 +170,8 @@ def _grammar(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is not None and not isinstance(value, str):
             raise _wrong(name, value, "a string or None")
+        if any("\ud800" <= character <= "\udfff" for character in value or ""):
+            raise _wrong(name, value, "text without halves of surrogate pairs")
     if params.json_schema is not None and params.regex is not None:
         raise ConfigError(
             "SamplingParams: json_schema and regex",

@@ -12,7 +12,7 @@ __all__ = ["SamplingParams"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Settings of one request; checked when it is made.
+    r"""Settings of one request; checked when it is made.
 
     A list is accepted for a tuple. Token ids are checked by `Engine.add`, which knows the
     vocabulary.
@@ -41,7 +41,9 @@ class SamplingParams:
             0 gives only that of the token, None none.
         prompt_logprobs: The same for the tokens of the prompt.
         json_schema: JSON schema that the text satisfies, as a JSON string; None for any text.
-        regex: Regular expression that the whole text matches; None for any text.
+        regex: Regular expression that the whole text matches, in the syntax of Rust's crate `regex`
+            with Unicode: `\d` and `\w` stand for digits and letters of all scripts, and `[0-9]`
+            for ten. None for any text.
     """
 
     temperature: float = 1.0

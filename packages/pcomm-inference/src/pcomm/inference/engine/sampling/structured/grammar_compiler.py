@@ -118,6 +118,12 @@ class GrammarCompiler:
         matcher = LLMatcher(words, grammar, log_level=0)
         if matcher.is_error():
             raise _cannot_compile(name, matcher.get_error())
+        # Some that compile allow no first token, such as a `$ref` to itself.
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            reason = str(first.get_error()).strip().split("\n")[0]
+            raise _cannot_compile(name, f"no text satisfies it ({reason})")
         return matcher
 
     def _load_words(self, name: str) -> LLTokenizer:
@@ -162,8 +168,10 @@ def _parsed(text: str) -> object:
     # llguidance puts the text into a larger one, and would say where in that it is wrong.
     try:
         return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _cannot_compile("json_schema", f"no JSON: {error}") from error
+    except RecursionError as error:
+        raise _cannot_compile("json_schema", "objects or lists that are nested too deep") from error
 
 
 def _refuse_constant(name: str) -> object:
