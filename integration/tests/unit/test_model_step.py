@@ -18,6 +18,7 @@ from pcomm.core.tensor_parallel import param_layouts_of, take_shard
 from pcomm.core.testing import run_virtual
 from pcomm.core.testing.virtual import VirtualCollectives
 from pcomm.inference import Engine, Request, SamplingParams, StateMemory
+from pcomm.inference.layers import pack_weights
 from pcomm.integration.config import Config, ModelConfig
 from pcomm.integration.config_rules import validate
 from pcomm.integration.models.language_model import LanguageModel
@@ -52,11 +53,13 @@ SHAPES = {
 }
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float64, width: int = 48) -> LanguageModel:
+def model_of(
+    name: str, dtype: torch.dtype = torch.float64, width: int = 48, head_dim: int = 16
+) -> LanguageModel:
     """Weights so large that each token decides those that follow, decays so slow that it lasts."""
     shape = {"layers": len(SHAPES[name]["pattern"]), **SHAPES[name]}
     config = ModelConfig(
-        width=width, heads=4, head_dim=16, mamba_groups=2, mamba_state_dim=24,
+        width=width, heads=4, head_dim=head_dim, mamba_groups=2, mamba_state_dim=24,
         **{"kv_heads": 2, "mlp_width": 64, **shape},
     )  # fmt: skip
     model = LanguageModel(validate(Config(model=config), 1).model, VOCABULARY)
@@ -299,6 +302,58 @@ def test_in_sixteen_bits_a_text_goes_on_token_by_token(name: str, dtype: torch.d
     expected = whole(model_of(name), tokens)
     # Weights, stream and results are rounded to bf16, with an error of 2**-9 each.
     assert (torch.cat(found) - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def written(
+    model: LanguageModel, texts: dict[int, list[int]], **options: int
+) -> dict[int, list[tuple[int, float]]]:
+    """Ten tokens of each, drawn, with their log-probabilities, and those of the prompt's end."""
+    engine = Engine(
+        model,
+        vocabulary=VOCABULARY,
+        max_model_len=320,
+        num_state_slots=8,
+        batch_invariant=True,
+        **{"num_blocks": 80, "max_requests": 5, **options},
+    )
+    found: dict[int, list[tuple[int, float]]] = {n: [] for n in texts}
+    for n, text in texts.items():
+        params = SamplingParams(seed=n, max_tokens=10, ignore_eos=True, logprobs=0)
+        engine.add(Request(str(n), tuple(text), params))
+    while engine.has_work:
+        for output in engine.step():
+            found[int(output.request_id)] += [(o.token_id, o.logprob) for o in output.logprobs]
+    assert {len(one) for one in found.values()} == {10}
+    stats = engine.stats()
+    assert (stats.preemptions > 0) == ("num_blocks" in options)
+    engine.close()
+    return found
+
+
+@pytest.mark.instructions
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "head_dim"), [("A with everything", 128), ("M", 16), ("GGGA", 128)]
+)
+def test_a_batch_invariant_request_gets_the_bits_that_it_gets_alone(
+    name: str, head_dim: int, dtype: torch.dtype
+) -> None:
+    """With any instructions, in any company, cut by any limit, and computed again."""
+    # Vectors that are not whole at the end of a tensor have other last bits.
+    model = model_of(name, dtype, width=64, head_dim=head_dim)
+    pack_weights(model, batch_invariant=True)
+    # On both sides of a chunk of 256 tokens, and of the classes of rows of a product.
+    lengths = (300, 1, 9, 257, 40)
+    texts = {n: tokens_of(length, n) for n, length in enumerate(lengths)}
+    alone = dict[int, list[tuple[int, float]]]()
+    for n in texts:
+        alone |= written(model, {n: texts[n]})
+    assert written(model, texts) == alone
+    # Room for one chunk in a step, requests in another order, and too few blocks for all of them.
+    backwards = dict(reversed(texts.items()))
+    assert written(model, backwards, max_batch_tokens=260) == alone
+    if "A" in name:
+        assert written(model, backwards, num_blocks=160, block_size=4) == alone
 
 
 @pytest.mark.parametrize("name", ["A", "A with everything", "M", "experts"])

@@ -225,15 +225,16 @@ def test_of_a_table_of_its_own_kind_a_model_says_so():
 
 
 def test_a_weight_that_was_packed_counts_as_before() -> None:
-    model = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 256, bias=False)).bfloat16()
+    # In fp32, which is packed with any instructions.
+    model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512, bias=False))
     before = StepWeights.of(model)
     assert pack_weights(model) == ("0", "1")
     assert StepWeights.of(model) == before
-    shared = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
-    both = nn.ModuleList([shared, nn.Linear(256, 256, bias=False)])
+    shared = nn.Linear(512, 512, bias=False)
+    both = nn.ModuleList([shared, nn.Linear(512, 512, bias=False)])
     both[1].weight = shared.weight
     pack_weights(both)
-    assert StepWeights.of(both).every_step == 2 * 256 * 256
+    assert StepWeights.of(both).every_step == 4 * 512 * 512
 
 
 def test_experts_count_as_often_as_tokens_can_meet_them():

@@ -1,4 +1,4 @@
-"""Packed weights: the products of `F.linear`, the same for a row in every batch."""
+"""Packed weights: the products of `F.linear`, and whose rows depend on how many there are."""
 
 import copy
 import gc
@@ -14,11 +14,24 @@ from pcomm.core import Collectives, Layout
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.testing import assert_equal, run_virtual
-from pcomm.inference.layers import pack_weights
-from pcomm.inference.layers.packed_weight import PackedWeight
+from pcomm.inference.layers import pack_weights, quantize_int8
+from pcomm.inference.layers.packed_weight import (
+    PackedWeight,
+    check_batch_invariant,
+    has_bf16_tiles,
+    packed_weight,
+)
+
+# What oneDNN does here, also where ONEDNN_MAX_CPU_ISA keeps it from instructions that are there.
+HAS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+PACKED = torch.bfloat16 if HAS_BF16 else torch.float32
+packs_bf16 = pytest.mark.skipif(
+    not HAS_BF16, reason="oneDNN has no products of bf16 with these instructions"
+)
+DTYPES = [pytest.param(torch.bfloat16, marks=packs_bf16), torch.float32]
 
 # Inputs on both sides of the number from which oneDNN adds up a single row in another order.
-SIZES = [(64, 256), (576, 1024), (2048, 1025), (576, 1536), (11008, 1536), (2048, 3072)]
+SIZES = [(64, 256), (2048, 1000), (576, 1024), (2048, 1025), (576, 1536), (11008, 1536), (2048, 3072)]
 
 
 def weight_and_rows(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -27,7 +40,7 @@ def weight_and_rows(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tens
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
 def test_products_are_those_of_f_linear(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     weight, rows = weight_and_rows(outputs, inputs, dtype)
@@ -43,19 +56,131 @@ def test_products_are_those_of_f_linear(outputs: int, inputs: int, dtype: torch.
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.instructions
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
 def test_a_row_has_the_same_bits_in_every_batch(
     outputs: int, inputs: int, dtype: torch.dtype
 ) -> None:
     weight, rows = weight_and_rows(outputs, inputs, dtype)
     product = PackedWeight(weight)
-    together = product(rows, None)
-    for count in (1, 2, 3, 8, 16, 33):
+    assert product.is_batch_invariant == (dtype == torch.float32 or not has_bf16_tiles())
+    # AMX has one order of sums for up to 32 rows, and others for more.
+    most = 70 if product.is_batch_invariant else 32
+    together = product(rows[:most], None)
+    for count in (1, 2, 3, 8, 16, 31, 33):
+        count = min(count, most)
         assert torch.equal(product(rows[:count], None), together[:count]), count
 
 
 @torch.inference_mode()
+@pytest.mark.instructions
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1536), (2048, 1536), (2048, 1000)])
+def test_a_batch_invariant_layer_gives_a_row_the_same_bits_among_any_number(
+    outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    layer = nn.Linear(inputs, outputs, dtype=dtype)
+    # Bf16 without oneDNN is added up row by row, and stays as it is.
+    assert pack_weights(layer, batch_invariant=True) == (
+        ("",) if HAS_BF16 or dtype == torch.float32 else ()
+    )
+    check_batch_invariant(layer)
+    rows = torch.randn(257, inputs).to(dtype)
+    together = layer(rows)
+    for count in (1, 2, 4, 15, 16, 17, 32, 33, 36, 37, 63, 64, 65, 128, 200, 256):
+        assert torch.equal(layer(rows[:count]), together[:count]), count
+        # Other neighbours, and another place among them.
+        assert torch.equal(layer(rows[-count:]), together[-count:]), count
+    assert torch.equal(layer(rows[:66].view(2, 33, -1)), together[:66].view(2, 33, -1))
+
+
+@torch.inference_mode()
+@packs_bf16
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_only_bf16_by_tiles_is_computed_in_blocks_of_32_rows(
+    has_tiles: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_tiles)
+    weight, rows = weight_and_rows(64, 1536, dtype)
+    seen = list[int]()
+
+    def counted(batch_invariant: bool, num_rows: int) -> list[int]:
+        product = PackedWeight(weight, batch_invariant=batch_invariant)
+        multiply = product._multiply
+
+        def count(x: Tensor, *others: object) -> Tensor:
+            seen.append(x.shape[0])
+            return multiply(x, *others)
+
+        seen.clear()
+        product._multiply = count
+        torch.testing.assert_close(product(rows[:num_rows], None), F.linear(rows[:num_rows], weight))
+        return seen.copy()
+
+    in_blocks = has_tiles and dtype == torch.bfloat16
+    assert counted(True, 32) == counted(False, 32) == [32]
+    # A single row of so many inputs is computed twice.
+    assert counted(True, 33) == ([32, 2] if in_blocks else [33])
+    assert counted(True, 70) == ([32, 32, 6] if in_blocks else [70])
+    assert counted(False, 70) == [70]
+
+
+def test_layers_whose_rows_depend_on_each_other_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
+
+    packed = model()
+    assert pack_weights(packed, batch_invariant=True) == ("0", "2")
+    check_batch_invariant(packed)
+    # What gains nothing by itself was left as it is, and of int8 few rows have another kernel.
+    pack_weights(plain := model())
+    quantize_int8(quantised := model())
+    for other, layer, found in ((plain, "2", "its weight"), (quantised, "0", "Int8Weight")):
+        with pytest.raises(ConfigError, match=f"layer '{layer}' multiplies with {found}"):
+            check_batch_invariant(other)
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(UnsupportedError, match=f"a weight of {dtype}"):
+            pack_weights(model().to(dtype), batch_invariant=True)
+    with pytest.raises(UnsupportedError, match="on meta"):
+        pack_weights(model().to("meta"), batch_invariant=True)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(UnsupportedError, match="aarch64"):
+        pack_weights(model(), batch_invariant=True)
+
+
+@packs_bf16
+def test_weights_that_were_packed_without_blocks_are_refused_where_they_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = nn.Linear(256, 256, dtype=torch.bfloat16)
+    for has_tiles in (True, False):
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_tiles)  # noqa: B023
+        pack_weights(one := copy.deepcopy(layer))
+        if has_tiles:
+            with pytest.raises(ConfigError, match="multiplies with PackedWeight"):
+                check_batch_invariant(one)
+        else:
+            check_batch_invariant(one)
+        pack_weights(other := copy.deepcopy(layer), batch_invariant=True)
+        check_batch_invariant(other)
+
+
+@pytest.mark.instructions
+@pytest.mark.skipif(HAS_BF16, reason="oneDNN has products of bf16 with these instructions")
+def test_weights_in_bf16_stay_as_they_are_where_they_cannot_be_packed() -> None:
+    weight = torch.randn(128, 256).bfloat16()
+    assert packed_weight(weight) is None
+    with pytest.raises(RuntimeError):
+        PackedWeight(weight)
+    assert pack_weights(nn.Linear(256, 128, dtype=torch.bfloat16)) == ()
+
+
+@torch.inference_mode()
+@packs_bf16
 def test_inputs_of_any_shape_and_stride() -> None:
     weight, rows = weight_and_rows(64, 1536, torch.bfloat16)
     product = PackedWeight(weight)
@@ -71,11 +196,14 @@ def test_inputs_of_any_shape_and_stride() -> None:
         assert torch.equal(product(x, None), F.linear(x, weight))
 
 
-def two_layers(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256, bias=False)).to(dtype)
+def two_layers(dtype: torch.dtype = PACKED) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(256, 1024), nn.SiLU(), nn.Linear(1024, 256, bias=False)).to(
+        dtype
+    )
 
 
 @torch.inference_mode()
+@packs_bf16
 def test_a_model_of_the_readers_own_computes_the_same_without_its_weights() -> None:
     model = two_layers()
     x = torch.randn(3, 256).bfloat16()
@@ -84,7 +212,7 @@ def test_a_model_of_the_readers_own_computes_the_same_without_its_weights() -> N
     assert pack_weights(model) == ("0", "2")
     gc.collect()
     assert all(weight() is None for weight in weights)
-    assert model[0].weight.shape == (512, 256)
+    assert model[0].weight.shape == (1024, 256)
     assert model[0].weight.dtype == torch.bfloat16
     assert torch.equal(model(x), expected)
     assert torch.equal(copy.deepcopy(model)(x), expected)
@@ -112,10 +240,11 @@ def test_what_gains_nothing_or_cannot_be_packed_stays() -> None:
     large = nn.ModuleList(
         [nn.Linear(128, 128, dtype=torch.bfloat16), nn.Linear(512, 512, dtype=torch.float32)]
     )
-    assert pack_weights(large) == ("0", "1")
+    assert pack_weights(large) == (("0", "1") if HAS_BF16 else ("1",))
 
 
 @torch.inference_mode()
+@packs_bf16
 def test_a_weight_that_the_embedding_keeps_and_one_that_two_layers_share() -> None:
     embedding, head = nn.Embedding(300, 256), nn.Linear(256, 300, bias=False)
     model = nn.ModuleList([embedding, head]).bfloat16()
@@ -143,14 +272,14 @@ def test_torch_functions_around_a_packed_layer_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="made for one processor"):
         pickle.dumps(model)
     with pytest.raises(UnsupportedError, match="no backward"):
-        model(torch.randn(3, 256, dtype=torch.bfloat16, requires_grad=True))
+        model(torch.randn(3, 256, dtype=PACKED, requires_grad=True))
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_bias_that_changes_is_added() -> None:
     model = two_layers()
     pack_weights(model)
-    x = torch.randn(3, 256).bfloat16()
+    x = torch.randn(3, 256).to(PACKED)
     before = model[0](x)
     model[0].bias = nn.Parameter(model[0].bias + 100)
     assert (model[0](x) - before).min() > 98
@@ -161,8 +290,8 @@ def test_a_bias_that_changes_is_added() -> None:
 def test_other_dtypes_and_compilers_are_refused_by_name() -> None:
     model = two_layers()
     pack_weights(model)
-    with pytest.raises(ConfigError, match=r"an input of torch\.float32"):
-        model(torch.randn(3, 256))
+    with pytest.raises(ConfigError, match=r"an input of torch\.float64"):
+        model(torch.randn(3, 256).double())
 
     def compiling() -> bool:
         return True
@@ -170,9 +299,10 @@ def test_other_dtypes_and_compilers_are_refused_by_name() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", compiling)
         with pytest.raises(UnsupportedError, match="graph that is being traced"):
-            model(torch.randn(3, 256).bfloat16())
+            model(torch.randn(3, 256).to(PACKED))
 
 
+@packs_bf16
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("gather_output", [True, False])
 def test_tensor_parallel_layers(size: int, gather_output: bool) -> None:

@@ -155,6 +155,7 @@ def test_each_token_attends_to_its_request_so_far(
             assert_as_accurate(actual, one.dense(), exact, num_terms=8)
 
 
+@pytest.mark.instructions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     heads = HEADS["three share"]

@@ -134,6 +134,7 @@ def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> Non
             device=device_of(arguments.device),
             group=group,
             quantization=arguments.quantization,
+            batch_invariant=arguments.batch_invariant,
         )
         begun = time.perf_counter()
         if world.rank or arguments.json:

@@ -37,7 +37,7 @@ def add_llm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_placement_options(parser: argparse.ArgumentParser) -> None:
-    """`--dtype`, `--device`, `--ranks` and `--quantization`: how weights are kept, and where."""
+    """`--dtype`, `--device`, `--ranks` and others: how weights are kept and multiplied, and where."""
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -57,6 +57,11 @@ def add_placement_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="int8: linear layers in half the bytes, for one to four texts at once on a CPU",
     )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="the same bits for a text whatever else is computed; slower, on a CPU",
+    )
 
 
 def llm_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -71,4 +76,5 @@ def llm_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_model_len": arguments.max_model_len,
         "memory_bytes": None if memory is None else memory * 2**20,
         "speculative_tokens": arguments.speculative_tokens,
+        "batch_invariant": arguments.batch_invariant,
     }

@@ -35,6 +35,7 @@ def stream(
     request: Request,
     *,
     opened: Callable[[Engine], object] | None = None,
+    batch_invariant: bool = False,
 ) -> Iterator[TextPart]:
     """Continue one prompt; local.
 
@@ -47,6 +48,7 @@ def stream(
         tokenizer: Gives the text, and the tokens that end it.
         request: Prompt and settings.
         opened: Called with each engine that computes a part of the text; None for nothing.
+        batch_invariant: See `Engine`; the memory has room for the whole text then.
 
     Raises:
         ConfigError: The prompt or a setting cannot be used with this model.
@@ -54,7 +56,8 @@ def stream(
     params, written = request.params, 0
     text = TextStream(tokenizer, params.stop, min_tokens=params.min_tokens)
     tokens, room = list(request.prompt), len(request.prompt) + _FIRST_TOKENS
-    if params.presence_penalty or params.frequency_penalty or params.json_schema or params.regex:
+    is_told_apart = params.presence_penalty or params.frequency_penalty
+    if is_told_apart or params.json_schema or params.regex or batch_invariant:
         # These tell what was written from the prompt.
         room = len(tokens) + params.max_tokens
     while True:
@@ -63,7 +66,9 @@ def stream(
         fewest = max(params.min_tokens - written, 0)
         part = replace(params, max_tokens=shorter, min_tokens=fewest, stop=())
         onwards = replace(request, prompt=tuple(tokens), params=part)
-        for token, reason in _continue(model, tokenizer.eos_ids, onwards, opened):
+        for token, reason in _continue(
+            model, tokenizer.eos_ids, onwards, opened, batch_invariant
+        ):
             tokens.append(token)
             written += 1
             if reason == "stop":
@@ -86,6 +91,7 @@ def _continue(
     eos_ids: Sequence[int],
     request: Request,
     opened: Callable[[Engine], object] | None,
+    batch_invariant: bool,
 ) -> Iterator[tuple[int, str | None]]:
     """Tokens of one request in an engine of its own, which ends with the iterator."""
     length = len(request.prompt) + request.params.max_tokens
@@ -99,6 +105,7 @@ def _continue(
         num_state_slots=1,
         max_requests=1,
         prefix_cache=False,
+        batch_invariant=batch_invariant,
         device=model.device,
     )
     if opened is not None:

@@ -43,10 +43,11 @@ class Writer:
 
     Args:
         loaded: The model, or this rank's part of it, and its tokenizer.
+        batch_invariant: True to write with the bits of an `LLM` with `batch_invariant`.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
+    def __init__(self, loaded: LoadedModel, *, batch_invariant: bool = False) -> None:
+        self.loaded, self._is_batch_invariant = loaded, batch_invariant
         self._engine: Engine | None = None
 
     @property
@@ -68,6 +69,7 @@ class Writer:
         device: torch.device | str = "cpu",
         group: Group | None = None,
         quantization: str | None = None,
+        batch_invariant: bool = False,
     ) -> Writer:
         """The newest weights of a run, whatever number of ranks trained it, or a directory. Local.
 
@@ -77,15 +79,22 @@ class Writer:
             device: Device of the model.
             group: Ranks that share each layer, and then make the same calls; None for one process.
             quantization: `int8` to keep the weights of linear layers as int8; None for `dtype`.
+            batch_invariant: True to write with the bits of an `LLM` with `batch_invariant`.
 
         Raises:
             ConfigError: The folder holds no model, the run has no checkpoint yet, or its files do
                 not belong together.
             UnsupportedError: The model of the directory is not supported.
         """
-        return cls(
-            load_model(path, dtype=dtype, device=device, group=group, quantization=quantization)
+        loaded = load_model(
+            path,
+            dtype=dtype,
+            device=device,
+            group=group,
+            quantization=quantization,
+            batch_invariant=batch_invariant,
         )
+        return cls(loaded, batch_invariant=batch_invariant)
 
     def write(self, prompt: str | Sequence[int], params: SamplingParams) -> Text:
         """Continue `prompt`. Local; equal arguments give equal text.
@@ -129,7 +138,13 @@ class Writer:
             )
         params = replace(params, max_tokens=min(params.max_tokens, room))
         request = Request("text", tuple(ids), params)
-        return stream(self.model, self.tokenizer, request, opened=self._opened)
+        return stream(
+            self.model,
+            self.tokenizer,
+            request,
+            opened=self._opened,
+            batch_invariant=self._is_batch_invariant,
+        )
 
     def stats(self) -> EngineStats | None:
         """State of the engine that wrote last; None before the first text. Local.

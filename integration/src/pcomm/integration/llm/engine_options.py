@@ -22,6 +22,7 @@ class EngineOptions:
     max_queued: int
     prefix_cache: bool
     speculative_tokens: int
+    batch_invariant: bool
 
     def engine(self, loaded: LoadedModel, budget_bytes: int) -> Engine:
         """An engine for a model, or for this rank's part of one. Local.
@@ -54,5 +55,6 @@ class EngineOptions:
             max_queued=self.max_queued,
             prefix_cache=self.prefix_cache,
             speculative_tokens=self.speculative_tokens,
+            batch_invariant=self.batch_invariant,
             device=loaded.model.device,
         )

@@ -70,6 +70,10 @@ class LLM:
         max_queued: Most requests that wait; `generate` takes any number of prompts all the same.
         prefix_cache: True to keep what was computed of prompts for those that begin alike.
         speculative_tokens: Most tokens that a step guesses from the text so far.
+        batch_invariant: True for log-probabilities of a request that have the same bits whatever
+            else is computed: products in blocks of at most 32 rows where their sums depend on the
+            number of rows, prompts by 256 tokens, no prefix cache, no drafts. On a CPU in bf16 or
+            fp32, on one rank or two, without experts.
 
     Attributes:
         path: Folder of the model.
@@ -81,7 +85,8 @@ class LLM:
     Raises:
         ConfigError: The folder holds no model, a value cannot be used, or so many ranks cannot
             share the model; the last is found before a process is started.
-        UnsupportedError: The model of the directory is not supported.
+        UnsupportedError: The model of the directory is not supported, or not with
+            `batch_invariant`.
         PeerError: A rank ended while it loaded the model.
     """
 
@@ -102,6 +107,7 @@ class LLM:
         max_queued: int = 256,
         prefix_cache: bool = True,
         speculative_tokens: int = 0,
+        batch_invariant: bool = False,
     ) -> None:
         numbers = {
             "ranks": ranks,
@@ -120,14 +126,19 @@ class LLM:
             )
         place, weights = device_of(device), dtype_of(dtype)
         # Refused here rather than on a rank.
-        weight_form(quantization, place)
+        weight_form(quantization, place, batch_invariant=batch_invariant, ranks=ranks)
         self.path = Path(path)
         self.max_queued = max_queued
         self._on_ranks: EngineOnRanks | None = None
         here = None
         if ranks == 1:
             here = load_model(
-                self.path, dtype=weights, device=place, group=group, quantization=quantization
+                self.path,
+                dtype=weights,
+                device=place,
+                group=group,
+                quantization=quantization,
+                batch_invariant=batch_invariant,
             )
         self.loaded: LoadedText = here or load_text(self.path, ranks=ranks)
         self.max_model_len = max_model_len or self.loaded.max_tokens
@@ -139,6 +150,7 @@ class LLM:
             max_queued=max_queued,
             prefix_cache=prefix_cache,
             speculative_tokens=speculative_tokens,
+            batch_invariant=batch_invariant,
         )
         self.engine: StepEngine
         if here is not None:

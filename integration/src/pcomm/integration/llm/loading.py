@@ -11,7 +11,7 @@ import tokenizers
 import torch
 
 from pcomm.core import Group
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.integration.checkpoint.checksums import check_files
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.checkpoint.reader import check_index, read
@@ -157,6 +157,7 @@ def load_model(
     device: torch.device | str = "cpu",
     group: Group | None = None,
     quantization: str | None = None,
+    batch_invariant: bool = False,
 ) -> LoadedModel:
     """The model in a folder, whole or this rank's part of it, on this process. Local.
 
@@ -168,14 +169,25 @@ def load_model(
         group: Tensor-parallel group; None for the whole model.
         quantization: `int8` to keep the weights of linear layers as int8; None for their dtype. On
             a CPU they are packed then, so that the model is for inference alone.
+        batch_invariant: True for weights in the form that an engine with `batch_invariant` wants.
 
     Raises:
         ConfigError: The folder holds no model, the group cannot share its layers, its files are
             damaged, which names the file, or there is no such quantization.
-        UnsupportedError: The model of the directory is not supported, or not with int8 weights.
+        UnsupportedError: The model of the directory is not supported, or not with int8 weights, or
+            not with `batch_invariant`.
     """
-    form = weight_form(quantization, device)
+    ranks = 1 if group is None else group.size
+    form = weight_form(quantization, device, batch_invariant=batch_invariant, ranks=ranks)
     source = _source(path)
+    if batch_invariant and source.shape.experts:
+        raise UnsupportedError(
+            f"LLM({str(path)!r}): batch_invariant=True",
+            found="a model with experts",
+            why="The rows of an expert are the tokens of all requests that chose it, and the order "
+            "of the sums of its products depends on their number.",
+            fix="Leave batch_invariant out.",
+        )
     if group is not None:
         check_ranks(path, source.shape, source.text.vocabulary, group.size)
     with WithoutDraws():

@@ -72,7 +72,12 @@ def serve_engine(
         with open_groups(topology, ["tp"], backend=backend, collectives=collectives) as groups:
             group = groups["tp"]
             loaded = load_model(
-                path, dtype=dtype, device=device, group=group, quantization=quantization
+                path,
+                dtype=dtype,
+                device=device,
+                group=group,
+                quantization=quantization,
+                batch_invariant=options.batch_invariant,
             )
             messages.answer(free_bytes(device))
             for budget_bytes in messages:

@@ -50,18 +50,29 @@ class WeightForm:
         return filled
 
 
-def weight_form(quantization: str | None, device: torch.device | str) -> WeightForm | None:
+def weight_form(
+    quantization: str | None,
+    device: torch.device | str,
+    *,
+    batch_invariant: bool = False,
+    ranks: int = 1,
+) -> WeightForm | None:
     """The form for a model on a device; None where weights stay as they are. Local.
 
     Args:
         quantization: One of `QUANTIZATIONS`; None for packed weights on a CPU.
         device: Device of the model.
+        batch_invariant: True for weights whose products give a row the same bits among any others.
+        ranks: Number of ranks that share the model.
 
     Raises:
         ConfigError: There is no such quantization.
-        UnsupportedError: There is none on this device.
+        UnsupportedError: There is none on this device, or no batch-invariant form.
     """
     is_cpu = torch.device(device).type == "cpu"
+    if batch_invariant:
+        _check_batch_invariant(quantization, device, ranks)
+        return WeightForm(_invariant, is_for_all=False)
     if quantization is None:
         return WeightForm(_packed, is_for_all=False) if is_cpu else None
     if quantization not in QUANTIZATIONS:
@@ -85,6 +96,33 @@ def weight_form(quantization: str | None, device: torch.device | str) -> WeightF
 
 def _packed(model: nn.Module, names: Collection[str] | None) -> None:
     pack_weights(model, only=names)
+
+
+def _invariant(model: nn.Module, names: Collection[str] | None) -> None:
+    pack_weights(model, only=names, batch_invariant=True)
+
+
+def _check_batch_invariant(
+    quantization: str | None, device: torch.device | str, ranks: int
+) -> None:
+    if quantization is not None:
+        found = f"quantization={quantization!r}"
+        why = "Up to 16 rows are multiplied by another kernel for int8 than more of them."
+    elif torch.device(device).type != "cpu":
+        found = f"device={str(device)!r}"
+        why = "The order of the sums of a product is known for CPUs alone."
+    elif ranks > 2:
+        found = f"{ranks} ranks"
+        why = "The order in which gloo adds up three ranks or more depends on the number of rows."
+    else:
+        return
+    raise UnsupportedError(
+        "LLM: batch_invariant=True",
+        found=found,
+        why=why,
+        fix="Load the model in bf16 or fp32 on a CPU, on one rank or two, or leave batch_invariant "
+        "out.",
+    )
 
 
 def _int8(model: nn.Module, names: Collection[str] | None) -> None:

@@ -26,6 +26,7 @@ from pcomm.inference.engine.scheduler import Scheduler
 from pcomm.inference.engine.step_outputs import StepOutputs
 from pcomm.inference.engine.step_plan import StepPlan
 from pcomm.inference.engine.suspects import Suspects
+from pcomm.inference.layers.packed_weight import check_batch_invariant
 from pcomm.inference.model import Model
 from pcomm.inference.roofline.bandwidth_meter import BandwidthMeter
 from pcomm.inference.roofline.decode_roofline import DecodeRoofline
@@ -56,6 +57,11 @@ class Engine:
         max_queued: Most requests that wait.
         prefix_cache: True to keep what was computed of prompts for requests that begin alike.
         speculative_tokens: Most tokens that a step guesses from the text so far, for each request.
+        batch_invariant: True for logits whose bits depend on the request alone: its prompt is
+            computed by 256 tokens, its text token by token, also after a preemption, and nothing
+            is kept in the prefix cache. The linear layers of the model have to be those of
+            `pack_weights(model, batch_invariant=True)`, and its other operations have to compute
+            a row without regard to the others.
         device: Device of the model.
         meter: Measures the memory's bandwidth for `stats`, once for all engines that share it; None
             for one of its own.
@@ -66,7 +72,8 @@ class Engine:
 
     Raises:
         ConfigError: A number is too small, the model has no `memory_specs()` or no `step()`, or it
-            declares memory that cannot be allocated.
+            declares memory that cannot be allocated. With `batch_invariant`, there are drafts, too
+            few tokens in a step, or a linear layer that is not packed for it.
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class Engine:
         max_queued: int = 256,
         prefix_cache: bool = True,
         speculative_tokens: int = 0,
+        batch_invariant: bool = False,
         device: str | torch.device = "cpu",
         meter: BandwidthMeter | None = None,
     ) -> None:
@@ -102,11 +110,17 @@ class Engine:
             speculative_tokens=speculative_tokens,
         )
         settings.check(specs)
+        if batch_invariant:
+            settings.check_batch_invariant()
+            check_batch_invariant(model)
+            prefix_cache = False
         self._eos_ids = tuple(eos_ids) + tuple(tokenizer.eos_ids if tokenizer else ())
         self._tokenizer = tokenizer
         self._memory = EngineMemory(specs, settings, prefix_cache=prefix_cache, device=device)
         self._queue = RequestQueue(max_queued)
-        self._scheduler = Scheduler(self._memory, self._queue, settings)
+        self._scheduler = Scheduler(
+            self._memory, self._queue, settings, batch_invariant=batch_invariant
+        )
         self._times = HostTimes()
         self._runner = ModelRunner(model, self._memory, settings, device=device, times=self._times)
         self._sampler = Sampler(vocabulary, device)

@@ -9,7 +9,10 @@ from pcomm.core.errors import ConfigError
 from pcomm.inference.engine.memory.memory_specs import check_memory_specs
 from pcomm.inference.model import KVSpec, LayerSpec, StateSpec
 
-__all__ = ["EngineSettings"]
+__all__ = ["INVARIANT_CHUNK", "EngineSettings"]
+
+INVARIANT_CHUNK = 256
+"""Tokens by which a prompt is computed where no other request may move the end of a chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +50,27 @@ class EngineSettings:
                     why=f"{name} is an integer of at least {least[name]}, or nothing could run.",
                     fix=f"Give {name} as such a number.",
                 )
+
+    def check_batch_invariant(self) -> None:
+        """Refuse numbers by which the tokens of a request share products that depend on others.
+
+        Raises:
+            ConfigError: Drafts are asked for, or a step is too short for a chunk of a prompt beside
+                the tokens of all other requests.
+        """
+        least = INVARIANT_CHUNK + self.max_requests - 1
+        if self.speculative_tokens:
+            found, why, fix = (
+                f"speculative_tokens={self.speculative_tokens}",
+                "Drafts are computed together with the token before them, in other sums.",
+                "Leave one of the two out.",
+            )
+        elif self.max_batch_tokens < least:
+            found, why, fix = (
+                f"max_batch_tokens={self.max_batch_tokens} and max_requests={self.max_requests}",
+                f"A prompt is computed by {INVARIANT_CHUNK} tokens, beside one of each other text.",
+                f"Give max_batch_tokens of at least {least}, or a smaller max_requests.",
+            )
+        else:
+            return
+        raise ConfigError("Engine: batch_invariant=True", found=found, why=why, fix=fix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 
-from pcomm.inference.engine.engine_settings import EngineSettings
+from pcomm.inference.engine.engine_settings import INVARIANT_CHUNK, EngineSettings
 from pcomm.inference.engine.live_request import LiveRequest
 from pcomm.inference.engine.memory.engine_memory import EngineMemory
 from pcomm.inference.engine.request_queue import RequestQueue
@@ -21,15 +21,24 @@ class Scheduler:
         memory: Gives and takes blocks and slots.
         queue: Requests that wait.
         settings: Most tokens and requests of a step, and most drafts of a request.
+        batch_invariant: True to cut each prompt where no other request has a say.
     """
 
-    def __init__(self, memory: EngineMemory, queue: RequestQueue, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        memory: EngineMemory,
+        queue: RequestQueue,
+        settings: EngineSettings,
+        *,
+        batch_invariant: bool,
+    ) -> None:
         self._allocator = memory.allocator
         self._queue = queue
         self._max_batch_tokens = settings.max_batch_tokens
         self._max_requests = settings.max_requests
         self._chunk_multiple = memory.chunk_multiple
         self._speculative_tokens = settings.speculative_tokens
+        self._is_batch_invariant = batch_invariant
         # Drafts that are wrong change a state; keys and values behind a token are not read.
         self._saves_states = memory.pools.has_states
         # By priority, then arrival, like the queue.
@@ -137,6 +146,8 @@ class Scheduler:
     def _add_chunk(self, plan: StepPlan, live: LiveRequest, budget: int) -> int:
         """Plan as many tokens of a prompt as the budget allows, and return their number."""
         start, stop = live.num_computed, len(live.tokens)
+        if self._is_batch_invariant:
+            return self._add_fixed_chunk(plan, live, budget)
         if stop - start > budget:
             stop = start + budget
             aligned = stop - stop % self._chunk_multiple
@@ -146,6 +157,24 @@ class Scheduler:
         if stop > start:
             plan.chunks.append(Chunk(live, start, stop))
         return max(stop - start, 0)
+
+    def _add_fixed_chunk(self, plan: StepPlan, live: LiveRequest, budget: int) -> int:
+        """The same for a chunk that depends on its request alone: whole, or not in this step."""
+        start, num_prompt = live.num_computed, len(live.request.prompt)
+        # Text that is computed again after a preemption was written token by token.
+        stop = start + 1
+        if start < num_prompt:
+            stop = min(num_prompt, start - start % INVARIANT_CHUNK + INVARIANT_CHUNK)
+        if stop - start > budget:
+            return 0
+        chunk = Chunk(live, start, stop)
+        if stop - start == 1:
+            # Recurrent layers compute requests with one token in another way than longer ones, and
+            # find them before those.
+            plan.chunks.insert(0, chunk)
+        else:
+            plan.chunks.append(chunk)
+        return stop - start
 
 
 def _order(live: LiveRequest) -> tuple[int, int]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pcomm.gdn_cp.ops.mamba2_ssd.chunk import time_steps
@@ -39,7 +40,8 @@ def mamba2_ssd_step(
         `[N, H, P]` in the dtype of `x_NHP`, and `[N, H, S, P]`.
     """
     dtype, num_groups = state_NHSP.dtype, b_NGS.shape[1]
-    x, time = x_NHP.to(dtype), time_steps(dt_NH, dt_bias_H, dtype)
+    # The last bits of a softplus depend on the place in the batch; those of fp64 vanish here.
+    x, time = x_NHP.to(dtype), time_steps(dt_NH, dt_bias_H, torch.float64).to(dtype)
     decay_NH = (-a_log_H.to(dtype).exp() * time).exp()
     b, c = (x.to(dtype)[:, :, None] for x in (b_NGS, c_NGS))
     with full_precision(state_NHSP):
