@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.core.errors import ClosedError, ConfigError, UnsupportedError
 from pcomm.inference import KVSpec, SamplingParams, StateSpec
 from pcomm.integration import Writer
 from pcomm.integration.huggingface.convert import run_to_directory
@@ -103,6 +103,55 @@ def test_a_chat_is_the_template_and_stops_before_the_next_question(llm: LLM) -> 
     assert settings.stop == ("\nuser:", "\nsystem:")
     answer = llm.chat(messages, GREEDY)
     assert answer.token_ids == llm.generate([ids], settings)[0].token_ids
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["gpt", "hybrid"])
+def test_with_batch_invariant_a_prompt_has_the_bits_that_it_has_alone(
+    name: str, dtype: str, run: Callable[[str], Path]
+) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0, seed=3)
+    prompts = ["word1 " * count for count in (1, 2, 40, 100, 7)]
+    options: dict[str, Any] = {"memory_bytes": 2**24, "batch_invariant": True, "dtype": dtype}
+    with LLM(run(name), max_model_len=300, **options) as llm:
+        together = llm.generate(prompts, params)
+        for prompt, expected in zip(prompts, together, strict=True):
+            (alone,) = llm.generate(prompt, params)
+            assert [(one.token_id, one.logprob) for one in alone.logprobs] == [
+                (one.token_id, one.logprob) for one in expected.logprobs
+            ]
+        assert llm.engine.stats().cached_tokens == 0
+    # As the command writes it, whose engine has other sizes.
+    writer = Writer.load(run(name), dtype=getattr(torch, dtype), batch_invariant=True)
+    assert writer.write(prompts[3], params).token_ids == together[3].token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"quantization": "int8"}, "quantization='int8'"),
+        ({"device": torch.device("cuda")}, "device='cuda'"),
+        ({"ranks": 3}, "3 ranks"),
+        ({"dtype": "float16"}, "a weight of torch.float16"),
+        ({"speculative_tokens": 2}, "speculative_tokens=2"),
+        ({"max_batch_tokens": 318}, "max_batch_tokens=318 and max_requests=64"),
+    ],
+)
+def test_what_cannot_be_batch_invariant_is_refused(
+    options: dict[str, Any], told: str, run: Callable[[str], Path]
+) -> None:
+    wanted: dict[str, Any] = {"memory_bytes": 2**24, "max_model_len": 64, "batch_invariant": True}
+    with pytest.raises((ConfigError, UnsupportedError), match="batch_invariant=True") as caught:
+        LLM(run("gpt"), **wanted, **options)
+    assert told in str(caught.value)
+    if "max_batch_tokens" in options:
+        LLM(run("gpt"), **wanted, max_batch_tokens=319).close()
+
+
+def test_experts_are_not_batch_invariant(tmp_path: Path) -> None:
+    folder = tiny_run(tmp_path, "A", "model.experts=4")
+    with pytest.raises(UnsupportedError, match="a model with experts"):
+        load_model(folder, batch_invariant=True)
 
 
 def test_a_prompt_without_text_begins_a_document(llm: LLM) -> None:

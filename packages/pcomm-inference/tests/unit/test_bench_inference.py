@@ -192,7 +192,7 @@ def test_the_command_prints_and_writes_rows_and_a_picture(
     tokens = float(found[f"tokens @ {place}", "tokens/s"]["value"])
     assert tokens == pytest.approx(2 / float(step["value"]) * 1e3, rel=0.01)
     assert ("step of 3 rows without a model", "us") in found
-    for form in ("packed", "int8"):
+    for form in ("packed", "int8", "batch-invariant"):
         row = found[f"linears, {form} weights @ tiny, threads 1, rows 8", "ms"]
         assert row["ratio_to"] == "linears, F.linear @ tiny, threads 1, rows 8"
     assert image.read_bytes().startswith(b"\x89PNG")

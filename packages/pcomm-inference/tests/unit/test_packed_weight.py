@@ -31,7 +31,15 @@ packs_bf16 = pytest.mark.skipif(
 DTYPES = [pytest.param(torch.bfloat16, marks=packs_bf16), torch.float32]
 
 # Inputs on both sides of the number from which oneDNN adds up a single row in another order.
-SIZES = [(64, 256), (2048, 1000), (576, 1024), (2048, 1025), (576, 1536), (11008, 1536), (2048, 3072)]
+SIZES = [
+    (64, 256),
+    (2048, 1000),
+    (576, 1024),
+    (2048, 1025),
+    (576, 1536),
+    (11008, 1536),
+    (2048, 3072),
+]
 
 
 def weight_and_rows(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -116,7 +124,9 @@ def test_only_bf16_by_tiles_is_computed_in_blocks_of_32_rows(
 
         seen.clear()
         product._multiply = count
-        torch.testing.assert_close(product(rows[:num_rows], None), F.linear(rows[:num_rows], weight))
+        torch.testing.assert_close(
+            product(rows[:num_rows], None), F.linear(rows[:num_rows], weight)
+        )
         return seen.copy()
 
     in_blocks = has_tiles and dtype == torch.bfloat16

@@ -66,9 +66,7 @@ def stream(
         fewest = max(params.min_tokens - written, 0)
         part = replace(params, max_tokens=shorter, min_tokens=fewest, stop=())
         onwards = replace(request, prompt=tuple(tokens), params=part)
-        for token, reason in _continue(
-            model, tokenizer.eos_ids, onwards, opened, batch_invariant
-        ):
+        for token, reason in _continue(model, tokenizer.eos_ids, onwards, opened, batch_invariant):
             tokens.append(token)
             written += 1
             if reason == "stop":

@@ -32,8 +32,9 @@ def paged_attention(
 
     On a CPU the bits of a row depend on its own request alone, whatever else is in the batch. In
     bf16 they do not depend either on how the prompt was cut into chunks, or whether the token was
-    written or was part of a prompt (on processors with AVX-512 BF16, where this was tested). In
-    fp32 and fp64 a row of a chunk agrees with the same row of another chunk up to rounding.
+    written or was part of a prompt, on processors with AVX-512 BF16. With AVX-512 without BF16 and
+    with AVX2 single elements do. In fp32 and fp64 a row of a chunk agrees with the same row of
+    another chunk up to rounding. `Engine(batch_invariant=True)` cuts a prompt alike in any company.
 
     Args:
         q_THK: `[T, H, K]`, queries of the new tokens of all requests, positions applied.

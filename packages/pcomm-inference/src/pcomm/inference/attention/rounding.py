@@ -6,8 +6,9 @@ row of a long chunk differs in the last bit from the same row of a short one. It
 parts of 32 or 64, and multiplies fewer than four rows by another routine, which takes longer than
 the one for four.
 
-Seen with torch 2.13 on a processor with AVX-512 BF16. On another one a row still does
-not depend on the rest of the batch, since requests share a call only where their numbers are equal.
+Seen with torch 2.13 on a processor with AVX-512 BF16. On one with AVX-512 alone, and with AVX2,
+single elements of long chunks differ from those of short ones. A row still does not depend on the
+rest of the batch, since requests share a call only where their numbers are equal.
 """
 
 from __future__ import annotations

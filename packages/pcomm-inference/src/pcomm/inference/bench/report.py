@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pcomm.core.testing.timing import Row, Timing
 from pcomm.inference.bench.measure import Decoding, Measured, Products
 from pcomm.inference.bench.no_ops import BARE
-from pcomm.inference.bench.weight_forms import INT8, PACKED, WIDE
+from pcomm.inference.bench.weight_forms import INT8, INVARIANT, PACKED, WIDE
 
 __all__ = ["rows_of", "tables_of"]
 
@@ -71,10 +71,10 @@ def tables_of(measured: Measured) -> str:
 
 
 def _product_lines(found: Sequence[Products]) -> Iterator[str]:
-    yield "  F.linear   packed     int8"
+    yield "  F.linear   packed     int8  invariant"
     for one in found:
         times = "  ".join(
-            f"{one.forms[form].median_us / 1e3:7.2f}" for form in (WIDE, PACKED, INT8)
+            f"{one.forms[form].median_us / 1e3:7.2f}" for form in (WIDE, PACKED, INT8, INVARIANT)
         )
         yield f"   {times}  {one.shape.name}, threads {one.threads}, rows {one.rows}"
 

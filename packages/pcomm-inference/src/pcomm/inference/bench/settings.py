@@ -60,7 +60,7 @@ class Settings:
     contexts: tuple[int, ...] = (128, 512, 2048, 8192)
     prompt: int = 64
     rows: tuple[int, ...] = (1, 8, 64)
-    product_rows: tuple[int, ...] = (1, 4, 8, 16)
+    product_rows: tuple[int, ...] = (1, 4, 8, 16, 64, 256)
     threads: tuple[int, ...] = (1, 2)
     rounds: int = 31
 

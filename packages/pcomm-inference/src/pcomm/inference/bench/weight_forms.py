@@ -11,17 +11,19 @@ from pcomm.core.tensor_parallel import WeightProduct
 from pcomm.core.testing.timing import Timing
 from pcomm.inference.bench.plain_llama import PlainLlama, WideWeight
 from pcomm.inference.layers import Int8Weight
-from pcomm.inference.layers.packed_weight import packed_weight
+from pcomm.inference.layers.packed_weight import invariant_weight, packed_weight
 
-__all__ = ["INT8", "PACKED", "WIDE", "WeightForms"]
+__all__ = ["INT8", "INVARIANT", "PACKED", "WIDE", "WeightForms"]
 
 WIDE = "linears, F.linear"
 PACKED = "linears, packed weights"
 INT8 = "linears, int8 weights"
+INVARIANT = "linears, batch-invariant weights"
 
 
 class WeightForms:
-    """The products of a model with its weights as they are, packed, and as int8 numbers.
+    """The products of a model with its weights as they are, packed, as int8 numbers, and packed for
+    rows that do not depend on their number.
 
     Args:
         model: Model; a weight that is not packed is measured as it is.
@@ -35,6 +37,7 @@ class WeightForms:
             WIDE: [WideWeight(weight) for weight in weights],
             PACKED: [packed_weight(weight) or WideWeight(weight) for weight in weights],
             INT8: [Int8Weight(weight) for weight in weights],
+            INVARIANT: [invariant_weight(weight) or WideWeight(weight) for weight in weights],
         }
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ __all__ = [
     "PackedWeight",
     "check_batch_invariant",
     "has_bf16_tiles",
+    "invariant_weight",
     "pack_weights",
     "packed_weight",
 ]
@@ -163,7 +164,7 @@ def pack_weights(
         UnsupportedError: There is no such form: the weights are neither bf16 nor fp32, not on a
             CPU, or the processor is not x86.
     """
-    make = _invariant_weight if batch_invariant else packed_weight
+    make = invariant_weight if batch_invariant else packed_weight
     return replace_weights(linear_layers(model, only=only), make)
 
 
@@ -207,8 +208,15 @@ def _is_invariant_unpacked(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported()
 
 
-def _invariant_weight(weight_OI: Tensor) -> PackedWeight | None:
-    """A form whose rows do not depend on each other; None if the weight as it is has that."""
+def invariant_weight(weight_OI: Tensor) -> PackedWeight | None:
+    """A form whose rows do not depend on their number; None if the weight as it is has that. Local.
+
+    Args:
+        weight_OI: Weight `[O, I]`; its numbers are copied.
+
+    Raises:
+        UnsupportedError: There is none for the dtype, the device or the processor.
+    """
     place = f"{weight_OI.dtype} on {weight_OI.device.type}, {platform.machine()}"
     is_known = weight_OI.is_cpu and platform.machine() in _MACHINES
     if is_known and weight_OI.dtype in _FEWEST_ELEMENTS:
