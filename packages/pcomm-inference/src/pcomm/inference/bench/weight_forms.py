@@ -22,8 +22,7 @@ INVARIANT = "linears, batch-invariant weights"
 
 
 class WeightForms:
-    """The products of a model with its weights as they are, packed, as int8 numbers, and packed for
-    rows that do not depend on their number.
+    """The products of a model with its weights as they are, packed, as int8, and batch-invariant.
 
     Args:
         model: Model; a weight that is not packed is measured as it is.

@@ -43,11 +43,11 @@ class PackedWeight:
     """`x W^T + b` with a weight that is kept in oneDNN's own layout. Local, without gradients.
 
     `F.linear` brings the weight into that layout in every call, which takes as long as the product
-    of a few rows. A single row of many inputs is computed as two equal ones, and so is every
-    one in bf16 on a processor without AVX-512 BF16. The bits of a row depend on that row alone, but for bf16 on a processor with AMX: there up to 32 rows have one
-    order of sums, and more rows others, unless they are computed in blocks. In bf16 without AMX they
-    are those of `F.linear` for several rows of a matrix without gaps; elsewhere the two differ by
-    rounding. Tested on x86 with AVX2, AVX-512 and AVX-512 BF16.
+    of a few rows. A single row of many inputs is computed as two equal ones, and so is every one in
+    bf16 on a processor without AVX-512 BF16. Then the bits of a row depend on that row alone, but
+    for bf16 on a processor with AMX: there up to 32 rows have one order of sums, and more rows have
+    others, unless they are computed in blocks. In bf16 without AMX they are those of `F.linear` for
+    several rows of a matrix without gaps; elsewhere the two differ by rounding. Tested on x86.
 
     Args:
         weight_OI: Weight `[O, I]`, bf16 or fp32 on a CPU; its numbers are copied.
