@@ -37,7 +37,7 @@ def add_llm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_placement_options(parser: argparse.ArgumentParser) -> None:
-    """`--dtype`, `--device`, `--ranks` and others: how weights are kept and multiplied, and where."""
+    """`--dtype`, `--device`, `--ranks` and others: how weights are kept, and where."""
     parser.add_argument(
         "--dtype",
         default="auto",

@@ -48,7 +48,8 @@ def stream(
         tokenizer: Gives the text, and the tokens that end it.
         request: Prompt and settings.
         opened: Called with each engine that computes a part of the text; None for nothing.
-        batch_invariant: See `Engine`; the memory has room for the whole text then.
+        batch_invariant: True to write with the bits of an `Engine` with it; the memory then has
+            room for the whole text.
 
     Raises:
         ConfigError: The prompt or a setting cannot be used with this model.
