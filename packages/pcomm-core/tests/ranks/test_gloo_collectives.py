@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -39,9 +39,17 @@ LARGE_BYTES = 300_000
 PAIR = Topology({"dp": 2})
 
 
+def counted() -> Collectives:
+    """Those of the default group, whose operations between pairs are counted."""
+    collectives = default_collectives()
+    pairs = cast(Any, collectives)._pairs
+    pairs.channel = mock.Mock(wraps=pairs.channel)
+    return collectives
+
+
 def num_pairwise(collectives: Collectives) -> int:
-    """Operations that went between pairs so far."""
-    return cast(GlooCollectives, collectives)._pairs._count
+    """Operations of `counted` collectives that went between pairs so far."""
+    return cast(int, cast(Any, collectives)._pairs.channel.call_count)
 
 
 def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32, salt: int = 0) -> Tensor:
@@ -71,7 +79,7 @@ def cases(dtype: torch.dtype) -> list[tuple[int, bool, list[int] | None, list[in
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @ranks(3)
 def test_large_shards_are_gathered(rank: int, dtype: torch.dtype) -> None:
-    collectives = default_collectives()
+    collectives = counted()
     for num_done, (dim, is_async, sizes, lengths) in enumerate(cases(dtype)):
         shards = [
             numbers(r, *((n, 2) if dim == 0 else (2, n)), dtype=dtype)
@@ -97,7 +105,7 @@ def test_large_shards_are_gathered(rank: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @ranks(3)
 def test_large_tensors_are_added_and_scattered(rank: int, dtype: torch.dtype) -> None:
-    collectives = default_collectives()
+    collectives = counted()
     for num_done, (dim, is_async, sizes, lengths) in enumerate(cases(dtype)):
         n = sum(lengths)
         addends = [numbers(r, *((n, 2) if dim == 0 else (2, n)), dtype=dtype) for r in range(3)]
@@ -137,7 +145,7 @@ def test_sums_of_short_formats_are_rounded_once(rank: int, dtype: torch.dtype) -
 
 @ranks(3)
 def test_results_carry_no_gradient(rank: int) -> None:
-    collectives = default_collectives()
+    collectives = counted()
     x = numbers(rank, LARGE_BYTES).requires_grad_()
     assert not collectives.all_gather(x).requires_grad
     assert not collectives.reduce_scatter(x).requires_grad
@@ -146,7 +154,7 @@ def test_results_carry_no_gradient(rank: int) -> None:
 
 @ranks(2)
 def test_what_is_large_is_so_by_the_bytes_of_the_largest_shard(rank: int) -> None:
-    collectives = default_collectives()
+    collectives = counted()
     limit = 256 * 1024 // 4
     for is_large, sizes in ((True, [limit, 0]), (False, [limit - 1] * 2), (True, [1, limit])):
         before = num_pairwise(collectives)
@@ -161,7 +169,7 @@ def test_what_is_large_is_so_by_the_bytes_of_the_largest_shard(rank: int) -> Non
 @ranks(2)
 def test_an_out_that_cannot_take_the_bytes_is_refused_before_anything_is_sent(rank: int) -> None:
     """As many bytes of another dtype would be received without an error, as other numbers."""
-    collectives, n = default_collectives(), LARGE_BYTES
+    collectives, n = counted(), LARGE_BYTES
     for operation, x, outs in (
         (collectives.all_gather, torch.ones(n), [torch.ones(2 * n).int(), torch.ones(2, n)]),
         (
@@ -202,7 +210,7 @@ def start_any(
 @pytest.mark.parametrize("seed", range(3))
 @ranks(3)
 def test_many_operations_on_their_way_do_not_mix(rank: int, seed: int) -> None:
-    collectives, chance = default_collectives(), random.Random(seed)
+    collectives, chance = counted(), random.Random(seed)
     started = [start_any(collectives, chance, rank, salt) for salt in range(25)]
     assert 3 < num_pairwise(collectives) < 22
     # Each rank waits in an order of its own.
@@ -321,6 +329,23 @@ def test_a_group_closes_while_something_is_on_its_way(rank: int) -> None:
         if rank == 0:
             opened["dp"].collectives.all_gather_async(numbers(rank, LARGE_BYTES))
     assert float(default_collectives().all_reduce(torch.ones(1))) == 2.0
+
+
+@ranks(2)
+def test_what_is_in_flight_when_groups_close_ends_well_on_all_ranks(rank: int) -> None:
+    """Two groups, and more chunks than are posted at first; rank 1 closes before it has sent."""
+    n = 1_000_000
+    opened = open_groups(PAIR, [GroupSpec("dp", role) for role in ("first", "second")])
+    pending = []
+    for turn in range(3):
+        for group in opened.values():
+            c, x = group.collectives, numbers(rank, 2 * n, salt=turn)
+            pending.append((turn, c.reduce_scatter_async(x), c.all_gather_async(x[:n])))
+    opened.close()
+    for turn, added, gathered in pending:
+        xs = [numbers(r, 2 * n, salt=turn) for r in range(2)]
+        assert_equal(added.wait(), total_of(xs).chunk(2)[rank])
+        assert_equal(gathered.wait(), torch.cat([x[:n] for x in xs]))
 
 
 @ranks(2)

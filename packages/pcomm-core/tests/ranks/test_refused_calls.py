@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pcomm.core.collectives.autograd import DifferentiableCollectives
+from pcomm.core.collectives.call import OperationName
 from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.collectives.gloo.collectives import GlooCollectives
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.errors import ConfigError, LayoutError, PcommError, TopologyError, UnsupportedError
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    LayoutError,
+    PcommError,
+    TopologyError,
+    UnsupportedError,
+)
+from pcomm.core.groups.groups import open_groups
 from pcomm.core.testing.close import assert_equal
 from pcomm.core.testing.default_group import default_collectives, default_group
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.virtual import VirtualCollectives
+from pcomm.core.topology import Topology
 
 NUMBER, ROW = torch.tensor(1.0), torch.arange(4.0)
 # Operation, input, options, and the error. Two ranks; alone, sizes have one rank.
-WRONG: list[tuple[str, Tensor, dict[str, Any], type[PcommError], str]] = [
+WRONG: list[tuple[OperationName, Tensor, dict[str, Any], type[PcommError], str]] = [
     ("all_reduce", ROW, {"op": "min"}, ConfigError, "op='min'"),
     # Booleans are added as a maximum, so that this one had a result.
     ("all_reduce", ROW > 1, {"op": "summ"}, ConfigError, "Did you mean 'sum'"),
@@ -45,29 +57,38 @@ ALL_DTYPES = [
 ]
 
 
-def check_refusals(collectives: Collectives) -> None:
+def check_refusals(collectives: Collectives) -> list[OperationName]:
+    """The operations that were refused, in order."""
+    refused: list[OperationName] = []
     for name, x, options, error, words in WRONG:
         before = x.clone()
         for twin in ("", "_async"):
             with pytest.raises(error, match=words):
                 getattr(collectives, name + twin)(x, **options)
+            refused.append(name)
             if name in ("all_reduce", "broadcast"):
                 for out in (x, torch.zeros_like(x)):
                     untouched = out.clone()
                     with pytest.raises(error, match=words):
                         getattr(collectives, name + twin)(x, out=out, **options)
+                    refused.append(name)
                     assert_equal(out, untouched)
         assert_equal(x, before)
+    return refused
 
 
 @ranks(2)
 def test_unknown_choices_are_refused_before_anything_is_sent(rank: int) -> None:
     """On one rank after the other: if the other one is sent anything, the sum is wrong."""
     ours = default_collectives()
-    for collectives in (ours, DistributedCollectives(default_group()), SpyCollectives(ours)):
+    refused = check_refusals(IdentityCollectives())
+    for collectives in (ours, SpyCollectives(ours)):
         for turn in range(2):
             if rank == turn:
-                check_refusals(collectives)
+                assert check_refusals(collectives) == refused
+            else:
+                for name in refused:
+                    collectives.skip(name)
             total = collectives.all_reduce(torch.tensor([float(rank + 1)]))
             assert_equal(total, torch.tensor([3.0]))
     with pytest.raises(ConfigError, match="op='min'"):
@@ -86,6 +107,70 @@ def test_alone_and_on_virtual_ranks_the_same_is_refused() -> None:
             getattr(virtual, name)(x, **options)
 
 
+# Below and above the size from which gathers and reduce-scatters go between pairs. What is wrong
+# may leave open which of the two the other rank takes.
+LEFT_OUT: list[tuple[OperationName, int, dict[str, Any]]] = [
+    *((name, n, {"out": torch.zeros(3)}) for name in get_args(OperationName) for n in (2, 1 << 17)),
+    *((name, n, {"dim": 7}) for name in ("all_gather", "reduce_scatter") for n in (2, 1 << 17)),
+    *((name, 1 << 17, {"sizes": [1, 1]}) for name in ("all_gather", "reduce_scatter")),
+    ("all_to_all", 4, {"send_sizes": [2, 2]}),
+]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
+@ranks(2)
+def test_after_a_refused_call_the_next_one_gets_no_bytes_of_it(rank: int, is_async: bool) -> None:
+    """Rank 1 has begun what rank 0 is refused; both go on with the next operations."""
+    twin = "_async" if is_async else ""
+    for name, length, wrong in LEFT_OUT:
+        with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+            c, x = groups["dp"].collectives, torch.full((length,), 1.0 + rank)
+            if rank == 0:
+                with pytest.raises(LayoutError, match=name):
+                    getattr(c, name + twin)(x, **wrong)
+            else:
+                left = getattr(c, f"{name}_async")(x)
+            numbers = (10.0, 20.0)
+            pending = [
+                getattr(c, f"{name}_async")(torch.full((length,), n + rank)) for n in numbers
+            ]
+            if rank == 0:
+                for n, p in zip(numbers, pending, strict=True):
+                    both = [torch.full((length,), n + r) for r in range(2)]
+                    assert_equal(p.wait(), RESULTS[name](both))
+            dist.barrier()
+            groups.abandon()
+            if rank == 1:
+                with pytest.raises(RuntimeError):
+                    left.wait()
+
+
+# Of rank 0.
+RESULTS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "all_gather": torch.cat,
+    "reduce_scatter": lambda xs: (xs[0] + xs[1]).chunk(2)[0],
+    "all_reduce": lambda xs: xs[0] + xs[1],
+    "all_to_all": lambda xs: torch.cat([x.chunk(2)[0] for x in xs]),
+    "broadcast": lambda xs: xs[0],
+}
+
+
+@ranks(2)
+def test_where_numbers_cannot_be_left_out_no_operation_follows_a_refused_one(rank: int) -> None:
+    """As on NCCL: this rank is out of step, and an error that names the call says so."""
+    plain, other = (DistributedCollectives(default_group()) for _ in range(2))
+    x = torch.ones(2)
+    with pytest.raises(ConfigError, match="op='min'"):
+        plain.all_reduce(x, op="min", out=x)  # type: ignore[arg-type]
+    for call in (plain.all_gather, plain.broadcast_async):
+        with pytest.raises(ClosedError, match="an earlier all_reduce of it was refused"):
+            call(x)
+    with pytest.raises(UnsupportedError, match="out="):
+        DifferentiableCollectives(other).all_gather(x, out=x)
+    with pytest.raises(ClosedError, match="an earlier all_gather of it was refused"):
+        other.all_reduce(x)
+
+
 def is_refused(collectives: Collectives, name: str, x: Tensor, error: type[Exception]) -> bool:
     try:
         getattr(collectives, name)(x)
@@ -97,11 +182,13 @@ def is_refused(collectives: Collectives, name: str, x: Tensor, error: type[Excep
 @ranks(2)
 def test_on_gloo_a_dtype_is_refused_where_gloo_has_no_operation_for_it(rank: int) -> None:
     """What torch itself refuses, when it is asked to move or add a few numbers, is the measure."""
-    ours, plain = default_collectives(), DistributedCollectives(default_group())
+    ours = default_collectives()
     assert isinstance(ours, GlooCollectives)
     for dtype in ALL_DTYPES:
         x = torch.ones(4).to(dtype)
         for name in ("all_gather", "all_reduce", "all_to_all", "broadcast"):
+            # Made anew, since none takes another call after one that was refused.
+            plain = DistributedCollectives(default_group())
             expected = is_refused(plain, name, x, RuntimeError)
             assert is_refused(ours, name, x, UnsupportedError) == expected, (dtype, name)
             if expected:

@@ -43,15 +43,15 @@ class RecordedPairs:
         self.sent: dict[int, list[Tensor]] = {target: [] for target in self.targets}
         self._offsets = dict.fromkeys(streams, 0)
 
-    def tag(self, kind: int) -> int:
-        return kind
+    def channel(self, kind: int) -> RecordedPairs:
+        return self
 
-    def send(self, x: Tensor, target: int, tag: int) -> RecordedWork:
+    def send(self, x: Tensor, target: int) -> RecordedWork:
         self.log.append("send")
         self.sent[target].append(x.clone())
         return RecordedWork(lambda: True)
 
-    def receive(self, x: Tensor, source: int, tag: int) -> RecordedWork:
+    def receive(self, x: Tensor, source: int) -> RecordedWork:
         self.log.append("receive")
         start = self._offsets[source]
         self._offsets[source] = start + len(x)
@@ -146,7 +146,7 @@ def test_ranks_start_with_different_peers_and_a_tag_says_which_kind_it_is() -> N
     others = [second.tag(1 - kind) for kind in kinds]
     assert len({*tags, *others}) == 200
     # Torch takes 31 bits, and people take small ones.
-    first._count = (1 << 31) - 1
+    first.num_drawn = (1 << 31) - 1
     assert all(1 << 30 <= first.tag(kind) < 1 << 31 for kind in (0, 1, 1, 0))
 
 

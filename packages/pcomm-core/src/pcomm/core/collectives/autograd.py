@@ -19,7 +19,7 @@ from pcomm.core.collectives.call import Call, OperationName
 from pcomm.core.collectives.checks import check_reduction
 from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.protocol import Collectives, Pending
-from pcomm.core.errors import UnsupportedError
+from pcomm.core.errors import PcommError, UnsupportedError
 
 __all__ = ["DifferentiableCollectives", "differentiable"]
 
@@ -50,7 +50,7 @@ class DifferentiableCollectives(InstrumentedCollectives):
 
     def run(self, call: Call) -> Tensor:
         """The result of an operation, with its gradient."""
-        _check(call, "")
+        self._check(call, "")
         # Autograd hands on the input itself, unless a transform of torch stands between.
         return with_adjoint(
             call.x,
@@ -60,10 +60,17 @@ class DifferentiableCollectives(InstrumentedCollectives):
 
     def start(self, call: Call) -> Pending:
         """Start an operation; waiting for it puts its result into the graph."""
-        _check(call, "_async")
+        self._check(call, "_async")
         x, adjoint = call.x, self._adjoint(call)
         pending = self.inner.start(call.with_input(x.detach()))
         return pending.around(lambda: with_adjoint(x, lambda _: pending.wait(), adjoint))
+
+    def _check(self, call: Call, suffix: str) -> None:
+        try:
+            _refuse_what_has_none(call, suffix)
+        except PcommError:
+            self.skip(call.operation)
+            raise
 
     def _adjoint(self, call: Call) -> Callable[[Tensor], Tensor]:
         """The backward of a call; it refers to no tensor of that."""
@@ -79,7 +86,7 @@ class DifferentiableCollectives(InstrumentedCollectives):
         return backward
 
 
-def _check(call: Call, suffix: str) -> None:
+def _refuse_what_has_none(call: Call, suffix: str) -> None:
     """Refuse what cannot carry a gradient; `suffix` is that of the method that was called."""
     if call.out is not None:
         raise UnsupportedError(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.call import Call, Reduction
+from pcomm.core.collectives.call import Call, OperationName, Reduction
 from pcomm.core.collectives.checks import (
     check_reduction,
     check_source,
@@ -86,12 +86,12 @@ class DistributedCollectives(Handle, Collectives):
 
     def run(self, call: Call) -> Tensor:
         """The result of an operation, once it has ended; on NCCL, once it is queued."""
-        return _finished(self._issue(call, False), call.dim, call.out)
+        return _finished(self._issued(call, False), call.dim, call.out)
 
     def start(self, call: Call) -> Pending:
         """Issue an operation and return at once."""
         # Not the call, which would keep its input alive.
-        issued, dim, out = self._issue(call, True), call.dim, call.out
+        issued, dim, out = self._issued(call, True), call.dim, call.out
         work, polled = (issued[0], None) if self.is_seen_by_host else (None, issued[0])
         group = self._group
 
@@ -106,9 +106,28 @@ class DistributedCollectives(Handle, Collectives):
         """The sum or maximum of `x` over all ranks; `out=x` works in place."""
         # The most frequent call of training costs what torch's own does.
         if out is x and is_dense(x):
-            dist.all_reduce(x, self._operation(op, x), self._group.get())
+            try:
+                dist.all_reduce(x, self._operation(op, x), self._group.get())
+            except Exception:
+                self.skip("all_reduce")
+                raise
             return x
         return super().all_reduce(x, op=op, out=out)
+
+    def skip(self, operation: OperationName) -> None:
+        """Count an operation that this rank was refused; here no other can be made then. Local.
+
+        A backend matches the operations of a communicator by their order.
+        """
+        self._group.refuse_after(operation)
+
+    def _issued(self, call: Call, is_async: bool) -> Issued:
+        """An operation in flight; also one that fails before it is counts on all ranks."""
+        try:
+            return self._issue(call, is_async)
+        except Exception:
+            self.skip(call.operation)
+            raise
 
     # A blocking call asks torch for a blocking operation too, which spares NCCL an event.
 

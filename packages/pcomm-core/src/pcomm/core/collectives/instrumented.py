@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.call import Call, OperationName
 from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.protocol import Collectives, Pending
 
@@ -30,3 +30,7 @@ class InstrumentedCollectives(Handle, Collectives):
     def start(self, call: Call) -> Pending:
         """Pass on a call that returns at once."""
         return self.inner.start(call)
+
+    def skip(self, operation: OperationName) -> None:
+        """Pass on."""
+        self.inner.skip(operation)

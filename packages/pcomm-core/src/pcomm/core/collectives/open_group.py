@@ -22,20 +22,29 @@ class OpenGroup:
         process_group: A group that this rank belongs to.
     """
 
-    __slots__ = ("_description", "_find", "_is_abandoned")
+    __slots__ = ("_description", "_find", "_is_abandoned", "_skipped")
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._find: Callable[[], dist.ProcessGroup | None] = weakref.ref(process_group)
         self._description = process_group.group_desc
         self._is_abandoned = False
+        self._skipped = ""
 
     def get(self) -> dist.ProcessGroup:
         """The process group. Local.
 
         Raises:
-            ClosedError: It was closed, or torch.distributed has ended.
+            ClosedError: It was closed, or torch.distributed has ended; or an operation was refused
+                here, and the backend cannot leave it out.
         """
         found = self._find()
+        if found is None and self._skipped:
+            raise ClosedError(
+                f"an operation of the communicator {self._description!r}",
+                found=f"an earlier {self._skipped} of it was refused on this rank",
+                why="Other ranks may be in that operation, and the next one here would meet it.",
+                fix="Mend the call that was refused; to go on after it, open new groups.",
+            )
         if found is None:
             raise ClosedError(
                 f"an operation of the communicator {self._description!r}",
@@ -52,6 +61,11 @@ class OpenGroup:
     def abandon(self) -> None:
         """Refuse from now on, also to wait for what is in flight. Local."""
         self._find, self._is_abandoned = _nothing, True
+
+    def refuse_after(self, operation: str) -> None:
+        """Refuse from now on, since this rank has left out an operation. Local."""
+        if self._find() is not None:
+            self._find, self._skipped = _nothing, operation
 
     def check_wait(self, work: dist.Work) -> None:
         """Allow to wait for an operation that was issued before. Local.

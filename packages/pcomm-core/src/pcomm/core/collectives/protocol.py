@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.call import Call, Reduction
+from pcomm.core.collectives.call import Call, OperationName, Reduction
 from pcomm.core.errors import PeerError, UnsupportedError
 
 __all__ = ["Collectives", "Pending", "TellsItsEnd"]
@@ -185,7 +185,8 @@ class Collectives(ABC):
     over `x`, in whole or in part; a result in `out` carries no gradient. While an operation is in
     flight neither `out` nor `x` may be written to, and `out` not be read.
 
-    Sizes and an `out` that do not fit raise `LayoutError` before anything is sent.
+    Sizes and an `out` that do not fit raise `LayoutError` before anything is sent. A call that is
+    refused counts as made: the next one is the next on all ranks.
 
     The named methods make a `Call` and pass it to `run` or `start`, which subclasses write.
 
@@ -204,6 +205,13 @@ class Collectives(ABC):
     @abstractmethod
     def start(self, call: Call) -> Pending:
         """Start an operation and return at once. Collective: all ranks make the same call."""
+
+    def skip(self, operation: OperationName) -> None:  # noqa: B027
+        """Count an operation that this rank was refused, so that it meets none of the next. Local.
+
+        Called where a call is refused before it gets here. The other ranks may be in that
+        operation; the next one of this rank never gets what they have sent for it.
+        """
 
     def all_gather(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core.errors import LayoutError
 
 __all__ = ["CallRecord", "SpyCollectives"]
 
@@ -69,7 +70,11 @@ class SpyCollectives(InstrumentedCollectives):
         return self.inner.start(call)
 
     def _record(self, call: Call, is_async: bool) -> None:
-        x, sent_bytes = call.x, call.sent_bytes(self.rank, self.size)
+        try:
+            x, sent_bytes = call.x, call.sent_bytes(self.rank, self.size)
+        except LayoutError:
+            self.skip(call.operation)
+            raise
         self.calls.append(
             CallRecord(call.operation, tuple(x.shape), x.nbytes, sent_bytes, is_async)
         )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.call import Call, Reduction
+from pcomm.core.collectives.call import Call, OperationName, Reduction
 from pcomm.core.collectives.checks import gather_sizes, scatter_sizes
 from pcomm.core.collectives.distributed import DistributedCollectives, Issued, in_front
 from pcomm.core.collectives.gloo.pairwise import Pairs, PairwiseAllGather, PairwiseReduceScatter
@@ -68,10 +68,38 @@ class GlooCollectives(DistributedCollectives):
         super().abandon()
         self._queue.abandon(self._group.left_in_flight)
 
+    def skip(self, operation: OperationName) -> None:
+        """Count an operation that this rank was refused. Local.
+
+        Gathers and reduce-scatters count both among those of pairs and among those of torch, since
+        a rank that is refused one may not know which of the two the others take.
+        """
+        try:
+            self._count_as_torch()
+        except Exception:  # a communicator that is closed or broken
+            super().skip(operation)
+        if operation in ("all_gather", "reduce_scatter"):
+            self._pairs.skip()
+
+    def _count_as_torch(self) -> None:
+        """Take one of the numbers by which torch's operations meet, and send nothing."""
+        dist.all_reduce(torch.empty(0), group=self._group.get(), async_op=True)
+
     def _issue(self, call: Call, is_async: bool) -> Issued:
         if call.operation in ("all_to_all", "broadcast"):
             _check_dtype(call.operation, call.x)
-        return super()._issue(call, is_async)
+            return super()._issue(call, is_async)
+        if call.operation == "all_reduce":
+            return super()._issue(call, is_async)
+        num_pairwise = self._pairs.num_drawn
+        try:
+            issued = super()._issue(call, is_async)
+        except Exception:
+            self._pairs.num_drawn = num_pairwise
+            raise
+        if self._pairs.num_drawn == num_pairwise:
+            self._pairs.skip()
+        return issued
 
     def _operation(self, op: Reduction, x: Tensor) -> Any:
         _check_dtype("all_reduce", x)
@@ -113,7 +141,7 @@ class GlooCollectives(DistributedCollectives):
         return self._enqueue(PairwiseReduceScatter(self._pairs, parts, total), total, is_async)
 
     def _enqueue(self, item: WorkItem, result: Tensor, is_async: bool) -> Issued:
-        self._group.get()
+        self._count_as_torch()
         transfer = self._queue.start(item, is_async=is_async)
         # The queue keeps alive what the operation reads.
         return transfer, None, result

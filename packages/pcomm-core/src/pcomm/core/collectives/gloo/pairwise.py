@@ -36,20 +36,23 @@ class Pairs:
 
     Args:
         group: A process group with a gloo backend that this rank belongs to.
+
+    Attributes:
+        num_drawn: Number of tags that were drawn; the same on all ranks.
     """
 
     def __init__(self, group: OpenGroup) -> None:
         self._group = group
-        self._count = 0
+        self.num_drawn = 0
         rank, size = group.get().rank(), group.get().size()
         self.sources = [(rank - step) % size for step in range(1, size)]
         # Each rank begins with another one, so that no link has to take in everything at once.
         self.targets = [(rank + step) % size for step in range(1, size)]
 
-    @property
-    def _backend(self) -> Any:
-        # Asked for again each time: a reference to a backend keeps its connections and threads.
-        return self._group.get()._get_backend(torch.device("cpu"))
+    def channel(self, kind: int) -> Channel:
+        """The connections for one operation, with a tag of its own; see `tag`."""
+        backend = self._group.get()._get_backend(torch.device("cpu"))
+        return Channel(backend, self.tag(kind))
 
     def tag(self, kind: int) -> int:
         """A tag for one operation; called in the same order on all ranks.
@@ -60,19 +63,13 @@ class Pairs:
         Args:
             kind: 0 for a gather, 1 for a sum.
         """
-        tag = _FIRST_TAG + (2 * self._count + kind) % _NUM_TAGS
-        self._count += 1
+        tag = _FIRST_TAG + (2 * self.num_drawn + kind) % _NUM_TAGS
+        self.num_drawn += 1
         return tag
 
-    def send(self, x: Tensor, target: int, tag: int) -> dist.Work:
-        """Start to send dense memory on the CPU."""
-        work: dist.Work = self._backend.send([x], target, tag)
-        return work
-
-    def receive(self, x: Tensor, source: int, tag: int) -> dist.Work:
-        """Start to fill dense memory on the CPU."""
-        work: dist.Work = self._backend.recv([x], source, tag)
-        return work
+    def skip(self) -> None:
+        """Draw the tag of an operation that goes another way, or was refused. Local."""
+        self.num_drawn += 1
 
     def wait(self, works: list[dist.Work]) -> None:
         """Wait for works and forget those that have ended.
@@ -87,6 +84,27 @@ class Pairs:
             del works[0]
 
 
+class Channel:
+    """What one operation sends and receives by; made by `Pairs.channel`.
+
+    It keeps the connections until the operation has ended. So one that is in flight when its group
+    is closed ends well on all ranks, although it has still to post something.
+    """
+
+    def __init__(self, backend: Any, tag: int) -> None:
+        self._backend, self._tag = backend, tag
+
+    def send(self, x: Tensor, target: int) -> dist.Work:
+        """Start to send dense memory on the CPU."""
+        work: dist.Work = self._backend.send([x], target, self._tag)
+        return work
+
+    def receive(self, x: Tensor, source: int) -> dist.Work:
+        """Start to fill dense memory on the CPU."""
+        work: dist.Work = self._backend.recv([x], source, self._tag)
+        return work
+
+
 class PairwiseAllGather:
     """An operation that fills all parts but this rank's with what the others hold in theirs.
 
@@ -98,17 +116,17 @@ class PairwiseAllGather:
 
     def __init__(self, pairs: Pairs, own_L: Tensor, parts_NL: Sequence[Tensor]) -> None:
         self._pairs, self._own_L, self._parts_NL = pairs, own_L, parts_NL
-        self._tag = pairs.tag(0)
+        self._channel = pairs.channel(0)
         self._works: list[dist.Work] = []
 
     def begin(self) -> bool:
         """Post all receives, then all sends; nothing is left to post then."""
-        pairs, parts_NL = self._pairs, self._parts_NL
-        for source in pairs.sources:
+        channel, parts_NL = self._channel, self._parts_NL
+        for source in self._pairs.sources:
             if parts_NL[source].numel():
-                self._works.append(pairs.receive(parts_NL[source], source, self._tag))
+                self._works.append(channel.receive(parts_NL[source], source))
         if self._own_L.numel():
-            self._works += [pairs.send(self._own_L, target, self._tag) for target in pairs.targets]
+            self._works += [channel.send(self._own_L, target) for target in self._pairs.targets]
         return True
 
     def finish(self, has_announced: Callable[[], None]) -> None:
@@ -131,7 +149,7 @@ class PairwiseReduceScatter:
 
     def __init__(self, pairs: Pairs, parts_NL: Sequence[Tensor], total_L: Tensor) -> None:
         self._pairs, self._parts_NL = pairs, parts_NL
-        self._tag = pairs.tag(1)
+        self._channel = pairs.channel(1)
         self._is_narrow = total_L.is_floating_point() and total_L.itemsize < 4
         self._chunks = _chunks(total_L)
         # A chunk from all ranks before the next one, so that it is summed in one go.
@@ -148,7 +166,7 @@ class PairwiseReduceScatter:
             self._receive()
         for target in self._pairs.targets:
             for chunk in _chunks(self._parts_NL[target]):
-                self._sends.append(self._pairs.send(chunk, target, self._tag))
+                self._sends.append(self._channel.send(chunk, target))
         return not self._to_come
 
     def finish(self, has_announced: Callable[[], None]) -> None:
@@ -171,7 +189,7 @@ class PairwiseReduceScatter:
 
     def _receive(self) -> None:
         (chunk, source), place = self._to_come.popleft(), self._places.popleft()
-        work = self._pairs.receive(place[: len(chunk)], source, self._tag)
+        work = self._channel.receive(place[: len(chunk)], source)
         self._receives.append((work, place))
 
 
