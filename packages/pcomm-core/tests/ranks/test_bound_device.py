@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-from pcomm.core.errors import TopologyError
+from pcomm.core.errors import PcommError, TopologyError
 from pcomm.core.groups.groups import open_groups
 from pcomm.core.groups.options import CommOptions
 from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.process import world
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
@@ -133,10 +134,35 @@ def test_gloo_groups_beside_a_bound_device_work(rank: int, options: CommOptions)
 
 
 @ranks(2)
-def test_a_default_group_without_a_device_is_left_unbound(rank: int) -> None:
+def test_groups_connect_on_the_current_device_beside_a_default_group_without_one(
+    rank: int,
+) -> None:
+    device = torch.device("cuda", rank)
     with pytest.MonkeyPatch.context() as patch, nccl_world(patch, device=None):
+        patch.setattr(torch.cuda, "current_device", lambda: rank)
         with open_groups(Topology({"dp": 2}), ["dp"], backend="nccl") as groups:
             assert groups["dp"].process_group is not None
-            assert groups["dp"].process_group.bound_device_id is None
+            assert groups["dp"].process_group.bound_device_id == device
             assert StandInNccl.made[-1].asked.split_from is None
+            assert StandInNccl.connected == [device]
+        # As the program that made it wants it.
+        assert distributed_c10d._get_default_group().bound_device_id is None
+
+
+@ranks(2)
+def test_a_default_group_of_our_own_connects_once_the_devices_are_known(rank: int) -> None:
+    device = torch.device("cuda", rank)
+    shared = mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(uuid=1))
+    with pytest.MonkeyPatch.context() as patch, nccl_world(patch, device=None):
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "set_device", lambda _: None)
+        patch.setenv("LOCAL_RANK", str(rank))
+        with shared, pytest.raises(PcommError, match="on the same device"):
+            world._joined(None, may_be_chosen=False)
         assert StandInNccl.connected == []
+        patch.setattr(torch.cuda, "get_device_properties", lambda d: mock.Mock(uuid=d.index + 2))
+        assert world._joined(None, may_be_chosen=False).device == device
+        assert StandInNccl.connected == [device]
+        assert distributed_c10d._get_default_group().bound_device_id == device

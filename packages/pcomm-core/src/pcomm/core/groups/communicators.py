@@ -175,7 +175,10 @@ def _new_process_group(
     if granted.pg_options is not None:
         # Torch warns where the two differ.
         granted.pg_options._timeout = timeout
-    with _without_splitting(distributed_c10d._get_default_group()) as bound_device:
+    is_nccl = "nccl" in granted.backend
+    with _without_splitting(distributed_c10d._get_default_group()) as device:
+        if is_nccl and device is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         made, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
             ranks.index(rank),
@@ -185,8 +188,9 @@ def _new_process_group(
             name,  # type: ignore[arg-type]
             backend_options=granted.pg_options,
             timeout=timeout,
-            # Torch asks the backend for it at once, which one of CPU tensors does not have.
-            device_id=bound_device if "nccl" in granted.backend else None,
+            # With it NCCL connects here and not in the first operation, so that a network which
+            # does not work, or a rank that is gone, is known when groups open. Gloo has no device.
+            device_id=device if is_nccl else None,
             group_desc=description,
         )
     assert isinstance(made, dist.ProcessGroup)

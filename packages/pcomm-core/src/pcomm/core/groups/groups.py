@@ -153,10 +153,10 @@ class Groups(Mapping[str | tuple[str, str], Group]):
         """Close the communicators that these groups own, last opened first. Collective.
 
         The calls of `before_close` are made first, then close the communicators and their
-        threads. Handles that are still referred to raise `ClosedError` from then on. An operation in
-        flight ends as if the groups were open, if all ranks have begun it; `wait` returns its
-        result. Calling it again does nothing. Communicators that ended with torch.distributed need no closing, also
-        where it was begun again since, and those of others are left alone.
+        threads. Handles that are still referred to raise `ClosedError` from then on. An operation
+        in flight ends as if the groups were open, if all ranks have begun it; `wait` returns its
+        result. Calling it again does nothing. Communicators that ended with torch.distributed need
+        no closing, also where it was begun again since, and those of others are left alone.
         """
         self._groups = {}
         with contextlib.ExitStack() as last_first:

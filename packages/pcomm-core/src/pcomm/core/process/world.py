@@ -152,7 +152,23 @@ def _joined(device: torch.device | str | None, *, may_be_chosen: bool) -> World:
     except PcommError as problem:
         error = problem
     world.fail_together("connect: devices", error)
-    return replace(world, device=_current(own))
+    own = _current(own)
+    if not may_be_chosen:
+        _connect_on(own)
+    return replace(world, device=own)
+
+
+def _connect_on(device: torch.device) -> None:
+    """Have NCCL connect the default group now, as `init_process_group(device_id=...)` does.
+
+    A device that two ranks share is found before, since NCCL does not say which ranks these are.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    backend = default._get_backend(device)
+    # Of all backends NCCL alone does, and it alone connects in its first operation otherwise.
+    if backend.supports_splitting:
+        default.bound_device_id = device
+        backend.eager_connect_single_device(device)
 
 
 def _device_alone(device: torch.device | str | None) -> torch.device:
