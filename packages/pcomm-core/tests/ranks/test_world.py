@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,8 +22,9 @@ import pcomm.core.process.world
 from pcomm.core.errors import ConfigError, PcommError, PeerError
 from pcomm.core.process.world import World, _wait_for_all_to_leave, connect
 from pcomm.core.testing.free_port import free_port
+from pcomm.core.testing.namespaces import RatedNetwork, obstacle, rated_network
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s, wait_until
 from pcomm.core.testing.programs import Programs
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -188,7 +190,7 @@ def test_rank_0_leaves_last_because_the_store_may_live_in_it(
     place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     for name, value in place.items():
         launcher.setenv(name, value)
-    launcher.setattr(dist, "init_process_group", lambda *_, **__: None)
+    launcher.setattr(pcomm.core.process.world, "_init_process_group", lambda *_, **__: None)
     launcher.setattr(pcomm.core.process.world, "_joined", lambda *_, **__: worlds[0])
 
     def join_and_leave() -> None:
@@ -250,6 +252,101 @@ def test_torchrun_joins_two_processes(tmp_path: Path, program: Path, programs: P
     done = programs.run(*command, env=environment(tmp_path))
     assert done.returncode == 0, done.stderr
     assert [seen_by(tmp_path, rank) for rank in range(2)] == [expected(0), expected(1)]
+
+
+# A host of its own: a network, a name, and Debian's /etc/hosts, which gives that name to loopback.
+AS_HOST = """\
+hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"
+"""
+
+
+class TwoHosts:
+    """Rank 0 and rank 1 on hosts of their own, whose names resolve to 127.0.1.1."""
+
+    def __init__(self, folder: Path, network: RatedNetwork, programs: Programs) -> None:
+        self.folder, self.network, self.programs = folder, network, programs
+
+    def start(self, rank: int, *words: object, **more: str) -> subprocess.Popen[str]:
+        """`words` as that rank. The address of rank 0 is the same on both."""
+        hosts = self.folder / f"hosts{rank}"
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 host{rank}\n")
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29512", "LOCAL_RANK": "0"}
+        inside = ["nsenter", f"--net=/run/netns/{self.network.namespaces[rank]}"]
+        inside += ["unshare", "--mount", "--uts", "sh", "-c", AS_HOST, "sh", f"host{rank}"]
+        env = {**environment(self.folder), "GLOO_SOCKET_IFNAME": "", **place, **more}
+        env = {name: value for name, value in env.items() if name != "GLOO_SOCKET_IFNAME" or value}
+        return self.programs.start(*inside, hosts, *words, env=env)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, programs: Programs) -> Iterator[TwoHosts]:
+    if reason := obstacle():
+        pytest.skip(f"no hosts of their own here: {reason}")
+    with rated_network(2, num_rails=1, mbit_per_s=1000.0) as network:
+        yield TwoHosts(tmp_path, network, programs)
+
+
+def test_hosts_whose_names_are_loopback_meet_by_the_route_to_rank_0(
+    hosts: TwoHosts, program: Path
+) -> None:
+    started = [hosts.start(rank, sys.executable, program) for rank in range(2)]
+    for process in started:
+        _, told = process.communicate(timeout=scaled_s(PATIENCE_S))
+        assert process.returncode == 0, told
+    assert [seen_by(hosts.folder, rank) for rank in range(2)] == [expected(0), expected(1)]
+
+
+def test_hosts_that_do_not_reach_each_other_are_an_error_on_both(
+    hosts: TwoHosts, program: Path
+) -> None:
+    """What the user has chosen is not replaced, and the error names it."""
+    started = [
+        hosts.start(rank, sys.executable, program, GLOO_SOCKET_IFNAME="lo") for rank in range(2)
+    ]
+    for process in started:
+        _, told = process.communicate(timeout=scaled_s(PATIENCE_S))
+        assert process.returncode == 1, told
+        assert "ConfigError: connect: MASTER_ADDR=10.77.0.1, MASTER_PORT=29512: rank" in told
+        assert "by the interface 'lo'." in told
+        assert "Set GLOO_SOCKET_IFNAME on each host" in told
+
+
+WAITING = """\
+import signal, sys
+from pcomm.core.process import world
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+with world.connect():
+    pass
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_others_hears_a_request_to_stop(
+    rank: int, tmp_path: Path, programs: Programs
+) -> None:
+    """Rank 0 waits for the other one to come, rank 1 for an answer from where rank 0 should be."""
+    path = tmp_path / "waiting.py"
+    path.write_text(WAITING)
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as taken:
+        port = silent.getsockname()[1] if rank else free_port()
+        env = environment(tmp_path, MASTER_PORT=str(port), **place)
+        process = programs.start(sys.executable, path, env=env)
+        if rank:
+            taken.enter_context(silent.accept()[0])
+        else:
+            wait_until(lambda: is_listening(port), "the store of rank 0")
+        process.terminate()
+        _, told = process.communicate(timeout=scaled_s(PATIENCE_S))
+        assert process.returncode == 7, told
+
+
+def is_listening(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def test_one_process_of_a_program_for_many_runs_alone(tmp_path: Path, program: Path) -> None:

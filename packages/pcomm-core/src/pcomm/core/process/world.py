@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -18,6 +24,13 @@ from pcomm.core.process.devices import claim, default_group_takes_cuda, own_devi
 from pcomm.core.process.unconnected_default import is_connected
 
 __all__ = ["World", "connect"]
+
+_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+# Linux's request for the address of an interface.
+_SIOCGIFADDR: Final = 0x8915
+# Key under which a rank that cannot connect tells the others, and how often these look.
+_FAILED: Final = "pcomm/could not connect"
+_LISTENING_S: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -65,13 +78,18 @@ def connect(
     (see `pcomm.core.process.devices`), and is then made the current one. Two processes do not
     get the same.
 
+    Between hosts gloo needs an address that the others reach. If this host's name resolves to
+    loopback and `GLOO_SOCKET_IFNAME` is not set, it is set for the block to the interface on the
+    route to `MASTER_ADDR`. Signals are handled while this process connects.
+
     Args:
         backend: `"gloo"` or `"nccl"`; by default NCCL where this process has a CUDA device.
         device: Device of this process, also if other processes use it; chosen if absent.
 
     Raises:
         ConfigError: The launcher's variables contradict each other, or some are missing; this
-            process has no CUDA device of its own.
+            process has no CUDA device of its own; a rank cannot connect to another one, which
+            all ranks raise.
         PeerError: Another process has none.
     """
     if is_connected():
@@ -93,37 +111,171 @@ def connect(
         yield World(0, 1, _device_alone(device), None)
         return
     _check_complete("MASTER_ADDR", "MASTER_PORT")
-    _init_process_group(
-        backend or ("nccl" if torch.cuda.is_available() else "gloo"),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=max(600.0, environment.timeout_s())),
-    )
-    try:
-        world = _joined(device, may_be_chosen=False)
-        yield world
-        _wait_for_all_to_leave(world)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with _reachable_interface():
+        try:
+            _init_process_group(
+                backend or ("nccl" if torch.cuda.is_available() else "gloo"),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=max(600.0, environment.timeout_s())),
+            )
+            world = _joined(device, may_be_chosen=False)
+            yield world
+            _wait_for_all_to_leave(world)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def _init_process_group(backend: str, *, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Torch's function of that name, with an error of ours where it cannot use the address."""
+    """Torch's function of that name, whose failure on one rank is an error of ours on all of them.
+
+    Torch waits in C++, where neither a signal nor the failure of another rank is noticed. So a
+    thread connects, and this one listens. After a failure that thread stays until the time is up.
+    """
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    asked = f"connect: MASTER_ADDR={address}, MASTER_PORT={port}"
+    stores: list[dist.Store] = []
+    problems: list[Exception] = []
+    has_ended = threading.Event()
+
+    def join() -> None:
+        try:
+            found, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+            found.set_timeout(timeout)
+            # As torch does, so that others who use this store do not meet our keys.
+            store = dist.PrefixStore("default_pg", found)
+            # A connection of its own: that of `store` is taken while gloo waits in it.
+            stores.append(store.clone())
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            )
+        except Exception as problem:  # raised by the thread that listens
+            problems.append(problem)
+        has_ended.set()
+
+    threading.Thread(target=join, name="pcomm connecting", daemon=True).start()
+    told = None
     try:
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
-    except dist.DistNetworkError as error:
-        is_taken = "EADDRINUSE" in str(error)
+        while not has_ended.wait(_LISTENING_S):
+            if stores and stores[0].check([_FAILED]):
+                told = stores[0].get(_FAILED).decode()
+                break
+    except RuntimeError as problem:
+        # The store lives in rank 0, unless a launcher keeps it.
+        told = f"rank 0 is gone: {_first_line(problem)}"
+    if told is None and not problems:
+        return
+    if told is None:
+        told = f"rank {rank} on {socket.gethostname()}: {_first_line(problems[0])}"
+        with suppress(RuntimeError):
+            for store in stores:
+                store.set(_FAILED, told)
+    cause = problems[0] if problems else None
+    if cause is None or stores:
+        interface = os.environ.get(_INTERFACE)
         raise ConfigError(
-            f"connect: MASTER_ADDR={address}, MASTER_PORT={port}",
-            found="the port is in use" if is_taken else str(error).splitlines()[0],
-            why="Rank 0 listens there, and the other ranks find it by this address.",
-            fix="End the job that has it, or set MASTER_PORT to a free port on all ranks; torchrun "
-            "finds one by itself with --standalone."
-            if is_taken
-            else "Set both to an address of rank 0 that all ranks reach, and start all ranks.",
-        ) from error
+            asked,
+            found=told,
+            why="Each rank connects to every other one, by the interface "
+            + ("that this host's name resolves to." if interface is None else f"{interface!r}."),
+            fix=f"Set {_INTERFACE} on each host to the interface that joins the hosts, as `ip "
+            "address` lists it, open their ports to each other, and start all ranks.",
+        ) from cause
+    if not isinstance(cause, dist.DistNetworkError):
+        raise cause
+    is_taken = "EADDRINUSE" in str(cause)
+    raise ConfigError(
+        asked,
+        found="the port is in use" if is_taken else _first_line(cause),
+        why="Rank 0 listens there, and the other ranks find it by this address.",
+        fix="End the job that has it, or set MASTER_PORT to a free port on all ranks; torchrun "
+        "finds one by itself with --standalone."
+        if is_taken
+        else "Set both to an address of rank 0 that all ranks reach, and start all ranks.",
+    ) from cause
+
+
+def _first_line(problem: Exception) -> str:
+    return next(iter(str(problem).splitlines()), type(problem).__name__)
+
+
+@contextmanager
+def _reachable_interface() -> Iterator[None]:
+    """Have gloo's groups of the block bind an address that other hosts reach. Local.
+
+    Gloo binds the first address of this host's name. Where that is loopback, as in Debian's
+    /etc/hosts, the block takes the interface on the route to rank 0, or on the default route if
+    rank 0 is here. A variable that the user has set stays, and ranks of one host need none.
+    """
+    num_local = os.environ.get("LOCAL_WORLD_SIZE")
+    is_one_host = num_local == os.environ["WORLD_SIZE"]
+    if _INTERFACE in os.environ or is_one_host or not _binds_loopback():
+        yield
+        return
+    # Nothing is sent to the second, which belongs to nobody (RFC 5737).
+    places = [os.environ["MASTER_ADDR"], *(["192.0.2.1"] if num_local is not None else [])]
+    found = next(filter(None, map(_interface_to, places)), None)
+    if found is None:
+        yield
+        return
+    os.environ[_INTERFACE] = found
+    try:
+        yield
+    finally:
+        os.environ.pop(_INTERFACE, None)
+
+
+def _binds_loopback() -> bool:
+    """Whether the address that gloo binds by itself is loopback. Local."""
+    with suppress(OSError):
+        for family, kind, _, _, place in _addresses_of(socket.gethostname()):
+            with suppress(OSError), socket.socket(family, kind) as own:
+                own.bind(place)
+                return _is_loopback(place)
+    # What it takes where the name has no address of this host.
+    return True
+
+
+def _interface_to(host: str) -> str | None:
+    """Name of the interface from which packets go to another host; None if it is this one."""
+    with suppress(OSError):
+        for family, _, _, _, place in _addresses_of(host):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as own:
+                # Finds the route; a datagram socket sends nothing until it is told to.
+                own.connect((place[0], 9, *place[2:]))
+                if not _is_loopback(own.getsockname()):
+                    return _interface_with(str(own.getsockname()[0]))
+    return None
+
+
+def _interface_with(address: str) -> str | None:
+    """Name of the interface that has an address; of IPv4 the first address of each counts."""
+    if ":" in address:
+        digits = ip_address(address.partition("%")[0]).exploded.replace(":", "")
+        with suppress(OSError):
+            for line in Path("/proc/net/if_inet6").read_text().splitlines():
+                if line.startswith(digits):
+                    return line.split()[-1]
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                asked = struct.pack("256s", name.encode())
+                found = fcntl.ioctl(own, _SIOCGIFADDR, asked)
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
+
+
+def _addresses_of(host: str) -> list[tuple[Any, Any, int, str, Any]]:
+    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+
+
+def _is_loopback(place: tuple[Any, ...]) -> bool:
+    return ip_address(str(place[0]).partition("%")[0]).is_loopback
 
 
 def _wait_for_all_to_leave(world: World) -> None:
