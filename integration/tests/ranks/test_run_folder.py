@@ -86,6 +86,24 @@ def test_a_restart_takes_another_text(text: Path, other: Path, tmp_path: Path) -
     assert left - {"tensorboard"} == {"checkpoints", "data"}
 
 
+@pytest.mark.parametrize("left", [None, '{"pid": 1, "host": "another"}'], ids=["new", "left"])
+@ranks(2)
+def test_a_folder_that_hosts_do_not_share_is_an_error_on_each(
+    rank: int, text: Path, tmp_path: Path, left: str | None
+) -> None:
+    """Also where another run has left its lock in the folder of that name."""
+    run = tmp_path / f"host {rank}" / "run"
+    if left is not None and rank == 1:
+        run.mkdir(parents=True)
+        (run / ".lock").write_text(left)
+    with pytest.raises(PcommError, match=r"rank 1 on .* does not see there what rank 0") as caught:
+        run_words(text, run)
+    assert type(caught.value) is (ConfigError if rank else PeerError)
+    assert not (run / "data").exists()
+    if rank:
+        assert "--out a folder on a file system that all hosts share" in str(caught.value)
+
+
 # -- the lock --------------------------------------------------------------------------------
 
 HOLDER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from pcomm.core.errors import ConfigError
 from pcomm.integration.llm import LLM
 from pcomm.integration.llm.devices import device_of
+from pcomm.integration.train.precision import tell_device
 
 
 def test_devices_that_are_here_are_taken() -> None:
@@ -21,3 +23,38 @@ def test_devices_that_are_here_are_taken() -> None:
 def test_others_are_refused_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="device: '"):
         LLM(tmp_path, device=name)
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
+LEFT_OUT = "the 8 GPUs of this machine have no work. To use them run `torchrun --nproc-per-node 8 "
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_ranks", "device", "rank", "line"),
+    [
+        (0, 1, CPU, 0, "1 rank on the CPU, bf16"),
+        (0, 4, CPU, 0, "4 ranks, gloo between them, on the CPU, bf16"),
+        (8, 8, GPU, 0, "8 ranks, nccl between them, on an H100 (cuda:1), bf16"),
+        (8, 1, GPU, 0, "1 rank on an H100 (cuda:1), bf16"),
+        (8, 8, CPU, 0, "8 ranks, gloo between them, on the CPU, bf16"),
+        (8, 8, CPU, 1, "8 ranks, gloo between them, on the CPU, bf16"),
+    ],
+)
+def test_a_run_says_on_what_it_computes_and_warns_of_gpus_without_work(
+    num_gpus: int,
+    num_ranks: int,
+    device: torch.device,
+    rank: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an H100")
+    with caplog.at_level(logging.INFO, "pcomm.train"):
+        tell_device("bf16", num_ranks, device, rank=rank)
+    first, *warnings = (record.getMessage() for record in caplog.records)
+    assert first == line
+    is_told = num_gpus > 0 and device == CPU and rank == 0
+    assert [LEFT_OUT in warning for warning in warnings] == [True] * is_told

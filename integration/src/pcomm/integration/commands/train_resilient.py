@@ -48,13 +48,17 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
         PcommError: The run cannot begin, or no rank has come to its end.
     """
     # Imported late: mistakes in the configuration are found without torch.
+    import torch
+
     from pcomm.core.process import ResilientRanks
     from pcomm.integration.config_file import to_dict
     from pcomm.integration.metrics.plot import draw_loss
     from pcomm.integration.resilient_rules import validate_resilient
+    from pcomm.integration.train.precision import tell_device
     from pcomm.integration.train.run_folder import hold_folder, prepare_folder, write_config
 
     resolved = validate_resilient(config, ranks)
+    tell_device(config.train.dtype, ranks, torch.device("cpu"), rank=0)
     _check_start(resolved, run_dir, must_restart=must_restart)
     with hold_folder(run_dir):
         prepare_folder(resolved, run_dir, must_restart=must_restart)

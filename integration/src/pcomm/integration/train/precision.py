@@ -1,7 +1,8 @@
-"""In which precision the model computes; the parameters that are trained stay in fp32."""
+"""In which precision the model computes, and where; parameters that are trained stay in fp32."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,7 +12,9 @@ from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.fsdp import Precision, ReshardPolicy, Roles, Scope
 from pcomm.integration.models.moe.experts import Experts
 
-__all__ = ["autocast", "names_used_in_bf16", "precision_of", "scope_in_fp32"]
+__all__ = ["autocast", "names_used_in_bf16", "precision_of", "scope_in_fp32", "tell_device"]
+
+_log = logging.getLogger("pcomm.train")
 
 # Their products are what autocast lowers, with all their parameters.
 _LOWERED = (ColumnParallelLinear, RowParallelLinear, Experts)
@@ -75,3 +78,21 @@ def names_used_in_bf16(model: nn.Module) -> frozenset[str]:
         own = module.parameters(recurse=False)
         (lowered if isinstance(module, _LOWERED) else kept).update(own)
     return frozenset(name for name, p in model.named_parameters() if p in lowered - kept)
+
+
+def tell_device(dtype: str, num_ranks: int, device: torch.device, *, rank: int) -> None:
+    """Log on what a run computes, in one line, and a warning if GPUs have no work. Local."""
+    name, between = "the CPU", "gloo"
+    if device.type == "cuda":
+        name, between = f"{torch.cuda.get_device_name(device)} ({device})", "nccl"
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks, {between} between them,"
+    _log.info("%s on %s, %s", ranks, name, dtype)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus and device.type == "cpu" and rank == 0:
+        _log.warning(
+            "this run computes on the CPU, and the %d GPUs of this machine have no work. To use "
+            "them run `torchrun --nproc-per-node %d --no-python pcomm train` with the other "
+            "options, without --ranks and --resilient",
+            num_gpus,
+            num_gpus,
+        )

@@ -33,11 +33,14 @@ from pcomm.integration.train.evaluate import evaluate
 from pcomm.integration.train.interrupt import listen_for_interrupt
 from pcomm.integration.train.not_finite import NotFiniteSteps
 from pcomm.integration.train.outcome import Outcome
+from pcomm.integration.train.precision import tell_device
 from pcomm.integration.train.progress import Progress
 from pcomm.integration.train.run_folder import (
     check_resumable,
+    check_shared,
     hold_folder,
     prepare_folder,
+    tell_holder,
     write_config,
 )
 from pcomm.integration.train.step_trace import StepTrace
@@ -97,6 +100,7 @@ def _train(
     together: Together,
 ) -> Outcome:
     world = together.world
+    tell_device(config.train.dtype, world.size, world.device, rank=world.rank)
     with ExitStack() as held:
         config = together(
             "train: model.from", lambda: start_config(config, run_dir, is_new=must_restart)
@@ -109,10 +113,14 @@ def _train(
         if not must_restart:
             # Before anything in the folder changes, so that a refused run leaves it as it was.
             together("train: checkpoint", lambda: check_resumable(resolved, run_dir))
-        together(
-            "train: folder",
-            lambda: None if world.rank else held.enter_context(hold_folder(run_dir)),
-        )
+
+        def hold() -> None:
+            if world.rank == 0:
+                held.enter_context(hold_folder(run_dir))
+                tell_holder(run_dir, world)
+
+        together("train: folder", hold)
+        together("train: folder of all hosts", lambda: check_shared(run_dir, world))
 
         def prepare() -> None:
             if world.rank == 0:
@@ -121,7 +129,6 @@ def _train(
 
         # The others wait while the first rank tokenises, which takes as long as the text is.
         together("train: data", prepare, timeout_s=_TOKENISING_S)
-        # A folder that is not shared fails here, on all ranks.
         prepared = together("train: tokens", lambda: open_prepared(run_dir))
         with open_run_groups(resolved, world) as groups:
             steps = StepTrace(trace, world.rank, groups[ALL_RANKS, "control"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from pcomm.core.errors import ConfigError
+from pcomm.core.process import World
 from pcomm.integration.atomic_file import atomic_write
 from pcomm.integration.checkpoint.folders import checkpoints, discard, newest, remove_partial
 from pcomm.integration.checkpoint.identity import check_same_run, identity_of
@@ -17,9 +19,16 @@ from pcomm.integration.config import Config
 from pcomm.integration.config_file import to_toml
 from pcomm.integration.data.preparation import build_beside
 from pcomm.integration.huggingface.run_files import forget_directory, placed_files
-from pcomm.integration.train.run_lock import lock_run
+from pcomm.integration.train.run_lock import holder_of, lock_run
 
-__all__ = ["check_resumable", "hold_folder", "prepare_folder", "write_config"]
+__all__ = [
+    "check_resumable",
+    "check_shared",
+    "hold_folder",
+    "prepare_folder",
+    "tell_holder",
+    "write_config",
+]
 
 _log = logging.getLogger("pcomm.train")
 
@@ -48,6 +57,34 @@ def check_resumable(config: Config, run_dir: Path, corpus: str | None = None) ->
             why="The run is already longer than it should become.",
             fix=f"Set train.steps to at least {checkpoint.step}, or start over with --restart.",
         )
+
+
+_HOLDER = "pcomm/holder of the run's folder"
+
+
+def tell_holder(run_dir: Path, world: World) -> None:
+    """Tell the other ranks who holds the folder. On the rank that does."""
+    if world.store is not None:
+        world.store.set(_HOLDER, holder_of(run_dir))
+
+
+def check_shared(run_dir: Path, world: World) -> None:
+    """Refuse a folder that is not the one which the first rank holds. Local, after `tell_holder`.
+
+    Raises:
+        ConfigError: Another folder has that name on this host.
+    """
+    if world.rank and world.store is not None:
+        holder, here = world.store.get(_HOLDER).decode(), holder_of(run_dir)
+        if here != holder:
+            raise ConfigError(
+                f"train: folder {run_dir}",
+                found=f"rank {world.rank} on {socket.gethostname()} does not see there what rank 0 "
+                f"has written: {holder}",
+                why="All ranks read tokens and write checkpoints in one folder.",
+                fix="Give --out a folder on a file system that all hosts share, such as NFS or "
+                "Lustre, by a path that is the same on all of them.",
+            )
 
 
 @contextmanager

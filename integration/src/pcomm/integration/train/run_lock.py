@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["lock_run"]
+__all__ = ["holder_of", "lock_run"]
 
 _log = logging.getLogger("pcomm.train")
 
@@ -39,11 +39,21 @@ def lock_run(run_dir: Path) -> Iterator[None]:
         holder = {"pid": os.getpid(), "host": socket.gethostname()}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        # Other hosts of the run look for it, also through a network file system.
+        os.fsync(descriptor)
         yield
     finally:
         # Before the lock is given back: the next run would otherwise lose its name.
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def holder_of(run_dir: Path) -> str:
+    """What the process that holds the folder says of itself; empty if none does. Local."""
+    try:
+        return (run_dir / _NAME).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _acquire(path: Path) -> int:
