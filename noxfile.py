@@ -6,10 +6,20 @@ distributions are installed the way a user gets them. An installation is repeate
 `pyproject.toml` or `constraints.txt` has changed.
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    found = ".".join(map(str, sys.version_info[:3]))
+    sys.exit(
+        f"noxfile.py: this is Python {found} ({sys.executable})\n"
+        "pcomm needs Python 3.11 or newer, and its sessions use the Python that runs nox.\n"
+        "Install nox for a newer one, for example: "
+        "python3.12 -m pip install nox && python3.12 -m nox -s train"
+    )
+
 import hashlib
 import os
 import shutil
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,15 +1,18 @@
 """Checks every `pip install` of the pages, and has pip carry out the local ones as a dry run."""
 
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
 import venv
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from install_lines import install_complaint, install_lines, split_extras
+from pcomm.core.command.checkout import what_to_install
 from repository import ROOT, pages
 
 LINES = {
@@ -28,6 +31,50 @@ def test_install_lines_name_what_is_meant(page):
 def test_the_pages_with_install_lines_are_found():
     assert {"README.md", "CONTRIBUTING.md", "integration/README.md"} <= set(LINES)
     assert all(LINES.values())
+
+
+@pytest.mark.parametrize(
+    ("distribution", "extra"),
+    [
+        *((f"pcomm-{name}", "") for name in ("core", "fsdp", "gdn-cp", "inference", "integration")),
+        ("pcomm-integration", "serve"),
+        ("pcomm-inference", "structured"),
+    ],
+)
+def test_what_messages_propose_comes_from_the_checkout_alone(distribution, extra):
+    """With all that it needs: pip would look for the rest on the index, or take a stranger's."""
+    words = shlex.split(what_to_install(distribution, extra))
+    assert words
+    assert install_complaint(words) == ""
+
+
+def test_the_noxfile_says_what_it_needs_on_an_older_python():
+    """It is run as that Python would, up to the first thing that this one has and that has not."""
+    text = compile((ROOT / "noxfile.py").read_text(), "noxfile.py", "exec")
+    with mock.patch.object(sys, "version_info", (3, 10, 12)), pytest.raises(SystemExit) as stopped:
+        exec(text, {"__file__": str(ROOT / "noxfile.py")})
+    assert "this is Python 3.10.12" in str(stopped.value)
+    assert "needs Python 3.11 or newer" in str(stopped.value)
+
+
+SOURCES_ALONE = """
+import importlib, importlib.metadata as metadata
+installed = metadata.version
+def version(name):
+    if name.startswith("pcomm-"):
+        raise metadata.PackageNotFoundError(name)
+    return installed(name)
+metadata.version = version
+for name in ("core", "fsdp", "gdn_cp", "inference", "integration", "ntp", "nvls"):
+    print(importlib.import_module(f"pcomm.{name}").__version__)
+"""
+
+
+def test_packages_can_be_imported_from_sources_that_are_not_installed():
+    done = subprocess.run(
+        [sys.executable, "-c", SOURCES_ALONE], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["0+source"] * 7, done.stderr
 
 
 def test_local_install_lines_are_carried_out_by_pip(tmp_path):

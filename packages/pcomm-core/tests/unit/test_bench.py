@@ -101,7 +101,8 @@ def test_unknown_names_and_broken_packages_are_errors(capsys: pytest.CaptureFixt
     assert cli.main(["bench", "broken"]) == 2
     assert "pcomm bench broken: ModuleNotFoundError" in capsys.readouterr().err
     assert cli.main(["bench", "gdn-cp"]) == 2
-    assert "python3 -m pip install ./packages/pcomm-gdn-cp" in capsys.readouterr().err
+    line = "python3 -m pip install ./packages/pcomm-core ./packages/pcomm-gdn-cp`"
+    assert line in capsys.readouterr().err
 
 
 def test_the_list_needs_no_torch() -> None:

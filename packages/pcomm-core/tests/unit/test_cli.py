@@ -139,7 +139,9 @@ def test_a_command_that_is_not_installed_names_its_package(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([name, "--config", "x.toml"]) == 2
-    assert "python3 -m pip install ./integration" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "In a checkout run `python3 -m pip install ./packages/pcomm-core " in told
+    assert "./integration`" in told
 
 
 def test_a_command_that_cannot_be_imported_says_what_is_missing(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pcomm.core.command.checkout import what_to_install
 from pcomm.core.errors import UnsupportedError
 from pcomm.inference import Request, SamplingParams
 from pcomm.integration.bench.rows import Found
@@ -44,7 +45,8 @@ def check_server() -> None:
                 "pcomm bench serving",
                 found=f"{package} is not installed",
                 why="The part `server` starts `pcomm serve`, which stands on it.",
-                fix="python3 -m pip install 'pcomm-integration[serve]', or leave the part out.",
+                fix="In a checkout run `python3 -m pip install "
+                f"{what_to_install('pcomm-integration', 'serve')}`, or leave the part out.",
             )
 
 

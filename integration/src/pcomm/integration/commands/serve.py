@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from pcomm.core.command.checkout import what_to_install
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.integration.commands.llm_options import add_llm_options, llm_options
 
@@ -74,7 +75,8 @@ class ServeCommand:
                 "pcomm serve",
                 found=f"no package {error.name}",
                 why="The server stands on FastAPI, uvicorn and prometheus-client.",
-                fix="python3 -m pip install 'pcomm-integration[serve]'",
+                fix="In a checkout run `python3 -m pip install "
+                f"{what_to_install('pcomm-integration', 'serve')}`.",
             ) from error
         from pcomm.integration.llm import LLM
         from pcomm.integration.llm.run_summary import print_summary

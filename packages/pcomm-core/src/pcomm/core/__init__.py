@@ -1,8 +1,6 @@
 """Explicit process groups, layouts, exchanges and collectives for PyTorch."""
 
-from importlib.metadata import version
+from pcomm.core.face import face, version_of
 
-from pcomm.core.face import face
-
-__version__ = version("pcomm-core")
+__version__ = version_of("pcomm-core")
 __getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,4 +1,4 @@
-"""The names that a package shows, each loaded when it is used first (PEP 562)."""
+"""What a package shows: names that are loaded when they are used first (PEP 562); its version."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import sys
 from _ast import ImportFrom, Module, PyCF_ONLY_AST
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["face"]
+__all__ = ["face", "version_of"]
 
 
 def face(
@@ -47,3 +48,11 @@ def face(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return get, names, sorted(homes)
+
+
+def version_of(distribution: str) -> str:
+    """Version of an installed distribution; `"0+source"` where only its sources are on the path."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "0+source"

@@ -1,8 +1,6 @@
 """Fully sharded data parallel whose gathers and reduces have communicators of their own."""
 
-from importlib.metadata import version
+from pcomm.core.face import face, version_of
 
-from pcomm.core.face import face
-
-__version__ = version("pcomm-fsdp")
+__version__ = version_of("pcomm-fsdp")
 __getattr__, __dir__, __all__ = face(__name__, __file__)

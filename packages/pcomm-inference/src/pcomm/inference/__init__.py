@@ -1,8 +1,6 @@
 """An engine that continues many prompts at once, and the attention and sampling it needs."""
 
-from importlib.metadata import version
+from pcomm.core.face import face, version_of
 
-from pcomm.core.face import face
-
-__version__ = version("pcomm-inference")
+__version__ = version_of("pcomm-inference")
 __getattr__, __dir__, __all__ = face(__name__, __file__)

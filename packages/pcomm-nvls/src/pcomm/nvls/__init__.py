@@ -1,8 +1,6 @@
 """Low-latency collectives over NVLink multicast, with a fallback that gives the same results."""
 
-from importlib.metadata import version
+from pcomm.core.face import face, version_of
 
-from pcomm.core.face import face
-
-__version__ = version("pcomm-nvls")
+__version__ = version_of("pcomm-nvls")
 __getattr__, __dir__, __all__ = face(__name__, __file__)

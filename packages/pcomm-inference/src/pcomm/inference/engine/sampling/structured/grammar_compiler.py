@@ -7,6 +7,7 @@ import json
 import threading
 from typing import TYPE_CHECKING
 
+from pcomm.core.command.checkout import what_to_install
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.engine.sampling.structured.compiled_grammar import (
@@ -141,7 +142,8 @@ class GrammarCompiler:
                 f"SamplingParams: {name}",
                 found="llguidance is not installed",
                 why="It finds the tokens that a grammar allows.",
-                fix="python3 -m pip install 'pcomm-inference[structured]'",
+                fix="In a checkout run `python3 -m pip install "
+                f"{what_to_install('pcomm-inference', 'structured')}`.",
             ) from error
         return LLTokenizer(tokenizer.to_json(), self._vocabulary, list(tokenizer.eos_ids))
 
