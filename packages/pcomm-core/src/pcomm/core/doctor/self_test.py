@@ -1,16 +1,27 @@
-"""The check that ranks can communicate here: two of them add two numbers over gloo."""
+"""The checks that ranks can communicate: two local ones, or those of a launcher's job."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
 
 from pcomm.core.doctor.probe import Probe
-from pcomm.core.doctor.report import Finding
+from pcomm.core.doctor.report import Finding, Report
+from pcomm.core.errors import PcommError
 
-__all__ = ["check_all_reduce"]
+__all__ = ["check_all_reduce", "check_job"]
 
 # Starting two processes that import torch takes most of it; a machine that is busy takes longer.
 _TIMEOUT_S = 30.0
+# Of the all-reduce between the ranks of a job; it is repeated for the median.
+_MIB, _REPEATS = 4, 5
+_COMPARED = ("torch", "triton", "numpy")
 
 
 def check_all_reduce(probe: Probe) -> Iterable[Finding]:
@@ -31,3 +42,110 @@ def check_all_reduce(probe: Probe) -> Iterable[Finding]:
         yield Finding(name, "broken", "wrong result", reason, fix)
     else:
         yield Finding(name, "ok", "two local ranks added over gloo")
+
+
+def check_job(probe: Probe, report: Report) -> list[Finding]:
+    """Have the ranks of this job meet. Collective: all processes of the launcher call it.
+
+    A rank that does not come is named after `PCOMM_TIMEOUT_S` seconds.
+
+    Args:
+        probe: Source of the versions.
+        report: What this rank has found on its own machine.
+
+    Returns:
+        Findings that are equal on all ranks: each rank with its host and interface, versions that
+        differ, and time and rate of an all-reduce. One that is broken, if they do not meet.
+    """
+    try:
+        return _findings(_met(probe, report))
+    except PcommError as error:
+        value = f"{error.asked}: {error.found}"
+        return [Finding("job.ranks", "broken", value, error.why, error.fix)]
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        fix = "Read the report of rank 0, or start rank 0 where MASTER_ADDR and MASTER_PORT say."
+        return [Finding("job.ranks", "broken", "rank 0 does not answer", reason, fix)]
+
+
+def _met(probe: Probe, report: Report) -> list[Mapping[str, Any]]:
+    """What each rank tells of itself and of an all-reduce, in the order of the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from pcomm.core.process.world import connect, unconnected_control
+
+    # First without connections between them, where a rank that is missing can be named.
+    arrival = unconnected_control()
+    arrival.vote("doctor: arrival", 0)
+    # The store lives in rank 0, which keeps it until all have left.
+    with connect(backend="gloo", device="cpu") as world:
+        x = torch.ones(_MIB << 18)
+        times_s = []
+        for _ in range(1 + _REPEATS):
+            dist.barrier()
+            start_s = time.perf_counter()
+            dist.all_reduce(x)
+            times_s.append(time.perf_counter() - start_s)
+        told = {
+            "host": socket.gethostname(),
+            "interface": _interface(),
+            "versions": _versions(probe),
+            "broken": [f.name for f in report.findings if f.status == "broken"],
+            "is_right": bool((x == float(world.size) ** (1 + _REPEATS)).all()),
+            # The first one also makes buffers.
+            "time_s": statistics.median(times_s[1:]),
+        }
+        said = world.control.vote("doctor", 0, json.dumps(told))
+        return [json.loads(text) for text in said.reasons]
+
+
+def _interface() -> str:
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    with suppress(OSError):
+        return chosen or socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"
+
+
+def _versions(probe: Probe) -> dict[str, str]:
+    found = {n: v for n, v in probe.distributions().items() if n.startswith("pcomm-")}
+    for name in _COMPARED:
+        with suppress(ImportError):
+            found[name] = probe.module_version(name)
+    return found | {"python": ".".join(probe.host().python.split(".")[:2])}
+
+
+def _findings(ranks: list[Mapping[str, Any]]) -> list[Finding]:
+    found = []
+    for rank, told in enumerate(ranks):
+        name, value = f"job.rank.{rank}", f"{told['host']}, {told['interface']}"
+        if told["broken"]:
+            reason = "On its machine these are broken: " + ", ".join(told["broken"]) + "."
+            fix = f"Run `pcomm doctor` alone on {told['host']}, and mend what it names."
+            found.append(Finding(name, "broken", value, reason, fix))
+        else:
+            found.append(Finding(name, "ok", value))
+    differing = []
+    for package in sorted({name for told in ranks for name in told["versions"]}):
+        having: dict[str, list[int]] = {}
+        for rank, told in enumerate(ranks):
+            having.setdefault(told["versions"].get(package, "none"), []).append(rank)
+        if len(having) > 1:
+            each = (f"{version} on {', '.join(map(str, at))}" for version, at in having.items())
+            differing.append(f"{package}: {'; '.join(each)}")
+    if differing:
+        reason = "\n".join(differing)
+        fix = "Install the same versions on all hosts."
+        found.append(Finding("job.versions", "broken", "differ between ranks", reason, fix))
+    else:
+        found.append(Finding("job.versions", "ok", "the same on all ranks"))
+    time_s = max(told["time_s"] for told in ranks)
+    rate = 2 * (len(ranks) - 1) / len(ranks) * (_MIB << 20) / time_s / 1e9
+    value = f"{_MIB} MiB on {len(ranks)} ranks over gloo in {time_s * 1e3:.1f} ms, {rate:.2f} GB/s"
+    if all(told["is_right"] for told in ranks):
+        found.append(Finding("job.all_reduce", "ok", value))
+    else:
+        wrong = ", ".join(str(rank) for rank, told in enumerate(ranks) if not told["is_right"])
+        fix = "Install torch again; a wrong sum is a fault of the build or of the machine."
+        found.append(Finding("job.all_reduce", "broken", value, f"Wrong on {wrong}.", fix))
+    return found

@@ -23,7 +23,7 @@ from pcomm.core.process import environment
 from pcomm.core.process.devices import claim, default_group_takes_cuda, own_device
 from pcomm.core.process.unconnected_default import is_connected
 
-__all__ = ["World", "connect"]
+__all__ = ["World", "connect", "unconnected_control"]
 
 _INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 # Linux's request for the address of an interface.
@@ -276,6 +276,32 @@ def _addresses_of(host: str) -> list[tuple[Any, Any, int, str, Any]]:
 
 def _is_loopback(place: tuple[Any, ...]) -> bool:
     return ip_address(str(place[0]).partition("%")[0]).is_loopback
+
+
+def unconnected_control() -> Control:
+    """A control of the processes that a launcher has started, before they connect. Local.
+
+    Nothing waits for all of them but its agreements, whose errors name those that do not come. Its
+    store is that of `connect`, under other keys, and lives as long as a process of rank 0 has it.
+
+    Raises:
+        RuntimeError: Torch's, if rank 0 does not answer within `PCOMM_TIMEOUT_S`.
+    """
+    _check_complete("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    # The launcher's own process keeps the store then.
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        _number("MASTER_PORT"),
+        is_master=rank == 0 and not is_kept,
+        timeout=timedelta(seconds=environment.timeout_s()),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    # Each start of a job by torchrun has keys of its own in the launcher's store.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Control(dist.PrefixStore(f"pcomm/before connecting/{attempt}", store), range(size), rank)
 
 
 def _wait_for_all_to_leave(world: World) -> None:
