@@ -144,7 +144,7 @@ def _init_process_group(backend: str, *, rank: int, world_size: int, timeout: ti
             found, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
             found.set_timeout(timeout)
             # As torch does, so that others who use this store do not meet our keys.
-            store = dist.PrefixStore("default_pg", found)
+            store: Any = dist.PrefixStore("default_pg", found)
             # A connection of its own: that of `store` is taken while gloo waits in it.
             stores.append(store.clone())
             dist.init_process_group(
