@@ -368,7 +368,7 @@ def test_a_driver_that_does_not_start(code: int, status: str, advice: str) -> No
     assert driver.status == status
     assert "the driver's words" in driver.reason
     assert advice in driver.fix
-    assert report.named("cuda.devices").value .startswith("no GPU: ")
+    assert report.named("cuda.devices").value.startswith("no GPU: ")
 
 
 def test_a_driver_that_shows_no_device() -> None:
