@@ -23,7 +23,7 @@ ENDLESS = ["train.steps=1000000", "checkpoint.every=end", "train.eval_every=none
 ON_FOUR = ["parallel.dp=2", "parallel.tp=2", "train.schedule=constant"]
 
 
-def test_a_killed_rank_comes_back_and_all_stop_together(
+def test_a_killed_replica_is_missed_until_a_rank_comes_back_and_all_stop_together(
     start: Callable[..., subprocess.Popen[str]], config_file: Path, tmp_path: Path
 ) -> None:
     out, log = tmp_path / "run", tmp_path / "log"
@@ -33,14 +33,15 @@ def test_a_killed_rank_comes_back_and_all_stop_together(
         launcher = start("pcomm", "train", "--resilient", *words, stderr=stderr)
     wait_for_row(out, launcher, ranks=4)
     processes = re.findall(r"rank (\d) of 4 is process (\d+)", log.read_text())
-    # The one that writes the metrics.
-    os.kill(int(dict(processes)["0"]), signal.SIGKILL)
-    wait_for_row(out, launcher, ranks=3)
+    # All of a replica, with the one that writes the metrics.
+    for rank in "01":
+        os.kill(int(dict(processes)[rank]), signal.SIGKILL)
+    wait_for_row(out, launcher, ranks=2)
 
     told = re.search(r"comes back by: pcomm (.*)", log.read_text())
     assert told is not None, log.read_text()
     back = start("pcomm", *shlex.split(told[1].replace("--rank R", "--rank 0")))
-    wait_for_row(out, launcher, ranks=4, after=3)
+    wait_for_row(out, launcher, ranks=3, after=2)
 
     launcher.send_signal(signal.SIGINT)
     for process in (launcher, back):
@@ -53,7 +54,8 @@ def test_a_killed_rank_comes_back_and_all_stop_together(
     assert last is not None
     assert [row["step"] for row in found] == list(range(1, last.step + 1))
     counts = [row["ranks"] for row in found]
-    assert [count for count, _ in itertools.groupby(counts)] == [4, 3, 4]
+    # The two may have died in different steps.
+    assert [count for count, _ in itertools.groupby(counts)] in ([4, 2, 3], [4, 3, 2, 3])
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

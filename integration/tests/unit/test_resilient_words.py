@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.core.errors import ConfigError
-from pcomm.core.process import RankPlace, ResilientRanks
+from pcomm.core.errors import ConfigError, PeerTimeoutError
+from pcomm.core.process import RankPlace, RankReport, ResilientRanks
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.commands import train_resilient
 from pcomm.integration.config_file import apply_overrides, load_config
@@ -77,6 +77,16 @@ def test_an_error_of_the_run_is_not_that_of_the_address(
         train_resilient.join_resilient("127.0.0.1:1", 1, tmp_path)
     with pytest.raises(ConfigError, match="a run of 2 ranks"):
         train_resilient.join_resilient("127.0.0.1:1", 2, tmp_path)
+
+
+def test_a_full_disk_is_told_without_a_traceback(tmp_path: Path) -> None:
+    reason, full = "failed: OSError: [Errno 28] No space left", OSError(28, "No space left")
+    reports = {rank: RankReport(rank, 0, reason, error=full) for rank in (0, 1)}
+    with pytest.raises(ConfigError, match=r"rank 0: failed: OSError: \[Errno 28\] No space left"):
+        train_resilient._outcome(reports, tmp_path)
+    late = PeerTimeoutError("a test", found="nothing", why="A fault.", fix="Go on.")
+    with pytest.raises(PeerTimeoutError):
+        train_resilient._outcome({**reports, 2: RankReport(2, 0, "failed", error=late)}, tmp_path)
 
 
 def test_the_folder_of_another_run_is_left_alone(

@@ -51,14 +51,16 @@ class RunPlace:
         """
         rank, train = everyone.ranks[everyone.rank], config.train
         place, at = plan.place(rank), plan.topology.coordinates(rank)
-        tokens = plan.token_shares(train.global_batch_tokens, multiple=train.sequence_length)
+        shares = plan.token_shares(train.global_batch_tokens, multiple=train.sequence_length)
+        # Replicas that have lost all of their ranks are not counted.
+        tokens = {replica: share for replica, share in enumerate(shares) if share}
         splits = place.degree if config.parallel.sequence else 1
         return cls(
-            place.replica,
+            list(tokens).index(place.replica),
             len(tokens),
             at["cp"],
             place.index,
-            tuple(n // train.sequence_length for n in tokens),
+            tuple(n // train.sequence_length for n in tokens.values()),
             config.parallel.cp * splits,
             rank,
         )

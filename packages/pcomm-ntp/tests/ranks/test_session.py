@@ -20,6 +20,7 @@ from pcomm.core.testing.patience import scaled_s, wait_until
 from pcomm.ntp import Built, Failures, Plan, Policy, Session, StateLostError, StoreLostError
 from pcomm.ntp.session import Patience
 from pcomm.ntp.session.suspicion import SuspectedFailure
+from pcomm.ntp.testing import small_training
 from pcomm.ntp.testing.counted_training import count_in_session
 from pcomm.ntp.testing.resilient_training import (
     PRELOAD,
@@ -87,6 +88,23 @@ def test_an_error_in_every_generation_is_raised_in_the_end(setbacks: int) -> Non
     else:
         assert "build: nothing" in str(reports[0].error)
         assert not reports[1].has_finished
+
+
+def test_a_replica_that_dies_whole_is_missed_and_comes_back() -> None:
+    faults = (Fault(2, "forward", 1), Fault(3, "forward", 1))
+    hold = partial(hold_for_joins, counts={3: 2})
+    with ResilientRanks(4, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (TOPOLOGY, 5, faults, None, hold))
+        ranks.wait([2, 3], timeout_s=scaled_s(60.0))
+        for rank in (2, 3):
+            ranks.join_again(rank)
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    seen = assert_survivors(reports, 5)
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert (0, 1) in seen[0].generations
+    assert seen[0].generations[-1] == (0, 1, 2, 3)
+    # Its ranks alone had all tokens of a step.
+    assert max(one.count for one in seen[0].steps) == small_training._TOKENS
 
 
 def test_two_sessions_in_one_process_do_not_disturb_each_other() -> None:
@@ -261,6 +279,36 @@ def _stop_at_infinity(place: RankPlace) -> tuple[list[int], list[float], str]:
     except ArithmeticError:
         weights[1:] = [float(model.weight)]
     return applied, weights, refusal
+
+
+def test_a_rank_that_leaves_the_loop_alone_ends_the_others_with_its_name() -> None:
+    with ResilientRanks(3, preload=PRELOAD) as ranks:
+        ranks.start(_leave_at_one)
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    for rank in (0, 2):
+        error = reports[rank].error
+        assert isinstance(error, ConfigError), reports[rank]
+        assert error.found == "rank 1 has ended after 2 steps"
+    # Alone, it has come to the end that it chose.
+    assert reports[1].has_finished
+
+
+def _leave_at_one(place: RankPlace) -> None:
+    """Train three steps, of which rank 1 attempts two."""
+
+    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.ones_(model.bias)
+        return Built(model, torch.optim.SGD(model.parameters(), lr=0.25))
+
+    with Session(place, Topology({"dp": 3, "tp": 1}), {}, build) as session:
+        for attempt in session.attempts(until=3):
+            with attempt as step:
+                step.backward(session.model(torch.ones(1, 1)).sum())
+                step.commit()
+                if (place.rank, step.number) == (1, 1):
+                    break
 
 
 @pytest.mark.parametrize("point", ["forward", "ready"])

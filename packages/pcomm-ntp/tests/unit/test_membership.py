@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +15,7 @@ from pcomm.core.errors import FencedError, PeerTimeoutError
 from pcomm.core.testing.patience import wait_until
 from pcomm.ntp.session import Built, Patience
 from pcomm.ntp.session.membership import Membership
+from pcomm.ntp.session.reach import Reach, left_out, unreachable
 from pcomm.ntp.session.records import Records
 from pcomm.ntp.session.resume_point import Arrival
 from pcomm.ntp.session.training_state import scalars_of, set_scalars
@@ -75,6 +78,120 @@ def test_of_two_processes_for_one_rank_the_later_one_is_taken_and_the_other_is_a
         one.close()
 
 
+def test_a_newcomer_with_which_no_generation_is_complete_is_left_out() -> None:
+    store = dist.HashStore()
+    member, other, newcomer = (
+        Membership(lambda: store, rank, (0, 1), (0, 1, 2), {}, Patience()) for rank in range(3)
+    )
+    member.enter()
+    other.enter()
+    members, error = (member, other), "a connection that broke"
+    with ThreadPoolExecutor(3) as threads:
+        entered = threads.submit(newcomer.enter)
+        wait_until(lambda: store.check(["pcomm/session/join/1"]), "its request")
+        for reason, expected in ((None, (0, 1, 2)), (error, (0, 1)), (error, (0, 1))):
+            every = members if reason is None else (*members, newcomer)[: len(member.ranks)]
+            met = [threads.submit(one.meet, str(reason), Arrival(0)) for one in every]
+            assert [one.result()[0].ranks for one in met[:2]] == [expected] * 2
+            if reason is None:
+                entered.result()
+            elif len(met) == 3:
+                with pytest.raises(FencedError, match="no generation with it was complete"):
+                    met[2].result()
+    assert member.gone == {2: "no generation with it was complete"}
+    for one in (*members, newcomer):
+        one.close()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_process_that_slept_until_its_keys_were_deleted_is_left_behind(
+    is_replaced: bool,
+) -> None:
+    store = dist.HashStore()
+    ranks = (0, 1, 2) if is_replaced else (0, 1)
+    own = {r: Membership(lambda: store, min(r, 1), (0, 1), (0, 1), {}, Patience()) for r in ranks}
+    own[0].enter()
+    own[1].enter()
+    # It has come to the meeting, and stands still there.
+    own[1].records.say(0, 1, Arrival(0))
+    own[0].meet("a test", Arrival(0))
+    assert own[0].ranks == (0, 1)
+    own[1].records.say_left(1, 1, "no heartbeat")
+    with ThreadPoolExecutor(1) as thread:
+        if is_replaced:
+            entered = thread.submit(own[2]._join, time.monotonic() + 60.0)
+            wait_until(lambda: store.check(["pcomm/session/join/1"]), "its request")
+        own[0].meet("rank 1 is silent", Arrival(0))
+        if is_replaced:
+            entered.result()
+    assert own[0].ranks == ((0, 1) if is_replaced else (0,))
+    own[0].settle()
+    with pytest.raises(FencedError, match="generation 2 has begun"):
+        own[1].meet("it goes on", Arrival(0))
+    for one in own.values():
+        one.close()
+
+
+def test_keys_of_generations_that_are_over_are_deleted() -> None:
+    store = dist.HashStore()
+    member = Membership(lambda: store, 0, (0,), (0,), {}, Patience())
+    member.enter()
+    counts = []
+    for _ in range(4):
+        member.meet("a test", Arrival(member.number))
+        member.control().agree("a topic", ["a line"])
+        member.settle()
+        counts.append(len(store.list_keys()))
+    # What a process looks for that slept meanwhile: flag, decision, and the ranks of each.
+    assert [after - before for before, after in itertools.pairwise(counts)] == [3] * 3
+    member.close()
+
+
+def test_a_rank_that_has_ended_is_missed_from_the_next_step_on() -> None:
+    store = dist.HashStore()
+    watch = Watch(lambda: store, 0, heartbeat_s=0.01, dead_after_s=60.0)
+    watch.enter(2, (0, 1), {})
+    Records(store).say_done(2, 1, 7)
+    wait_until(lambda: watch._over is not None, "a look")
+    # Its last step had the number 6.
+    assert watch.failure() is None
+    watch.step = 6
+    assert watch.failure() is None
+    watch.step = 7
+    assert watch.failure() == "rank 1 has ended after 7 steps"
+    watch.enter(3, (0, 1), {})
+    watch.step = 7
+    assert watch.failure() is None
+    watch.close()
+
+
+def test_of_two_ranks_without_a_connection_one_is_left_out() -> None:
+    cut = {1: {3: "there: lost"}, 3: {1: "here: lost"}, 0: {2: "elsewhere: lost"}}
+    everyone = range(4)
+    # Rank 3 is the higher one, and rank 0 the newcomer.
+    found = left_out(cut, everyone, {0})
+    assert found == {
+        0: "rank 0 does not reach rank 2 at elsewhere: lost",
+        3: "rank 3 does not reach rank 1 at here: lost",
+    }
+    # Rank 1 is in two of the three; and what a rank that is gone wrote says nothing.
+    assert list(left_out({1: {0: "a", 2: "b"}, 3: {1: "c", 0: "d"}}, range(3), ())) == [1]
+    assert left_out({}, everyone, ()) == {}
+
+
+def test_a_connection_is_made_refused_or_lost() -> None:
+    there = Reach()
+    refused = Reach()
+    refused.close()
+    addresses = {0: there.address, 1: refused.address}
+    assert unreachable(addresses, 60.0) == {1: f"{refused.address}: Connection refused"}
+    # An address for documentation, to which no packet comes, or no route.
+    lost = unreachable({**addresses, 2: "192.0.2.1:9"}, 0.2)
+    assert sorted(lost) == [1, 2]
+    there.drain()
+    there.close()
+
+
 def test_a_rank_that_came_to_the_meeting_and_left_is_gone() -> None:
     store = dist.HashStore()
     member, leaver = (
@@ -106,7 +223,7 @@ def test_a_process_that_others_have_left_behind_may_write_nothing() -> None:
     member.check_fence()
     with pytest.raises(FencedError, match=r"rank 1 in generation 0: generation 1 has begun"):
         sleeper.check_fence()
-    assert member.finish()
+    assert member.finish(0)
     member.check_fence()
     member.close()
     sleeper.close()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pcomm.core import Topology
 from pcomm.core.errors import ConfigError, LayoutError, PcommError, TopologyError
-from pcomm.ntp import Coord, Failures, Place, Plan, Policy, Units, plan
+from pcomm.ntp import Coord, Failures, Place, Plan, Policy, Units, grad_groups, plan
 from pcomm.ntp.planning.forms import cuts
 from pcomm.ntp.planning.segments import segments
 from pcomm.ntp.planning.shares import least_time_shares
@@ -95,11 +95,42 @@ def test_nice_uses_the_fewest_ranks_that_are_as_fast() -> None:
     assert len(made.idle_ranks) == 4
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_replica_that_is_dropped_leaves_the_plan_of_the_others(seed: int) -> None:
+    draw = random.Random(seed)
+    axes = {"dp": draw.randint(2, 4), "cp": draw.choice([1, 2]), "tp": 8}
+    size, policy = axes["cp"] * axes["tp"], Policy(draw.choice(["max", "nice"]), 0, 0, True)
+    others = Topology({**axes, "dp": axes["dp"] - 1})
+    lost = [r for r in others.ranks if draw.random() < 0.2]
+    speeds = {r: Fraction(draw.randint(1, 9), 10) for r in draw.sample(others.ranks, 2)}
+    expected = plan(others, Failures.from_global_ranks(lost), UNITS, policy, speeds=speeds)
+    # The last replica loses a tensor-parallel group, and perhaps others; ranks of it may be left.
+    first = others.world_size
+    lost += range(first, first + draw.choice([axes["tp"], size]))
+    found = plan(Topology(axes), Failures.from_global_ranks(lost), UNITS, policy, speeds=speeds)
+    assert found.degrees == (*expected.degrees, (0,))
+    assert found.speeds == (*expected.speeds, 0)
+    assert found.token_shares(100) == (*expected.token_shares(100), 0)
+    assert found.canonical_replica() == expected.canonical_replica()
+    left = set(range(first, first + size)).difference(lost)
+    assert found.idle_ranks == (*expected.idle_ranks, *sorted(left))
+    assert all(found.place(rank).is_idle for rank in left)
+    for name in UNITS:
+        rank = expected._tensor_groups(0)[0][1][0]
+        assert found.groups(name, rank) == expected.groups(name, rank)
+    assert [grad.ranks for grad in grad_groups(found)] == [g.ranks for g in grad_groups(expected)]
+    assert Plan.from_json(found.to_json()) == found
+    assert f"dp={axes['dp'] - 1}: tp 0, speed 0.000" in found.explain()
+
+
 def test_errors_name_the_remedy() -> None:
     with pytest.raises(TopologyError, match=r"Did you mean .*'dp'"):
         plan(TOPOLOGY, Failures.at(Coord(dpp=1, pp=0, tp=0)), UNITS)
     with pytest.raises(TopologyError, match="all 8 ranks have failed"):
         plan(TOPOLOGY, Failures.from_global_ranks(range(8)), UNITS)
+    every = Failures.from_global_ranks(range(TOPOLOGY.world_size))
+    with pytest.raises(TopologyError, match="all 8 ranks have failed"):
+        plan(TOPOLOGY, every, UNITS, Policy(drops_replicas=True))
     with pytest.raises(LayoutError, match="Use tp=4 or less"):
         plan(TOPOLOGY, Failures(), {"qkv": Units.gqa(q=8, kv=4, dim=2)})
     one_lost = Failures.from_global_ranks([0])

@@ -128,6 +128,11 @@ def test_an_error_at_the_end_is_the_reason_for_the_generation_that_follows() -> 
     assert [one.reason for one in session.transitions] == ["the job starts", "a test: nothing"]
 
 
+def test_a_backend_whose_operations_a_failure_cannot_end_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="Session: backend='nccl'"):
+        session_of(weight_of_one, backend="nccl")
+
+
 def test_a_session_that_was_closed_has_no_attempts() -> None:
     session = session_of(weight_of_one)
     session.close()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.process import environment, logs
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
             _log.warning(
                 "a rank R that has died comes back by: pcomm train --resilient --join %s:%d "
                 "--rank R --out %s",
-                place.host,
+                _own_address(),
                 place.port,
                 run_dir,
             )
@@ -81,6 +81,17 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
             outcome = _outcome(processes.wait(), run_dir)
         draw_loss(run_dir)
         return outcome
+
+
+def _own_address() -> str:
+    """The address of this host on its default route, where torch's store listens, too."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        try:
+            # No packet is sent: the kernel chooses a route to an address for documentation.
+            own.connect(("192.0.2.1", 9))
+        except OSError:  # no network
+            return "127.0.0.1"
+        return str(own.getsockname()[0])
 
 
 def _check_start(config: Resolved, run_dir: Path, *, must_restart: bool) -> None:
@@ -178,9 +189,11 @@ def _outcome(reports: dict[int, RankReport], run_dir: Path) -> Outcome:
     if finished:
         outcome: Outcome = finished[0].result
         return outcome
-    first = next((r for r in reports.values() if r.error is not None), None)
-    if first is not None and first.error is not None:
-        raise first.error
+    for report in reports.values():
+        error = report.error
+        # What a disk or a network refused is told below: where it was met explains nothing.
+        if isinstance(error, PcommError) or not (error is None or isinstance(error, OSError)):
+            raise error
     raise ConfigError(
         "pcomm train --resilient",
         found="; ".join(f"rank {rank}: {r.reason}" for rank, r in sorted(reports.items())),

@@ -88,7 +88,8 @@ def cost_of(plan: Plan) -> Cost:
     for replica, own in enumerate(plan.degrees):
         if min(own) == full and replica not in slow:
             continue
-        found = [uneven(replica, stage) for stage in range(stages)]
+        found = [uneven(replica, stage) for stage in range(stages) if own[stage]]
+        found = found or [(Fraction(0), "", Fraction(0))]
         efficiency, name, _ = min(found)
         changed.append(
             ReplicaCost(

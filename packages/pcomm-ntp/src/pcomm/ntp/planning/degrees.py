@@ -121,10 +121,12 @@ def degrees(
     """The degree of each replica (first index) and stage (second index).
 
     The tensor-parallel groups of one replica and stage, such as those along `cp`, hold the same
-    heads and exchange them, so they have the same degree: that of the most damaged one.
+    heads and exchange them, so they have the same degree: that of the most damaged one. It is 0 for
+    a replica that the policy drops.
 
     Raises:
-        TopologyError: All ranks of a tensor-parallel group have failed.
+        TopologyError: All ranks of a tensor-parallel group have failed, and the policy drops no
+            replica or no other one is left.
         LayoutError: A degree above the number of units, or above the limit on memory.
     """
     full, stages = topology.axes["tp"], size_of(topology, "pp")
@@ -137,8 +139,14 @@ def degrees(
             fix="Raise memory_limit, or split the model over more ranks.",
         )
     groups: dict[tuple[int, int], list[Form]] = defaultdict(list)
-    for domain, rates in survivors(topology, slow).items():
+    left = survivors(topology, slow)
+    dropped = {dict(domain)["dp"] for domain, rates in left.items() if not rates}
+    if not policy.drops_replicas or len(dropped) == topology.axes["dp"]:
+        dropped.clear()
+    for domain, rates in left.items():
         place = dict(domain)
+        if place["dp"] in dropped:
+            continue
         if not rates:
             where = ",".join(f"{axis}={value}" for axis, value in domain)
             raise TopologyError(
@@ -148,7 +156,7 @@ def degrees(
                 fix=f"Plan without replica dp={place['dp']}, or put spare ranks in their place.",
             )
         groups[place["dp"], place.get("pp", 0)].append(rates)
-    table = [[full] * stages for _ in range(topology.axes["dp"])]
+    table = [[0 if i in dropped else full] * stages for i in range(topology.axes["dp"])]
     kinds = list(units.values())
     # Most stages are damaged alike.
     known: dict[tuple[Form, ...], int] = {}

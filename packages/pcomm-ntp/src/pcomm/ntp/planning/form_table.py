@@ -20,7 +20,8 @@ class FormTable:
     Args:
         slow_rates: Speeds of the ranks of a replica and stage in which a slow rank is used.
         forms: The distinct forms of each stage, ascending by degree, then by form.
-        indices: The index in `forms` of each stage (first index) and replica (second index).
+        indices: The index in `forms` of each stage (first index) and replica (second index); -1 of
+            a replica that is dropped.
     """
 
     slow_rates: Mapping[tuple[int, int], Form]
@@ -37,7 +38,7 @@ class FormTable:
         for stage in range(size_of(topology, "pp")):
             weighted = {at[0]: relative(own) for at, own in rates.items() if at[1] == stage}
             used = {own[stage] for replica, own in enumerate(degrees) if replica not in weighted}
-            distinct = {*map(plain, used), *weighted.values()}
+            distinct = {*map(plain, used - {0}), *weighted.values()}
             forms = tuple(sorted(distinct, key=lambda form: (len(form), form)))
             by_degree = {len(form): index for index, form in enumerate(forms) if is_plain(form)}
             own = [by_degree.get(each[stage], -1) for each in degrees]
@@ -58,5 +59,6 @@ def _slow_rates(
     found = {
         (replica, stage): combined(own, degrees[replica][stage])
         for (replica, stage), own in groups.items()
+        if degrees[replica][stage]
     }
     return {at: rates for at, rates in found.items() if min(rates) < 1}

@@ -72,6 +72,8 @@ def pack(topology: Topology, slow: RankSpeeds, units: Sequence[Units], policy: P
 
     def speed(groups: Sequence[Form]) -> Fraction:
         key = tuple(groups)
+        if not all(groups):
+            return Fraction(0)
         if key not in known:
             degree = chosen(units, groups, full, policy)
             known[key] = relative_speed(units, combined(groups, degree), full)

@@ -65,12 +65,13 @@ class Plan:
         """Relative speeds of the ranks of a tensor-parallel group, the fastest being 1.
 
         One number for each rank that is used; all 1 unless ranks are slow. What ranks hold
-        follows from the form: equal forms have equal layouts.
+        follows from the form: equal forms have equal layouts. A replica that is dropped has none.
 
         Raises:
             TopologyError: No such replica or stage.
         """
-        self._check_place(replica, stage)
+        if not self.degree(replica, stage):
+            return ()
         return self._forms.forms[stage][self._forms.indices[stage][replica]]
 
     def rates(self, replica: int, stage: int = 0) -> Form:
@@ -200,10 +201,11 @@ class Plan:
 
     @cached_property
     def speeds(self) -> tuple[Fraction, ...]:
-        """Speed of each replica, that of its slowest stage; 1 at the full degree."""
+        """Speed of each replica, that of its slowest stage; 1 at the full degree, 0 if dropped."""
         kinds, full = [units for _, units in self.units], self.topology.axes["tp"]
-        used = {degree for own in self.degrees for degree in own}
+        used = {degree for own in self.degrees for degree in own if degree}
         by_degree = {degree: relative_speed(kinds, degree, full) for degree in used}
+        by_degree[0] = Fraction(0)
         slow = {
             at: relative_speed(kinds, rates, full) for at, rates in self._forms.slow_rates.items()
         }
@@ -224,10 +226,11 @@ class Plan:
         Raises:
             ConfigError: `tokens` is no multiple of `multiple`, or too few for all replicas.
         """
-        if multiple < 1 or tokens % multiple or tokens // multiple < len(self.degrees):
+        replicas = sum(speed > 0 for speed in self.speeds)
+        if multiple < 1 or tokens % multiple or tokens // multiple < replicas:
             raise ConfigError(
                 f"Plan.token_shares: {tokens} tokens in multiples of {multiple}",
-                found=f"{len(self.degrees)} replicas",
+                found=f"{replicas} replicas",
                 why="The batch is handed out in whole multiples, to each replica at least one.",
                 fix="Use a larger batch that is a multiple, or smaller multiples.",
             )
@@ -313,6 +316,7 @@ class Plan:
         return [
             (form, self.tensor_ranks(place))
             for replica, form in enumerate(self._forms.indices[stage])
+            if form >= 0
             for place in self._group_places(replica, stage)
         ]
 
@@ -357,7 +361,7 @@ def plan(
     Raises:
         ConfigError: A speed out of range.
         TopologyError: No `tp` or `dp`, more than 4 million ranks, an unknown failed rank, or a
-            tensor-parallel group without any rank left.
+            tensor-parallel group without any rank left, unless the policy drops its replica.
         LayoutError: More ranks than units, or a rank above the limit on memory.
         UnsupportedError: A topology with views.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanSource", "agreed_lines", "not_a_plan", "read_source", "written"]
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)

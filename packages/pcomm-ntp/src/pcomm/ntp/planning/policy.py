@@ -24,6 +24,9 @@ class Policy:
         rank_bytes: Bytes of split parameters, gradients and optimizer state on a rank at the full
             degree; 0 if `memory_limit` is 0.
         memory_limit: Bytes that these may take on any rank; 0 for no limit.
+        drops_replicas: True to plan without a replica one of whose tensor-parallel groups has lost
+            all ranks: its degree is 0, it gets no tokens, and what is left of it is idle. False
+            makes that an error.
 
     Raises:
         ConfigError: An unknown rounding, negative bytes, or a limit without `rank_bytes`.
@@ -32,6 +35,7 @@ class Policy:
     rounding: Rounding = "max"
     rank_bytes: int = 0
     memory_limit: int = 0
+    drops_replicas: bool = False
 
     def __post_init__(self) -> None:
         if self.rounding not in get_args(Rounding):

@@ -53,7 +53,7 @@ def held_by_group(plan: Plan, units: Units | None, group: WholeGroup) -> dict[in
         group: One of `whole_groups`.
     """
     used = plan.tensor_ranks(group.lowest)
-    if units is None or not units.is_split:
+    if not used or units is None or not units.is_split:
         return dict.fromkeys(used, (0, 1))
     own = cuts(units.count, plan.form(group.replica, group.stage))
     return dict(zip(used, pairwise(own), strict=True))

@@ -32,7 +32,7 @@ def end_together(recovery: Recovery, membership: Membership, at_end: Callable[[]
     with store_errors.told():
         while not membership.is_over:
             reason = _failure_of(at_end, recovery)
-            if reason is None and membership.finish():
+            if reason is None and membership.finish(recovery.applied):
                 return
             recovery.move(reason or membership.watch.failure() or "other ranks have met")
             if recovery.applied < applied:

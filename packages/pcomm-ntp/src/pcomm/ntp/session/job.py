@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 
 import torch
@@ -69,7 +69,8 @@ class Job:
         whole = Topology(self.topology.axes, self.topology.order, offset=self.topology.offset)
         gone = Failures.from_global_ranks(sorted(set(whole.ranks).difference(ranks)))
         given = {"speeds": dict(speeds)} if speeds else {}
-        return plan(whole, gone, self.units, self.policy, **given)
+        policy = replace(self.policy, drops_replicas=True)
+        return plan(whole, gone, self.units, policy, **given)
 
     def groups_of(self, made: Plan) -> tuple[Spec, ...]:
         """The groups of the caller for a plan."""

@@ -22,11 +22,14 @@ class Patience:
 
     Args:
         heartbeat_s: Seconds between two heartbeats of a rank.
-        dead_after_s: Seconds without a heartbeat after which a rank is excluded.
+        dead_after_s: Seconds without a heartbeat after which a rank is excluded, or without a
+            connection between two ranks. The heartbeat is a Python thread: more than the longest
+            call that holds Python's interpreter lock, such as of a tokenizer or a compiler.
         leave_s: Seconds that a rank with a heartbeat has to leave its work and meet the others;
             after that it is excluded, too. More than the longest stretch of computation between
             two collectives.
-        agree_s: Seconds that the ranks have to agree and to connect in a new generation.
+        agree_s: Seconds that the ranks have to agree, and as many to connect, in a new generation;
+            and those after which a store whose host sends nothing is lost.
         operation_s: Seconds after which an operation between ranks ends by itself.
         join_s: Seconds that a new process waits until it is taken in, and a rank that is through
             for the others. More than a step takes.
@@ -126,12 +129,20 @@ class Meeting:
         return silent_s >= self._patience.dead_after_s
 
 
-def states_before(records: Records, number: int, decision: Decision) -> dict[int, Arrival]:
-    """What those ranks of the next generation said that were in generation `number`. Local."""
+def states_before(
+    records: Records, number: int, decision: Decision, check_fence: Callable[[], None]
+) -> dict[int, Arrival]:
+    """What those ranks of the next generation said that were in generation `number`. Local.
+
+    Raises:
+        FencedError: That of `check_fence`: a later generation is complete without this rank, and
+            what was said before is deleted.
+    """
     there = [rank for rank in decision.ranks if rank not in decision.newcomers]
     found = records.said(number, there)
     if len(found) == len(there):
         return found
+    check_fence()
     raise DivergenceError(
         f"Session: the end of generation {number}",
         found=f"no state of ranks {[r for r in there if r not in found]}",

@@ -9,10 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 
 from pcomm.core.control import Control
-from pcomm.core.errors import ClosedError, ConfigError, FencedError, PeerTimeoutError
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    FencedError,
+    PeerError,
+    PeerTimeoutError,
+)
 from pcomm.ntp.session import store_errors
 from pcomm.ntp.session.evidence import Ends
 from pcomm.ntp.session.meeting import Meeting, Patience, states_before
+from pcomm.ntp.session.reach import left_out, unreachable
 from pcomm.ntp.session.records import Decision, Join, Records
 from pcomm.ntp.session.resume_point import Arrival
 from pcomm.ntp.session.watch import Watch
@@ -66,6 +73,7 @@ class Membership:
         self.speeds: Mapping[int, float] = {}
         self.gone: dict[int, str] = {}
         self._is_member = False
+        self._newest: frozenset[int] = frozenset()
         self.is_over, self.stops = False, False
         self._joins_done = 0
         self.watch = Watch(
@@ -85,6 +93,7 @@ class Membership:
 
         Raises:
             ConfigError: The members refuse this process.
+            PeerError: It cannot connect to one of them.
             PeerTimeoutError: No generation with this process began in time.
             ClosedError: The job is over.
         """
@@ -93,19 +102,55 @@ class Membership:
         is_first = not had_another and self.rank in self.ranks
         if is_first and self.records.claim_first(self.rank, self._token):
             self._is_member = True
-            self.watch.enter(0, self.ranks, {})
+            self._begin()
             return {}
-        decision = self._join()
-        states = states_before(self.records, self.number, decision)
+        end_s = time.monotonic() + self._patience.join_s
+        self._reach_members(end_s)
+        decision = self._join(end_s)
+        states = states_before(self.records, self.number, decision, self.check_fence)
         self._go_over(decision)
         return states
 
-    def _join(self) -> Decision:
+    def _reach_members(self, end_s: float) -> None:
+        """Connect to each rank of the newest generation, before these wait for this process.
+
+        One that has died is waited for: the others leave it behind.
+        """
+        beats: dict[int, str] = {}
+        ranks = self.ranks
+        while time.monotonic() < end_s:
+            while (decision := self.records.decision(self.number)) is not None:
+                if decision.is_end:
+                    return
+                self.number, ranks, beats = self.number + 1, decision.ranks, {}
+            others = [rank for rank in ranks if rank != self.rank]
+            for rank in others:
+                beats.setdefault(rank, self.records.beat_of(self.number, rank))
+            addresses = self.records.reach(self.number, others)
+            found = unreachable(addresses, self._patience.dead_after_s)
+            if not found and len(addresses) == len(others):
+                return
+            alive = {
+                f"rank {rank} at {reason}"
+                for rank, reason in found.items()
+                if self.records.beat_of(self.number, rank) != beats[rank]
+            }
+            if alive and self.records.decision(self.number) is None:
+                raise PeerError(
+                    f"Session: rank {self.rank} joins",
+                    found=f"no connection from {self.watch.reach.address} to "
+                    + "; ".join(sorted(alive)),
+                    why="Each rank connects to each other one, and all would wait for this one.",
+                    fix="Let packets pass between these hosts; GLOO_SOCKET_IFNAME names the "
+                    "interface where the name of a host stands for another one. The others go on.",
+                )
+            time.sleep(_PAUSE_S)
+
+    def _join(self, end_s: float) -> Decision:
         # A process that no launcher started comes after all whose ends were told.
         incarnation = max(self._incarnation, self._ends.next_incarnation(self.rank))
         join = Join(self.rank, self._token, incarnation, self._facts)
         self.records.ask_to_join(join)
-        end_s = time.monotonic() + self._patience.join_s
         while True:
             decision = self.records.decision(self.number)
             if decision is not None and decision.is_end:
@@ -161,12 +206,17 @@ class Membership:
             )
             decision = meeting.attend(self.rank, arrival, self._propose, self.check_store)
         self.gone |= decision.gone
-        states = {} if decision.is_end else states_before(self.records, self.number, decision)
+        states = {}
+        if not decision.is_end:
+            states = states_before(self.records, self.number, decision, self.check_fence)
         self._go_over(decision)
         return decision, states
 
-    def finish(self) -> bool:
+    def finish(self, applied: int) -> bool:
         """Wait until all ranks have come here, with no step left. Collective.
+
+        Args:
+            applied: Number of steps that are applied.
 
         Returns:
             False where the generation ends before that, since a rank is gone.
@@ -174,7 +224,7 @@ class Membership:
         Raises:
             PeerTimeoutError: Ranks did not come in time; names them.
         """
-        self.records.say_done(self.number, self.rank)
+        self.records.say_done(self.number, self.rank, applied)
         missing, end_s = list(self.ranks), time.monotonic() + self._patience.join_s
         while (decision := self.records.decision(self.number)) is None:
             if self.watch.failure() is not None:
@@ -206,9 +256,24 @@ class Membership:
 
     def check_fence(self) -> None:
         """Raise `FencedError` if the others have gone on without this rank. Local."""
-        decision = self.records.decision(self.number)
-        if decision is not None and not decision.is_end and self.rank not in decision.ranks:
-            raise self._fenced(decision)
+        number = self.number
+        while (decision := self.records.decision(number)) is not None and not decision.is_end:
+            if not self._is_in(decision):
+                raise self._fenced(decision, number)
+            number += 1
+
+    def try_connections(self) -> None:
+        """Try whether this rank reaches the others, and tell those that it does not. Local."""
+        others = [rank for rank in self.ranks if rank != self.rank]
+        found = unreachable(self.records.reach(self.number, others), self._patience.dead_after_s)
+        self.records.say_unreached(self.number, self.rank, found)
+
+    def settle(self) -> None:
+        """Note that the generation is complete on all ranks. Local."""
+        self.gone.clear()
+        self._newest = frozenset()
+        if self.rank == self.ranks[0]:
+            self.records.forget(self.number)
 
     def check_store(self) -> None:
         """Raise if the store is lost. Local."""
@@ -279,7 +344,14 @@ class Membership:
 
     # -- how it is done ----------------------------------------------------------------------
 
-    def _propose(self, living: Sequence[int], gone: Mapping[int, str]) -> Decision:
+    def _propose(self, there: Sequence[int], gone: Mapping[int, str]) -> Decision:
+        out = left_out(self.records.unreached(self.number, there), there, self._newest)
+        newest = self._newest.intersection(there)
+        if newest and not out and not gone and not self._is_complete(there):
+            # Whatever the reason is, the others had come this far without them.
+            reason = "no generation with it was complete"
+            out = dict.fromkeys(newest, reason)
+        living, gone = [rank for rank in there if rank not in out], {**gone, **out}
         new = self._newcomers(living)
         ranks = tuple(sorted({*living, *new}))
         incarnations = {r: n for r, n in self.incarnations.items() if r in living}
@@ -288,12 +360,17 @@ class Membership:
         tokens = {r: join.token for r, join in new.items()}
         return Decision(ranks, tokens, incarnations, speeds, self.records.stops(), gone)
 
+    def _is_complete(self, there: Sequence[int]) -> bool:
+        """Whether one of `there` knows that all have the state of the generation."""
+        said = self.records.said(self.number, there)
+        return any(own.confirmed == self.number for own in said.values())
+
     def _go_over(self, decision: Decision) -> None:
         if decision.is_end:
             self.is_over = True
             return
-        if self.rank not in decision.ranks:
-            raise self._fenced(decision)
+        if not self._is_in(decision):
+            raise self._fenced(decision, self.number)
         for token in decision.newcomers.values():
             # A request that was granted once is not granted again.
             self.records.mark_taken(token)
@@ -301,13 +378,26 @@ class Membership:
         self.number += 1
         self.ranks, self.speeds = decision.ranks, decision.speeds
         self.incarnations = decision.incarnations
+        self._newest = self._newest.union(decision.newcomers).intersection(self.ranks)
+        self._begin()
+
+    def _is_in(self, decision: Decision) -> bool:
+        """Whether a decision has this process, and not another one in its place."""
+        is_own = decision.newcomers.get(self.rank, self._token) == self._token
+        return is_own and self.rank in decision.ranks
+
+    def _begin(self) -> None:
+        self.records.say_reach(self.number, self.rank, self.watch.reach.address)
         self.watch.enter(self.number, self.ranks, self.incarnations)
 
-    def _fenced(self, decision: Decision) -> FencedError:
+    def _fenced(self, decision: Decision, number: int) -> FencedError:
+        reason = decision.gone.get(self.rank)
         return FencedError(
             f"Session: rank {self.rank} in generation {self.number}",
-            found=f"generation {self.number + 1} has begun, of ranks {list(decision.ranks)}",
-            why="The others took this process for dead: it was silent, or did not leave its work "
-            "in time. Nothing that it has or writes counts any more.",
+            found=f"generation {number + 1} has begun, of ranks {list(decision.ranks)}"
+            + (f", without this one: {reason}" if reason else ""),
+            why="The others took this process for dead: it was silent, did not leave its work in "
+            "time, or is not connected with one of them. Nothing that it has or writes counts any "
+            "more.",
             fix="End this process; a new one of the same rank joins again.",
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from pcomm.core.errors import ClosedError, ConfigError, DivergenceError
+from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, UnsupportedError
 
 __all__ = [
     "applied_by_hand",
+    "backend",
     "changed_after_finish",
     "closed",
     "drifted",
+    "ended",
     "given",
     "not_moved",
     "over",
@@ -67,6 +69,28 @@ def without(name: str) -> ClosedError:
         found=f"no {name}",
         why="A rank without units has no model, and a session that ended has no groups.",
         fix="Ask within an attempt; `is_idle` tells whether the rank has units.",
+    )
+
+
+def backend(found: str) -> None:
+    """Refuse a backend whose operations a failure cannot end."""
+    if found != "gloo":
+        raise UnsupportedError(
+            f"Session: backend={found!r}",
+            found="a backend other than gloo",
+            why="When a rank dies the others leave their operations. Those of NCCL end by an abort "
+            "alone, which is not there yet; the ranks would wait, and torch would end them.",
+            fix='Use backend="gloo", with tensors between ranks on the CPU.',
+        )
+
+
+def ended(other: str, step: int) -> ConfigError:
+    """The error of a rank that attempts a step which `other`, in words, does not."""
+    return ConfigError(
+        f"Session.attempts: the attempt at step {step}",
+        found=other,
+        why="All ranks take part in each step, and that one waits for the others to end.",
+        fix="Give the same `until` on all ranks, and call request_stop() to end earlier.",
     )
 
 

@@ -10,6 +10,9 @@
 | `left/G/RANK` | a rank whose program ends | that it is gone, and why |
 | `silent/G/RANK` | its neighbour | that its heartbeat has stopped |
 | `done/G/RANK` | each rank at the end | that it has no step left |
+| `over/G` | the first of these | the rank, and how many steps it has applied |
+| `reach/G/RANK` | each rank | the address at which others try to connect |
+| `unreached/G/RANK` | a rank after a failure | the ranks that it cannot connect to |
 | `plan/G`, `scalars/G/STAGE` | a rank with the state | what a newcomer needs beside tensors |
 | `beat/G/RANK` | each rank's thread | heartbeats |
 | `joins`, `join/N` | newcomers | requests to join, numbered |
@@ -17,12 +20,14 @@
 | `speed/RANK`, `stop` | any rank | relative speed of a rank; that the job shall end |
 
 Keys of a generation are written by its ranks alone, and decisions by compare-and-set. So what a
-rank writes that was left behind reaches no rank of a later generation.
+rank writes that was left behind reaches no rank of a later generation. Once a later one is complete
+they are deleted, but for decision and flag, which a process looks for that slept meanwhile.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,6 +37,12 @@ import torch.distributed as dist
 from pcomm.ntp.session.resume_point import Arrival
 
 __all__ = ["Decision", "Join", "Records"]
+
+# What ranks write of themselves, and below their control: agreements, and addresses of groups.
+_OF_A_GENERATION = re.compile(
+    "pcomm/(?:session/(?:said|left|silent|done|over|reach|unreached|plan|scalars|beat)/)?"
+    r"(\d+)(?:/|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -162,13 +173,46 @@ class Records:
         text = self._get(f"decision/{generation}")
         return None if text is None else Decision.from_json(text)
 
-    def say_done(self, generation: int, rank: int) -> None:
-        """Tell that this rank has no step left."""
+    def say_done(self, generation: int, rank: int, applied: int) -> None:
+        """Tell that this rank has no step left after `applied` steps."""
         self._set(f"done/{generation}/{rank}", "1")
+        self._first(f"over/{generation}", f"{rank} {applied}")
+
+    def over(self, generation: int) -> tuple[int, int] | None:
+        """The first rank without a step left, and the number of steps applied; or None."""
+        text = self._get(f"over/{generation}")
+        if text is None:
+            return None
+        rank, applied = map(int, text.split())
+        return rank, applied
 
     def not_done(self, generation: int, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` that have not told that they have no step left."""
         return [rank for rank in ranks if self._get(f"done/{generation}/{rank}") is None]
+
+    # -- who reaches whom --------------------------------------------------------------------
+
+    def say_reach(self, generation: int, rank: int, address: str) -> None:
+        """Write the address at which other ranks try to connect to this one."""
+        self._set(f"reach/{generation}/{rank}", address)
+
+    def reach(self, generation: int, ranks: Sequence[int]) -> dict[int, str]:
+        """The addresses of those of `ranks` that have written one."""
+        texts = {rank: self._get(f"reach/{generation}/{rank}") for rank in ranks}
+        return {rank: text for rank, text in texts.items() if text is not None}
+
+    def say_unreached(self, generation: int, rank: int, found: Mapping[int, str]) -> None:
+        """Write which ranks this one cannot connect to, each with the reason."""
+        self._set(f"unreached/{generation}/{rank}", json.dumps(found))
+
+    def unreached(self, generation: int, ranks: Sequence[int]) -> dict[int, dict[int, str]]:
+        """What those of `ranks` wrote that have tried."""
+        texts = {rank: self._get(f"unreached/{generation}/{rank}") for rank in ranks}
+        return {
+            rank: {int(other): reason for other, reason in json.loads(text).items()}
+            for rank, text in texts.items()
+            if text is not None
+        }
 
     # -- what a newcomer needs ---------------------------------------------------------------
 
@@ -233,6 +277,19 @@ class Records:
     def stops(self) -> bool:
         """Whether the job shall end after the step."""
         return self._get("stop") is not None
+
+    # -- what is read no more ----------------------------------------------------------------
+
+    def forget(self, before: int) -> None:
+        """Delete what ranks wrote in generations below `before`, all of which they have left."""
+        try:
+            keys = self.store.list_keys()
+        except (AttributeError, NotImplementedError):  # an older torch, or a store of another kind
+            return
+        for key in keys:
+            found = _OF_A_GENERATION.match(key)
+            if found is not None and int(found[1]) < before:
+                self.store.delete_key(key)
 
     # -- how it is done ----------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ class Recovery:
 
     def begin(self) -> None:
         """Keep the buffers, which a forward changes, for the case that the step is repeated."""
+        self._membership.watch.step = self.applied
         if self.held is not None and self.held.built is not None:
             self._buffers.keep(self.applied, self.held.built.model)
 
@@ -124,6 +125,8 @@ class Recovery:
             self.stops = self._membership.stops
             reason = "the job starts" if not states else "this process joins"
             failed = self._try_to_settle(states, reason, started_s)
+            if failed is not None:
+                self._membership.try_connections()
         if failed is not None:
             self.move(failed)
 
@@ -153,17 +156,22 @@ class Recovery:
                     return
                 self.stops = self._membership.stops
                 told = self._try_to_settle(states, told, started_s)
+                if told is not None:
+                    self._membership.try_connections()
 
     def setback(self, error: BaseException) -> str | None:
         """The reason to meet for, of an error that other ranks caused; None for other errors.
 
         Raises:
             StoreLostError: The store is lost, of which the error came.
+            ConfigError: Another rank has ended before the step that this one attempts.
             PeerError: It has come again and again with the same ranks and at the same step.
         """
         if not is_setback(error):
             return None
         self._membership.check_store()
+        if (ended := self._membership.watch.ended()) is not None:
+            raise misuse.ended(ended, self.applied)
         self._setbacks.count(error, self._membership.ranks, self.applied)
         return headline(error)
 
@@ -235,7 +243,7 @@ class Recovery:
             moved=moved,
         )
         self.transitions.append(took)
-        member.gone.clear()
+        member.settle()
 
     def _take_up(self, point: ResumePoint) -> None:
         """Hold the state of `point`: follow where this rank is behind."""
@@ -254,6 +262,22 @@ class Recovery:
     def _open(self, made: Plan, control: Control) -> Opened:
         """The groups of the generation; left behind where a rank fails meanwhile."""
         member, job = self._membership, self._job
+        # To agree, and to connect; gloo itself may try for as long as an operation may take.
+        limit_s = 2 * job.patience.agree_s
+        end_s = time.monotonic() + limit_s
+
+        def check() -> None:
+            member.watch.check()
+            if time.monotonic() > end_s:
+                raise PeerTimeoutError(
+                    "Session: connecting the ranks of a generation",
+                    found=f"no connection between all of ranks {list(member.ranks)} after "
+                    f"{limit_s:g} s",
+                    why="Each rank connects to each other one.",
+                    fix="Nothing: the ranks try their connections, and leave one out that others "
+                    "do not reach.",
+                )
+
         return wait_or_leave(
             lambda: open_generation(
                 made,
@@ -264,7 +288,7 @@ class Recovery:
                 backend=job.backend,
                 timeout_s=job.patience.operation_s,
             ),
-            member.watch.check,
+            check,
             Opened.abandon,
             f"pcomm session: connects generation {member.number}",
         )

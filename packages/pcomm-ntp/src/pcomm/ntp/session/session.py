@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Self
 
 import torch
@@ -62,7 +63,8 @@ class Session:
 
     Args:
         place: Place of this process, such as `ResilientRanks` gives; or a function that makes a new
-            connection to the store at each call, with `rank`.
+            connection to the store at each call, with `rank`; calls of a `RankPlace` end where the
+            store's host does not answer, those of a function as it makes them.
         topology: Axes and sizes of the whole job; `tp` and `dp` are among them.
         units: Units of parameters by name or pattern, as `plan` takes them.
         build: Function of a plan, its groups and this rank that returns `Built(model, optimizer)`;
@@ -85,7 +87,7 @@ class Session:
         dead_after_s: Seconds without a heartbeat after which a rank is excluded. A process that the
             launcher tells to have ended is excluded at once.
         patience: All time limits, in place of the two before.
-        backend: `"gloo"` or `"nccl"`.
+        backend: `"gloo"`; NCCL is refused, whose operations a failure cannot end yet.
         device: Device of this rank's tensors between ranks.
 
     Attributes:
@@ -95,10 +97,12 @@ class Session:
         ConfigError: The others refuse this process, for other software or facts.
         DivergenceError: Ranks differ in facts or plan, in the kind or settings of the optimizer, or
             in numbers of their state.
-        UnsupportedError: An optimizer that does not work on parts of a tensor.
-        TopologyError: All ranks of a tensor-parallel group are gone.
+        UnsupportedError: Another backend than gloo, or an optimizer that does not work on parts of
+            a tensor.
+        PeerError: A process that joins cannot connect to the others.
+        TopologyError: All ranks of a tensor-parallel group are gone, and no replica is whole.
         FencedError: The others went on without this rank.
-        StoreLostError: The process that hosts the store has ended.
+        StoreLostError: The process that hosts the store has ended, or its host does not answer.
     """
 
     def __init__(
@@ -122,15 +126,16 @@ class Session:
         backend: str = "gloo",
         device: torch.device | str = "cpu",
     ) -> None:
+        misuse.backend(backend)
+        limits = patience or Patience(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
         if isinstance(place, RankPlace):
-            connect: Callable[[], dist.Store] = place.store
+            connect: Callable[[], dist.Store] = partial(place.store, timeout_s=limits.agree_s)
             self.rank = place.rank if rank is None else rank
             incarnation = place.incarnation
         else:
             incarnation = 0
             connect = place
             self.rank = misuse.given(rank)
-        limits = patience or Patience(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
         self._job = Job(
             topology=topology,
             units=dict(units),
@@ -238,7 +243,8 @@ class Session:
             until: Number of steps after which there are none; the same on all ranks.
 
         Raises:
-            ConfigError: An attempt was not entered, or not committed.
+            ConfigError: An attempt was not entered, or not committed; or another rank has ended
+                before its step.
             DivergenceError: Ranks gave another `until` or `max_norm`; or replicas of different
                 degrees have drifted apart, as with an optimizer that is not elementwise.
             StateLostError: Ranks died that alone held some units, and there is no `restore`.

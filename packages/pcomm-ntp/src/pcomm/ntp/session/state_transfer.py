@@ -74,6 +74,9 @@ class StateTransfer:
         """
         member = self._membership
         text = member.records.published(f"plan/{member.number}") or ""
+        if held is None and not text:
+            # Deleted, since a later generation is complete.
+            member.check_fence()
         old = Plan.from_json(text) if held is None else held.plan
         source = {}
         layouts: Mapping[str, ParamLayout] = {}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pcomm.core.errors import PeerError
 from pcomm.ntp.session.evidence import Ends, Silence
+from pcomm.ntp.session.reach import Reach
 from pcomm.ntp.session.records import Records
 
 __all__ = ["Watch"]
@@ -39,6 +40,11 @@ class Watch:
         rank: Global rank of this process.
         heartbeat_s: Seconds between two heartbeats.
         dead_after_s: Seconds without a heartbeat after which a neighbour is told to be silent.
+
+    Attributes:
+        lost: Error of the store; None while it answers.
+        reach: Socket by which other ranks try whether they reach this one.
+        step: Number of the step that this rank attempts; None before the first of a generation.
     """
 
     def __init__(
@@ -57,6 +63,10 @@ class Watch:
         self._told: tuple[int, str] | None = None
         self._stop = threading.Event()
         self.lost: Exception | None = None
+        self.reach = Reach()
+        self.step: int | None = None
+        # Generation in which a rank has no step left, that rank, and its number of steps.
+        self._over: tuple[int, int, int] | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"pcomm session of rank {rank}", daemon=True
         )
@@ -66,6 +76,7 @@ class Watch:
         self, generation: int, ranks: tuple[int, ...], incarnations: Mapping[int, int]
     ) -> None:
         """Watch the ranks of a generation from now on. Local."""
+        self.step = None
         self._watched = _Watched(generation, ranks, dict(incarnations))
 
     def failure(self) -> str | None:
@@ -73,7 +84,19 @@ class Watch:
         if self.lost is not None:
             return f"the store does not answer: {self.lost}"
         told, watched = self._told, self._watched
-        return told[1] if told and watched and told[0] == watched.generation else None
+        if told and watched and told[0] == watched.generation:
+            return told[1]
+        return self.ended()
+
+    def ended(self) -> str | None:
+        """Which rank has ended before the step that this one attempts, or None. Local."""
+        over, watched, step = self._over, self._watched, self.step
+        if over is None or watched is None or step is None:
+            return None
+        generation, rank, applied = over
+        if generation != watched.generation or applied > step:
+            return None
+        return f"rank {rank} has ended after {applied} steps"
 
     def check(self) -> None:
         """Raise `PeerError` if the ranks leave the generation. Local; reads nothing."""
@@ -89,6 +112,7 @@ class Watch:
         """End the thread. It reads the store at most once more."""
         self._stop.set()
         self._thread.join(2 * self._heartbeat_s + 1)
+        self.reach.close()
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -96,6 +120,7 @@ class Watch:
         looks, beats, next_beat_s = 0, 0, 0.0
         try:
             while not self._stop.wait(_LOOK_S):
+                self.reach.drain()
                 watched, now_s = self._watched, time.monotonic()
                 # Who waits to join does not beat: its rank may have a process that is silent.
                 if watched is not None and now_s >= next_beat_s:
@@ -114,6 +139,8 @@ class Watch:
         if self._told is not None and self._told[0] == watched.generation:
             return
         if reads_all:
+            if (over := self._records.over(watched.generation)) is not None:
+                self._over = watched.generation, *over
             self._ends.read()
             for rank in watched.ranks:
                 if (reason := self._ends.of(rank, watched.incarnations)) is not None:

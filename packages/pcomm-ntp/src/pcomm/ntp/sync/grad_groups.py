@@ -97,6 +97,8 @@ def all_tensor_groups(plan: Plan) -> list[list[TensorGroup]]:
     for alive in plan.topology.groups("tp"):
         place = plan.topology.coordinates(alive[0])
         ranks = plan.tensor_ranks(alive[0])
+        if not ranks:  # what is left of a replica that is dropped
+            continue
         found[place.get("pp", 0)].append(TensorGroup(place["dp"], ranks))
     return found
 

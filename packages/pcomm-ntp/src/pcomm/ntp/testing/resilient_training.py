@@ -21,6 +21,7 @@ from pcomm.core import Groups, Topology
 from pcomm.core.layout import Layout
 from pcomm.core.process import RankPlace
 from pcomm.core.testing.living import Living
+from pcomm.core.testing.namespaces import RatedNetwork
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.session import Attempt, Built, Patience, Session
 from pcomm.ntp.session.suspicion import SuspectedFailure
@@ -35,6 +36,7 @@ __all__ = [
     "Fault",
     "Training",
     "train_in_session",
+    "train_on_hosts",
     "train_two",
     "train_with_store",
 ]
@@ -101,6 +103,15 @@ def train_two(
 def train_with_store(place: RankPlace, port: int, *args: Any) -> Seen:
     """Train with another store on this host than that of the launcher."""
     return train_in_session(replace(place, port=port), *args)
+
+
+def train_on_hosts(
+    place: RankPlace, network: RatedNetwork, host: str, port: int, *args: Any
+) -> Seen:
+    """Train in a network namespace for each rank, with a store at `host` and `port` in another."""
+    os.environ["GLOO_SOCKET_IFNAME"] = network.interfaces[0]
+    with network.inside(place.rank):
+        return train_in_session(replace(place, host=host, port=port), *args)
 
 
 @dataclass

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 
 import torch
@@ -13,12 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from pcomm.core.process import RankPlace
+from pcomm.core.testing.namespaces import RatedNetwork
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.session import Session
 
 __all__ = [
     "die_at_the_end",
     "from_the_start",
+    "hold_for",
     "hold_for_failure",
     "hold_for_joins",
     "host_store",
@@ -45,6 +48,15 @@ def hold_for_failure(session: Session, place: RankPlace, *, step: int) -> None:
             time.sleep(0.005)
 
 
+def hold_for(session: Session, place: RankPlace, *, key: str, step: int) -> None:
+    """Wait at the beginning of a step until a key is there; count those that wait as `held`."""
+    if session.step == step and session.generation == 0:
+        store = place.store()
+        store.add("held", 1)
+        while not store.check([key]):
+            time.sleep(0.005)
+
+
 def from_the_start(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Restore what a checkpoint of step 0 has: the values that the model was built with."""
     del plan, model, optimizer
@@ -68,9 +80,16 @@ def die_at_the_end(session: Session, *, port: int, rank: int, count: int) -> Non
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def host_store(port: Connection) -> None:
-    """Host a store until the process ends; sends its port."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def host_store(port: Connection, network: RatedNetwork | None = None, number: int = 0) -> None:
+    """Host a store until the process ends; sends its port.
+
+    Args:
+        port: Connection that the port is sent on.
+        network: Network in whose namespace `number` the store is; None for the host's own.
+        number: Number of that namespace.
+    """
+    with nullcontext() if network is None else network.inside(number):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port.send(store.port)
     port.recv()
 
