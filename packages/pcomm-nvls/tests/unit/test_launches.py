@@ -234,6 +234,31 @@ def test_memory_that_was_handed_out_keeps_to_its_stream(
     assert workspace.num_launches == 1
 
 
+def test_a_recording_that_is_given_up_has_used_no_turn(
+    workspace: Workspace, stream: FakeStream
+) -> None:
+    """Else a rank that recorded fewer operations than the others would use other slots."""
+    for _ in range(3):
+        all_reduce(None, X, workspace=workspace, algo="p2p")
+    workspace.prepare(lambda: workspace.empty(X.shape, X.dtype))
+    with pytest.raises(RuntimeError, match="given up"), workspace.turns.recording():
+        stream.captured = True
+        for _ in range(2):
+            all_reduce(None, X, workspace=workspace, algo="p2p")
+        workspace.empty(X.shape, X.dtype)
+        raise RuntimeError("given up")
+    stream.captured = False
+    turn = workspace.turn()
+    assert (turn.generation, turn.slot, turn.needs_entry, turn.is_prepared) == (3, 1, False, False)
+    # One that is kept has used them: its slots may be in use whenever it is replayed.
+    with workspace.turns.recording():
+        stream.captured = True
+        all_reduce(None, X, workspace=workspace, algo="p2p")
+    stream.captured = False
+    turn = workspace.turn()
+    assert (turn.generation, turn.needs_entry) == (5, True)
+
+
 @pytest.mark.parametrize("first_in_graph", [False, True])
 def test_memory_that_was_handed_out_keeps_to_its_graph(
     workspace: Workspace,
