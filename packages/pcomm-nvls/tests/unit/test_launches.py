@@ -241,12 +241,17 @@ def test_a_recording_that_is_given_up_has_used_no_turn(
     for _ in range(3):
         all_reduce(None, X, workspace=workspace, algo="p2p")
     workspace.prepare(lambda: workspace.empty(X.shape, X.dtype))
-    with pytest.raises(RuntimeError, match="given up"), workspace.turns.recording():
-        stream.captured = True
-        for _ in range(2):
-            all_reduce(None, X, workspace=workspace, algo="p2p")
-        workspace.empty(X.shape, X.dtype)
-        raise RuntimeError("given up")
+
+    def record() -> None:
+        with workspace.turns.recording():
+            stream.captured = True
+            for _ in range(2):
+                all_reduce(None, X, workspace=workspace, algo="p2p")
+            workspace.empty(X.shape, X.dtype)
+            raise RuntimeError("given up")
+
+    with pytest.raises(RuntimeError, match="given up"):
+        record()
     stream.captured = False
     turn = workspace.turn()
     assert (turn.generation, turn.slot, turn.needs_entry, turn.is_prepared) == (3, 1, False, False)
@@ -414,7 +419,7 @@ def test_each_operation_is_launched_as_it_was_compiled(
 
 
 def test_the_driver_refuses_what_no_launcher_takes(launches: list[tuple[Any, ...]]) -> None:
-    """An oracle for the double: what Triton passes is taken, and each single change of it is not."""
+    """The double takes what Triton passes, and no single change of that."""
     from pcomm.nvls.collectives.all_reduce import all_reduce_launch, all_reduce_question
 
     with fake_workspace(SIZE) as workspace:
