@@ -82,7 +82,7 @@ def test_what_is_opened_and_closed_again_leaves_nothing(store: dist.Store, backe
         seen.append(left())
     print(f"{backend}: threads, descriptors and MiB at first, in the middle, at last: "
           f"{seen[len(OPTIONS)]} {seen[len(seen) // 2]} {seen[-1]}")  # fmt: skip
-    # What a library keeps for its next communicator is there after the first rounds; a leak goes on.
+    # What a library keeps for its next communicator is there after the first rounds.
     for half, last in zip(seen[len(seen) // 2], seen[-1], strict=True):
         assert last <= half + 1
 

@@ -44,40 +44,42 @@ def test_gathers_and_sums_between_address_spaces(rank: int, kind: str) -> None:
     from pcomm.nvls.workspace.workspace import Workspace
 
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    with open_groups(Topology({"tp": 2}), ["tp"]) as groups:
-        with Workspace(groups["tp"], 1 << 16, device=device, timeout_s=60.0) as workspace:
-            assert workspace.memory is not None, workspace.capability
-            if kind == "cuda":
-                report = self_test(workspace)
-                assert "broken" not in {one.status for one in report.findings}, report.as_text()
-            x = torch.zeros(512, device=device)
+    with (
+        open_groups(Topology({"tp": 2}), ["tp"]) as groups,
+        Workspace(groups["tp"], 1 << 16, device=device, timeout_s=60.0) as workspace,
+    ):
+        assert workspace.memory is not None, workspace.capability
+        if kind == "cuda":
+            report = self_test(workspace)
+            assert "broken" not in {one.status for one in report.findings}, report.as_text()
+        x = torch.zeros(512, device=device)
 
-            def step() -> list[torch.Tensor]:
-                sums = [
-                    all_reduce(x=x, out=None, workspace=workspace, algo=algo)
-                    for algo in ("lamport", "p2p")
-                ]
-                whole = all_gather_into_tensor(
-                    x=sums[0] + rank, out=None, workspace=workspace, algo="lamport"
-                )
-                return [*sums, whole]
+        def step() -> list[torch.Tensor]:
+            sums = [
+                all_reduce(x=x, out=None, workspace=workspace, algo=algo)
+                for algo in ("lamport", "p2p")
+            ]
+            whole = all_gather_into_tensor(
+                x=sums[0] + rank, out=None, workspace=workspace, algo="lamport"
+            )
+            return [*sums, whole]
 
-            def check(found: list[torch.Tensor], number: int) -> None:
-                total = 2.0 * number + 1
-                assert [one.unique().tolist() for one in found[:2]] == [[total], [total]]
-                assert found[2].view(2, -1).unique(dim=1).flatten().tolist() == [total, total + 1]
-                workspace.check()
+        def check(found: list[torch.Tensor], number: int) -> None:
+            total = 2.0 * number + 1
+            assert [one.unique().tolist() for one in found[:2]] == [[total], [total]]
+            assert found[2].view(2, -1).unique(dim=1).flatten().tolist() == [total, total + 1]
+            workspace.check()
 
-            for number in range(4):
-                x.fill_(number + rank)
-                check(step(), number)
-            if kind == "cpu":
-                return
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                workspace.streams.follow()
-                recorded = step()
-            for number in range(4, 12):
-                x.fill_(number + rank)
-                graph.replay()
-                check(recorded, number)
+        for number in range(4):
+            x.fill_(number + rank)
+            check(step(), number)
+        if kind == "cpu":
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            workspace.streams.follow()
+            recorded = step()
+        for number in range(4, 12):
+            x.fill_(number + rank)
+            graph.replay()
+            check(recorded, number)
