@@ -239,14 +239,14 @@ def test_a_recording_that_is_given_up_has_used_no_turn(
 ) -> None:
     """Else a rank that recorded fewer operations than the others would use other slots."""
     for _ in range(3):
-        all_reduce(None, X, workspace=workspace, algo="p2p")
-    workspace.prepare(lambda: workspace.empty(X.shape, X.dtype))
+        all_reduce(X, workspace=workspace, algo="p2p")
+    workspace.prepare(lambda: all_reduce(workspace.empty(X.shape, X.dtype), workspace=workspace))
 
     def record() -> None:
         with workspace.turns.recording():
             stream.captured = True
             for _ in range(2):
-                all_reduce(None, X, workspace=workspace, algo="p2p")
+                all_reduce(X, workspace=workspace, algo="p2p")
             workspace.empty(X.shape, X.dtype)
             raise RuntimeError("given up")
 
@@ -258,7 +258,7 @@ def test_a_recording_that_is_given_up_has_used_no_turn(
     # One that is kept has used them: its slots may be in use whenever it is replayed.
     with workspace.turns.recording():
         stream.captured = True
-        all_reduce(None, X, workspace=workspace, algo="p2p")
+        all_reduce(X, workspace=workspace, algo="p2p")
     stream.captured = False
     turn = workspace.turn()
     assert (turn.generation, turn.needs_entry) == (5, True)
