@@ -21,7 +21,7 @@ from pcomm.core.testing.virtual import VirtualCollectives
 from pcomm.core.trace.ledgered import LedgeredCollectives
 from pcomm.core.trace.traced import TracedCollectives
 
-METHODS = ("run", "start", "skip")
+METHODS = ("run", "start", "skip", "recording")
 NAMED = [name for name in vars(Collectives) if name[0] != "_" and name not in METHODS]
 X, OUT = torch.arange(6.0), torch.empty(6)
 

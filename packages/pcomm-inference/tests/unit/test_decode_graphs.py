@@ -68,14 +68,25 @@ class OnDevice:
 class Replay:
     """Records by keeping the function, and its result where a graph would have it."""
 
+    def warm_up(self, body):
+        body()
+
     def record(self, body):
         result = body().clone()
         return result, lambda: result.copy_(body())
 
 
 class Refuse:
+    def warm_up(self, body):
+        body()
+
     def record(self, body):
         raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class NoMemory(Replay):
+    def warm_up(self, body):
+        raise MemoryError("out of memory")
 
 
 def tokens_of(recorder, prompts, **settings):
@@ -118,9 +129,16 @@ def test_replayed_steps_give_the_same_tokens(prefix_cache):
     assert stats.graph_refusal == ""
 
 
-def test_a_model_that_cannot_be_recorded_runs_eagerly_and_says_why():
+@pytest.mark.parametrize(
+    ("recorder", "reason"),
+    [
+        (Refuse(), "RuntimeError: operation not permitted when stream is capturing"),
+        (NoMemory(), "MemoryError: out of memory"),
+    ],
+)
+def test_a_model_that_cannot_be_recorded_runs_eagerly_and_says_why(recorder, reason):
     eager, _, _ = tokens_of(None, PROMPTS)
-    found, stats, _ = tokens_of(Refuse(), PROMPTS)
+    found, stats, _ = tokens_of(recorder, PROMPTS)
     assert found == eager
     assert stats.graph_sizes == ()
-    assert stats.graph_refusal == "RuntimeError: operation not permitted when stream is capturing"
+    assert stats.graph_refusal == reason

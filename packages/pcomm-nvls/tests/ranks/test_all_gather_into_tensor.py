@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,3 +144,41 @@ def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
                 with pytest.raises(PeerTimeoutError, match=r"rank 1 did not signal within 1 s"):
                     gather(x, workspace=workspace, algo="multimem")
         agree_in_group(group, "test: rank 0 is through", [])
+
+
+@ranks(2)
+def test_a_late_rank_may_read_what_was_queued_after_a_failure_and_then_raises(rank: int) -> None:
+    """As the page on these operations says: what was returned before an error may be wrong."""
+    emulate()
+    from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor as gather
+    from pcomm.nvls.workspace.workspace import Workspace
+
+    group = Group.from_process_group("tp", default_group())
+
+    def run(number: int) -> list[float]:
+        x = torch.full((4, 8), 10.0 * number + rank)
+        whole = gather(x, workspace=workspace, algo="multimem")
+        return whole.view(2, -1).mean(1).tolist()
+
+    with Workspace(group, 1 << 12) as workspace:
+        run(0)
+    with Workspace(group, 1 << 12, timeout_s=1.0) as workspace:
+        # The blocks of a device signal before one of them has failed; here one comes after another.
+        launch = workspace.launcher.run
+        workspace.launcher.run = lambda one: launch(replace(one, num_blocks=1))  # type: ignore[method-assign]
+        assert run(0) == [0.0, 1.0]
+        if rank == 0:
+            # The host of a GPU has queued all of these before the first has failed.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(workspace, "check", lambda: None)
+                for number in (1, 2, 3):
+                    run(number)
+            with pytest.raises(PeerTimeoutError, match="rank 1 did not signal"):
+                workspace.check()
+        agree_in_group(group, "test: rank 0 has queued", [])
+        if rank == 1:
+            # Of operation 3, which has the slot of operation 1.
+            assert run(1) == [30.0, 11.0]
+            with pytest.raises(PeerTimeoutError, match="rank 0 did not signal"):
+                run(2)
+        agree_in_group(group, "test: rank 1 is through", [])

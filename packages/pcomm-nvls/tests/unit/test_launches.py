@@ -9,14 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.nvls.bench.calls import calls
 from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
 from pcomm.nvls.collectives.all_gather_v import all_gather_v
 from pcomm.nvls.collectives.all_reduce import all_reduce
 from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+from pcomm.nvls.policy.operations import OPERATIONS as OPERATION_FACTS
+from pcomm.nvls.policy.operations import Algorithm
 from pcomm.nvls.testing.fake_device import FakeStream, fake_driver, fake_workspace
 from pcomm.nvls.workspace import repeats
+from pcomm.nvls.workspace.launch import Launch
+from pcomm.nvls.workspace.launcher import values_of
 from pcomm.nvls.workspace.repeats import _MOST_CALLS
 from pcomm.nvls.workspace.workspace import Workspace
 
@@ -55,6 +62,13 @@ def workspace(
         monkeypatch.setattr(repeats, "guard_of", lambda *_: lambda *_: False)
     with fake_workspace(SIZE, 1 << 20, stream=stream) as made:
         yield made
+
+
+def variants_of(launch: Launch) -> dict[Any, Any]:
+    """What Triton has compiled of the kernel of a launch for the device that is claimed."""
+    device = driver.active.get_current_device()
+    variants: dict[Any, Any] = launch.kernel.device_caches[device][0]
+    return variants
 
 
 class Counted:
@@ -220,6 +234,36 @@ def test_memory_that_was_handed_out_keeps_to_its_stream(
     assert workspace.num_launches == 1
 
 
+def test_a_recording_that_is_given_up_has_used_no_turn(
+    workspace: Workspace, stream: FakeStream
+) -> None:
+    """Else a rank that recorded fewer operations than the others would use other slots."""
+    for _ in range(3):
+        all_reduce(X, workspace=workspace, algo="p2p")
+    workspace.prepare(lambda: all_reduce(workspace.empty(X.shape, X.dtype), workspace=workspace))
+
+    def record() -> None:
+        with workspace.turns.recording():
+            stream.captured = True
+            for _ in range(2):
+                all_reduce(X, workspace=workspace, algo="p2p")
+            workspace.empty(X.shape, X.dtype)
+            raise RuntimeError("given up")
+
+    with pytest.raises(RuntimeError, match="given up"):
+        record()
+    stream.captured = False
+    turn = workspace.turn()
+    assert (turn.generation, turn.slot, turn.needs_entry, turn.is_prepared) == (3, 1, False, False)
+    # One that is kept has used them: its slots may be in use whenever it is replayed.
+    with workspace.turns.recording():
+        stream.captured = True
+        all_reduce(X, workspace=workspace, algo="p2p")
+    stream.captured = False
+    turn = workspace.turn()
+    assert (turn.generation, turn.needs_entry) == (5, True)
+
+
 @pytest.mark.parametrize("first_in_graph", [False, True])
 def test_memory_that_was_handed_out_keeps_to_its_graph(
     workspace: Workspace,
@@ -348,6 +392,71 @@ def test_what_was_handed_out_stays_so_while_kernels_are_prepared(workspace: Work
     all_reduce(x, workspace=workspace, algo="p2p")
 
 
+CASES = [(name, algo) for name, one in OPERATION_FACTS.items() for algo in one.algorithms]
+
+
+@pytest.mark.parametrize(("name", "algo"), CASES)
+def test_each_operation_is_launched_as_it_was_compiled(
+    launches: list[tuple[Any, ...]], name: str, algo: Algorithm
+) -> None:
+    """The driver refuses all else: in first calls, in repeated ones, and under a profiler."""
+    launches.clear()
+    told: list[str] = []
+    with fake_workspace(SIZE) as workspace:
+        run = calls(workspace, hidden=64)[name, algo]
+        for _ in range(5):
+            run()
+        hook = knobs.runtime.launch_enter_hook
+        hook.add(note := lambda metadata: told.append(metadata.get()["name"]))
+        try:
+            run()
+        finally:
+            hook.remove(note)
+    kernels = {launch[0] for launch in launches}
+    assert len(launches) == 6
+    assert kernels == set(told)
+    assert len(kernels) == len(told) == 1
+
+
+def test_the_driver_refuses_what_no_launcher_takes(launches: list[tuple[Any, ...]]) -> None:
+    """The double takes what Triton passes, and no single change of that."""
+    from pcomm.nvls.collectives.all_reduce import all_reduce_launch, all_reduce_question
+
+    with fake_workspace(SIZE) as workspace:
+        choice = workspace.choose(all_reduce_question(X, workspace, "p2p"))
+        launch = all_reduce_launch(workspace, choice, torch.empty_like(X), X)
+        runner = workspace.launcher.runner(launch)
+        values = values_of(launch)
+        good = [*runner.grid, 7, *runner.behind, *values]
+        launches.clear()
+        runner.start(*good)
+        launch.run()  # by Triton
+        assert launches[0] == launches[1]
+        workspace.launcher.run(replace(launch, num_blocks=launch.num_blocks // 2))
+        names = ["x", "y", "z", "stream", "function", "metadata", "told", "enter", "leave"]
+        names += launch.kernel.arg_names
+        for name, bad in {
+            "x": (0, 4.0, True),
+            "y": (65536,),
+            "stream": (None, -1),
+            "function": (None, 0, good[4] + 16, float(good[4])),
+            "metadata": (None, (4, 1), (good[5][0] + 1, *good[5][1:])),
+            "out": (0.5, None, True, good[names.index("out")] + 8),
+            "num_vectors": (1 << 31, 1.0),
+            "buffers": (0, values[3].to(torch.int32), values[3][:0]),
+            "WORLD": (SIZE + 1, None),
+        }.items():
+            for value in bad:
+                changed = list(good)
+                changed[names.index(name)] = value
+                with pytest.raises(TypeError):
+                    runner.start(*changed)
+        for changed in (good[:-1], [*good, 0]):
+            with pytest.raises(TypeError, match="parameters"):
+                runner.start(*changed)
+    assert [one[1] for one in launches] == [good[0], good[0], good[0] // 2]
+
+
 @pytest.mark.parametrize("slot", [1, 8, 16, 4096, 1 << 33, (1 << 33) + 8])
 def test_arguments_of_another_kind_take_another_variant(
     launches: list[tuple[Any, ...]], slot: int
@@ -364,7 +473,7 @@ def test_arguments_of_another_kind_take_another_variant(
         compiled_before = workspace.launcher.num_compiled
         launch = replace(first, arguments={**first.arguments, "slot": slot})
         workspace.launcher.run(launch)
-        variants = launch.kernel.device_caches[0][0]
+        variants = variants_of(launch)
         number = len(variants)
         launch.run()
         assert len(variants) == number
@@ -388,7 +497,7 @@ def test_the_launcher_takes_the_variant_that_triton_takes(
             choice = workspace.choose(all_gather_question(x, 0, workspace, algo))
             launch = all_gather_launch(workspace, choice, out, x, 0)
             workspace.launcher.run(launch)
-            variants = launch.kernel.device_caches[0][0]
+            variants = variants_of(launch)
             number, ours = len(variants), launches[-1]
             launch.run()
             assert len(variants) == number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pcomm.core import Group
 from pcomm.inference import Engine
 from pcomm.integration.llm.loading import LoadedModel
 from pcomm.integration.llm.memory_size import memory_size
@@ -24,13 +25,14 @@ class EngineOptions:
     speculative_tokens: int
     batch_invariant: bool
 
-    def engine(self, loaded: LoadedModel, budget_bytes: int) -> Engine:
+    def engine(self, loaded: LoadedModel, budget_bytes: int, group: Group | None = None) -> Engine:
         """An engine for a model, or for this rank's part of one. Local.
 
         Args:
             loaded: The model and its tokenizer.
             budget_bytes: Bytes for keys, values and states on this rank; the same on all ranks of
                 a group, whose engines plan the same steps.
+            group: Group that shares the model; None for a whole one.
 
         Raises:
             ConfigError: The budget has no room for one request, or an option cannot be used.
@@ -57,4 +59,5 @@ class EngineOptions:
             speculative_tokens=self.speculative_tokens,
             batch_invariant=self.batch_invariant,
             device=loaded.model.device,
+            group=group,
         )

@@ -154,7 +154,7 @@ class LLM:
         )
         self.engine: StepEngine
         if here is not None:
-            self.engine = options.engine(here, agreed_bytes(place, memory_bytes, group))
+            self.engine = options.engine(here, agreed_bytes(place, memory_bytes, group), group)
         else:
             self.engine = self._on_ranks = EngineOnRanks(
                 self.path,

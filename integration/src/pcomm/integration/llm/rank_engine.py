@@ -81,7 +81,7 @@ def serve_engine(
             )
             messages.answer(free_bytes(device))
             for budget_bytes in messages:
-                engine = options.engine(loaded, budget_bytes)
+                engine = options.engine(loaded, budget_bytes, group)
                 messages.answer(None)
                 _answer_calls(messages, engine, group, device)
                 engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -80,6 +81,10 @@ class NvlsCollectives(InstrumentedCollectives):
     def start(self, call: Call) -> Pending:
         """Issue an operation; a kernel is ready at once, in the order of the current stream."""
         return Pending.ready(self.run(call)) if self._is_ours(call) else self.inner.start(call)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See `Collectives.recording`."""
+        return self.workspace.turns.recording()
 
     def close(self) -> None:
         """Give the memory of the workspace back. Collective."""

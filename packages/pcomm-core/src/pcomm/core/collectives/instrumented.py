@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from torch import Tensor
 
 from pcomm.core.collectives.call import Call, OperationName
@@ -34,3 +36,7 @@ class InstrumentedCollectives(Handle, Collectives):
     def skip(self, operation: OperationName) -> None:
         """Pass on."""
         self.inner.skip(operation)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See `Collectives.recording`."""
+        return self.inner.recording()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -212,6 +213,14 @@ class Collectives(ABC):
         Called where a call is refused before it gets here. The other ranks may be in that
         operation; the next one of this rank never gets what they have sent for it.
         """
+
+    def recording(self) -> AbstractContextManager[None]:
+        """A block whose operations are recorded into one CUDA graph, and do not run. Local.
+
+        Where the block raises, the graph is given up on all ranks: the operations after it take up
+        where those before it ended, however many of them this rank had recorded.
+        """
+        return nullcontext()
 
     def all_gather(
         self,

@@ -44,14 +44,21 @@ class PlainLlama:
         shape: Widths of the model.
         longest: Number of positions that are prepared.
         dtype: Dtype of weights, activations, keys and values.
+        device: Device of the model.
     """
 
-    def __init__(self, shape: Shape, longest: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        longest: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.shape, self.dtype = shape, dtype
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def matrix(outputs: int, inputs: int) -> Tensor:
-            weight = torch.randn(outputs, inputs, generator=generator)
+            weight = torch.randn(outputs, inputs, generator=generator, device=device)
             return weight.mul_(inputs**-0.5).to(dtype)
 
         heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
@@ -67,10 +74,10 @@ class PlainLlama:
         ]
         self._products = [tuple(map(_product, layer)) for layer in self.layers]
         self._head = _product(self.table_VD)
-        self.norm_D = torch.ones(shape.width, dtype=dtype)
+        self.norm_D = torch.ones(shape.width, dtype=dtype, device=device)
         frequencies = 10000.0 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
         angles = torch.outer(torch.arange(longest), frequencies).repeat(1, 2)
-        self.rotations = torch.stack([angles.cos(), angles.sin()], 1).to(dtype)
+        self.rotations = torch.stack([angles.cos(), angles.sin()], 1).to(device, dtype)
 
     def memory_specs(self) -> Sequence[KVSpec]:
         """Keys and values of every layer."""

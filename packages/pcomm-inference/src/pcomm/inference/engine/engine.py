@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pcomm.core import Group
 from pcomm.core.errors import ClosedError, ConfigError
 from pcomm.core.process.interrupts import Deferral, deferred_interrupt
 from pcomm.inference.engine.engine_settings import EngineSettings
@@ -65,6 +66,8 @@ class Engine:
         device: Device of the model.
         meter: Measures the memory's bandwidth for `stats`, once for all engines that share it; None
             for one of its own.
+        group: Tensor-parallel group that shares the model, whose ranks record CUDA graphs together
+            or not at all; None for a model of one rank.
 
     Attributes:
         step_error: The exception that the last step met while the model computed or tokens were
@@ -95,6 +98,7 @@ class Engine:
         batch_invariant: bool = False,
         device: str | torch.device = "cpu",
         meter: BandwidthMeter | None = None,
+        group: Group | None = None,
     ) -> None:
         check_model(model)
         specs, device = model.memory_specs(), torch.device(device)
@@ -122,7 +126,9 @@ class Engine:
             self._memory, self._queue, settings, batch_invariant=batch_invariant
         )
         self._times = HostTimes()
-        self._runner = ModelRunner(model, self._memory, settings, device=device, times=self._times)
+        self._runner = ModelRunner(
+            model, self._memory, settings, device=device, times=self._times, group=group
+        )
         self._sampler = Sampler(vocabulary, device)
         self._roofline = DecodeRoofline(
             model, vocabulary=vocabulary, device=device, meter=meter or BandwidthMeter()

@@ -148,9 +148,11 @@ def _runner_of(compiled: Any, grid: tuple[int, int, int]) -> Runner:
     import triton  # type: ignore[import-untyped]
 
     is_known = triton.__version__.startswith(_KNOWN_TRITON)
+    # Loads the kernel: before that its function is None, which no launch takes.
+    public = compiled[grid]
     behind = (compiled.function, compiled.packed_metadata, None, None, None) if is_known else ()
     start = compiled.run if is_known else None
-    return Runner(compiled[grid], start, grid, behind, triton.knobs.runtime)
+    return Runner(public, start, grid, behind, triton.knobs.runtime)
 
 
 def values_of(launch: Launch) -> list[Any]:

@@ -95,6 +95,20 @@ class Turns:
             self.on_trial = None
             self._prepared, self.last = kept
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Operations in this block go into a graph; where it raises, none of them had a turn.
+
+        Else a rank that has recorded fewer operations than others would use other slots than they.
+        """
+        kept, rotation = (self._prepared, self.last), vars(self.rotation).copy()
+        try:
+            yield
+        except BaseException:
+            self._prepared, self.last = kept
+            vars(self.rotation).update(rotation)
+            raise
+
     def _next(self) -> Turn:
         if self.on_trial is not None:
             return self.on_trial

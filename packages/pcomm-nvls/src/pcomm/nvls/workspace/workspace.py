@@ -329,7 +329,8 @@ class Workspace:
         """Raise if an operation had to wait for a rank for too long. Local, without waiting.
 
         On a GPU that is seen once the device has got there: after a synchronisation for certain.
-        What such an operation returned is not valid.
+        What such an operation returned is not valid, and what those before it returned may be
+        wrong: a rank that gave up before had queued operations that stored over it.
 
         Raises:
             PeerTimeoutError: The rank that did not come.

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pcomm.core import Group
+from pcomm.core.groups.agreement import agree_in_group, vote
 from pcomm.inference.engine.live_request import LiveRequest
 from pcomm.inference.engine.runner.step_builder import StepBuilder
 from pcomm.inference.step_batch import StepBatch
@@ -21,8 +23,12 @@ __all__ = ["CudaRecorder", "DecodeGraphs", "Recorder", "recorder_for"]
 class Recorder(Protocol):
     """Records what a function does on a device."""
 
+    def warm_up(self, body: Callable[[], Tensor]) -> None:
+        """Run a function as `record` will, so that it need not allocate or compile any more."""
+        ...
+
     def record(self, body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Run a function, and return its result with a function that computes it again in place."""
+        """Place of the result of a function, and a function that computes it there."""
         ...
 
 
@@ -32,13 +38,16 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Warm up on a stream of its own, then capture."""
+    def warm_up(self, body: Callable[[], Tensor]) -> None:
+        """Run it on a stream of its own."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             body()
         torch.cuda.current_stream().wait_stream(stream)
+
+    def record(self, body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Capture it."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             result = body()
@@ -70,6 +79,7 @@ class DecodeGraphs:
         max_requests: Largest number of requests.
         table_width: Number of columns of the block tables.
         device: Device of the model.
+        group: Ranks that share the model and make the same steps; None for one rank.
     """
 
     def __init__(
@@ -81,6 +91,7 @@ class DecodeGraphs:
         max_requests: int,
         table_width: int,
         device: torch.device,
+        group: Group | None = None,
     ) -> None:
         self._step = step
         self._builder = builder
@@ -88,6 +99,7 @@ class DecodeGraphs:
         self._max_requests = max_requests
         self._table_width = table_width
         self._device = device
+        self._group = Group("tp", (0,), None) if group is None else group
         self._recorded: dict[int, _Recorded] = {}
         self.refusal = ""
 
@@ -99,7 +111,13 @@ class DecodeGraphs:
     def run(self, decodes: list[LiveRequest]) -> Tensor | None:
         """Logits of a step of decoding, `[N, V]`, valid until the next one; None to run eagerly.
 
-        A model whose step cannot be recorded runs eagerly from then on; `refusal` says why.
+        A model whose step cannot be recorded, on any of the ranks that share it, runs eagerly from
+        then on, on all of them; `refusal` says why.
+
+        Raises:
+            Exception: That of the warm-up, where ranks share the model: as in any step, they may
+                have come to different collectives.
+            PeerError: The warm-up of another rank has failed.
         """
         if self.refusal:
             return None
@@ -109,8 +127,10 @@ class DecodeGraphs:
             try:
                 found = self._recorded[size] = self._record(size)
             except Exception as error:
-                self.refusal = f"{type(error).__name__}: {error}"
-                return None
+                self.refusal = str(error)
+                if isinstance(error, _RefusedError):
+                    return None
+                raise
         found.packed.copy_(self._builder.pack_decodes(decodes, size))
         found.replay()
         return found.logits[: len(decodes)]
@@ -130,5 +150,36 @@ class DecodeGraphs:
                 )
             )
 
-        logits, replay = self._recorder.record(body)
-        return _Recorded(packed, logits, replay)
+        error = _error_of(lambda: self._recorder.warm_up(body))
+        if self._group.size == 1:
+            if error is not None:
+                raise _RefusedError(_text(error))
+        else:
+            agree_in_group(self._group, "inference: warm-up of a step", (), error=error)
+        # Not known to all ranks before each has tried. Until then nothing of it has run.
+        with self._group.collectives.recording():
+            made: list[_Recorded] = []
+            error = _error_of(lambda: made.append(_Recorded(packed, *self._recorder.record(body))))
+            told = "" if error is None else _text(error)
+            found = vote(self._group, "inference: recording of a step", len(made), told)
+            if not found.minimum:
+                place = found.values.index(0)
+                where = f"rank {self._group.ranks[place]}: " if self._group.size > 1 else ""
+                raise _RefusedError(where + found.reasons[place])
+        return made[0]
+
+
+class _RefusedError(Exception):
+    """A step cannot be recorded, and has not run."""
+
+
+def _error_of(attempt: Callable[[], object]) -> Exception | None:
+    try:
+        attempt()
+    except Exception as error:
+        return error
+    return None
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

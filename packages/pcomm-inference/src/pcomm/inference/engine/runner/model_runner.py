@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pcomm.core import Group
 from pcomm.core.errors import ConfigError
 from pcomm.inference.engine.engine_settings import EngineSettings
 from pcomm.inference.engine.memory.engine_memory import EngineMemory
@@ -29,6 +30,7 @@ class ModelRunner:
         settings: Sizes of vocabulary, blocks and steps.
         device: Device of the model.
         times: Times of the phases of a step.
+        group: Ranks that share the model; None for one.
 
     Attributes:
         graphs: Recorded steps of decoding; None on a device without.
@@ -43,6 +45,7 @@ class ModelRunner:
         *,
         device: torch.device,
         times: HostTimes,
+        group: Group | None = None,
     ) -> None:
         self._model = model
         self._pools = memory.pools
@@ -65,6 +68,7 @@ class ModelRunner:
                 max_requests=settings.max_requests,
                 table_width=tables.width,
                 device=device,
+                group=group,
             )
 
     @torch.inference_mode()
