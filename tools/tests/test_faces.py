@@ -60,7 +60,7 @@ def test_documents_import_from_faces_alone(page: Path) -> None:
 
 
 def test_integration_imports_packages_by_their_faces() -> None:
-    # What makes a face is no part of one, nor is what all benchmarks have in common, or all messages
+    # What makes a face is no part of one, nor is what all benchmarks have in common, or all words
     # about what is not installed.
     bench = "pcomm.core.command.bench"
     of_benchmarks = {f"{bench}.options", f"{bench}.results", "pcomm.core.testing.timing"}
