@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from pcomm.core import Group
 from pcomm.inference import Engine, Request, TextStream, Tokenizer
 from pcomm.integration.models.language_model import LanguageModel
 
@@ -34,6 +35,7 @@ def stream(
     tokenizer: Tokenizer,
     request: Request,
     *,
+    group: Group | None = None,
     opened: Callable[[Engine], object] | None = None,
     batch_invariant: bool = False,
 ) -> Iterator[TextPart]:
@@ -44,9 +46,10 @@ def stream(
     the text goes on as it would have. Thus `max_tokens` may be larger than any memory.
 
     Args:
-        model: The whole model.
+        model: The whole model, or this rank's part of it.
         tokenizer: Gives the text, and the tokens that end it.
         request: Prompt and settings.
+        group: Ranks that share the model, and make the same calls; None for one process.
         opened: Called with each engine that computes a part of the text; None for nothing.
         batch_invariant: True to write with the bits of an `Engine` with it; the memory then has
             room for the whole text.
@@ -67,7 +70,10 @@ def stream(
         fewest = max(params.min_tokens - written, 0)
         part = replace(params, max_tokens=shorter, min_tokens=fewest, stop=())
         onwards = replace(request, prompt=tuple(tokens), params=part)
-        for token, reason in _continue(model, tokenizer.eos_ids, onwards, opened, batch_invariant):
+        engine = _engine_for(model, tokenizer.eos_ids, onwards, group, batch_invariant)
+        if opened is not None:
+            opened(engine)
+        for token, reason in _tokens(engine, onwards):
             tokens.append(token)
             written += 1
             if reason == "stop":
@@ -85,16 +91,16 @@ def stream(
         room *= 2
 
 
-def _continue(
+def _engine_for(
     model: LanguageModel,
     eos_ids: Sequence[int],
     request: Request,
-    opened: Callable[[Engine], object] | None,
+    group: Group | None,
     batch_invariant: bool,
-) -> Iterator[tuple[int, str | None]]:
-    """Tokens of one request in an engine of its own, which ends with the iterator."""
+) -> Engine:
+    """An engine with room for one request."""
     length = len(request.prompt) + request.params.max_tokens
-    engine = Engine(
+    return Engine(
         model,
         vocabulary=model.vocabulary.length,
         eos_ids=eos_ids,
@@ -106,9 +112,12 @@ def _continue(
         prefix_cache=False,
         batch_invariant=batch_invariant,
         device=model.device,
+        group=group,
     )
-    if opened is not None:
-        opened(engine)
+
+
+def _tokens(engine: Engine, request: Request) -> Iterator[tuple[int, str | None]]:
+    """Tokens of one request, in an engine that ends with the iterator."""
     try:
         engine.add(request)
         while engine.has_work:

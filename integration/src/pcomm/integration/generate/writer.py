@@ -43,11 +43,14 @@ class Writer:
 
     Args:
         loaded: The model, or this rank's part of it, and its tokenizer.
+        group: Ranks that share each layer, and then make the same calls; None for one process.
         batch_invariant: True to write with the bits of an `LLM` with `batch_invariant`.
     """
 
-    def __init__(self, loaded: LoadedModel, *, batch_invariant: bool = False) -> None:
-        self.loaded, self._is_batch_invariant = loaded, batch_invariant
+    def __init__(
+        self, loaded: LoadedModel, *, group: Group | None = None, batch_invariant: bool = False
+    ) -> None:
+        self.loaded, self._group, self._is_batch_invariant = loaded, group, batch_invariant
         self._engine: Engine | None = None
 
     @property
@@ -94,7 +97,7 @@ class Writer:
             quantization=quantization,
             batch_invariant=batch_invariant,
         )
-        return cls(loaded, batch_invariant=batch_invariant)
+        return cls(loaded, group=group, batch_invariant=batch_invariant)
 
     def write(self, prompt: str | Sequence[int], params: SamplingParams) -> Text:
         """Continue `prompt`. Local; equal arguments give equal text.
@@ -142,6 +145,7 @@ class Writer:
             self.model,
             self.tokenizer,
             request,
+            group=self._group,
             opened=self._opened,
             batch_invariant=self._is_batch_invariant,
         )
