@@ -77,6 +77,7 @@ def all_reduce_add_rmsnorm(
     stream = new_or(_NAME, residual_out, shape, x, workspace)
     check_inputs_outside(_NAME, residual, weight, workspace=workspace)
     if choice.algorithm == "dist":
+        workspace.release(x)
         ordered = workspace.deterministic
         given = workspace.group.collectives
         normed = reference(x, residual, weight, eps, collectives=given, deterministic=ordered)

@@ -94,6 +94,7 @@ def reduce_scatter_add_rmsnorm_all_gather(
     stream = new_or(_NAME, residual_out, (len(residual), x.shape[1]), x, workspace)
     check_inputs_outside(_NAME, residual, weight, workspace=workspace)
     if choice.algorithm == "dist":
+        workspace.release(x)
         normed = reference(
             x,
             residual,
