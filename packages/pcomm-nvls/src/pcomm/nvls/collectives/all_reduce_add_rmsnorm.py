@@ -70,6 +70,7 @@ def all_reduce_add_rmsnorm(
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_rows(_NAME, x, residual, weight, 1, workspace)
+    eps = float(eps)
     threads = row_threads(x.shape[1], x.itemsize)
     choice = choose_for_rows(_NAME, x, x.nbytes, threads, workspace, algo, strict, eps)
     shape = (len(x), x.shape[1])

@@ -85,6 +85,7 @@ def reduce_scatter_add_rmsnorm_all_gather(
     """
     size = workspace.group.size
     check_rows(_NAME, x, residual, weight, size, workspace)
+    eps = float(eps)
     _check_fp8(x, fp8)
     threads = row_threads(x.shape[1], x.itemsize, halves=fp8 is not None)
     told = (eps, "one scale" if isinstance(fp8, Tensor) else fp8)
