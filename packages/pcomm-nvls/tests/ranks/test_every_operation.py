@@ -155,7 +155,9 @@ def test_one_rank_alone_gets_tensors_of_its_own_whatever_it_asks_for(
     counts = torch.tensor([4], dtype=torch.int32)
     with Workspace(Group("tp", (0,), None), 4096, device="cpu") as workspace:
         named: dict[str, Any] = {"workspace": workspace, "algo": algo, "strict": strict}
-        for x in (ones.clone(), ones.bool(), ones.to(torch.float8_e4m3fn), ones.t().clone().t()):
+        meant = torch._neg_view(ones.clone()), ones.to(torch.complex64).conj()
+        plain = ones.clone(), ones.bool(), ones.to(torch.float8_e4m3fn), ones.t().clone().t()
+        for x in (*plain, *meant):
             kept = x.clone()
             results = [
                 all_reduce(x, **named),
