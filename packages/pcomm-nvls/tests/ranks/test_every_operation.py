@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -117,9 +118,19 @@ def test_with_debug_calls_that_differ_are_an_error_before_they_run(rank: int) ->
             with pytest.raises(DivergenceError, match="detail"):
                 call()
         assert workspace.num_launches == 0
+        # Equal numbers are no difference, and kernels take those of Python.
+        numbers = numpy.array([2, 2]) if rank else [2, 2]
+        all_gather_v(x[:2], numbers, **named)
+        reduce_scatter_v(x, numbers, **named)
+        gather_to_rank(x, destination=numpy.int64(1) if rank else 1, **named)
+        all_reduce_add_rmsnorm(x, x, x[0], numpy.float64(1) if rank else 1, **named)
+        reduce_scatter_add_rmsnorm_all_gather(
+            x, x[:2], x[0], torch.ones(()) if rank else 1, **named
+        )
+        assert workspace.num_launches == 5
         for call in calls_of(workspace).values():
             call()
-        assert workspace.num_launches == 9
+        assert workspace.num_launches == 14
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -144,7 +155,9 @@ def test_one_rank_alone_gets_tensors_of_its_own_whatever_it_asks_for(
     counts = torch.tensor([4], dtype=torch.int32)
     with Workspace(Group("tp", (0,), None), 4096, device="cpu") as workspace:
         named: dict[str, Any] = {"workspace": workspace, "algo": algo, "strict": strict}
-        for x in (ones.clone(), ones.bool(), ones.to(torch.float8_e4m3fn), ones.t().clone().t()):
+        meant = torch._neg_view(ones.clone()), ones.to(torch.complex64).conj()
+        plain = ones.clone(), ones.bool(), ones.to(torch.float8_e4m3fn), ones.t().clone().t()
+        for x in (*plain, *meant):
             kept = x.clone()
             results = [
                 all_reduce(x, **named),

@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int) -> None
         for operation in (all_gather_v, reduce_scatter_v):
             with pytest.raises(LayoutError, match="3 dimensions"):
                 operation(x[None], counts, **named)
-            for wrong in (counts.long(), counts[:1], [4], [-1, 9]):
+            for wrong in (counts.long(), counts[:1], [4], [-1, 9], [4.0, 4.0]):
                 with pytest.raises(LayoutError, match="one number of rows for each rank"):
                     operation(x, wrong, **named)
             with pytest.raises(LayoutError, match="4 rows"):

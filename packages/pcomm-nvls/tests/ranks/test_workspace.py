@@ -84,11 +84,55 @@ def test_an_input_that_was_written_in_place_is_used_once(rank: int) -> None:
                 all_reduce(view, workspace=workspace, **named)
         with pytest.raises(ConfigError, match="max_bytes=4096"):
             workspace.empty((1025,), torch.float32)
+        with pytest.raises(RuntimeError, match="negative dimension"):
+            workspace.empty((-1, -1), torch.float32)
         # One that is gone, as after an error between, is in nobody's way.
         place = workspace.empty((4,), torch.float32).data_ptr()
         small = workspace.empty((4,), torch.float32).fill_(rank)
         assert small.data_ptr() == place
         assert all_reduce(small, workspace=workspace, **named).tolist() == [1] * 4
+
+
+@ranks(2)
+def test_memory_for_an_input_may_be_had_again_whatever_has_read_it(rank: int) -> None:
+    """A loop holds the tensor of the last time when it asks for the next one."""
+    new_workspace, _, all_reduce = modules()
+    from pcomm.nvls import (
+        all_reduce_add_rmsnorm,
+        reduce_scatter_add_rmsnorm_all_gather,
+        reduce_scatter_tensor,
+        reduce_scatter_v,
+    )
+
+    weight = torch.ones(16)
+    with new_workspace(group(), 1 << 12) as workspace:
+
+        def sums_of(view: Any, **options: Any) -> list[Any]:
+            named, rows = {"workspace": workspace, **options}, len(view)
+            residual = torch.zeros(rows, 16)
+            return [
+                lambda: all_reduce(view, **named),
+                lambda: reduce_scatter_tensor(view, **named),
+                lambda: reduce_scatter_v(view, [rows, 0], **named),
+                lambda: all_reduce_add_rmsnorm(view, residual, weight, 0.0, **named)[1],
+                lambda: reduce_scatter_add_rmsnorm_all_gather(
+                    view, residual[: rows // 2], weight, 0.0, **named
+                )[1],
+            ]
+
+        for algo, rows, place in [
+            (a, n, i) for a in ("dist", "p2p") for n in (0, 4) for i in range(5)
+        ]:
+            for step in range(2):
+                view = workspace.empty((rows, 16), torch.float32).fill_(rank + step)
+                found = sums_of(view, algo=algo)[place]()
+                assert torch.equal(found, torch.full_like(found, 1 + 2 * step))
+        # What has read another tensor does not count.
+        kept = workspace.empty((4, 16), torch.float32).fill_(rank)
+        all_reduce(weight, workspace=workspace, algo="dist")
+        with pytest.raises(ConfigError, match="is still held"):
+            workspace.empty((4, 16), torch.float32)
+        assert all_reduce(kept, workspace=workspace, algo="p2p").unique().tolist() == [1]
 
 
 @ranks(2)
@@ -183,6 +227,8 @@ def test_devices_and_tables_may_be_named(rank: int, tmp_path: Path) -> None:
         ({"device": "no device"}, "device='no device'"),
         ({"table": "none.json"}, "none.json"),
         ({"max_bytes": 1 << 60}, "bytes for this rank"),
+        ({"timeout_s": None}, "timeout_s=None"),
+        *([] if torch.cuda.is_available() else [({"device": "cuda"}, "no CUDA device")]),
     ):
         with pytest.raises(PeerError if rank else ConfigError, match=words):
             new_workspace(group(), **{"max_bytes": 1 << 12, **({} if rank else wrong)})

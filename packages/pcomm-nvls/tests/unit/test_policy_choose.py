@@ -242,6 +242,7 @@ def test_one_rank_lacks_nothing() -> None:
     [
         (REDUCE._replace(operation="allreduce"), "'all_reduce'"),
         (REDUCE._replace(algorithm="multimen"), "'multimem'"),
+        (REDUCE._replace(algorithm=None), "'auto'"),
         (REDUCE._replace(num_bytes=-16), "from 0 on"),
         (REDUCE._replace(row_bytes=-16), "from 0 on"),
     ],

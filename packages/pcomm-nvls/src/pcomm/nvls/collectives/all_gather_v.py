@@ -69,7 +69,7 @@ def all_gather_v(
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_input(_NAME, x, workspace.device)
-    check_counts(_NAME, x, counts, workspace)
+    counts = check_counts(_NAME, x, counts, workspace)
     size, hidden = workspace.group.size, x.shape[1]
     limits = _limits(out, x, counts, workspace)
     row_bytes = hidden * x.itemsize
@@ -77,7 +77,7 @@ def all_gather_v(
     question = Question(
         _NAME, num_bytes, x.dtype, 0, row_bytes, workspace.deterministic, algo
     )  # fmt: skip
-    told = (hidden, limits, "on the device" if isinstance(counts, Tensor) else list(counts))
+    told = (hidden, limits, "on the device" if isinstance(counts, Tensor) else counts)
     choice = workspace.choose(question, strict=strict, detail=told)
     rows = len(out) if isinstance(counts, Tensor) and out is not None else limits.total_rows
     check_result(_NAME, out, (rows, hidden), x, workspace)

@@ -71,6 +71,7 @@ def all_reduce(
     choice = workspace.choose(question, strict=strict, detail=x.shape)
     check_result(_NAME, out, tuple(x.shape), x, workspace)
     if choice.algorithm == "dist":
+        workspace.release(x)
         given = workspace.group.collectives
         ordered = workspace.deterministic
         found = reference(x, out=out, collectives=given, deterministic=ordered)

@@ -70,6 +70,7 @@ def all_reduce_add_rmsnorm(
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_rows(_NAME, x, residual, weight, 1, workspace)
+    eps = float(eps)
     threads = row_threads(x.shape[1], x.itemsize)
     choice = choose_for_rows(_NAME, x, x.nbytes, threads, workspace, algo, strict, eps)
     shape = (len(x), x.shape[1])
@@ -77,6 +78,7 @@ def all_reduce_add_rmsnorm(
     stream = new_or(_NAME, residual_out, shape, x, workspace)
     check_inputs_outside(_NAME, residual, weight, workspace=workspace)
     if choice.algorithm == "dist":
+        workspace.release(x)
         ordered = workspace.deterministic
         given = workspace.group.collectives
         normed = reference(x, residual, weight, eps, collectives=given, deterministic=ordered)

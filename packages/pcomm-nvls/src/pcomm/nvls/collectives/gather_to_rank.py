@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Literal
 
 from torch import Tensor
@@ -71,6 +72,7 @@ def gather_to_rank(
     """
     check_input(_NAME, x, workspace.device)
     size, rank = workspace.group.size, workspace.group.rank
+    destination = index(destination)
     if not 0 <= destination < size:
         raise TopologyError(
             f"{_NAME}: destination={destination}",

@@ -86,6 +86,7 @@ def outside(x: Tensor, workspace: Workspace) -> Tensor:
     A reduce-scatter of torch.distributed takes no turn: a rank that has its segment may go on to
     the next kernel, and store into the slot from which this rank still sends to a third one.
     """
+    workspace.release(x)
     return x if _offset_in(workspace, x) is None else x.clone()
 
 

@@ -85,6 +85,7 @@ def reduce_scatter_add_rmsnorm_all_gather(
     """
     size = workspace.group.size
     check_rows(_NAME, x, residual, weight, size, workspace)
+    eps = float(eps)
     _check_fp8(x, fp8)
     threads = row_threads(x.shape[1], x.itemsize, halves=fp8 is not None)
     told = (eps, "one scale" if isinstance(fp8, Tensor) else fp8)
@@ -94,6 +95,7 @@ def reduce_scatter_add_rmsnorm_all_gather(
     stream = new_or(_NAME, residual_out, (len(residual), x.shape[1]), x, workspace)
     check_inputs_outside(_NAME, residual, weight, workspace=workspace)
     if choice.algorithm == "dist":
+        workspace.release(x)
         normed = reference(
             x,
             residual,

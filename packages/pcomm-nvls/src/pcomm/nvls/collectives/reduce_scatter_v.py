@@ -70,7 +70,7 @@ def reduce_scatter_v(
         PeerTimeoutError: A rank did not come; see `Workspace.check`.
     """
     check_input(_NAME, x, workspace.device)
-    check_counts(_NAME, x, counts, workspace)
+    counts = check_counts(_NAME, x, counts, workspace)
     size, hidden = workspace.group.size, x.shape[1]
     limits = _limits(out, x, counts, size)
     row_bytes = hidden * x.itemsize
@@ -78,10 +78,9 @@ def reduce_scatter_v(
     question = Question(
         _NAME, num_bytes, x.dtype, 0, row_bytes, workspace.deterministic, algo
     )  # fmt: skip
-    told = (hidden, limits, "on the device" if isinstance(counts, Tensor) else list(counts))
+    told = (hidden, limits, "on the device" if isinstance(counts, Tensor) else counts)
     choice = workspace.choose(question, strict=strict, detail=told)
-    is_counted = isinstance(counts, Tensor)
-    rows = limits.most_rows if is_counted else int(counts[workspace.group.rank])
+    rows = limits.most_rows if isinstance(counts, Tensor) else counts[workspace.group.rank]
     check_result(_NAME, out, (rows, hidden), x, workspace)
     if choice.algorithm == "dist":
         x = outside(x, workspace)

@@ -37,11 +37,13 @@ class RowCounts:
 
 def check_counts(
     operation: str, x: Tensor, counts: Tensor | Sequence[int], workspace: Workspace
-) -> None:
-    """Refuse rows that are no matrix, and counts that are none. Local.
+) -> Tensor | list[int]:
+    """The counts, on the host in Python's own integers; others and rows of no matrix are refused.
+
+    Local. Kernels and comparisons between ranks take no integers of NumPy.
 
     Raises:
-        LayoutError: `x` is no matrix; there is not one count for each rank; a count is negative;
+        LayoutError: `x` is no matrix; there is not one integer for each rank; one is negative;
             or counts on the device are not int32, dense, and where the workspace is.
     """
     size = workspace.group.size
@@ -55,11 +57,12 @@ def check_counts(
     if isinstance(counts, Tensor):
         is_dense = counts.is_contiguous() and tuple(counts.shape) == (size,)
         if is_dense and counts.dtype is torch.int32 and counts.device.type == x.device.type:
-            return
+            return counts
         found = f"{counts.dtype} of shape {tuple(counts.shape)} on {counts.device}"
     else:
-        if len(counts) == size and min(counts) >= 0:
-            return
+        whole = [int(n) for n in counts if hasattr(n, "__index__")]
+        if len(whole) == len(counts) == size and min(whole) >= 0:
+            return whole
         found = f"{list(counts)}, {size} ranks"
     raise LayoutError(
         f"{operation}: counts",

@@ -123,7 +123,10 @@ def _check(question: Question) -> None:
     operation_named(question.operation)
     known = ("auto", *ALGORITHMS)
     if question.algorithm not in known:
-        found, fix = f"algorithm {question.algorithm!r}", near_misses(question.algorithm, known)
+        found, fix = (
+            f"algorithm {question.algorithm!r}",
+            near_misses(str(question.algorithm), known),
+        )
     elif question.num_bytes < 0 or (question.row_bytes or 0) < 0:
         found = f"num_bytes={question.num_bytes}, row_bytes={question.row_bytes}"
         fix = "Give sizes in bytes, from 0 on."

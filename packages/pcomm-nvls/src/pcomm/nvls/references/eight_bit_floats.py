@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes"]
+__all__ = ["as_bytes", "as_dtype"]
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -17,3 +17,9 @@ def as_bytes(x: T) -> T:
     if x is not None and x.is_floating_point() and x.itemsize == 1:
         return x.view(torch.uint8)
     return x
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same memory in the dtype that it had before `as_bytes`."""
+    # Torch refuses to view what is negated or conjugated, also in the dtype that it has.
+    return x if x.dtype == dtype else x.view(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.nvls.references.eight_bit_floats import as_bytes
+from pcomm.nvls.references.eight_bit_floats import as_bytes, as_dtype
 
 __all__ = ["gather_to_rank"]
 
@@ -32,4 +32,4 @@ def gather_to_rank(
     )
     if not is_here:
         return None
-    return parts.view(x.dtype) if out is None else out
+    return as_dtype(parts, x.dtype) if out is None else out

@@ -29,10 +29,10 @@ def check_whole(**values: object) -> None:
 def check_positive(*, max_bytes: int, timeout_s: float) -> None:
     """Refuse a size or a time that is not above 0, and a time without end. Local."""
     for name, value in (("max_bytes", max_bytes), ("timeout_s", timeout_s)):
-        if not value > 0:
+        if not (isinstance(value, (int, float)) and value > 0):
             raise ConfigError(
-                f"Workspace: {name}={value}",
-                found="a number that is not positive",
+                f"Workspace: {name}={value!r}",
+                found="no positive number",
                 why="Memory and waits have a size.",
                 fix=f"Pass {name} > 0.",
             )
@@ -59,13 +59,16 @@ def check_room(lamport_bytes: int) -> None:
 def device_of(device: torch.device | str) -> torch.device:
     """A device, or that of a name. Local."""
     try:
-        return torch.device(device)
+        found = torch.device(device)
+        if found.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("this process has no CUDA device")
+        return found
     except (RuntimeError, TypeError) as error:
         first_line = str(error).partition("\n")[0]
         raise ConfigError(
             f"Workspace: device={device!r}",
             found=f"{type(error).__name__}: {first_line}",
-            why="Tensors are on a device that torch knows.",
+            why="Tensors are on a device that torch has here.",
             fix='Pass a torch.device, or a name such as "cuda:0" or "cpu".',
         ) from None
 

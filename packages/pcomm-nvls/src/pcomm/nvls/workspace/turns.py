@@ -74,6 +74,11 @@ class Turns:
         self._prepared = turn._replace(needs_entry=False, is_prepared=True)
         return self._prepared, turn.needs_entry
 
+    def release(self, slot: int) -> None:
+        """Have the slot handed out as if it had not been: what lies there has been used."""
+        if self._prepared is not None and self._prepared.slot == slot:
+            self._prepared = self._prepared._replace()
+
     def withdraw(self) -> None:
         """Undo `hand_out`, of which the ranks have not met."""
         self._prepared = None

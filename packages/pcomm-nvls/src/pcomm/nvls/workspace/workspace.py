@@ -118,13 +118,14 @@ class Workspace:
         self.group, self._control, self._timeout_s = group, control, timeout_s
         self._is_closed, self._process = True, os.getpid()
         lines = [f"max_bytes {max_bytes}", f"slots {slots}", f"deterministic {deterministic}"]
-        lines += [f"debug {debug}", f"timeout_s {timeout_s:g}", f"lamport_bytes {lamport_bytes}"]
+        lines += [f"debug {debug}", f"lamport_bytes {lamport_bytes}"]
         error: PcommError | None = None
         try:
             self.device = default_device() if device is None else device_of(device)
             lines.append(f"device {self.device.type}")
             check_whole(max_bytes=max_bytes, slots=slots, lamport_bytes=lamport_bytes)
             check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
+            lines.append(f"timeout_s {timeout_s:g}")
             check_room(lamport_bytes)
             rotation = Rotation(slots)
             region = lamport_region_bytes(group.size, lamport_bytes)
@@ -259,6 +260,14 @@ class Workspace:
         self.turns.put_back(turn)
         raise errors.not_handed_out(offset)
 
+    def release(self, x: Tensor) -> None:
+        """Have `empty` hand out again where `x` lies, which torch.distributed reads. Local.
+
+        It takes no turn, so without this the memory would count as not yet used.
+        """
+        if (slot := self._slot_of(x)) is not None:
+            self.turns.release(slot)
+
     def result_in_slot(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What the last operation left in its slot, which is valid until the next one. Local."""
         assert self.turns.last is not None
@@ -269,9 +278,10 @@ class Workspace:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for the addends of the next operation, a reduction, which need not copy them.
 
-        Such as the `out` of the matrix product before a reduce-scatter. Without symmetric memory it
-        is a new tensor. All ranks call it, or none, and once for an operation: where an operation
-        meets the others before it writes (one slot, or a CUDA graph), this does so for it.
+        Such as the `out` of the matrix product before a reduce-scatter. Without symmetric memory or
+        numbers it is a new tensor. All ranks call it, or none, and once for an operation:
+        where an operation meets the others before it writes (one slot, or a CUDA graph), this does
+        so for it.
 
         Args:
             shape: Shape of that input.
@@ -283,10 +293,11 @@ class Workspace:
         """
         if self._is_closed:
             raise errors.is_closed("Workspace.empty")
-        num_bytes = math.prod(shape) * dtype.itemsize
+        # Torch knows which shapes and types there are.
+        num_bytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
         if num_bytes > self.max_bytes:
             raise errors.too_large(shape, dtype, num_bytes, self.max_bytes)
-        if self.memory is None:
+        if self.memory is None or not num_bytes:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         turn, needs_entry = self.turns.hand_out()
         if any(other is turn for other in self._turns_of_views.values()):
@@ -413,14 +424,18 @@ class Workspace:
 
     def _newest_of_slot(self, view: Tensor, newest: int) -> int:
         """Generation of the last operation that had the slot of a tensor; `newest` outside."""
+        slot = self._slot_of(view)
+        return newest if slot is None else newest - (newest - slot) % self.turns.rotation.num_slots
+
+    def _slot_of(self, x: Tensor) -> int | None:
+        """The slot in which a tensor begins; None outside."""
         if self.memory is None:
-            return newest
-        offset = view.data_ptr() - self.memory.buffer_ptrs[self.group.rank]
+            return None
+        offset = x.data_ptr() - self.memory.buffer_ptrs[self.group.rank]
         if not self.regions.slot(0) <= offset < self.regions.low_latency:
-            return newest
-        slots = self.turns.rotation.num_slots
-        place = next(i for i in range(slots) if offset < self.regions.slot(i + 1))
-        return newest - (newest - place) % slots
+            return None
+        slots = range(self.turns.rotation.num_slots)
+        return next(i for i in slots if offset < self.regions.slot(i + 1))
 
     def _open_memory(self, lamport_bytes: int, control: Control | None) -> None:
         opened, self.capability = open_memory(
