@@ -51,7 +51,7 @@ def check_job(probe: Probe, report: Report) -> list[Finding]:
 
     Args:
         probe: Source of the versions.
-        report: What this rank has found on its own machine.
+        report: Findings of this rank on its own machine.
 
     Returns:
         Findings that are equal on all ranks: each rank with its host and interface, versions that

@@ -213,7 +213,7 @@ def _reachable_interface() -> Iterator[None]:
     if _INTERFACE in os.environ or is_one_host or not _binds_loopback():
         yield
         return
-    # Nothing is sent to the second, which belongs to nobody (RFC 5737).
+    # Nothing is sent to the second, which is assigned to no host (RFC 5737).
     places = [os.environ["MASTER_ADDR"], *(["192.0.2.1"] if num_local is not None else [])]
     found = next(filter(None, map(_interface_to, places)), None)
     if found is None:

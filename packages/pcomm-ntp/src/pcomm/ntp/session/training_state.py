@@ -54,7 +54,7 @@ def check_built(found: object, plan: Plan, *, is_start: bool) -> Built:
     """What `build` has returned, if a session can train it. Local.
 
     Args:
-        found: What it has returned.
+        found: The object that `build` has returned.
         plan: The plan that it has built for.
         is_start: True to try an optimizer that is not torch's, which takes tenths of a second.
 
