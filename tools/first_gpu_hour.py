@@ -82,8 +82,8 @@ def _pcomm(name: str, words: str, limit_s: float, *, needs_gpu: bool = True) -> 
 
 def _pytest(name: str, words: str, limit_s: float) -> Command:
     # Warnings of CUDA and NCCL are no failures.
-    options = ("-c", "TEMP/pytest.ini", "--rootdir", str(ROOT), "-p", "no:cacheprovider")
-    options += ("--import-mode=importlib", "-W", "default", "-q", "-rs", "--tb=short")
+    options = ["-c", "TEMP/pytest.ini", "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
+    options += ["--import-mode=importlib", "-W", "default", "-q", "-rs", "--tb=short"]
     return Command(name, ("python", "-m", "pytest", *options, *words.split()), limit_s)
 
 

@@ -246,10 +246,11 @@ def transformers(fast: bool) -> Rows:
     )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(DEVICE), torch.inference_mode():
-        other = LlamaForCausalLM(config).eval()
+        other = LlamaForCausalLM(config)
+        other.train(False)
         for length in lengths:
             tokens = torch.zeros(1, length, dtype=torch.int64)
-            ms = _ms(lambda tokens=tokens: other(tokens, logits_to_keep=1), 3)
+            ms = _ms(partial(other, tokens, logits_to_keep=1), 3)
             yield {"case": f"transformers, prompt of {length}", "ms": ms}
         tokens = torch.zeros(1, lengths[0] // 2, dtype=torch.int64)
         cache = other(tokens, logits_to_keep=1, use_cache=True).past_key_values
@@ -261,7 +262,7 @@ def transformers(fast: bool) -> Rows:
 def soak(fast: bool) -> Rows:
     """Tokens of replayed steps against those of eager ones, again and again; memory at the end."""
     model = _llama(True, 256)
-    vocabulary, found = model.shape.vocabulary, []
+    vocabulary, found = model.shape.vocabulary, list[dict[str, list[int]]]()
     end = time.monotonic() + (1 if fast else 30)
     rounds = 0
     while time.monotonic() < end or rounds < 2:
