@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -42,6 +43,13 @@ ALONG: dict[str, tuple[Callable[[Tensor, int], Tensor], set[tuple[int, int]]]] =
     "first": (lambda g, _: g - g.mean(0), {(1, 0), (2, 0), (3, 0)}),
     "all": (lambda g, _: g / g.abs().amax(), {(d, i) for d in (1, 2, 3) for i in range(d)}),
     "every 128 steps": (every(128), {(d, i) for d in (1, 2, 3) for i in range(d)}),
+    # No element of another rank is looked at, but how many there are.
+    "number": (lambda g, _: g / g.numel(), {(d, i) for d in (1, 2, 3) for i in range(d)}),
+    "fan in": (lambda g, _: g / g.shape[-1], {(1, 0), (2, 1), (3, 2)}),
+    "norm up to 100": (
+        lambda g, _: g * (100 / g.norm()).clamp(max=1),
+        {(d, i) for d in (1, 2, 3) for i in range(d)},
+    ),
     # Its documentation says so.
     "every 129 steps": (every(129), set()),
 }
@@ -63,6 +71,66 @@ def test_how_small_a_difference_is_seen(share: float, is_seen: bool) -> None:
     parameter = nn.Parameter(torch.randn(3, 4))
     optimizer = Own([parameter], lambda g, _: g * (1 + share * g.amax()))
     assert (first_mixed(optimizer, {parameter: 0}) is parameter) is is_seen
+
+
+def test_a_rate_that_is_estimated_of_all_elements() -> None:
+    """As Prodigy's is, from how far they went: with a factor of 1 it grows, with 0.001 not."""
+
+    class Estimated(Optimizer):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            (group,) = self.param_groups
+            group.setdefault("distance", 1e-6)
+            for p in group["params"]:
+                first = self.state[p].setdefault("first", p.clone())
+                went = (p.grad * (first - p)).sum() / p.grad.abs().sum()
+                group["distance"] = max(group["distance"], went.item())
+                p.sub_(p.grad.sign(), alpha=group["lr"] * group["distance"])
+
+    parameter = nn.Parameter(torch.randn(3, 4))
+    optimizer = Estimated([parameter], {"lr": 1.0})
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert first_mixed(optimizer, {parameter: 0}) is parameter
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_state_of_rows_that_is_made_with_the_optimizer(rows: int, keepdim: bool) -> None:
+    parameter = nn.Parameter(torch.randn(rows, 4))
+
+    class Rows(Optimizer):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                squares = self.state[p]["rows"].add_(p.grad.square().mean(1, keepdim=keepdim))
+                p.sub_(p.grad / squares.view(-1, 1).sqrt(), alpha=0.1)
+
+    optimizer = Rows([parameter], {"lr": 0.1})
+    optimizer.state[parameter]["rows"] = torch.zeros((rows, 1) if keepdim else rows)
+    assert first_mixed(optimizer, {parameter: 0}) is None
+    # Each of these rows is cut.
+    assert first_mixed(optimizer, {parameter: 1}) is parameter
+
+
+def test_numbers_that_are_drawn_elsewhere() -> None:
+    parameter = nn.Parameter(torch.randn(3, 4))
+    optimizer = Own([parameter], lambda g, _: g * random.random())
+    drawn = random.getstate()
+    assert first_mixed(optimizer, {parameter: 0}) is None
+    assert random.getstate() == drawn
+
+    class Noisy(Own):
+        generator = torch.Generator()
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                p.add_(torch.randn(p.shape, generator=self.generator), alpha=0.1)
+
+    noisy = Noisy([parameter], lambda g, _: g)
+    noisy.generator = torch.Generator().manual_seed(1)
+    assert first_mixed(noisy, {parameter: 0}) is None
 
 
 def test_groups_and_parameters_that_are_not_cut() -> None:

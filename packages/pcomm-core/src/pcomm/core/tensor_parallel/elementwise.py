@@ -2,16 +2,17 @@
 
 A norm, a mean or a matrix product of a momentum is one shard's where each rank has a shard, and
 nothing in torch tells it from an elementwise step. So the optimizer is tried on tensors of its own:
-twice the same ones, but for elements that another rank would hold. What it does to the others then
-has to be the same.
+twice the same ones, but for elements that another rank would hold, and once without these. What it
+does to the others then has to be the same.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from torch.optim import Optimizer
 from pcomm.core.errors import UnsupportedError
 
 __all__ = ["first_mixed", "known_mixed"]
+
+_Other = Literal["same", "differs", "missing"]
 
 # fmt: off
 _ELEMENTWISE = frozenset((
@@ -40,6 +43,9 @@ Some of the latter could not be tried: they communicate in their step.
 _STEPS = 128
 """Steps of a trial: matrices that are computed every 100 steps are among them."""
 
+_STEPS_ALONE = 16
+"""Steps of the trial without the other shard. What scales an update by a shape does so at once."""
+
 _SHAPES = ((1 << 15,), (256, 128), (256, 16, 8), (256, 8, 4, 4))
 """Shapes by number of dimensions, the one that is cut first; beyond these, (256, 2, 2, ...).
 
@@ -48,8 +54,11 @@ elements: those between the elements that are compared and those that differ may
 Wide enough for optimizers that take means along both dimensions only of large matrices.
 """
 
-_SCALES = (0.125, 0.125, 0.125, 8.0)
-"""Factors of the gradients of the other shard, step by step: a quiet one, with bursts."""
+_SCALES = (0.125, 0.125, 0.125, 64.0)
+"""Factors of the gradients of the other shard, step by step: a quiet one, with bursts.
+
+The norm of a matrix is 3, and 160 in a burst: limits of norms are between them.
+"""
 
 _TOLERANCE = 1e-3
 """Relative difference of two updates of a step. Elementwise ones are equal to the bit."""
@@ -64,7 +73,7 @@ def known_mixed(optimizer: Optimizer) -> str | None:
 
 
 def first_mixed(optimizer: Optimizer, cut: Mapping[Tensor, int]) -> Tensor | None:
-    """The first parameter to whose elements the optimizer does what depends on other shards. Local.
+    """A parameter to whose elements the optimizer does what depends on other shards. Local.
 
     To be asked once, before the first step: it takes some tenths of a second, and nothing for
     torch's own elementwise optimizers, nor where `optimizer.is_elementwise` is True. The optimizer,
@@ -85,8 +94,10 @@ def first_mixed(optimizer: Optimizer, cut: Mapping[Tensor, int]) -> Tensor | Non
     if is_torchs or getattr(optimizer, "is_elementwise", False):
         return None
     tried: set[tuple[int, int, int]] = set()
+    drawn = random.getstate()
     for place, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
+        # Matrices first: a product of a long vector with itself may be larger than memory.
+        for parameter in sorted(group["params"], key=Tensor.dim, reverse=True):
             dim = cut.get(parameter)
             if dim is None or not parameter.dim() or (place, parameter.dim(), dim) in tried:
                 continue
@@ -97,6 +108,8 @@ def first_mixed(optimizer: Optimizer, cut: Mapping[Tensor, int]) -> Tensor | Non
                     is_mixed = _is_mixed(optimizer, place, parameter, dim)
             except Exception as error:  # whatever a step on other tensors may raise
                 raise _untried(optimizer, error) from error
+            finally:
+                random.setstate(drawn)
             if is_mixed:
                 found: Tensor = parameter
                 return found
@@ -104,16 +117,25 @@ def first_mixed(optimizer: Optimizer, cut: Mapping[Tensor, int]) -> Tensor | Non
 
 
 def _is_mixed(optimizer: Optimizer, place: int, like: Tensor, dim: int) -> bool:
-    runs = [_updates(optimizer, place, like, dim, differs) for differs in (False, True)]
-    for update, other in zip(*runs, strict=True):
-        if not (other - update).norm() <= _TOLERANCE * update.norm():
+    others: tuple[_Other, ...] = ("same", "differs", "missing")
+    *runs, alone = (_updates(optimizer, place, like, dim, other) for other in others)
+    for step, ((update, draws), (other, _)) in enumerate(zip(*runs, strict=True)):
+        if not update.isfinite().all():
+            # The trial itself diverges. What comes now tells nothing.
+            return False
+        found = [other]
+        if step < _STEPS_ALONE:
+            shorter, _ = next(alone)
+            # Numbers that are drawn for another shape are others.
+            found += [] if draws else [shorter]
+        if not all((one - update).norm() <= _TOLERANCE * update.norm() for one in found):
             return True
     return False
 
 
 def _updates(
-    optimizer: Optimizer, place: int, like: Tensor, dim: int, differs: bool
-) -> Iterator[Tensor]:
+    optimizer: Optimizer, place: int, like: Tensor, dim: int, other: _Other
+) -> Iterator[tuple[Tensor, bool]]:
     """What each step adds to the first quarter of the elements along a dimension.
 
     Args:
@@ -121,25 +143,40 @@ def _updates(
         place: The index of the parameter group.
         like: A parameter of that group.
         dim: The dimension that is cut.
-        differs: True for other weights and gradients in the last quarter.
+        other: The last quarter is as in the first run, has other values, or is not there.
+
+    Yields:
+        That, and whether the step drew random numbers of torch's.
     """
     generator = torch.Generator().manual_seed(0)
-    parameter = nn.Parameter(_drawn(like, dim, generator))
+    whole = _drawn(like, dim, generator)
     gradients = [_drawn(like, dim, generator) for _ in _SCALES]
-    first, *_, last = parameter.detach().chunk(4, dim)
-    if differs:
-        last.mul_(8)
+    quarter = whole.shape[dim] // 4
+    if other == "differs":
+        whole.chunk(4, dim)[-1].mul_(8)
         for gradient, scale in zip(gradients, _SCALES, strict=True):
             gradient.chunk(4, dim)[-1].add_(0.02).mul_(scale)
+    elif other == "missing":
+        whole, *gradients = (torch.cat(x.chunk(4, dim)[:-1], dim) for x in (whole, *gradients))
+    parameter = nn.Parameter(whole)
+    first = parameter.detach().narrow(dim, 0, quarter)
     trial = _copy(optimizer, place, like, parameter)
+    has_generator = any(isinstance(value, torch.Generator) for value in vars(trial).values())
     for step in range(_STEPS):
         parameter.grad = gradients[step % len(gradients)].clone()
         before = first.clone()
-        # What a step draws, such as a rounding, is the same in both runs.
+        # What a step draws, such as a rounding, is the same in all runs.
         torch.manual_seed(step)
+        random.seed(step)
+        drawn = _random_state(like)
         # Not `trial.step`, which a scheduler may have replaced by one of the optimizer itself.
         type(trial).step(trial)
-        yield first - before
+        draws = has_generator or not torch.equal(drawn, _random_state(like))
+        yield first - before, draws
+
+
+def _random_state(like: Tensor) -> Tensor:
+    return torch.cuda.get_rng_state(like.device) if like.is_cuda else torch.get_rng_state()
 
 
 def _drawn(like: Tensor, dim: int, generator: torch.Generator) -> Tensor:
@@ -158,8 +195,10 @@ def _copy(optimizer: Optimizer, place: int, like: Tensor, parameter: nn.Paramete
     options = {key: v for key, v in optimizer.param_groups[place].items() if key != "params"}
     group = copy.deepcopy(options, memo) | {"params": [parameter]}
     if "lr" in group and group["lr"] is not None:
-        # It may be zero in the first step.
-        group["lr"] = torch.full_like(lr, 1e-3) if isinstance(lr := group["lr"], Tensor) else 1e-3
+        # It may be zero in the first step. What estimates a rate asks for a factor of 1.
+        rates = (group["lr"], group.get("initial_lr"), optimizer.defaults.get("lr"))
+        rate = next((float(one) for one in rates if one), 1e-3)
+        group["lr"] = torch.full_like(lr, rate) if isinstance(lr := group["lr"], Tensor) else rate
     trial = object.__new__(type(optimizer))
     own = {
         key: value
@@ -169,13 +208,24 @@ def _copy(optimizer: Optimizer, place: int, like: Tensor, parameter: nn.Paramete
     vars(trial).update(copy.deepcopy(own, memo))
     state: dict[Any, Any] = defaultdict(dict)
     for key, value in optimizer.state.get(like, {}).items():
-        # Made with the optimizer, or before this trial: what has the parameter's shape has ours.
-        is_alike = isinstance(value, Tensor) and value.dim() and value.shape == like.shape
-        state[parameter][key] = (
-            value.new_zeros(parameter.shape) if is_alike else copy.deepcopy(value, memo)
-        )
+        # Made with the optimizer, or before this trial: what has dimensions of the parameter has
+        # those of ours.
+        has_dims = isinstance(value, Tensor) and value.dim()
+        shape = _shape_of_trial(value, like, parameter) if has_dims else None
+        state[parameter][key] = value.new_zeros(shape) if shape else copy.deepcopy(value, memo)
     Optimizer.__setstate__(trial, {"state": state, "param_groups": [group]})
     return trial
+
+
+def _shape_of_trial(value: Tensor, like: Tensor, parameter: Tensor) -> list[int] | None:
+    """The shape that a state of `like` has for `parameter`; None if it is of another kind."""
+    found, own, new = value.shape, like.shape, parameter.shape
+    num_dims = value.dim()
+    if num_dims == like.dim() and all(n in (1, size) for n, size in zip(found, own, strict=True)):
+        return [b if n == a else 1 for n, a, b in zip(found, own, new, strict=True)]
+    if found == own[:num_dims]:
+        return list(new[:num_dims])
+    return list(new[-num_dims:]) if found == own[-num_dims:] else None
 
 
 def _untried(optimizer: Optimizer, error: Exception) -> UnsupportedError:

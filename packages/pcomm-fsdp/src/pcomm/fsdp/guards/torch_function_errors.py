@@ -134,7 +134,8 @@ def cut_matrices(optimizer: Optimizer, kind: str, names: Sequence[str]) -> Unsup
     return UnsupportedError(
         f"step of {type(optimizer).__name__}",
         found=f"shards of parameters on each rank: {', '.join(names[:4])}",
-        why=f"{kind} looks at several elements at once, and would see those of this rank.",
+        why=f"{kind} looks at several elements at once, or at their number, and would see "
+        "those of this rank.",
         fix="Use an elementwise optimizer (SGD, Adam, AdamW, ...), or put the parameters "
         "into a scope whose groups have one rank, where they are entire.",
     )
