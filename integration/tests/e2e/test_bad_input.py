@@ -19,12 +19,15 @@ Capture = pytest.CaptureFixture[str]
 
 
 def refused(capsys: Capture, code: int) -> str:
-    """The message on stderr, which is the four parts and nothing else."""
+    """The message on stderr: the four parts, perhaps after a line that says where a run computes."""
     captured = capsys.readouterr()
     assert code == 2
     assert captured.out == ""
     assert "Traceback" not in captured.err
-    first, *rest = captured.err.splitlines()
+    said = captured.err.splitlines()
+    if " on the CPU, " in said[0]:
+        del said[0]
+    first, *rest = said
     assert "Error: " in first
     assert len(rest) >= 2
     return captured.err
