@@ -19,7 +19,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def refused(capsys: Capture, code: int) -> str:
-    """The message on stderr: the four parts, perhaps after a line that says where a run computes."""
+    """The message on stderr: the four parts, perhaps after a line on where a run computes."""
     captured = capsys.readouterr()
     assert code == 2
     assert captured.out == ""
