@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pcomm.core.errors import ConfigError, PcommError, UnsupportedError
+from pcomm.core.errors import ConfigError, PcommError, TopologyError, UnsupportedError
 from pcomm.core.process import ResilientRanks
 from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 from pcomm.integration.checkpoint.folders import newest
@@ -105,6 +105,27 @@ def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(
     found = torch.tensor([[row["loss"], row["grad_norm"]] for row in rows], dtype=torch.float64)
     expected = torch.tensor(alone.rows, dtype=torch.float64)
     assert float((found - expected).abs().max()) <= 1e-12
+
+
+def test_a_rank_along_cp_that_is_left_alone_saves_before_the_run_ends(tmp_path: Path) -> None:
+    run_dir = prepare_words(tmp_path, documents=40)
+    alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, 2)
+    many = dataclasses.replace(
+        config(ParallelConfig(cp=2)), checkpoint=CheckpointConfig(every="end")
+    )
+    with ResilientRanks(2, preload=PRELOAD) as processes:
+        # The one that writes checkpoints, if both live.
+        processes.start(faulty_rank, (many, run_dir, Fault(rank=0, step=2)))
+        reports = processes.wait(timeout_s=scaled_s(PATIENCE_S))
+    assert isinstance(reports[1].error, TopologyError), reports[1]
+    last = newest(run_dir)
+    assert last is not None
+    assert last.step == 2
+    with open_trainer(config(ParallelConfig()), run_dir, torch.float64) as trainer:
+        views = trainer.shard_views()
+        read(last, views)
+        worst, where = worst_difference(views, alone.tensors)
+    assert worst <= 1e-12, where
 
 
 def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(

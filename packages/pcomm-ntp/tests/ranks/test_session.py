@@ -7,6 +7,7 @@ import multiprocessing as mp
 import signal
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pcomm.core import Groups, Topology
-from pcomm.core.errors import ConfigError, FencedError
+from pcomm.core.errors import ConfigError, FencedError, TopologyError
 from pcomm.core.process import RankPlace, RankReport, ResilientRanks
 from pcomm.core.testing.patience import scaled_s, wait_until
 from pcomm.ntp import Built, Failures, Plan, Policy, Session, StateLostError, StoreLostError
@@ -36,6 +37,7 @@ from pcomm.ntp.testing.session_events import (
     hold_for_failure,
     hold_for_joins,
     host_store,
+    save_state,
     slow_down_at,
     stop_with_a_newcomer,
 )
@@ -168,6 +170,46 @@ def test_a_state_that_is_lost_with_its_ranks_is_restored_or_an_error() -> None:
             assert [one.step for one in own.steps] == [0, 1, 0, 1, 2]
             assert own.steps[:2] != own.steps[2:4]
             assert_seen({rank: Seen(own.steps[2:], own.states)}, 3)
+
+
+@pytest.mark.parametrize(("gone", "saves"), [(0, True), (1, True), (1, False)])
+def test_ranks_that_cannot_go_on_save_what_they_hold_before_the_error(
+    gone: int, saves: bool, tmp_path: Path
+) -> None:
+    # Each of the two ranks along cp has all units; none can take the place of the other.
+    topology, left = Topology({"dp": 1, "cp": 2, "tp": 1}), 1 - gone
+    options = {"at_end": partial(save_state, folder=tmp_path)} if saves else {}
+    with ResilientRanks(2, preload=PRELOAD) as ranks:
+        ranks.start(train_in_session, (topology, 4, (Fault(gone, "forward", 2),), options))
+        error = ranks.wait(timeout_s=scaled_s(60.0))[left].error
+    assert isinstance(error, TopologyError), error
+    if saves:
+        assert "at_end was called with the state after 2 steps" in error.fix
+        assert_seen({left: torch.load(tmp_path / str(left), weights_only=False)}, 2)
+    else:
+        assert "last checkpoint is what is left" in error.fix
+
+
+@pytest.mark.parametrize("dies", [None, 1])
+def test_a_tensor_parallel_group_that_is_left_of_those_of_a_replica_saves(
+    dies: int | None, tmp_path: Path
+) -> None:
+    topology = Topology({"dp": 1, "cp": 2, "tp": 2})
+    options = {"at_end": partial(save_state, folder=tmp_path, dies=dies)}
+    with ResilientRanks(4, preload=PRELOAD) as ranks:
+        # The second rank dies in the generation that misses the first one.
+        faults = (Fault(2, "forward", 1), Fault(3, "build", 1))
+        ranks.start(train_in_session, (topology, 4, faults, options))
+        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    error = reports[0].error
+    assert isinstance(error, TopologyError), reports[0]
+    if dies is None:
+        assert isinstance(reports[1].error, TopologyError), reports[1]
+        seen = {rank: torch.load(tmp_path / str(rank), weights_only=False) for rank in (0, 1)}
+        assert_seen(seen, 1)
+    else:
+        # With rank 1 half of the units are gone.
+        assert "last checkpoint is what is left" in error.fix
 
 
 def test_steps_that_are_lost_when_no_rank_attempts_any_are_an_error() -> None:

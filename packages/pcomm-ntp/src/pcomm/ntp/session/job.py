@@ -11,6 +11,7 @@ from importlib import metadata
 import torch
 
 from pcomm.core import Groups, Topology
+from pcomm.core.errors import UnsupportedError
 from pcomm.ntp.planning.failures import Failures
 from pcomm.ntp.planning.plan import Plan, plan
 from pcomm.ntp.planning.policy import Policy
@@ -20,7 +21,7 @@ from pcomm.ntp.session.opening import Spec
 from pcomm.ntp.session.training_state import Built
 from pcomm.ntp.sync.grad_groups import Strategy
 
-__all__ = ["Build", "Job", "Restore"]
+__all__ = ["Build", "Job", "Restore", "along_dp"]
 
 Build = Callable[[Plan, Groups, int], Built]
 Restore = Callable[[Plan, torch.nn.Module, torch.optim.Optimizer], int]
@@ -40,6 +41,7 @@ class Job:
         strategy: Strategy by which gradients are summed.
         backend: `"gloo"` or `"nccl"`.
         restore: Function that loads a checkpoint; None where there is none.
+        has_end: Whether the program has a function for the end of the job.
         facts: Facts that must be the same on all ranks, such as a digest of the configuration.
         patience: Time limits.
         device: Device of tensors between ranks.
@@ -54,6 +56,7 @@ class Job:
     strategy: Strategy
     backend: str
     restore: Restore | None
+    has_end: bool
     facts: Mapping[str, str]
     patience: Patience
     device: torch.device
@@ -67,6 +70,26 @@ class Job:
     def plan(self, ranks: tuple[int, ...], speeds: Mapping[int, float]) -> Plan:
         """The plan for the ranks that are there."""
         whole = Topology(self.topology.axes, self.topology.order, offset=self.topology.offset)
+        return self._plan(whole, ranks, speeds)
+
+    def last_plan(self, ranks: tuple[int, ...], speeds: Mapping[int, float]) -> Plan:
+        """The plan of ranks that cannot go on, but may hold all units, for the end of the job.
+
+        As many tensor-parallel groups as the job has replicas, each a replica with `cp` of 1.
+
+        Raises:
+            UnsupportedError: There are pipeline stages or slow ranks, or `tp` is not the fastest
+                axis.
+        """
+        made = self._plan(_along_dp(self.topology, speeds), ranks, speeds)
+        degrees = made.degrees
+        best = sorted(range(len(degrees)), key=lambda one: degrees[one], reverse=True)
+        kept = best[: self.topology.axes["dp"]]
+        return replace(
+            made, degrees=tuple(own if i in kept else (0,) for i, own in enumerate(degrees))
+        )
+
+    def _plan(self, whole: Topology, ranks: tuple[int, ...], speeds: Mapping[int, float]) -> Plan:
         gone = Failures.from_global_ranks(sorted(set(whole.ranks).difference(ranks)))
         given = {"speeds": dict(speeds)} if speeds else {}
         policy = replace(self.policy, drops_replicas=True)
@@ -90,3 +113,30 @@ class Job:
             "strategy": self.strategy,
             **{name: str(fact) for name, fact in self.facts.items()},
         }
+
+
+def along_dp(made: Plan) -> Plan:
+    """A plan by which each rank holds what it does by `made`, with all axes but `tp` in `dp`.
+
+    Raises:
+        UnsupportedError: There are pipeline stages or slow ranks, or `tp` is not the fastest axis.
+    """
+    topology = _along_dp(made.topology, made.rank_speeds)
+    firsts = topology.ranks[:: topology.axes["tp"]]
+    degrees = tuple(made.degrees[made.topology.coordinates(rank)["dp"]] for rank in firsts)
+    return Plan(topology.with_failed(made.topology.failed), made.units, made.policy, degrees)
+
+
+def _along_dp(topology: Topology, speeds: object) -> Topology:
+    """The same ranks and tensor-parallel groups, each of these at another place of `dp`."""
+    size = topology.axes["tp"]
+    # What the groups along cp of a replica hold depends on the slow ranks of all of them.
+    if topology.order[0] != "tp" or topology.axes.get("pp", 1) > 1 or speeds:
+        raise UnsupportedError(
+            f"Session: the end of a job of {topology.describe()}",
+            found="pipeline stages, slow ranks, or tp not as the fastest axis",
+            why="A tensor-parallel group is no replica of its own then.",
+            fix="Start the job again from its last checkpoint.",
+        )
+    axes = dict.fromkeys(topology.axes, 1) | {"tp": size, "dp": topology.world_size // size}
+    return Topology(axes, topology.order, offset=topology.offset)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, UnsupportedError
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    DivergenceError,
+    TopologyError,
+    UnsupportedError,
+)
 
 __all__ = [
     "applied_by_hand",
     "backend",
+    "cannot_go_on",
     "changed_after_finish",
     "closed",
     "drifted",
@@ -152,4 +159,16 @@ def drifted(found: str, optimizer: object) -> DivergenceError:
         "of a shard, or draws at random, changes the same element differently on each.",
         fix="Use an elementwise optimizer, such as AdamW or SGD, with the same settings on all "
         "ranks, and go on from a checkpoint of before.",
+    )
+
+
+def cannot_go_on(error: TopologyError, applied: int, *, is_saved: bool) -> TopologyError:
+    """The error of `plan` for the ranks that are left, and what is left of the training."""
+    left = (
+        f"at_end was called with the state after {applied} steps."
+        if is_saved
+        else "its last checkpoint is what is left, and at_end was not called."
+    )
+    return TopologyError(
+        error.asked, found=error.found, why=error.why, fix=f"Start the job again: {left}"
     )

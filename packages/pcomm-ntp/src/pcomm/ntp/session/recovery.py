@@ -8,7 +8,13 @@ from collections.abc import Mapping
 import torch
 
 from pcomm.core.control import Control
-from pcomm.core.errors import PeerError, PeerTimeoutError
+from pcomm.core.errors import (
+    LayoutError,
+    PeerError,
+    PeerTimeoutError,
+    TopologyError,
+    UnsupportedError,
+)
 from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.ntp.planning.plan import Plan
@@ -50,6 +56,8 @@ class Recovery:
         is_ready: True while the gradients of the next step are summed and not applied.
         stops: True once a rank has asked to end, known to all.
         transitions: How each generation came about and what it took, the newest last.
+        ending: Error with which the job ends, since the ranks that are left cannot go on; None
+            while they can. They hold all units, and are to call `at_end` before.
     """
 
     def __init__(self, job: Job, membership: Membership) -> None:
@@ -63,6 +71,7 @@ class Recovery:
         self._buffers, self._setbacks = KeptBuffers(), Setbacks()
         self._has_state = False
         self._settled = 0
+        self.ending: TopologyError | None = None
         self.transitions: list[Transition] = []
 
     # -- steps -------------------------------------------------------------------------------
@@ -200,6 +209,10 @@ class Recovery:
             if failed is None:
                 raise
             return failed
+        except (LayoutError, StateLostError, UnsupportedError) as error:
+            if self.ending is None:
+                raise
+            raise misuse.cannot_go_on(self.ending, self.applied, is_saved=False) from error
         return None
 
     def _settle(self, point: ResumePoint, reason: str, meet_s: float) -> None:
@@ -207,7 +220,7 @@ class Recovery:
         member, clock = self._membership, Clock()
         self._take_up(point)
         self.abandon()
-        made = self._job.plan(member.ranks, member.speeds)
+        made = self._plan(point)
         self._transfer.publish(point, self.held)
         control = member.control()
         self.opened = opened = self._open(made, control)
@@ -244,6 +257,24 @@ class Recovery:
         )
         self.transitions.append(took)
         member.settle()
+
+    def _plan(self, point: ResumePoint) -> Plan:
+        """The plan of the generation; where there is none, that for `at_end` alone."""
+        member, job = self._membership, self._job
+        try:
+            made = job.plan(member.ranks, member.speeds)
+        except TopologyError as error:
+            if point.generation == NONE:
+                raise
+            self.ending = misuse.cannot_go_on(error, self.applied, is_saved=job.has_end)
+            if not job.has_end:
+                raise self.ending from error
+            made = job.last_plan(member.ranks, member.speeds)
+        if self.ending is not None:
+            # Also for a process that joins when another rank dies in the end.
+            member.records.ask_to_stop()
+            self.stops = True
+        return made
 
     def _take_up(self, point: ResumePoint) -> None:
         """Hold the state of `point`: follow where this rank is behind."""
@@ -313,7 +344,7 @@ class Recovery:
             try:
                 return built, self._transfer.move(point, self.held, made, built, group)
             except StateLostError:
-                if self._job.restore is None:
+                if self._job.restore is None or self.ending is not None:
                     raise
                 # The optimizer has the scalars of the state that is lost.
                 built = self._build(made, opened, is_start=False)

@@ -80,7 +80,9 @@ class Session:
             step; called on all ranks when the job starts, and when a state is lost with its ranks.
         at_end: Function of the session that `close` calls on each rank with units, such as to save
             the last checkpoint. It may communicate: if a rank dies meanwhile, it is called again on
-            all ranks that are left, in the next generation.
+            all ranks that are left, in the next generation. It is also called before the
+            `TopologyError` of ranks that cannot go on but hold all units: in a last generation,
+            whose plan has a tensor-parallel group as each replica, and 1 for `cp`.
         facts: Facts that must be the same on all ranks, such as a digest of the configuration.
             Versions, topology and units are compared in any case.
         heartbeat_s: Seconds between two heartbeats of a rank.
@@ -100,7 +102,9 @@ class Session:
         UnsupportedError: Another backend than gloo, or an optimizer that does not work on parts of
             a tensor.
         PeerError: A process that joins cannot connect to the others.
-        TopologyError: All ranks of a tensor-parallel group are gone, and no replica is whole.
+        TopologyError: All ranks of a tensor-parallel group are gone, and no replica is whole;
+            where steps were applied, raised by `close`, after `at_end`, if other ranks hold all
+            units.
         FencedError: The others went on without this rank.
         StoreLostError: The process that hosts the store has ended, or its host does not answer.
     """
@@ -146,6 +150,7 @@ class Session:
             strategy=strategy,
             backend=backend,
             restore=restore,
+            has_end=at_end is not None,
             facts=dict(facts or {}),
             patience=limits,
             device=torch.device(device),
@@ -316,6 +321,7 @@ class Session:
             StateLostError: Steps are lost with ranks that died; the job goes on from its last
                 checkpoint when it is started again.
             PeerTimeoutError: Ranks did not come in time.
+            TopologyError: The ranks that are left cannot go on; `at_end` was called.
         """
         if self._is_closed:
             return
@@ -329,6 +335,8 @@ class Session:
             self._recovery.close()
         finally:
             self._membership.close()
+        if self._recovery.ending is not None:
+            raise self._recovery.ending
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.reshard import Moved, reshard, state_tensors
 from pcomm.ntp.session.held import Held
-from pcomm.ntp.session.job import Job
+from pcomm.ntp.session.job import Job, along_dp
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.resume_point import ResumePoint
 from pcomm.ntp.session.training_state import Built, scalars_of, set_scalars
@@ -78,6 +78,9 @@ class StateTransfer:
             # Deleted, since a later generation is complete.
             member.check_fence()
         old = Plan.from_json(text) if held is None else held.plan
+        if old.topology.axes != made.topology.axes:
+            # The last generation of a job that cannot go on has a topology of its own.
+            old, made = along_dp(old), along_dp(made)
         source = {}
         layouts: Mapping[str, ParamLayout] = {}
         if held is not None and held.built is not None:

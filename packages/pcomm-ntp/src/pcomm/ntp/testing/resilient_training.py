@@ -203,7 +203,8 @@ class Training:
         losses = []
         for turn, part in enumerate((slice(0, 2), slice(2, None))):
             loss = session.model(ids_T[part], targets_T[part])
-            weight = len(ids_T[part]) / tokens
+            # Ranks along cp have the same tokens.
+            weight = len(ids_T[part]) / tokens / self.topology.axes.get("cp", 1)
             step.backward(loss, weight=weight, is_last=turn == 1)
             losses.append(loss.item() * len(ids_T[part]))
         self._strike("reduction", step.number)

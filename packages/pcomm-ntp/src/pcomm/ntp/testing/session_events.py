@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from pcomm.core.process import RankPlace
 from pcomm.core.testing.namespaces import RatedNetwork
 from pcomm.ntp.planning.plan import Plan
 from pcomm.ntp.session import Session
+from pcomm.ntp.testing.seen_training import Seen, state_of
 
 __all__ = [
     "die_at_the_end",
@@ -26,6 +28,7 @@ __all__ = [
     "hold_for_joins",
     "host_store",
     "raise_at",
+    "save_state",
     "slow_down_at",
     "stop_with_a_newcomer",
 ]
@@ -98,6 +101,22 @@ def raise_at(session: Session, place: RankPlace, *, step: int, rank: int) -> Non
     """Raise an error of the program's own on one rank."""
     if (session.step, place.rank) == (step, rank):
         raise ValueError("no such file")
+
+
+def save_state(session: Session, *, folder: Path, dies: int | None = None) -> None:
+    """Save the plan and what this rank has, named by its number; an `at_end`.
+
+    Args:
+        session: The session.
+        folder: Folder of the files.
+        dies: Rank that ends its process instead.
+    """
+    if session.rank == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    session.check_fence()
+    state = state_of(session.model, session.optimizer)
+    seen = Seen(states={session.step: (session.plan.to_json(), state)})
+    torch.save(seen, folder / str(session.rank))
 
 
 def slow_down_at(session: Session, place: RankPlace, *, step: int, rank: int, speed: float) -> None:
