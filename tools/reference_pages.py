@@ -24,10 +24,53 @@ DOCS = ROOT / "docs"
 ENVIRONMENT = """\
 # Environment variables
 
-Every variable that pcomm reads. A value that cannot be read is an error, and so is a variable
-with the prefix `PCOMM_` that is not in this table.
+The variables of pcomm itself. A value that cannot be read is an error, and so is a variable with
+the prefix `PCOMM_` that is not in this table.
 
 """
+
+OTHERS_HEAD = """
+## Variables of launchers and libraries
+
+pcomm reads those of launchers. Those of libraries decide what torch, gloo and Triton do under it.
+`pcomm doctor` shows what is set of `NCCL_*`, `TORCH_*`, `GLOO_*`, `CUDA_*` and `OMP_NUM_THREADS`.
+
+| variable | whose | meaning |
+|---|---|---|
+"""
+
+OTHERS = {
+    "RANK": ("a launcher", "Number of this process in the job; logs name it."),
+    "WORLD_SIZE": ("a launcher", "Number of processes. Without it and `RANK` a process is alone."),
+    "MASTER_ADDR": ("a launcher", "Host of rank 0, where the ranks find each other."),
+    "MASTER_PORT": ("a launcher", "Port of the store there."),
+    **{v.name: ("a launcher", f"{v.meaning} It chooses the GPU.") for v in environment.LOCAL_RANKS},
+    "LOCAL_WORLD_SIZE": (
+        "torchrun",
+        "Number of processes of this host; where it is `WORLD_SIZE`, no interface is looked for.",
+    ),
+    "TORCHELASTIC_USE_AGENT_STORE": ("torchrun", "`True` if torchrun hosts the store itself."),
+    "TORCHELASTIC_RESTART_COUNT": ("torchrun", "Number of earlier starts of the job."),
+    "GLOO_SOCKET_IFNAME": (
+        "gloo",
+        "Network interface of the ranks on this host. Without it `connect` takes that on the route "
+        "to the first host where the name of this one stands for loopback.",
+    ),
+    "OMP_NUM_THREADS": (
+        "torch",
+        "Threads of a process on CPU. Ranks that pcomm starts, as by `--ranks`, have a share of the "
+        "cores instead.",
+    ),
+    "CUDA_VISIBLE_DEVICES": ("CUDA", "GPUs that a process sees."),
+    "TRITON_INTERPRET": ("Triton", "`1` runs the kernels of pcomm-nvls on CPU, by emulation."),
+    "TRITON_CACHE_DIR": ("Triton", "Compiled kernels; `pcomm bench nvls` sets it to time builds."),
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": (
+        "torch",
+        "`1` lets ranks share a GPU in pcomm-nvls, for tests; there is no multicast then.",
+    ),
+    "LD_LIBRARY_PATH": ("the loader", "Folders in which `pcomm doctor` looks for other NCCLs."),
+    "LD_PRELOAD": ("the loader", "Libraries among which it looks for one."),
+}
 
 CONFIGURATION = """\
 # Configuration keys
@@ -59,11 +102,16 @@ BOUNDS = {
 def pages() -> dict[str, str]:
     """Every generated page by its name under docs/."""
     return {
-        "reference/environment.md": ENVIRONMENT + environment.table(),
+        "reference/environment.md": ENVIRONMENT + environment.table() + _others(),
         "reference/configuration.md": CONFIGURATION + "\n".join(_configuration_lines()) + "\n",
         **face_pages(),
         "benchmarks/index.md": benchmark_page.text(benchmark_page.row_files(DOCS / "benchmarks")),
     }
+
+
+def _others() -> str:
+    rows = [f"| `{name}` | {whose} | {meaning} |\n" for name, (whose, meaning) in OTHERS.items()]
+    return OTHERS_HEAD + "".join(rows)
 
 
 def _configuration_lines() -> Iterator[str]:

@@ -1,7 +1,10 @@
+import re
+
 import pytest
 
 from benchmark_page import note, picture, sections, text
 from reference_pages import DOCS, pages
+from repository import ROOT
 
 PAGES = pages()
 
@@ -15,6 +18,16 @@ def test_configuration_page_has_a_table_for_each_section():
     page = PAGES["reference/configuration.md"]
     assert page.count("| key | takes | default | meaning |") == page.count("\n## ")
     assert "| `sequence` | true or false | `false` |" in page
+
+
+def test_environment_page_has_each_variable_that_the_sources_name():
+    name = r"""["'](\w+)["']"""
+    read = re.compile(rf"\b(?:environ|getenv)(?:\.\w+)?[\[(]{name}|{name} (?:not )?in os\.environ")
+    sources = [path for path in ROOT.glob("**/src/**/*.py") if "testing" not in path.parts]
+    found = {one for path in sources for pair in read.findall(path.read_text()) for one in pair}
+    assert {"RANK", "TRITON_INTERPRET"} < found
+    page = PAGES["reference/environment.md"]
+    assert [one for one in sorted(found - {""}) if f"| `{one}` |" not in page] == []
 
 
 CSV = """\
