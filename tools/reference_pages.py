@@ -58,8 +58,8 @@ OTHERS = {
     ),
     "OMP_NUM_THREADS": (
         "torch",
-        "Threads of a process on CPU. Ranks that pcomm starts, as by `--ranks`, have a share of the "
-        "cores instead.",
+        "Threads of a process on CPU. Ranks that pcomm starts, as by `--ranks`, have a share of "
+        "the cores instead.",
     ),
     "CUDA_VISIBLE_DEVICES": ("CUDA", "GPUs that a process sees."),
     "TRITON_INTERPRET": ("Triton", "`1` runs the kernels of pcomm-nvls on CPU, by emulation."),

@@ -41,7 +41,7 @@ class Job:
         strategy: Strategy by which gradients are summed.
         backend: `"gloo"` or `"nccl"`.
         restore: Function that loads a checkpoint; None where there is none.
-        has_end: Whether the program has a function for the end of the job.
+        has_end: True if the program has a function for the end of the job.
         facts: Facts that must be the same on all ranks, such as a digest of the configuration.
         patience: Time limits.
         device: Device of tensors between ranks.
