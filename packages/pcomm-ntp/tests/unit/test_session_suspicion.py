@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +13,11 @@ from torch import Tensor
 
 from pcomm.core.collectives import IdentityCollectives, InstrumentedCollectives, Pending
 from pcomm.core.collectives.call import Call
-from pcomm.core.testing.patience import wait_until
+from pcomm.core.errors import PeerError
+from pcomm.core.groups.communicators import abandon_communicator, new_communicator
+from pcomm.core.groups.options import CommOptions, grant
+from pcomm.core.testing.living import Living, left_behind
+from pcomm.core.testing.patience import PATIENCE_S, scaled_s, wait_until
 from pcomm.ntp.session.left_behind import wait_or_leave
 from pcomm.ntp.session.records import Records
 from pcomm.ntp.session.suspicion import SuspectedFailure, suspecting
@@ -58,6 +66,37 @@ def test_connecting_that_lacks_memory_is_an_error_of_this_rank(
     with pytest.raises(expected, match=str(error)) as raised:
         wait_or_leave(connect, lambda: None, lambda _: None, "connects")
     assert type(raised.value) is expected
+
+
+class _Waiting(dist.HashStore):
+    """A store that tells when a rank waits in it for the address of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_entered = threading.Event()
+
+    def wait(self, *args: Any) -> None:
+        self.is_entered.set()
+        super().wait(*args)
+
+
+def test_connecting_to_a_rank_that_never_comes_ends_by_itself_once_it_was_left() -> None:
+    store, granted = _Waiting(), grant(CommOptions(timeout_s=3600.0), "gloo", group="tp")
+
+    def connect() -> dist.ProcessGroup:
+        about = {"store": store, "rank": 0, "description": "tp", "connect_s": 0.5}
+        return new_communicator("tp", [0, 1], granted, **about)
+
+    def check() -> None:
+        if store.is_entered.is_set():
+            raise PeerError("a test", found="a failure", why="It is asked for.", fix="Go on.")
+
+    before, files = Living.now(), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(PeerError):
+        wait_or_leave(connect, check, abandon_communicator, "connects")
+    # By the limit on the agreement, however long an operation may take.
+    assert left_behind(before, within_s=scaled_s(PATIENCE_S)) == []
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files, "files that are closed")
 
 
 def test_a_rank_that_is_late_to_begin_is_not_silent() -> None:
