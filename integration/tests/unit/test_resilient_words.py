@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from pcomm.core.errors import ConfigError, PeerTimeoutError
 from pcomm.core.process import RankPlace, RankReport, ResilientRanks
@@ -51,17 +52,18 @@ def test_a_closed_port_is_told_without_a_store(
         train_resilient.join_resilient(f"127.0.0.1:{port}", 1, tmp_path)
 
 
-def test_a_rank_that_comes_back_imports_before_it_joins(
+def test_a_rank_that_comes_back_imports_and_takes_the_threads_of_the_others_before_it_joins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the moment that it joins the others wait for it, and torch takes seconds."""
-    order: list[str] = []
-    told = {"size": 2, "config": {}, "folder": str(tmp_path)}
+    order: list[object] = []
+    told = {"size": 2, "config": {}, "folder": str(tmp_path), "threads": 3}
+    monkeypatch.setattr(torch, "set_num_threads", order.append)
     monkeypatch.setattr(train_resilient, "_run_at", lambda _: (told, ""))
     monkeypatch.setattr(train_resilient.importlib, "import_module", order.append)
     monkeypatch.setattr(train_resilient, "resilient_rank", lambda *_: order.append("joins"))
     train_resilient.join_resilient("127.0.0.1:1", 1, tmp_path)
-    assert order == ["pcomm.integration.train.resilient", "torch._dynamo", "joins"]
+    assert order == ["pcomm.integration.train.resilient", "torch._dynamo", 3, "joins"]
 
 
 def test_an_error_of_the_run_is_not_that_of_the_address(
@@ -70,7 +72,7 @@ def test_an_error_of_the_run_is_not_that_of_the_address(
     def fails(*_: object) -> None:
         raise OSError("No space left on device")
 
-    told = {"size": 2, "config": {}, "folder": str(tmp_path)}
+    told = {"size": 2, "config": {}, "folder": str(tmp_path), "threads": torch.get_num_threads()}
     monkeypatch.setattr(train_resilient, "_run_at", lambda _: (told, ""))
     monkeypatch.setattr(train_resilient, "resilient_rank", fails)
     with pytest.raises(OSError, match="No space left"):

@@ -68,7 +68,12 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
             ranks, threads=threads, preload=_OF_EVERY_RANK, imports_main=False
         ) as processes:
             place = processes.place(0)
-            told = {"size": ranks, "config": to_dict(config), "folder": str(run_dir.resolve())}
+            told = {
+                "size": ranks,
+                "config": to_dict(config),
+                "folder": str(run_dir.resolve()),
+                "threads": threads,
+            }
             place.store().set(_KEY, json.dumps(told))
             _log.warning(
                 "a rank R that has died comes back by: pcomm train --resilient --join %s:%d "
@@ -161,6 +166,10 @@ def join_resilient(address: str, rank: int, run_dir: Path) -> Outcome:
     # The others wait for a rank from the moment that it joins.
     for name in _OF_EVERY_RANK:
         importlib.import_module(name)
+    import torch
+
+    # Torch's own number is that of the cores, which this process shares with the other ranks.
+    torch.set_num_threads(run["threads"])
     # Errors of the run itself are not those of the address.
     return resilient_rank(replace(place, size=run["size"]), from_dict(run["config"]), run_dir)
 
