@@ -103,6 +103,7 @@ def test_what_cannot_be_converted(
 ) -> None:
     out = tmp_path / "out"
     assert "neither a checkpoint" in refused(capsys, tmp_path, "--out", out)
+    assert "no such folder" in refused(capsys, tmp_path / "absent", "--out", out)
     assert "keeps its weights in fp32" in refused(
         capsys, directory, "--out", out, "--dtype", "bf16"
     )

@@ -77,7 +77,9 @@ def run_to_directory(
     if checkpoint is None:
         raise ConfigError(
             f"convert: {run_dir}",
-            found="neither a checkpoint of a run nor a config.json",
+            found="neither a checkpoint of a run nor a config.json"
+            if run_dir.is_dir()
+            else "no such folder",
             why="A run is converted to a Hugging Face directory, and a directory to a run.",
             fix="Give the --out folder of a `pcomm train` that has reached a checkpoint, or a "
             "directory with config.json and safetensors.",
