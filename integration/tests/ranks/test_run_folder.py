@@ -65,6 +65,16 @@ def test_another_text_is_refused_before_the_folder_changes(
     assert run_words(text, run, "train.steps=5").steps == 5
 
 
+def test_a_folder_that_is_a_hugging_face_directory_is_left_alone(
+    text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config\.json of a Hugging Face directory"):
+        run_words(text, tmp_path)
+    # The lock stays, as that of any run.
+    assert {path.name for path in tmp_path.iterdir()} <= {"config.json", "run.lock"}
+
+
 @pytest.mark.parametrize("path", ["absent.txt", "blank.txt"])
 def test_a_restart_with_a_text_that_is_none_keeps_the_results(
     text: Path, tmp_path: Path, path: str

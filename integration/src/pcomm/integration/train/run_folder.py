@@ -18,6 +18,7 @@ from pcomm.integration.checkpoint.reader import check_index
 from pcomm.integration.config import Config
 from pcomm.integration.config_file import to_toml
 from pcomm.integration.data.preparation import build_beside
+from pcomm.integration.huggingface.directory import CONFIG
 from pcomm.integration.huggingface.run_files import forget_directory, placed_files
 from pcomm.integration.train.run_lock import holder_of, lock_run
 
@@ -34,7 +35,7 @@ _log = logging.getLogger("pcomm.train")
 
 
 def check_resumable(config: Config, run_dir: Path, corpus: str | None = None) -> None:
-    """Refuse a checkpoint that this run cannot go on from. Local.
+    """Refuse a folder, or a checkpoint in it, that this run cannot go on from. Local.
 
     Args:
         config: Validated.
@@ -42,9 +43,17 @@ def check_resumable(config: Config, run_dir: Path, corpus: str | None = None) ->
         corpus: Fingerprint of the tokenised text; None to check the rest before there is one.
 
     Raises:
-        ConfigError: The newest checkpoint is damaged, of another model or other batches, or of
-            a longer run.
+        ConfigError: The folder is a Hugging Face directory; or the newest checkpoint is damaged, of
+            another model or other batches, or of a longer run.
     """
+    if (run_dir / CONFIG).is_file():
+        raise ConfigError(
+            f"train: folder {run_dir}",
+            found=f"{CONFIG} of a Hugging Face directory",
+            why="With checkpoints of a run beside it nothing would say which weights are meant.",
+            fix="Give --out a folder of its own, and start from the weights here with "
+            "`pcomm convert` or model.from.",
+        )
     checkpoint = newest(run_dir)
     if checkpoint is None:
         return
