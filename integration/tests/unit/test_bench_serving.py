@@ -58,7 +58,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     ("module", "part", "told"),
     [
         (theirs, "tiny", "pip install transformers"),
-        (server, "server", r"pip install 'pcomm-integration\[serve\]'"),
+        (server, "server", r"pip install \./packages/.* '\./integration\[serve\]'"),
     ],
 )
 def test_a_package_that_is_missing_is_named_before_minutes_of_measuring(

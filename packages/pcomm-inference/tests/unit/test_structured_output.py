@@ -317,5 +317,7 @@ def test_what_is_missing_is_an_error_of_requests_with_a_grammar_alone(tokens, mo
     monkeypatch.setitem(sys.modules, "llguidance", None)
     compiler = grammar_compiler.GrammarCompiler(tokens, VOCABULARY)
     assert compiler.compile(SamplingParams()) is None
-    with pytest.raises(UnsupportedError, match=r"pip install 'pcomm-inference\[structured\]'"):
+    with pytest.raises(
+        UnsupportedError, match=r"pip install \./packages/.*pcomm-inference\[structured\]'"
+    ):
         compiler.compile(SamplingParams(json_schema="{}"))

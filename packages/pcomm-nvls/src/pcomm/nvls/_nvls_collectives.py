@@ -15,6 +15,7 @@ from pcomm.core.collectives.checks import gather_sizes, scatter_sizes
 from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.collectives.out import check_out, deliver, is_dense
 from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core.errors import LayoutError
 from pcomm.core.groups.group import Group
 from pcomm.nvls.collectives.all_gather_into_tensor import (
     all_gather_into_tensor,
@@ -72,7 +73,7 @@ class NvlsCollectives(InstrumentedCollectives):
             case "reduce_scatter":
                 return self._reduce_scatter(call)
             case "all_reduce" if call.op == "sum":
-                check_out(call)
+                self._check_out(call)
                 x, out = _plain(call)
                 return _delivered(all_reduce(x, out=out, workspace=self.workspace), call)
             case _:
@@ -80,7 +81,12 @@ class NvlsCollectives(InstrumentedCollectives):
 
     def start(self, call: Call) -> Pending:
         """Issue an operation; a kernel is ready at once, in the order of the current stream."""
-        return Pending.ready(self.run(call)) if self._is_ours(call) else self.inner.start(call)
+        try:
+            is_ours = self._is_ours(call)
+        except LayoutError:
+            self.skip(call.operation)
+            raise
+        return Pending.ready(self.run(call)) if is_ours else self.inner.start(call)
 
     def recording(self) -> AbstractContextManager[None]:
         """See `Collectives.recording`."""
@@ -110,8 +116,7 @@ class NvlsCollectives(InstrumentedCollectives):
         return workspace.choose(question).algorithm != "dist"
 
     def _all_gather(self, call: Call) -> Tensor:
-        length, uneven = gather_sizes(call, self.rank, self.size)
-        check_out(call, length)
+        uneven = self._check_out(call, gather_sizes)
         if uneven is not None:
             return self._by_rows(all_gather_v, call, uneven)
         x, out = _plain(call)
@@ -119,13 +124,28 @@ class NvlsCollectives(InstrumentedCollectives):
         return _delivered(result, call)
 
     def _reduce_scatter(self, call: Call) -> Tensor:
-        length, uneven = scatter_sizes(call, self.rank, self.size)
-        check_out(call, length)
+        uneven = self._check_out(call, scatter_sizes)
         if uneven is not None:
             return self._by_rows(reduce_scatter_v, call, uneven)
         x, out = _plain(call)
         result = reduce_scatter_tensor(x, out=out, workspace=self.workspace, dim=call.dim)
         return _delivered(result, call)
+
+    def _check_out(
+        self,
+        call: Call,
+        sizes_of: Callable[[Call, int, int], tuple[int, Sequence[int] | None]] | None = None,
+    ) -> Sequence[int] | None:
+        """Sizes of uneven shards, or None; `inner` counts a call that is refused."""
+        length, uneven = None, None
+        try:
+            if sizes_of is not None:
+                length, uneven = sizes_of(call, self.rank, self.size)
+            check_out(call, length)
+        except LayoutError:
+            self.skip(call.operation)
+            raise
+        return uneven
 
     def _by_rows(self, run: Callable[..., Tensor], call: Call, sizes: Sequence[int]) -> Tensor:
         """An operation on uneven shards, which has a kernel for rows."""
