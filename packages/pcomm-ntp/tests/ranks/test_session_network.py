@@ -89,6 +89,8 @@ def test_a_store_whose_host_has_no_network_ends_every_rank(hosts: Hosts) -> None
         ranks.start(train_on_hosts, hosts.args(topology, 10**6, (), patience, hold))
         wait_until(lambda: hosts.store.add("held", 0) == 2, "two ranks that train")
         hosts.store.set("go", "1")
+        # Until then they call the store themselves, whose error would be torch's.
+        wait_until(lambda: hosts.store.add("released", 0) == 2, "two ranks that go on")
         hosts.disconnect(STORE)
         reports = ranks.wait(timeout_s=scaled_s(60.0))
     assert all(isinstance(report.error, StoreLostError) for report in reports.values()), reports

@@ -52,12 +52,16 @@ def hold_for_failure(session: Session, place: RankPlace, *, step: int) -> None:
 
 
 def hold_for(session: Session, place: RankPlace, *, key: str, step: int) -> None:
-    """Wait at the beginning of a step until a key is there; count those that wait as `held`."""
+    """Wait at the beginning of a step until a key is there; count those that wait as `held`.
+
+    Those that go on count as `released`, in the last call of theirs to this connection.
+    """
     if session.step == step and session.generation == 0:
         store = place.store()
         store.add("held", 1)
         while not store.check([key]):
             time.sleep(0.005)
+        store.add("released", 1)
 
 
 def from_the_start(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
