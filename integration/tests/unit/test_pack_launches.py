@@ -12,6 +12,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
+pytest.importorskip("pcomm.nvls", reason="pcomm-nvls, which has the driver, is not installed")
 
 # In a process of its own: where Triton interprets, it is decided by the import of the kernels.
 PROGRAM = """
