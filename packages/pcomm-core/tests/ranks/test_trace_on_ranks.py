@@ -52,8 +52,9 @@ def test_an_operation_ends_when_the_last_rank_has_joined_it(rank: int) -> None:
         control = groups["dp", "control"].collectives
         x = torch.full((4,), rank + 1.0)
         pending = watched.all_reduce_async(x) if rank == 0 else None
-        control.all_reduce(torch.zeros(1))
+        # Read before the other rank is let go: behind the control operation it may have joined.
         joined_s = recorder.clock()
+        control.all_reduce(torch.zeros(1))
         pending = pending or watched.all_reduce_async(x)
         assert_equal(pending.wait(), torch.full((4,), 3.0))
         event = recorder.events[0]
