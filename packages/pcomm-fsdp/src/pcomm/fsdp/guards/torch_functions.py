@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,6 @@ class Guards:
     def __init__(self, model: nn.Module, shards: Sequence[ParamShard | LocalParams]) -> None:
         self._allows_shards = False
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._handles: list[Any] = []
         _mark_gradients(shards)
         cut = [shard for shard in shards if shard.plan.gather.size > 1]
         if not cut:
@@ -64,10 +64,7 @@ class Guards:
         for module in model.modules():
             if any(inner in owners for inner in module.modules()):
                 self._guard_module(module, is_root=module is model)
-        hook = register_optimizer_step_pre_hook(partial(_before_step, weakref.ref(self)))
-        self._handles.append(hook)
-        # The hook is torch's, for all optimizers: it goes with the model.
-        weakref.finalize(model, hook.remove).atexit = False
+        _living_guards().add(self)
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
@@ -91,10 +88,8 @@ class Guards:
 
     def _guard_module(self, module: nn.Module, *, is_root: bool) -> None:
         what = f"a sharded {type(module).__name__}"
-        self._handles += [
-            module.register_state_dict_pre_hook(partial(_before_state_dict, self)),
-            module.register_load_state_dict_pre_hook(partial(_before_load, self)),
-        ]
+        module.register_state_dict_pre_hook(partial(_before_state_dict, self))
+        module.register_load_state_dict_pre_hook(partial(_before_load, self))
         vars(module).setdefault("__deepcopy__", partial(_refuse_copy, what))
         vars(module)["__reduce_ex__"] = partial(_refuse_pickle, what)
         if is_root:
@@ -185,10 +180,22 @@ def _mark_of(parameter: Any, guards: Guards) -> _ShardMark | None:
 # -- hooks that torch calls -------------------------------------------------------------------
 
 
-def _before_step(guards: weakref.ReferenceType[Guards], optimizer: Optimizer, *_: Any) -> None:
-    alive = guards()
-    if alive is not None:
-        alive.check_optimizer(optimizer)
+@functools.cache
+def _living_guards() -> weakref.WeakSet[Guards]:
+    """The guards of all living models of this process, asked before each step of any optimizer.
+
+    Torch has one list of such hooks. Ours stays in it: a hook that went with its model would change
+    the list whenever a model is collected, which may be while torch goes through it, and that ends
+    the step of an optimizer of another model with an error.
+    """
+    living: weakref.WeakSet[Guards] = weakref.WeakSet()
+    register_optimizer_step_pre_hook(partial(_before_step, living))
+    return living
+
+
+def _before_step(living: weakref.WeakSet[Guards], optimizer: Optimizer, *_: Any) -> None:
+    for guards in list(living):
+        guards.check_optimizer(optimizer)
 
 
 def _before_state_dict(guards: Guards, module: nn.Module, *_: Any) -> None:
