@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core_bench.runner import Row, compare, run_benchmark, time_cases
 from pcomm.core import Groups, run_local
 from pcomm.core.collectives import DistributedCollectives
 from pcomm.core.testing import assert_equal
-from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
 
 NAME = "host_cost"
 SIZE = 2

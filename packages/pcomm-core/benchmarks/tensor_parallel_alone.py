@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from core_bench.runner import Row, compare, run_benchmark, time_cases
 from pcomm.core import IdentityCollectives, Layout
 from pcomm.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -20,7 +21,6 @@ from pcomm.core.tensor_parallel import (
     VocabularyParallelEmbedding,
 )
 from pcomm.core.testing import assert_equal
-from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
 
 NAME = "tensor_parallel_alone"
 TOKENS, WIDTH, VOCABULARY = 16, 64, 256

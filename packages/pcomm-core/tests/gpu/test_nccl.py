@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.groups.options import CommOptions
-from pcomm.core.groups.spec import GroupSpec
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.groups.spec import CommOptions, GroupSpec
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 

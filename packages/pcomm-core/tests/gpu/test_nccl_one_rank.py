@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pcomm.core.groups.communicators import close_communicator, new_communicator
-from pcomm.core.groups.options import CommOptions, grant
+from pcomm.core.groups.spec import CommOptions, grant
 
 GPU = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import Groups
-from pcomm.core.memory.pools.nccl import NcclPools
-from pcomm.core.memory.pools.registry import PoolRegistry, State
+from pcomm.core.groups.open_groups import Groups
+from pcomm.core.memory.pool_backends import NcclPools
+from pcomm.core.memory.pools import PoolRegistry, State
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from pcomm.core.errors import ClosedError
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import Groups
-from pcomm.core.memory.symmetric.address import tensor_at
-from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
+from pcomm.core.groups.open_groups import Groups
+from pcomm.core.memory.symmetric_memory import SymmetricMemory
+from pcomm.core.memory.torch_memory import tensor_at
 
 pytestmark = [
     pytest.mark.gpu,

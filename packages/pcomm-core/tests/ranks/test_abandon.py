@@ -16,24 +16,25 @@ import torch.distributed as dist
 
 from pcomm.core.errors import ClosedError
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import Groups, open_groups
-from pcomm.core.testing.living import Living
+from pcomm.core.groups.open_groups import Groups, open_groups
+from pcomm.core.testing.assertions import Living
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.programs import Programs
 from pcomm.core.topology import Topology
 
 PROGRAM = """
-import os, signal, sys
+import gc, os, signal, sys
 import torch, torch.distributed as dist
 from pcomm.core.collectives.protocol import Pending
 from pcomm.core.control.control import Control
-from pcomm.core.control.failure_flag import FailureFlag
+from pcomm.core.control.agreement import FailureFlag
 from pcomm.core.errors import ClosedError, PeerError
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.groups.options import CommOptions
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.groups.spec import CommOptions
 from pcomm.core.groups.spec import GroupSpec
-from pcomm.core.testing.living import Living, left_behind
+from pcomm.core.testing.assertions import Living, left_behind
 from pcomm.core.topology import Topology
+from core_support.generations import following
 
 SIZE, LARGE, WAIT_S = 5, 128 * 1024, 3600.0
 # How the rank that all others wait for fails in each generation: rank 4, then 3, then 2.
@@ -114,7 +115,7 @@ def run(rank, path, fails):
                         continue
                     raise AssertionError("an abandoned communicator was used")
         alive.remove(victim)
-        control = control.next(alive)
+        control = following(control, alive)
         topology = topology.with_failed([victim])
         del groups, handles, pending, p
     left = left_behind(before, within_s=180.0)
@@ -123,6 +124,8 @@ def run(rank, path, fails):
     print(f"rank {rank}: ended, {'heard' in log}", flush=True)
 
 
+# Collections leave out what was imported: they are repeated until all is gone.
+gc.freeze()
 for number, fails in enumerate(JOBS):
     children = {}
     for rank in range(SIZE):

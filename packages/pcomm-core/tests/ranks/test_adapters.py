@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
 from pcomm.core.groups.device_mesh import device_mesh, groups_from_device_mesh
-from pcomm.core.groups.groups import Groups, open_groups
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.groups.open_groups import Groups, open_groups
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.errors import ConfigError, DivergenceError, PeerError, PeerTimeoutError
-from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.testing.default_group import default_group
-from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.testing.on_ranks import default_group, ranks
 from pcomm.core.topology import Topology
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch.distributed as dist
 
-from pcomm.core.control.agreement import agree_on_lines, fail_together
+from pcomm.core.control.control import Control
 from pcomm.core.errors import (
     ConfigError,
     DivergenceError,
@@ -55,14 +55,14 @@ def verdicts(
 @ranks(3)
 def test_without_an_error_nobody_raises(rank: int) -> None:
     for _ in range(3):
-        fail_together(store_of_job(), "check", None, rank, range(3), timeout_s=WAIT_S)
+        Control(store_of_job(), range(3), rank, timeout_s=WAIT_S).fail_together("check", None)
 
 
 @ranks(3)
 def test_the_rank_with_the_error_raises_its_own_and_the_others_repeat_it(rank: int) -> None:
     error = mistake() if rank == 1 else None
     with pytest.raises(PcommError) as caught:
-        fail_together(store_of_job(), "reading", error, rank, range(3), timeout_s=WAIT_S)
+        Control(store_of_job(), range(3), rank, timeout_s=WAIT_S).fail_together("reading", error)
     if rank == 1:
         assert caught.value is error
     else:
@@ -77,14 +77,14 @@ def test_the_rank_with_the_error_raises_its_own_and_the_others_repeat_it(rank: i
 def test_a_call_after_a_failed_one_is_a_new_one(rank: int) -> None:
     error = mistake() if rank == 0 else None
     with pytest.raises(PcommError):
-        fail_together(store_of_job(), "check", error, rank, range(3), timeout_s=WAIT_S)
-    fail_together(store_of_job(), "check", None, rank, range(3), timeout_s=WAIT_S)
+        Control(store_of_job(), range(3), rank, timeout_s=WAIT_S).fail_together("check", error)
+    Control(store_of_job(), range(3), rank, timeout_s=WAIT_S).fail_together("check", None)
 
 
 def test_several_errors_leave_each_rank_with_its_own() -> None:
     def call(store: dist.Store, rank: int) -> None:
         error = mistake(f"the value {rank}") if rank < 2 else None
-        fail_together(store, "check", error, rank, range(3), timeout_s=WAIT_S)
+        Control(store, range(3), rank, timeout_s=WAIT_S).fail_together("check", error)
 
     found = verdicts(call, range(3))
     assert [str(found[r]).splitlines()[0] for r in range(2)] == [
@@ -95,9 +95,9 @@ def test_several_errors_leave_each_rank_with_its_own() -> None:
 
 
 def test_alone_nothing_is_exchanged() -> None:
-    fail_together(None, "check", None, 0, range(1), timeout_s=SHORT_S)
+    Control(None, range(1), 0, timeout_s=SHORT_S).fail_together("check", None)
     with pytest.raises(ConfigError, match="the value 3"):
-        fail_together(None, "check", mistake(), 0, range(1), timeout_s=SHORT_S)
+        Control(None, range(1), 0, timeout_s=SHORT_S).fail_together("check", mistake())
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])
@@ -114,11 +114,11 @@ def test_a_rank_that_never_comes_is_named(absent: int) -> None:
 
     def fail(store: dist.Store, rank: int) -> None:
         limit = limit_s(store, "check", rank)
-        fail_together(store, "check", None, rank, range(3), timeout_s=limit)
+        Control(store, range(3), rank, timeout_s=limit).fail_together("check", None)
 
     def agree(store: dist.Store, rank: int) -> None:
         limit = limit_s(store, "plan", rank)
-        agree_on_lines(store, "plan", ["a"], rank, range(3), timeout_s=limit)
+        Control(store, range(3), rank, timeout_s=limit).agree("plan", ["a"])
 
     for call in (fail, agree):
         for problem in verdicts(call, (first, second)).values():
@@ -129,7 +129,7 @@ def test_a_rank_that_never_comes_is_named(absent: int) -> None:
 
 def test_who_has_an_error_keeps_it_when_another_rank_never_comes() -> None:
     def call(store: dist.Store, rank: int) -> None:
-        fail_together(store, "check", mistake(), rank, range(2), timeout_s=SHORT_S)
+        Control(store, range(2), rank, timeout_s=SHORT_S).fail_together("check", mistake())
 
     assert isinstance(verdicts(call, [0])[0], ConfigError)
 
@@ -138,13 +138,13 @@ def test_a_late_rank_does_not_go_on_alone() -> None:
     """Once a rank has given up, the one that comes later meets it in its next call or in none."""
     store = dist.HashStore()
     with pytest.raises(PeerTimeoutError):
-        fail_together(store, "check", None, 0, range(2), timeout_s=SHORT_S)
+        Control(store, range(2), 0, timeout_s=SHORT_S).fail_together("check", None)
     words = (
         r"ranks \[0\] of 2 did not arrive within 0\.2 s; of the call before, "
         r"ranks \[1\] of 2 did not arrive within 0\.3 s"
     )
     with pytest.raises(PeerTimeoutError, match=words):
-        fail_together(store, "check", None, 1, range(2), timeout_s=0.2)
+        Control(store, range(2), 1, timeout_s=0.2).fail_together("check", None)
 
 
 @ranks(3)
@@ -152,11 +152,11 @@ def test_ranks_that_agree_get_one_new_name_for_it(rank: int) -> None:
     store = store_of_job()
     names = []
     for _ in range(2):
-        name = agree_on_lines(store, "plan", ["a", "b"], rank, range(3), timeout_s=WAIT_S)
+        name = Control(store, range(3), rank, timeout_s=WAIT_S).agree("plan", ["a", "b"])
         store.set(f"name of {rank}", name)
-        fail_together(store, "written", None, rank, range(3), timeout_s=WAIT_S)
+        Control(store, range(3), rank, timeout_s=WAIT_S).fail_together("written", None)
         assert {store.get(f"name of {r}").decode() for r in range(3)} == {name}
-        fail_together(store, "read", None, rank, range(3), timeout_s=WAIT_S)
+        Control(store, range(3), rank, timeout_s=WAIT_S).fail_together("read", None)
         names.append(name)
     assert names[0] != names[1]
 
@@ -165,7 +165,7 @@ def test_ranks_that_agree_get_one_new_name_for_it(rank: int) -> None:
 def test_a_difference_is_told_to_every_rank(odd: int) -> None:
     def call(store: dist.Store, rank: int) -> None:
         lines = ["same", "other" if rank == odd else "usual", "tail"]
-        agree_on_lines(store, "plan", lines, rank, range(3), timeout_s=WAIT_S)
+        Control(store, range(3), rank, timeout_s=WAIT_S).agree("plan", lines)
 
     found = verdicts(call, range(3))
     texts = {str(problem) for problem in found.values()}
@@ -186,7 +186,7 @@ def test_a_difference_is_told_to_every_rank(odd: int) -> None:
 def test_the_first_difference_is_the_one_named(lines: list[str], words: str) -> None:
     def call(store: dist.Store, rank: int) -> None:
         mine = lines if rank == 1 else ["a", "b"]
-        agree_on_lines(store, "plan", mine, rank, range(2), timeout_s=WAIT_S)
+        Control(store, range(2), rank, timeout_s=WAIT_S).agree("plan", mine)
 
     for problem in verdicts(call, range(2)).values():
         with pytest.raises(DivergenceError, match=words):
@@ -201,7 +201,7 @@ def test_rounds_of_different_ranks_share_a_store() -> None:
         name = ""
         for step in range(3):
             lines = [f"half {half.start}", f"step {step}"]
-            name = agree_on_lines(store, "plan", lines, rank, half, timeout_s=WAIT_S)
+            name = Control(store, half, rank, timeout_s=WAIT_S).agree("plan", lines)
         return name
 
     names = verdicts(call, range(4))
@@ -213,7 +213,7 @@ def test_the_error_of_a_peer_may_be_of_any_kind() -> None:
 
     def call(store: dist.Store, rank: int) -> None:
         mine = error if rank == 0 else None
-        fail_together(store, "check", mine, rank, range(2), timeout_s=WAIT_S)
+        Control(store, range(2), rank, timeout_s=WAIT_S).fail_together("check", mine)
 
     found = verdicts(call, range(2))
     assert found[0] is error

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 from pcomm.core.errors import PcommError, TopologyError
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.groups.options import CommOptions
-from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.groups.spec import CommOptions, GroupSpec
 from pcomm.core.process import world
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology

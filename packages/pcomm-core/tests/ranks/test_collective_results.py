@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.default_group import default_collectives
-from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.testing.assertions import assert_equal
+from pcomm.core.testing.on_ranks import default_collectives, ranks
 
 OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from pcomm.core.collectives.autograd import DifferentiableCollectives, differentiable
 from pcomm.core.collectives.identity import IdentityCollectives
+from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import LayoutError, UnsupportedError
-from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.default_group import default_collectives
-from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.testing.assertions import assert_equal
+from pcomm.core.testing.on_ranks import default_collectives, ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 

@@ -13,9 +13,9 @@ from torch.distributed import distributed_c10d
 
 from pcomm.core.errors import PeerTimeoutError
 from pcomm.core.groups import communicators, opening
-from pcomm.core.groups.connecting_store import ConnectingStore
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.groups.options import CommOptions, grant
+from pcomm.core.groups.communicators import ConnectingStore
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.groups.spec import CommOptions, grant
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from core_support.generations import following, joined
 from pcomm.core.control.agreement_round import AgreementRound
-from pcomm.core.control.control import Control
-from pcomm.core.control.rank_sets import parsed, spelled, word_for
+from pcomm.core.control.control import Control, format_ranks, parse_ranks, ranks_key
 from pcomm.core.errors import (
     ConfigError,
     DivergenceError,
@@ -37,11 +37,17 @@ def tcp_store(_: Path) -> dist.Store:
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
-@pytest.fixture(params=[hash_store, file_store, tcp_store], ids=["hash", "file", "tcp"])
+@pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
-    made: dist.Store = request.param(tmp_path)
+    """That of a job, but where a test asks for any kind of store."""
+    made: dist.Store = getattr(request, "param", tcp_store)(tmp_path)
     assert not dist.is_initialized()
     return made
+
+
+on_any_store = pytest.mark.parametrize(
+    "store", [hash_store, file_store, tcp_store], ids=["hash", "file", "tcp"], indirect=True
+)
 
 
 def together(call: Callable[[int], object], callers: Iterable[int]) -> dict[int, object]:
@@ -93,6 +99,7 @@ def mistake() -> ConfigError:
 # -- a round ---------------------------------------------------------------------------------
 
 
+@on_any_store
 def test_ranks_agree_on_any_store(store: dist.Store) -> None:
     three = controls_of(store, range(3))
     names = [meet(three) for _ in range(4)]
@@ -242,7 +249,6 @@ def test_one_rank_needs_no_store() -> None:
     alone.agree("plan", ["anything"])
     with pytest.raises(ConfigError, match="steps: 0"):
         alone.fail_together("check", mistake())
-    assert alone.next([5]).generation == 1
 
 
 def test_one_rank_of_several_agrees_with_itself() -> None:
@@ -251,7 +257,7 @@ def test_one_rank_of_several_agrees_with_itself() -> None:
     assert alone.agree("plan", ["a"]) != alone.agree("plan", ["a"])
     with pytest.raises(ConfigError, match="steps: 0"):
         alone.fail_together("check", mistake())
-    Control(store, range(2), 0).next([0])
+    following(Control(store, range(2), 0), [0])
     with pytest.raises(FencedError):
         alone.agree("plan", ["a"])
 
@@ -294,24 +300,25 @@ def test_callers_outside_the_set_are_refused_at_once() -> None:
 )
 def test_ranks_are_spelled_as_runs(ranks: Iterable[int], text: str) -> None:
     members = tuple(ranks)
-    assert spelled(members) == word_for(members) == text
-    assert parsed(text) == members
+    assert format_ranks(members) == ranks_key(members) == text
+    assert parse_ranks(text) == members
 
 
 def test_a_long_set_has_a_short_word_of_its_own() -> None:
     even, other = range(0, 4096, 2), [*range(0, 4094, 2), 4095]
-    assert len(word_for(even)) == len(word_for(other)) < 45
-    assert word_for(even) != word_for(other)
-    assert parsed(spelled(even)) == tuple(even)
+    assert len(ranks_key(even)) == len(ranks_key(other)) < 45
+    assert ranks_key(even) != ranks_key(other)
+    assert parse_ranks(format_ranks(even)) == tuple(even)
 
 
 # -- generations -------------------------------------------------------------------------------
 
 
+@on_any_store
 def test_survivors_begin_a_generation_and_a_zombie_is_fenced(store: dist.Store) -> None:
     first = controls_of(store, range(3))
     meet(first)
-    second = {rank: first[rank].next([0, 1]) for rank in (0, 1)}
+    second = {rank: following(first[rank], [0, 1]) for rank in (0, 1)}
     told = {(c.generation, c.ranks, c.timeout_s) for c in second.values()}
     assert told == {(1, (0, 1), WAIT_S)}
     meet(second)
@@ -320,13 +327,12 @@ def test_survivors_begin_a_generation_and_a_zombie_is_fenced(store: dist.Store) 
         lambda: first[2].agree("plan", ["same"]),
         lambda: first[2].fail_together("check", None),
         lambda: first[2].among([1, 2]).agree("plan", ["same"]),
-        lambda: first[2].next([0, 1, 2]),
         lambda: Control(store, range(3), 2, generation=1),
     ):
         with pytest.raises(FencedError, match=r"generation 1 has begun, of ranks 0-1, without"):
             call()
     # A survivor that forgot to take the new one is told so, and nothing it wrote is read.
-    with pytest.raises(FencedError, match=r"has begun, of ranks 0-1\n(.*\n)*.*next\(\)"):
+    with pytest.raises(FencedError, match=r"has begun, of ranks 0-1\n(.*\n)*.*newest generation"):
         first[0].agree("plan", ["same"])
     assert store.num_keys() == before
     meet(second)
@@ -335,7 +341,7 @@ def test_survivors_begin_a_generation_and_a_zombie_is_fenced(store: dist.Store) 
 def test_a_zombie_that_has_an_error_keeps_it() -> None:
     store = dist.HashStore()
     pair = controls_of(store, range(2))
-    pair[0].next([0])
+    following(pair[0], [0])
     with pytest.raises(ConfigError, match="steps: 0"):
         pair[1].fail_together("check", mistake())
 
@@ -347,41 +353,25 @@ def test_a_rank_that_waits_leaves_when_a_generation_begins(store: dist.Store) ->
     def call(rank: int) -> object:
         if rank == 2:
             until(lambda: store.check([f"{first[0].prefix}/plan/at/{r}" for r in (0, 1)]))
-            return first[2].next([1, 2])
+            return following(first[2], [1, 2])
         return first[rank].agree("plan", ["same"])
 
     found = together(call, range(3))
     assert isinstance(found[0], FencedError)
     assert "without rank 0" in str(found[0])
     assert isinstance(found[1], FencedError)
-    assert "next()" in found[1].fix
-
-
-def test_of_several_proposals_one_counts_for_all(store: dist.Store) -> None:
-    four = controls_of(store, range(4))
-    proposals = {0: [0, 1, 2], 1: [0, 1], 2: [0, 1, 2], 3: [0, 1, 2, 3]}
-    found = together(lambda rank: four[rank].next(proposals[rank]), range(4))
-    members = {c.ranks for c in found.values() if isinstance(c, Control)}
-    assert len(members) == 1
-    (ranks,) = members
-    for rank in range(4):
-        assert isinstance(found[rank], Control if rank in ranks else FencedError)
-    meet({rank: c for rank, c in found.items() if isinstance(c, Control)})
-    # Again on the same control it is the same generation.
-    assert four[0].next([0]).ranks == ranks
+    assert "newest generation" in found[1].fix
 
 
 def test_a_rank_comes_back_in_a_later_generation(store: dist.Store) -> None:
     first = controls_of(store, range(3))
     for _ in range(3):
         meet(first)
-    second = {rank: first[rank].next([0, 1]) for rank in (0, 1)}
+    second = {rank: following(first[rank], [0, 1]) for rank in (0, 1)}
     meet(second)
-    with pytest.raises(PeerTimeoutError, match=r"is of ranks 0-1 after 0\.2 s"):
-        Control.join(store, 2, timeout_s=SHORT_S)
     found = together(
         lambda rank: (
-            Control.join(store, 2, timeout_s=WAIT_S) if rank == 2 else second[rank].next(range(3))
+            joined(store, 2, timeout_s=WAIT_S) if rank == 2 else following(second[rank], range(3))
         ),
         range(3),
     )
@@ -395,6 +385,7 @@ def test_a_rank_comes_back_in_a_later_generation(store: dist.Store) -> None:
         second[0].agree("plan", ["same"])
 
 
+@on_any_store
 def test_generations_may_be_counted_elsewhere(store: dist.Store) -> None:
     """Such as the number of restarts of a launcher, which may leave some out."""
     first = controls_of(store, range(3))
@@ -415,6 +406,7 @@ def test_generations_may_be_counted_elsewhere(store: dist.Store) -> None:
 # -- what is left in the store -----------------------------------------------------------------
 
 
+@on_any_store
 def test_a_long_run_does_not_fill_the_store(store: dist.Store) -> None:
     three = controls_of(store, range(3))
     short = controls_of(store, range(3), timeout_s=0.05)

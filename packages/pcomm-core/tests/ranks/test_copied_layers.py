@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives.autograd import DifferentiableCollectives
+from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
-from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.default_group import default_collectives
-from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.tensor_parallel.vocabulary import (
+    VocabularyParallelEmbedding,
+    vocabulary_parallel_cross_entropy,
+)
+from pcomm.core.testing.assertions import assert_equal
+from pcomm.core.testing.on_ranks import default_collectives, ranks
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
 

@@ -10,17 +10,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pcomm.core.collectives.identity import IdentityCollectives
+from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import LayoutError, UnsupportedError
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel import cross_entropy
-from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
+from pcomm.core.tensor_parallel import vocabulary as cross_entropy
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear
-from pcomm.core.tensor_parallel.param_layout import take_shard
-from pcomm.core.testing.close import assert_close
-from pcomm.core.testing.default_group import default_collectives
-from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.tensor_parallel.split import take_shard
+from pcomm.core.tensor_parallel.vocabulary import vocabulary_parallel_cross_entropy
+from pcomm.core.testing.assertions import assert_close
+from pcomm.core.testing.on_ranks import default_collectives, ranks
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
 UNEVEN = {2: (4, 3), 3: (5, 0, 2), 4: (1, 3, 0, 2)}

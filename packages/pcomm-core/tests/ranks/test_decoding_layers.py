@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.tensor_parallel.vocabulary import VocabularyParallelEmbedding
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
 
 

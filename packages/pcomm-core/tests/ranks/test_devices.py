@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,12 +17,12 @@ import torch.distributed as dist
 # Registers the backend "fake", whose collectives do nothing.
 import torch.testing._internal.distributed.fake_pg
 
+from pcomm.core import environment
 from pcomm.core.errors import ConfigError, PcommError, PeerError
-from pcomm.core.process import devices, environment
+from pcomm.core.process import world as devices
 from pcomm.core.process.world import connect
-from pcomm.core.testing.free_port import free_port
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s
+from pcomm.core.testing.programs import free_port
 
 LOCAL_RANKS = [variable.name for variable in environment.LOCAL_RANKS]
 
@@ -148,15 +146,15 @@ def test_a_process_has_the_device_of_its_local_rank(
     with Machine("one", num_devices, current).as_this_one(**variables):
         if isinstance(expected, str):
             with pytest.raises(ConfigError, match=expected):
-                devices.own_device(8, may_be_chosen=False)
+                devices._own_device(8, may_be_chosen=False)
         else:
-            assert devices.own_device(8, may_be_chosen=False).index == expected
+            assert devices._own_device(8, may_be_chosen=False).index == expected
 
 
 @ranks(2)
 def test_two_ranks_share_a_device_only_on_purpose(rank: int) -> None:
     """The default group has been made by the program, which may have chosen device 0."""
-    takes_cuda = mock.patch("pcomm.core.process.world.default_group_takes_cuda", return_value=True)
+    takes_cuda = mock.patch("pcomm.core.process.world._default_group_takes_cuda", return_value=True)
     forgotten, chosen = Machine("forgotten", 4), Machine("chosen", 4, current=rank)
     with takes_cuda:
         with forgotten.as_this_one():
@@ -187,57 +185,34 @@ def test_two_ranks_share_a_device_only_on_purpose(rank: int) -> None:
                 pass
 
 
-# Joins the same job again and again, each time with another local rank.
-PROGRAM = """\
-import json, os, sys
-sys.path.insert(0, os.environ["TESTS"])
-import torch.distributed as dist
-from pcomm.core.errors import PcommError
-from pcomm.core.process.world import connect
-from test_devices import Machine
-
-rank, told = int(os.environ["RANK"]), []
-for number, port in enumerate(os.environ["PORTS"].split()):
-    os.environ["MASTER_PORT"] = port
-    place = [{}, {"SLURM_LOCALID": str(rank)}, {"LOCAL_RANK": "1"}, {}][number]
-    backend = "gloo" if number == 3 else "cpu:gloo,cuda:fake"
-    with Machine("node", 2).as_this_one(**place):
-        try:
-            with connect(backend=backend) as world:
-                told.append(str(world.device))
-        except PcommError as problem:
-            told.append(type(problem).__name__)
-    assert not dist.is_initialized()
-with open(os.environ["FOLDER"] + f"/{rank}", "w") as file:
-    json.dump(told, file)
-"""
+@pytest.fixture
+def ports() -> list[int]:
+    return [free_port() for _ in range(4)]
 
 
-def test_launched_processes_have_devices_of_their_own(tmp_path: Path) -> None:
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    ports = " ".join(str(free_port()) for _ in range(4))
-    common = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        "PORTS": ports,
-        "FOLDER": str(tmp_path),
-        "TESTS": str(Path(__file__).parent),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(path)], env={**os.environ, **common, "RANK": str(rank)}
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=scaled_s(PATIENCE_S)) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    unknown, slurm, shared, gloo = zip(*told, strict=True)
+@ranks(2)
+def test_launched_processes_have_devices_of_their_own(
+    rank: int, ports: list[int], tmp_path: Path
+) -> None:
+    """They join the same job again and again, each time with another local rank."""
+    dist.destroy_process_group()
+    launcher = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    told = []
+    for number, port in enumerate(ports):
+        place = [{}, {"SLURM_LOCALID": str(rank)}, {"LOCAL_RANK": "1"}, {}][number]
+        backend = "gloo" if number == 3 else "cpu:gloo,cuda:fake"
+        with Machine("node", 2).as_this_one(**launcher, MASTER_PORT=str(port), **place):
+            try:
+                with connect(backend=backend) as world:
+                    told.append(str(world.device))
+            except PcommError as problem:
+                told.append(type(problem).__name__)
+        assert not dist.is_initialized()
+    store = dist.FileStore(str(tmp_path / "told"), 2)
+    store.set(str(rank), json.dumps(told))
+    unknown, slurm, shared, gloo = zip(
+        *(json.loads(store.get(str(r))) for r in (0, 1)), strict=True
+    )
     assert unknown == ("ConfigError", "ConfigError")
     assert slurm == ("cuda:0", "cuda:1")
     assert sorted(shared) == ["ConfigError", "PeerError"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from pcomm.core.control.failure_flag import FailureFlag
+from pcomm.core.control.agreement import FailureFlag
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 

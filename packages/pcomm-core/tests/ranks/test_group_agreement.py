@@ -20,9 +20,8 @@ from pcomm.core.errors import (
     TopologyError,
     UnsupportedError,
 )
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.groups.options import CommOptions
-from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.groups.spec import CommOptions, GroupSpec
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 

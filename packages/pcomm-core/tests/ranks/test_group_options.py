@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from pcomm.core.errors import ConfigError, DivergenceError, PeerError, UnsupportedError
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.groups.options import CommOptions, grant
-from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.groups.spec import CommOptions, GroupSpec, grant
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.testing.patience import PATIENCE_S
+from pcomm.core.testing.programs import PATIENCE_S
 from pcomm.core.topology import Topology
 
 PAIR = Topology({"dp": 2, "tp": 1})

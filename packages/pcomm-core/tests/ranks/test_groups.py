@@ -17,9 +17,8 @@ from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.errors import PeerError, TopologyError, UnsupportedError
 from pcomm.core.groups import communicators, opening
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import Groups, open_groups
-from pcomm.core.groups.options import CommOptions
-from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.groups.open_groups import Groups, open_groups
+from pcomm.core.groups.spec import CommOptions, GroupSpec
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 

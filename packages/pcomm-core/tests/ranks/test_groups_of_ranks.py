@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.collectives.instrumented import SpyCollectives
+from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.errors import DivergenceError, PeerError, TopologyError
-from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology

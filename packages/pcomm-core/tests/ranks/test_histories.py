@@ -1,6 +1,6 @@
 """Ranks with different pasts meet: one comes back, one skipped a call, one was left out.
 
-Each history is told for all that has to agree: opening groups, failure flags, and the ledger.
+Each history is told for all that has to agree: opening groups, and failure flags.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.control.failure_flag import FailureFlag
+from pcomm.core.control.agreement import FailureFlag
 from pcomm.core.errors import PeerTimeoutError
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.core.trace.ledgered import LedgeredCollectives, ledgered
 
 THREE = Topology({"dp": 3})
 # Far beyond what a round takes, and for calls to which no other rank comes.
@@ -41,7 +40,7 @@ def all_have_come(word: str, size: int) -> None:
 
 
 def agree_on_everything(topology: Topology, rank: int, word: str) -> None:
-    """Open the group, hear a flag of its last rank, compare operations, and close."""
+    """Open the group, hear a flag of its last rank, and close."""
     size = topology.world_size - len(topology.failed)
     with open_groups(topology, ["dp"], timeout_s=WAIT_S) as groups:
         group = groups["dp"]
@@ -51,10 +50,7 @@ def agree_on_everything(topology: Topology, rank: int, word: str) -> None:
         all_have_come(f"{word} sounded", size)
         assert flag.heard(round_number=0) == f"rank {group.ranks[-1]}: out of {word}"
         assert quiet.heard(round_number=0) is None
-        watched = ledgered(group.collectives, group, every=1, patience_s=0.2, timeout_s=WAIT_S)
-        assert float(watched.all_reduce(torch.ones(1))) == group.size
-        assert isinstance(watched, LedgeredCollectives)
-        watched.close()
+        assert float(group.collectives.all_reduce(torch.ones(1))) == group.size
 
 
 @ranks(3)
@@ -78,8 +74,6 @@ def test_a_call_that_one_rank_skipped_does_not_keep_the_ranks_apart(rank: int) -
                     open_groups(topology, ["dp"], timeout_s=SHORT_S)
                 with time_limit(SHORT_S), suppress(PeerTimeoutError):
                     FailureFlag(group, "work")
-                with time_limit(SHORT_S), suppress(PeerTimeoutError):
-                    ledgered(group.collectives, group, patience_s=0.1)
             all_have_come(f"{word} skipped", 2)
             agree_on_everything(topology, rank, word)
 

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.default_group import default_collectives
-from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.testing.assertions import assert_equal
+from pcomm.core.testing.on_ranks import default_collectives, ranks
 
 
 def numbers(rank: int, rows: int) -> Tensor:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.interruption import interruptible
+from pcomm.core.collectives.instrumented import interruptible
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.control.failure_flag import FailureFlag
+from pcomm.core.control.agreement import FailureFlag
 from pcomm.core.errors import PeerError
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 

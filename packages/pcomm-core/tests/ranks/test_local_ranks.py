@@ -15,8 +15,7 @@ import torch.distributed as dist
 from pcomm.core.errors import ConfigError
 from pcomm.core.process.local_ranks import LocalRanks, RankError, run_local
 from pcomm.core.testing.on_ranks import RankPool
-from pcomm.core.testing.patience import scaled_s, wait_until
-from pcomm.core.testing.programs import Programs, is_running
+from pcomm.core.testing.programs import Programs, is_running, scaled_s, wait_until
 
 # The tasks are `exec` and `eval`: a test module has no name under which another process could
 # import functions from it.
@@ -158,9 +157,8 @@ def test_a_rank_that_hangs_alone_is_the_one_named() -> None:
     [
         ("os._exit(7)", "exit code 7"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
     ],
-    ids=["exit", "SIGKILL", "SIGSEGV"],
+    ids=["exit", "SIGKILL"],
 )
 def test_a_rank_that_dies_is_named_with_its_end(end: str, words: str) -> None:
     source = f"""
@@ -206,24 +204,6 @@ def test_a_second_request_leaves_the_report_of_the_first() -> None:
     with LocalRanks(1) as ranks, pytest.raises(RankError, match="rank 0 of 1 failed") as caught:
         ranks.run(exec, program(source))
     assert isinstance(caught.value.error, KeyboardInterrupt)
-
-
-def test_the_server_of_ranks_outlives_a_request_to_stop() -> None:
-    """Sent to all processes, as a batch system does; the server knows how ranks end."""
-    source = """
-    import os, signal
-    from pcomm.core.process.local_ranks import LocalRanks
-    ranks = LocalRanks(1)
-    [server] = ranks.run(eval, ("__import__('os').getppid()",))
-    os.kill(server, signal.SIGTERM)
-    os.kill(server, signal.SIGINT)
-    print(ranks.run(eval, ("7 * 6",)))
-    # Nothing closes the ranks, and the program ends all the same.
-    """
-    with Programs() as programs:
-        process = programs.start(sys.executable, "-c", textwrap.dedent(source))
-        printed, logged = process.communicate(timeout=scaled_s(60))
-    assert printed == "[42]\n", logged
 
 
 def test_a_rank_that_died_between_two_tasks_is_named() -> None:
@@ -308,7 +288,7 @@ def test_another_error_is_told_with_its_traceback() -> None:
 )
 def test_an_error_that_cannot_travel_leaves_its_traceback(source: str) -> None:
     with pytest.raises(RankError, match="no pickle") as caught:
-        run_local(exec, 2, program(source))
+        run_local(exec, 1, program(source))
     assert caught.value.error is None
 
 
@@ -345,30 +325,24 @@ def test_a_task_may_end_the_default_group_itself() -> None:
         assert ranks.run(eval, (end,)) == first
 
 
-STUCK = {
-    "in Python": "time.sleep(600)",
-    # As in a tokenizer or a tensor operation that does not let other threads run.
-    "holding the interpreter": "ctypes.PyDLL(None).sleep(600)",
-}
-
-
-@pytest.mark.parametrize("stuck", STUCK)
-def test_ranks_end_when_their_parent_is_killed(
-    stuck: str, tmp_path: Path, programs: Programs
-) -> None:
+def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, programs: Programs) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         textwrap.dedent(
-            f"""
+            """
             import ctypes, os, sys, time
+            import torch.distributed as dist
             from pcomm.core.process.local_ranks import run_local
 
             def busy(folder):
                 # The server has imported them, and no rank does.
-                assert {{"colorsys", "pcomm.core.layout"}} <= set(sys.modules)
+                assert {"colorsys", "pcomm.core.layout"} <= set(sys.modules)
                 for pid in (os.getpid(), os.getppid()):
-                    open(os.path.join(folder, f"pid-{{pid}}"), "w").close()
-                {STUCK[stuck]}
+                    open(os.path.join(folder, f"pid-{pid}"), "w").close()
+                if dist.get_rank() == 0:
+                    time.sleep(600)
+                # As in a tokenizer or a tensor operation that does not let other threads run.
+                ctypes.PyDLL(None).sleep(600)
 
             if __name__ == "__main__":
                 # Not in the ranks, which run this script again under another name.

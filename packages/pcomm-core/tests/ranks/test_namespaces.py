@@ -15,14 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core_bench import rated_network as namespaces
+from core_bench.rated_network import RatedNetwork, obstacle, rated_network, traffic
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.groups.options import CommOptions, grant
-from pcomm.core.groups.spec import GroupSpec
-from pcomm.core.testing import namespaces
-from pcomm.core.testing.namespaces import RatedNetwork, obstacle, rated_network, traffic
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.groups.spec import CommOptions, GroupSpec, grant
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.testing.patience import wait_until
+from pcomm.core.testing.programs import wait_until
 from pcomm.core.topology import Topology
 
 FOLDER = Path("/run/netns")
@@ -80,7 +79,7 @@ def test_an_error_or_ctrl_c_leaves_nothing_behind(error: type[BaseException]) ->
 
 
 _CHILD = """
-from pcomm.core.testing.namespaces import rated_network
+from core_bench.rated_network import rated_network
 with rated_network(2, num_rails=1, mbit_per_s=100.0) as network:
     print(network.prefix, flush=True)
     input()

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core_support.generations import following
+from pcomm.core.control.agreement import FailureFlag, agree_in_group
 from pcomm.core.control.control import Control
-from pcomm.core.control.default import control_of_group, default_control
-from pcomm.core.control.failure_flag import FailureFlag
+from pcomm.core.control.without_control import control_of_group, default_control
 from pcomm.core.errors import (
     ConfigError,
     DivergenceError,
@@ -16,15 +17,13 @@ from pcomm.core.errors import (
     PeerError,
     TopologyError,
 )
-from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.memory.pools.fake import FakePools
-from pcomm.core.memory.pools.registry import PoolRegistry
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.memory.pool_backends import FakePools
+from pcomm.core.memory.pools import PoolRegistry
 from pcomm.core.process.world import connect
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.core.trace.ledgered import LedgeredCollectives, ledgered_groups
 
 # Far beyond what any of these tests may take: a rank that waits for it fails the test.
 WAIT_S = 3600.0
@@ -113,19 +112,19 @@ def test_all_that_agrees_goes_on_in_the_generation_of_the_survivors(rank: int) -
         with connect() as world, pytest.raises(FencedError):
             world.fail_together("test", None)
         return
-    following = control.next([0, 1])
+    later = following(control, [0, 1])
     left = everybody.with_failed([2])
-    with open_groups(left, ["dp"], timeout_s=WAIT_S, control=following) as groups:
+    with open_groups(left, ["dp"], timeout_s=WAIT_S, control=later) as groups:
         group = groups["dp"]
-        assert groups.control is following
+        assert groups.control is later
         assert sum_of_ranks(group) == 3
-        agree_in_group(group, "test", ["same"], control=following)
+        agree_in_group(group, "test", ["same"], control=later)
         with pytest.raises(DivergenceError, match="rank 0 has '0', rank 1 has '1'"):
-            agree_in_group(group, "test", [str(rank)], control=following)
-        flag = FailureFlag(following, "work")
+            agree_in_group(group, "test", [str(rank)], control=later)
+        flag = FailureFlag(later, "work")
         if rank == 0:
             flag.sound("out of paper", round_number=1)
-        following.agree("test: sounded")
+        later.agree("test: sounded")
         assert flag.heard(round_number=1) == "rank 0: out of paper"
         backend = FakePools()
         pools = PoolRegistry(groups, group, backend)
@@ -135,10 +134,6 @@ def test_all_that_agrees_goes_on_in_the_generation_of_the_survivors(rank: int) -
         arena.freeze()
         pools.bind(arena, [group])
         pools.unbind(arena)
-        watched = ledgered_groups(groups, every=1)
-        collectives = watched["dp"].collectives
-        assert isinstance(collectives, LedgeredCollectives)
-        assert sum_of_ranks(watched["dp"]) == 3
         agree_in_group(group, "test", ["same"])
         # By the default control it is the old generation that is asked, which is over.
         with pytest.raises(FencedError, match="of ranks 0-1"):
@@ -165,7 +160,7 @@ def test_without_torch_distributed_there_is_no_default_control() -> None:
 @ranks(2)
 def test_groups_of_a_later_generation_agree_in_it_wherever_they_are_passed_on(rank: int) -> None:
     """Features take groups alone, so a group knows by which control its ranks agree."""
-    later = default_control().next([0, 1])
+    later = following(default_control(), [0, 1])
     topology = Topology({"dp": 2, "tp": 1})
     with open_groups(topology, ["dp", "tp"], timeout_s=WAIT_S, control=later) as groups:
         derived = groups.with_collectives(lambda group: group.collectives)

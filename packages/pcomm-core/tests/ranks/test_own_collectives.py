@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from pcomm.core.collectives.identity import IdentityCollectives
+from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import ClosedError, ConfigError, PcommError, PeerError
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.memory.symmetric_memory import SymmetricMemory
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 

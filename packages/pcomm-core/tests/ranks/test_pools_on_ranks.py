@@ -9,14 +9,12 @@ import torch
 import torch.distributed as dist
 
 from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError, UnsupportedError
-from pcomm.core.groups.groups import Groups, open_groups
-from pcomm.core.memory.pools.arena import Arena
-from pcomm.core.memory.pools.fake import FakePools
-from pcomm.core.memory.pools.nccl import NcclPools
-from pcomm.core.memory.pools.registry import PoolRegistry
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.groups.open_groups import Groups, open_groups
+from pcomm.core.memory.pool_backends import FakePools, NcclPools
+from pcomm.core.memory.pools import Arena, PoolRegistry
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.testing.patience import PATIENCE_S
+from pcomm.core.testing.programs import PATIENCE_S
 from pcomm.core.topology import Topology
 
 SPECS = [("dp", "gather"), ("dp", "reduce"), ("dp", "control")]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from pcomm.core.process import Answer, LocalRanks, RankError, RankSession
-from pcomm.core.process import rank_session as module
-from pcomm.core.testing.living import Living
-from pcomm.core.testing.patience import wait_until
+from pcomm.core.process import local_ranks as module
+from pcomm.core.testing.assertions import Living
+from pcomm.core.testing.programs import wait_until
 
 SOURCE = """
 import os, signal, threading, torch
@@ -122,7 +122,7 @@ def test_an_error_that_cannot_travel_comes_as_its_words(session: RankSession) ->
 def test_a_rank_that_fails_alone_ends_the_session_although_the_other_waits_for_it(
     session: RankSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_GRACE_S", 0.3)
+    monkeypatch.setattr(module, "_ANSWER_GRACE_S", 0.3)
     with pytest.raises(RankError) as caught:
         session.ask("int('x') if rank else add(1)")
     lines = str(caught.value).splitlines()

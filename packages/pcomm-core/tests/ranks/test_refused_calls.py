@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pcomm.core.collectives.autograd import DifferentiableCollectives
-from pcomm.core.collectives.call import OperationName
 from pcomm.core.collectives.distributed import DistributedCollectives
-from pcomm.core.collectives.gloo.collectives import GlooCollectives
+from pcomm.core.collectives.gloo import GlooCollectives
 from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.collectives.instrumented import SpyCollectives
+from pcomm.core.collectives.protocol import Collectives, OperationName
 from pcomm.core.errors import (
     ClosedError,
     ConfigError,
@@ -26,10 +25,9 @@ from pcomm.core.errors import (
     TopologyError,
     UnsupportedError,
 )
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.default_group import default_collectives, default_group
-from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.testing.assertions import assert_equal
+from pcomm.core.testing.on_ranks import default_collectives, default_group, ranks
 from pcomm.core.testing.virtual import VirtualCollectives
 from pcomm.core.topology import Topology
 

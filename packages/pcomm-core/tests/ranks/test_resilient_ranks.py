@@ -10,28 +10,31 @@ import re
 import signal
 import sys
 import textwrap
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from pcomm.core.process.rank_error import RankError
+from pcomm.core.process.launch import RankError
 from pcomm.core.process.resilient_ranks import ResilientRanks
-from pcomm.core.testing.living import Living
-from pcomm.core.testing.patience import scaled_s, wait_until
-from pcomm.core.testing.programs import Programs, is_running
+from pcomm.core.testing.assertions import Living
+from pcomm.core.testing.programs import Programs, is_running, scaled_s, wait_until
 
 PROGRAM = """
 import os, pickle, signal, sys, time
 import torch, torch.distributed as dist
 from pcomm.core.control.control import Control
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.process import resilient_process
-from pcomm.core.process.rank_error import RankError
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.process import resilient_ranks
+from pcomm.core.process.launch import RankError
+from pcomm.core.process.local_ranks import LocalRanks
 from pcomm.core.process.resilient_ranks import ResilientRanks
 from pcomm.core.topology import Topology
+from core_support.generations import following, joined
 
 SIZE, WAIT_S = 4, 3600.0
+KEPT = []
 PLACES = ["has not begun", "in first_place", "in second_place"]
 # Every second generation is of all ranks and loses one of these; the next one goes on without it.
 VICTIMS = {0: 3, 2: 0, 4: 1}
@@ -40,7 +43,7 @@ VICTIMS = {0: 3, 2: 0, 4: 1}
 def generations(place):
     store, rank = place.store(timeout_s=WAIT_S), place.rank
     if place.incarnation:
-        control = Control.join(store, rank, timeout_s=WAIT_S)
+        control = joined(store, rank, timeout_s=WAIT_S)
     else:
         control = Control(store, range(SIZE), rank, timeout_s=WAIT_S)
     sums = []
@@ -56,7 +59,7 @@ def generations(place):
         assert dist.get_process_group_ranks(group.process_group) == list(control.ranks)
         assert dist.get_rank(group.process_group) == group.rank
         store.add(f"in {number}", 1)
-        following, victim = range(SIZE), VICTIMS.get(number)
+        members, victim = range(SIZE), VICTIMS.get(number)
         if rank == victim:
             signal.pause()
         if victim is None:
@@ -66,11 +69,11 @@ def generations(place):
             told = store.get(f"pcomm/ended/{1 + number // 2}").decode()
             assert told == f"{victim} 0 killed by SIGKILL", told
             groups.abandon()
-            following = sorted(set(control.ranks) - {victim})
+            members = sorted(set(control.ranks) - {victim})
         assert not dist.is_initialized()
         if number == 6:
             return sums
-        control = control.next(following)
+        control = following(control, members)
 
 
 def pauses(place):
@@ -115,7 +118,7 @@ class AfterCtrlC:
 
 
 def gets_a_request_late(place):
-    resilient_process.pickle = AfterCtrlC
+    resilient_ranks.pickle = AfterCtrlC
 
 
 class HalfOfIt:
@@ -133,7 +136,7 @@ class HalfOfIt:
 
 def stands_still(place):
     if place.rank == 0:
-        resilient_process.pickle = HalfOfIt
+        resilient_ranks.pickle = HalfOfIt
         # More than a pipe holds.
         return bytes(1 << 20)
     if place.rank == 1:
@@ -141,12 +144,23 @@ def stands_still(place):
 
 
 def main(job):
+    if job == "server":
+        ranks = LocalRanks(1)
+        [server] = ranks.run(eval, ("__import__('os').getppid()",))
+        os.kill(server, signal.SIGTERM)
+        os.kill(server, signal.SIGINT)
+        print(ranks.run(eval, ("7 * 6",)))
+        # Nothing closes the ranks, and the program ends all the same.
+        KEPT.append(ranks)
+        return
     if job == "late":
         with ResilientRanks(1) as ranks:
             ranks.start(gets_a_request_late)
             print(ranks.wait()[0].reason)
         return
     if job == "stacks":
+        begun = os.path.join(os.environ["FOLDER"], "stacks")
+        open(begun, "w").close()
         with ResilientRanks(1) as ranks:
             ranks.start(in_two_places)
             for place, opened in (
@@ -164,6 +178,7 @@ def main(job):
                 print([name for name in PLACES if name in told])
                 open(os.path.join(os.environ["FOLDER"], opened), "w").close()
             print(ranks.wait()[0].reason)
+        os.remove(begun)
         return
     if job == "half":
         with ResilientRanks(3) as ranks:
@@ -199,66 +214,78 @@ def main(job):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
-elif sys.argv[1] == "stacks":
+    for job in sys.argv[1:]:
+        print(f"job {job}", flush=True)
+        main(job)
+elif os.path.exists(os.path.join(os.environ["FOLDER"], "stacks")):
     # A rank that runs this file is not yet in its task.
     wait_for("imports", "begin")
 """
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    path = tmp_path / "program.py"
+def written(folder: Path) -> Path:
+    path = folder / "program.py"
     path.write_text(textwrap.dedent(PROGRAM))
     return path
 
 
-def test_killed_ranks_come_back_in_later_generations(program: Path, programs: Programs) -> None:
-    done = programs.run(sys.executable, program, "generations")
-    told = done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
+    """What each job printed, of one process that has imported torch and has one server of ranks."""
+    folder = tmp_path_factory.mktemp("jobs")
+    jobs = ["generations", "half", "stacks", "late", "server"]
+    with Programs() as programs:
+        environment = {**os.environ, "FOLDER": str(folder)}
+        done = programs.run(sys.executable, written(folder), *jobs, env=environment)
+    found: dict[str, list[str]] = {job: [done.stderr] for job in jobs}
+    for line in done.stdout.splitlines():
+        if line.startswith("job "):
+            lines = found[line.removeprefix("job ")] = []
+        else:
+            lines.append(line)
+    assert done.returncode == 0, done.stderr
+    return found
+
+
+def test_the_server_of_ranks_outlives_a_request_to_stop(printed: Mapping[str, list[str]]) -> None:
+    """Sent to all processes, as a batch system does; the server knows how ranks end."""
+    assert printed["server"] == ["[42]"]
+
+
+def test_killed_ranks_come_back_in_later_generations(printed: Mapping[str, list[str]]) -> None:
     # The sums show which ranks each generation was of.
-    assert done.stdout.splitlines() == [
+    assert printed["generations"] == [
         "0 1 [1111, 1101, 1111]",
         "1 1 [1111]",
         "2 0 [1111, 111, 1111, 1110, 1111, 1101, 1111]",
         "3 1 [1111, 1110, 1111, 1101, 1111]",
         "7 finished",
-    ], told
+    ]
 
 
 def test_a_rank_that_stands_still_within_its_report_keeps_nobody(
-    program: Path, programs: Programs
+    printed: Mapping[str, list[str]],
 ) -> None:
-    done = programs.run(sys.executable, program, "half")
-    told = done.stdout + done.stderr
-    killed = "killed by SIGKILL"
-    assert done.stdout.splitlines() == [killed, killed, "closed"], told
+    assert printed["half"] == ["killed by SIGKILL", "killed by SIGKILL", "closed"]
 
 
-def test_stacks_of_ranks_that_go_on_are_those_of_now(
-    program: Path, programs: Programs, tmp_path: Path
-) -> None:
-    environment = {**os.environ, "FOLDER": str(tmp_path)}
-    done = programs.run(sys.executable, program, "stacks", env=environment)
+def test_stacks_of_ranks_that_go_on_are_those_of_now(printed: Mapping[str, list[str]]) -> None:
     places = ["has not begun", "in first_place", "in second_place"]
-    assert done.stdout.splitlines() == [*(f"{[place]}" for place in places), "finished"], done
+    assert printed["stacks"] == [*(f"{[place]}" for place in places), "finished"]
 
 
 def test_a_request_after_the_task_does_not_lose_its_report(
-    program: Path, programs: Programs
+    printed: Mapping[str, list[str]],
 ) -> None:
-    done = programs.run(sys.executable, program, "late")
-    assert done.stdout == "finished\n", done
+    assert printed["late"] == ["finished"]
 
 
 @pytest.mark.parametrize("request_", ["kill", "Ctrl-C"])
-def test_ranks_end_with_their_launcher(
-    request_: str, program: Path, programs: Programs, tmp_path: Path
-) -> None:
+def test_ranks_end_with_their_launcher(request_: str, programs: Programs, tmp_path: Path) -> None:
     folder = tmp_path / "pids"
     folder.mkdir()
     environment = {**os.environ, "FOLDER": str(folder)}
-    launcher = programs.start(sys.executable, program, "pauses", env=environment)
+    launcher = programs.start(sys.executable, written(tmp_path), "pauses", env=environment)
 
     def are_in_their_task() -> bool:
         assert launcher.poll() is None, launcher.communicate()
@@ -269,7 +296,7 @@ def test_ranks_end_with_their_launcher(
     launcher.send_signal(signal.SIGKILL if request_ == "kill" else signal.SIGINT)
     printed, logged = launcher.communicate(timeout=scaled_s(60))
     stopped = [f"rank {rank} has stopped" for rank in range(2)]
-    assert printed == ("" if request_ == "kill" else f"{stopped}\n"), logged
+    assert printed == ("job pauses\n" if request_ == "kill" else f"job pauses\n{stopped}\n"), logged
     pids = [int(path.name.removeprefix("pid-")) for path in folder.iterdir()]
     wait_until(lambda: not any(map(is_running, pids)), "the end of all ranks")
 

@@ -11,10 +11,10 @@ from itertools import chain
 import pytest
 import torch
 
-from pcomm.core.collectives.gloo import collectives as gloo
-from pcomm.core.collectives.gloo import pairwise
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.collectives import gloo
+from pcomm.core.collectives import gloo as pairwise
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.errors import (
     ClosedError,
     ConfigError,
@@ -25,12 +26,11 @@ from pcomm.core.errors import (
     PeerTimeoutError,
     UnsupportedError,
 )
-from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.memory.symmetric import shm
-from pcomm.core.memory.symmetric.shm import SharedFileMemory
-from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.memory import backing as shm
+from pcomm.core.memory.backing import SharedFileMemory
+from pcomm.core.memory.symmetric_memory import SymmetricMemory
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.testing.programs import Programs
 from pcomm.core.topology import Topology
@@ -214,7 +214,7 @@ def test_what_cannot_be_had_is_an_error_on_every_rank(rank: int) -> None:
 
 @ranks(2)
 def test_a_large_buffer(rank: int) -> None:
-    num_bytes = 256 * MIB
+    num_bytes = 64 * MIB
     with open_groups(Topology({"tp": 2}), ["tp"], timeout_s=WAIT_S) as groups, nothing_is_left():
         memory = SymmetricMemory.open(groups["tp"], num_bytes)
         assert abs(memory.buffer_ptrs[1] - memory.buffer_ptrs[0]) >= num_bytes
@@ -235,8 +235,8 @@ import torch.distributed as dist
 from pcomm.core.control.control import Control
 from pcomm.core.errors import PeerTimeoutError
 from pcomm.core.groups.group import Group
-from pcomm.core.memory.symmetric.shm import SharedFileMemory
-from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
+from pcomm.core.memory.backing import SharedFileMemory
+from pcomm.core.memory.symmetric_memory import SymmetricMemory
 
 rank = 1 if os.fork() == 0 else 0
 control = Control(dist.FileStore(sys.argv[1], 2), (0, 1), rank, timeout_s=60.0)

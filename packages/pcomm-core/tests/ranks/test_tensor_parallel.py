@@ -10,19 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pcomm.core.collectives.adjoint import with_adjoint
-from pcomm.core.collectives.autograd import differentiable
+from core_support.split_layers import LayerCase, compare_layer
+from pcomm.core.collectives.autograd import differentiable, with_adjoint
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.layout import Layout, Run
-from pcomm.core.tensor_parallel import embedding, linear
-from pcomm.core.tensor_parallel import mappings as regions
-from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
+from pcomm.core.tensor_parallel import linear
+from pcomm.core.tensor_parallel import split as regions
+from pcomm.core.tensor_parallel import vocabulary as embedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pcomm.core.tensor_parallel.param_layout import ParamLayout, join_shards
-from pcomm.core.testing.close import assert_as_accurate, assert_close, assert_equal
-from pcomm.core.testing.default_group import default_collectives
-from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.testing.split_layers import LayerCase, compare_layer
+from pcomm.core.tensor_parallel.split import ParamLayout, join_shards
+from pcomm.core.tensor_parallel.vocabulary import VocabularyParallelEmbedding
+from pcomm.core.testing.assertions import assert_as_accurate, assert_close, assert_equal
+from pcomm.core.testing.on_ranks import default_collectives, ranks
 from pcomm.core.testing.virtual import run_virtual
 
 UNEVEN = {2: (4, 3), 3: (5, 0, 2), 4: (1, 3, 0, 2)}

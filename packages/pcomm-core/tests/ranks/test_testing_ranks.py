@@ -20,6 +20,7 @@ from pcomm.core.testing.programs import Programs
 
 TESTS = """
 import os
+import sys
 import threading
 
 import neighbour
@@ -51,6 +52,8 @@ def number():
 def test_fresh_memory_is_poisoned(rank):
     assert torch.empty(3).isnan().all()
     assert torch.get_num_threads() == 1
+    # Every new rank would spend seconds on the compiler before its first test.
+    assert "torch._inductor" not in sys.modules
 
 
 @ranks(2)
@@ -144,6 +147,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     folder = tmp_path_factory.mktemp("project")
     (folder / "test_ranks.py").write_text(textwrap.dedent(TESTS))
     (folder / "neighbour.py").write_text("NUMBER = 2\n")
+    # None of these tests uses what the server of ranks would import for seconds.
+    preloaded = "import pcomm.core.testing.on_ranks\npcomm.core.testing.on_ranks._PRELOADED = ()\n"
+    (folder / "conftest.py").write_text(preloaded)
     options = ["--import-mode=importlib", "-p", "no:cacheprovider", "--rootdir", "."]
     report = folder / "report.xml"
     with Programs() as programs:

@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from pcomm.core.collectives.protocol import Collectives, Pending
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.testing.patience import PATIENCE_S
+from pcomm.core.testing.programs import PATIENCE_S
 from pcomm.core.topology import Topology
-from pcomm.core.trace import gathering
-from pcomm.core.trace.gathering import gather_events
-from pcomm.core.trace.overlap import overlap_fraction
-from pcomm.core.trace.recorder import Recorder
-from pcomm.core.trace.traced import traced_groups
+from pcomm.core.trace import recording as gathering
+from pcomm.core.trace.events import overlap_fraction
+from pcomm.core.trace.recording import Recorder, gather_events, traced_groups
 
 
 def starts(c: Collectives, x: Tensor) -> dict[str, Pending]:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch.distributed as dist
 
-from pcomm.core.control.control import Control
-from pcomm.core.control.votes import Vote
+from pcomm.core.control.agreement import agree_in_group, vote
+from pcomm.core.control.control import Control, Vote
 from pcomm.core.errors import ConfigError, PeerError, PeerTimeoutError
-from pcomm.core.groups.agreement import agree_in_group, vote
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 

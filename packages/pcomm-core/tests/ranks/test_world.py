@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,19 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import pcomm.core.process.world
+from core_bench.rated_network import RatedNetwork, obstacle, rated_network
 from pcomm.core.errors import ConfigError, PcommError, PeerError
 from pcomm.core.process.world import World, _wait_for_all_to_leave, connect
-from pcomm.core.testing.free_port import free_port
-from pcomm.core.testing.namespaces import RatedNetwork, obstacle, rated_network
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s, wait_until
-from pcomm.core.testing.programs import Programs
+from pcomm.core.testing.programs import PATIENCE_S, Programs, free_port, scaled_s, wait_until
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -35,7 +35,7 @@ import json, os, sys
 import torch
 import torch.distributed as dist
 from pcomm.core.errors import ConfigError, PcommError
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.topology import Topology
 from pcomm.core.process.world import connect
 
@@ -222,28 +222,22 @@ def test_a_port_that_another_job_has_is_named(launcher: pytest.MonkeyPatch) -> N
     assert not dist.is_initialized()
 
 
-def test_a_launchers_variables_join_two_processes(tmp_path: Path, program: Path) -> None:
-    port = str(free_port())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program)],
-            env=environment(
-                tmp_path,
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE="2",
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
-            ),
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=scaled_s(PATIENCE_S)) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [seen_by(tmp_path, rank) for rank in range(2)] == [expected(0), expected(1)]
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@ranks(2)
+def test_a_launchers_variables_join_two_processes(rank: int, tmp_path: Path, port: int) -> None:
+    dist.destroy_process_group()
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with (
+        mock.patch.dict(os.environ, environment(tmp_path, **place), clear=True),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+    ):
+        exec(PROGRAM, {})
+    assert seen_by(tmp_path, rank) == expected(rank)
 
 
 def test_torchrun_joins_two_processes(tmp_path: Path, program: Path, programs: Programs) -> None:
@@ -287,60 +281,73 @@ def hosts(tmp_path: Path, programs: Programs) -> Iterator[TwoHosts]:
         yield TwoHosts(tmp_path, network, programs)
 
 
-def test_hosts_whose_names_are_loopback_meet_by_the_route_to_rank_0(
-    hosts: TwoHosts, program: Path
-) -> None:
-    started = [hosts.start(rank, sys.executable, program) for rank in range(2)]
-    for process in started:
-        _, told = process.communicate(timeout=scaled_s(PATIENCE_S))
-        assert process.returncode == 0, told
-    assert [seen_by(hosts.folder, rank) for rank in range(2)] == [expected(0), expected(1)]
+REFUSED = """\
+import os
+from pcomm.core.errors import ConfigError
+from pcomm.core.process.world import connect
+
+try:
+    with connect():
+        pass
+except ConfigError as problem:
+    print(problem)
+# And again, as it would by itself.
+del os.environ["GLOO_SOCKET_IFNAME"]
+os.environ["MASTER_PORT"] = "29513"
+"""
 
 
-def test_hosts_that_do_not_reach_each_other_are_an_error_on_both(
-    hosts: TwoHosts, program: Path
-) -> None:
-    """What the user has chosen is not replaced, and the error names it."""
+def test_hosts_whose_names_are_loopback_meet_by_the_route_to_rank_0(hosts: TwoHosts) -> None:
+    """What the user has chosen is not replaced: an error on both hosts names it."""
+    program = hosts.folder / "program.py"
+    program.write_text(REFUSED + PROGRAM)
     started = [
         hosts.start(rank, sys.executable, program, GLOO_SOCKET_IFNAME="lo") for rank in range(2)
     ]
     for process in started:
-        _, told = process.communicate(timeout=scaled_s(PATIENCE_S))
-        assert process.returncode == 1, told
-        assert "ConfigError: connect: MASTER_ADDR=10.77.0.1, MASTER_PORT=29512: rank" in told
-        assert "by the interface 'lo'." in told
-        assert "Set GLOO_SOCKET_IFNAME on each host" in told
+        printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
+        assert process.returncode == 0, logged
+        assert printed.startswith("connect: MASTER_ADDR=10.77.0.1, MASTER_PORT=29512: rank")
+        assert "by the interface 'lo'." in printed
+        assert "Set GLOO_SOCKET_IFNAME on each host" in printed
+    assert [seen_by(hosts.folder, rank) for rank in range(2)] == [expected(0), expected(1)]
 
 
 WAITING = """\
-import signal, sys
+import os, signal, sys
 from pcomm.core.process import world
 
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-with world.connect():
-    pass
+for rank, port in enumerate(sys.argv[1:]):
+    pid = os.fork()
+    if not pid:
+        os.environ |= {"RANK": str(rank), "MASTER_PORT": port}
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+        with world.connect():
+            pass
+        sys.exit("connected")
+    print(pid, flush=True)
+print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)])
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_waits_for_others_hears_a_request_to_stop(
-    rank: int, tmp_path: Path, programs: Programs
+    tmp_path: Path, programs: Programs
 ) -> None:
     """Rank 0 waits for the other one to come, rank 1 for an answer from where rank 0 should be."""
     path = tmp_path / "waiting.py"
     path.write_text(WAITING)
-    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    env = environment(tmp_path, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as taken:
-        port = silent.getsockname()[1] if rank else free_port()
-        env = environment(tmp_path, MASTER_PORT=str(port), **place)
-        process = programs.start(sys.executable, path, env=env)
-        if rank:
-            taken.enter_context(silent.accept()[0])
-        else:
-            wait_until(lambda: is_listening(port), "the store of rank 0")
-        process.terminate()
-        _, told = process.communicate(timeout=scaled_s(PATIENCE_S))
-        assert process.returncode == 7, told
+        own = free_port()
+        process = programs.start(sys.executable, path, own, silent.getsockname()[1], env=env)
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        taken.enter_context(silent.accept()[0])
+        wait_until(lambda: is_listening(own), "the store of rank 0")
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        printed, told = process.communicate(timeout=scaled_s(PATIENCE_S))
+        assert printed == "[7, 7]\n", told
 
 
 def is_listening(port: int) -> bool:
@@ -349,8 +356,12 @@ def is_listening(port: int) -> bool:
     return False
 
 
-def test_one_process_of_a_program_for_many_runs_alone(tmp_path: Path, program: Path) -> None:
-    subprocess.run([sys.executable, str(program)], env=environment(tmp_path), check=True)
+def test_one_process_of_a_program_for_many_runs_alone(
+    launcher: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launcher.setenv("FOLDER", str(tmp_path))
+    launcher.setattr(torch.cuda, "is_available", lambda: False)
+    exec(PROGRAM, {})
     assert seen_by(tmp_path, 0) == {
         "rank": 0,
         "size": 1,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from pcomm.core.command import main as cli
-from pcomm.core.command.bench import command as bench
+from pcomm.core import cli
 from pcomm.core.errors import ConfigError
 
 
@@ -32,42 +32,54 @@ class Counting:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
-    """The benchmarks that are installed: `counting`, and what a test appends."""
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A checkout that `pcomm` runs from, with the benchmarks `counting`, `toy-cars`, `broken`."""
     module = ModuleType("fake_benchmarks")
     module.counting = Counting()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_benchmarks", module)
-    found = [
-        EntryPoint("counting", "fake_benchmarks:counting", bench.GROUP),
-        EntryPoint("broken", "no_such_module_here:benchmark", bench.GROUP),
-    ]
-    monkeypatch.setattr(bench, "entry_points", lambda group: EntryPoints(found).select(group=group))
+    place = Path("packages", "pcomm-core", "src", "pcomm", "core", "cli.py")
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / place))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = "from fake_benchmarks import counting as command\n"
+    for folder, name, text in (
+        ("packages/pcomm-toy", "toy_cars_bench", found),
+        ("packages/pcomm-toy", "broken_bench", "import no_such_module_here\n"),
+        ("integration", "counting_bench", found),
+    ):
+        bench = tmp_path / folder / "benchmarks" / name
+        bench.mkdir(parents=True)
+        (bench / "__init__.py").touch()
+        (bench / "command.py").write_text(text)
     for name in ("PCOMM_LOG", "RANK"):
         monkeypatch.delenv(name, raising=False)
     logger = logging.getLogger("pcomm")
     handlers, level = list(logger.handlers), logger.level
-    yield found
+    yield tmp_path
     logger.handlers[:] = handlers
     logger.setLevel(level)
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("checkout")
 def test_without_a_name_it_lists_and_imports_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench"]) == 0
     shown = capsys.readouterr().out
-    assert "  counting " in shown
-    assert "  broken " in shown
+    assert shown == "benchmarks of this checkout:\n  broken\n  counting\n  toy-cars\n"
+    assert cli.main(["bench", "toy-cars", "--up-to", "2"]) == 7
+    assert capsys.readouterr().out == "0 1\n"
 
 
-def test_an_empty_list_says_so(
-    installed: list[EntryPoint], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("words", [[], ["gdn-cp", "--quick"]])
+def test_a_wheel_has_no_benchmarks_and_says_so(
+    words: list[str], checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    installed.clear()
-    assert cli.main(["bench"]) == 0
-    assert "no installed package brings any" in capsys.readouterr().out
+    shutil.rmtree(checkout)
+    assert cli.main(["bench", *words]) == 2
+    told = capsys.readouterr().err
+    assert "They are part of a checkout of pcomm, and of no wheel." in told
+    assert "pip install -e ./packages/pcomm-core" in told
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("checkout")
 def test_the_words_after_the_name_are_the_benchmarks_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -81,7 +93,7 @@ def test_the_words_after_the_name_are_the_benchmarks_own(
     assert "unrecognized arguments: --down-to 3" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("checkout")
 def test_errors_are_messages_unless_they_are_debugged(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["counting", "--up-to", "-1"]
     assert cli.main(["bench", *line]) == 2
@@ -91,7 +103,7 @@ def test_errors_are_messages_unless_they_are_debugged(capsys: pytest.CaptureFixt
             cli.main(words)
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("checkout")
 def test_unknown_names_and_broken_packages_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "countin"]) == 2
     error = capsys.readouterr().err
@@ -100,15 +112,12 @@ def test_unknown_names_and_broken_packages_are_errors(capsys: pytest.CaptureFixt
     assert "`pcomm bench` lists them" in error
     assert cli.main(["bench", "broken"]) == 2
     assert "pcomm bench broken: ModuleNotFoundError" in capsys.readouterr().err
-    assert cli.main(["bench", "gdn-cp"]) == 2
-    line = "python3 -m pip install ./packages/pcomm-core ./packages/pcomm-gdn-cp`"
-    assert line in capsys.readouterr().err
 
 
 def test_the_list_needs_no_torch() -> None:
     program = """
 import sys
-from pcomm.core.command import main as cli
+from pcomm.core import cli
 assert [cli.main(["bench"]), cli.main(["bench", "nothing-like-it"])] == [0, 2]
 assert "torch" not in sys.modules
 """

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from pcomm.core.collectives.autograd import DifferentiableCollectives
-from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.distributed import DistributedCollectives
-from pcomm.core.collectives.gloo.collectives import GlooCollectives
+from pcomm.core.collectives.gloo import GlooCollectives
 from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.collectives.instrumented import InstrumentedCollectives
-from pcomm.core.collectives.protocol import Collectives, Pending
-from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.collectives.instrumented import InstrumentedCollectives, SpyCollectives
+from pcomm.core.collectives.protocol import Call, Collectives, Pending
 from pcomm.core.testing.virtual import VirtualCollectives
-from pcomm.core.trace.ledgered import LedgeredCollectives
-from pcomm.core.trace.traced import TracedCollectives
+from pcomm.core.trace.recording import TracedCollectives
 
 METHODS = ("run", "start", "skip", "recording")
 NAMED = [name for name in vars(Collectives) if name[0] != "_" and name not in METHODS]
@@ -127,7 +124,6 @@ def test_a_wrapper_passes_on_the_call_itself() -> None:
         (InstrumentedCollectives, set()),
         (SpyCollectives, set()),
         (TracedCollectives, set()),
-        (LedgeredCollectives, set()),
         (VirtualCollectives, set()),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from pcomm.core.checkpoint.coverage import Box, first_gap
-from pcomm.core.checkpoint.planners import ShardLoadPlanner, ShardSavePlanner
-from pcomm.core.checkpoint.shard_view import FlatRange, ShardView
+from pcomm.core.checkpoint.dcp import Box, ShardLoadPlanner, ShardSavePlanner, first_gap
+from pcomm.core.checkpoint.views import FlatRange, ShardView
 from pcomm.core.errors import ConfigError
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.param_layout import ParamLayout, take_shard
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.tensor_parallel.split import ParamLayout, take_shard
+from pcomm.core.testing.assertions import assert_equal
 
 
 @st.composite

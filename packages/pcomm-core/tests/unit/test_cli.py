@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from pcomm.core.command import main as cli
+from pcomm.core import cli
 from pcomm.core.errors import ConfigError
 
 
@@ -95,7 +95,7 @@ def test_interrupt_ends_with_130() -> None:
 def test_a_reader_that_has_ended_is_no_traceback(count: int, unbuffered: str) -> None:
     program = f"""
 import sys
-from pcomm.core.command import main as cli
+from pcomm.core import cli
 cli._run = lambda *_: [print("words") for _ in range({count})] and 0
 sys.exit(cli.main(["echo"]))
 """
@@ -225,7 +225,7 @@ def test_a_wrong_option_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_and_the_errors_of_a_command_line_need_no_torch() -> None:
     program = """
 import sys
-from pcomm.core.command import main as cli
+from pcomm.core import cli
 codes = [cli.main(["--help"]), cli.main(["doctor", "--help"]), cli.main(["docter"])]
 assert codes == [0, 0, 2], codes
 assert "torch" not in sys.modules

@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from pcomm.core.groups.own_connections import OwnConnections
-from pcomm.core.process import unconnected_default as unconnected
-from pcomm.core.process.unconnected_default import unconnected_default
+from pcomm.core.control import without_control as unconnected
+from pcomm.core.control.without_control import unconnected_default
+from pcomm.core.groups.communicators import OwnConnections
 
 
 @contextlib.contextmanager

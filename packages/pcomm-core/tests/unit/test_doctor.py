@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 
-from pcomm.core.doctor import gpu, host, nccl, self_test, software
-from pcomm.core.doctor.examination import CHECKS, Check, examine
-from pcomm.core.doctor.probe import (
+from pcomm.core.doctor import checks
+from pcomm.core.doctor import command as self_test
+from pcomm.core.doctor.command import CHECKS, Check, examine
+from pcomm.core.doctor.report import (
     CudaFacts,
     DeviceFacts,
+    Finding,
     HostFacts,
+    MachineProbe,
+    MachineReport,
     NcclFile,
-    Probe,
     TorchFacts,
 )
-from pcomm.core.doctor.report import Finding, Report
 from pcomm.core.doctor.this_machine import ThisMachine, nccl_version
 
 GIB = 2**30
@@ -161,10 +163,10 @@ def test_a_broken_torch_leaves_the_other_checks_running() -> None:
 
 
 def test_a_check_that_fails_itself_is_a_finding() -> None:
-    def check_nothing(probe: Probe) -> list[Finding]:
+    def check_nothing(probe: MachineProbe) -> list[Finding]:
         raise ZeroDivisionError("by zero")
 
-    report = examine(FakeMachine(), checks=[check_nothing, host.check_process])
+    report = examine(FakeMachine(), checks=[check_nothing, checks.check_process])
     assert "ZeroDivisionError: by zero" in report.named("check_nothing").reason
     assert report.named("python").status == "ok"
 
@@ -178,14 +180,14 @@ def test_a_check_that_fails_itself_is_a_finding() -> None:
 )
 def test_shared_memory_is_judged_by_what_is_free(free: int, total: int, status: str) -> None:
     facts = replace(HOST, shared_memory_bytes=total, shared_memory_free_bytes=free)
-    finding = found(host.check_shared_memory, "shared_memory", FakeMachine(facts=facts))
+    finding = found(checks.check_shared_memory, "shared_memory", FakeMachine(facts=facts))
     assert finding.status == status
     assert ("--shm-size" in finding.fix) == (status != "ok")
 
 
 def test_few_open_files_come_with_the_command_to_raise_them() -> None:
     machine = FakeMachine(facts=replace(HOST, open_files=1024))
-    finding = found(host.check_open_files, "open_files", machine)
+    finding = found(checks.check_open_files, "open_files", machine)
     assert (finding.status, finding.value) == ("info", "limit 1,024")
     assert "ulimit -n 4096" in finding.fix
 
@@ -193,7 +195,7 @@ def test_few_open_files_come_with_the_command_to_raise_them() -> None:
 @pytest.mark.parametrize(("limit", "status"), [(4095, "info"), (4096, "ok")])
 def test_how_many_open_files_are_few(limit: int, status: str) -> None:
     machine = FakeMachine(facts=replace(HOST, open_files=limit))
-    assert found(host.check_open_files, "open_files", machine).status == status
+    assert found(checks.check_open_files, "open_files", machine).status == status
 
 
 def test_what_a_system_does_not_tell_is_not_guessed() -> None:
@@ -208,24 +210,24 @@ def test_what_a_system_does_not_tell_is_not_guessed() -> None:
 def test_torch_without_distributed_or_gloo_is_broken() -> None:
     without = replace(CPU_TORCH, is_distributed=False, backends={})
     machine = FakeMachine(installed=without)
-    assert found(software.check_torch, "torch.distributed", machine).status == "broken"
+    assert found(checks.check_torch, "torch.distributed", machine).status == "broken"
     without = replace(CPU_TORCH, backends={"gloo": False, "nccl": True, "mpi": False})
-    finding = found(software.check_torch, "torch.distributed", FakeMachine(installed=without))
+    finding = found(checks.check_torch, "torch.distributed", FakeMachine(installed=without))
     assert (finding.status, finding.value) == ("broken", "gloo: no, nccl: yes, mpi: no")
 
 
 def test_triton_without_its_interpreter() -> None:
     machine = FakeMachine(modules={"triton": "3.6.0"})
-    assert found(software.check_triton, "triton", machine).value == "3.6.0"
-    assert found(software.check_triton, "triton.interpreter", machine).status == "missing"
-    missing = found(software.check_triton, "triton", FakeMachine(modules={}))
+    assert found(checks.check_triton, "triton", machine).value == "3.6.0"
+    assert found(checks.check_triton, "triton.interpreter", machine).status == "missing"
+    missing = found(checks.check_triton, "triton", FakeMachine(modules={}))
     assert "No module named 'triton'" in missing.reason
     assert "pip install 'triton>=3.6'" in missing.fix
 
 
 def test_packages_of_pcomm_are_listed_and_others_are_not() -> None:
     machine = FakeMachine(wheels={"pcomm-nvls": "0.2.0", "pcomm-core": "0.1.0", "numpy": "2"})
-    findings = examine(machine, checks=[software.check_packages]).findings
+    findings = examine(machine, checks=[checks.check_packages]).findings
     assert [(f.name, f.value) for f in findings] == [
         ("pcomm-core", "0.1.0"),
         ("pcomm-nvls", "0.2.0"),
@@ -243,7 +245,7 @@ def test_variables_that_matter_are_shown_with_what_they_cost() -> None:
         "HOME": "/root",
         "MY_NCCL_": "x",
     }
-    report = examine(FakeMachine(variables=variables), checks=[software.check_variables])
+    report = examine(FakeMachine(variables=variables), checks=[checks.check_variables])
     assert [f.name for f in report.findings] == [
         "$CUDA_VISIBLE_DEVICES",
         "$GLOO_SOCKET_IFNAME",
@@ -259,7 +261,7 @@ def test_variables_that_matter_are_shown_with_what_they_cost() -> None:
 
 def test_a_misspelt_variable_of_pcomm_is_broken() -> None:
     machine = FakeMachine(variables={"PCOMM_TIMOUT_S": "5"})
-    finding = found(software.check_variables, "variables", machine)
+    finding = found(checks.check_variables, "variables", machine)
     assert finding.status == "broken"
     assert "PCOMM_TIMEOUT_S" in finding.fix
 
@@ -268,7 +270,7 @@ def test_a_misspelt_variable_of_pcomm_is_broken() -> None:
 
 
 def test_one_nccl_is_ok_and_its_versions_are_told() -> None:
-    report = examine(FakeMachine(), checks=[nccl.check_nccl])
+    report = examine(FakeMachine(), checks=[checks.check_nccl])
     assert [f.status for f in report.findings] == ["ok", "ok", "ok"]
     assert report.named("nccl").value == "torch was built with 2.29.3, loaded 2.29.3+cuda13.0"
 
@@ -286,7 +288,7 @@ def test_one_nccl_is_ok_and_its_versions_are_told() -> None:
 def test_two_nccl_wheels_are_broken(torch: TorchFacts | ImportError, fix: str) -> None:
     wheels = {"nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.29.3"}
     machine = FakeMachine(installed=torch, wheels=wheels)
-    finding = found(nccl.check_nccl, "nccl.wheels", machine)
+    finding = found(checks.check_nccl, "nccl.wheels", machine)
     assert finding.status == "broken"
     assert "nvidia/nccl/" in finding.reason
     assert "pip uninstall -y nvidia-nccl-cu12 nvidia-nccl-cu13" in finding.fix
@@ -295,7 +297,7 @@ def test_two_nccl_wheels_are_broken(torch: TorchFacts | ImportError, fix: str) -
 
 def test_a_wheel_for_another_cuda_is_broken() -> None:
     finding = found(
-        nccl.check_nccl, "nccl.wheels", FakeMachine(wheels={"nvidia-nccl-cu12": "2.27.5"})
+        checks.check_nccl, "nccl.wheels", FakeMachine(wheels={"nvidia-nccl-cu12": "2.27.5"})
     )
     assert finding.status == "broken"
     assert "CUDA 13.0" in finding.reason
@@ -303,13 +305,13 @@ def test_a_wheel_for_another_cuda_is_broken() -> None:
 
 
 def test_nccl_found_twice_is_told_and_loaded_twice_is_broken() -> None:
-    twice = found(nccl.check_nccl, "nccl.libraries", FakeMachine(nccl=(WHEEL, SYSTEM)))
+    twice = found(checks.check_nccl, "nccl.libraries", FakeMachine(nccl=(WHEEL, SYSTEM)))
     assert twice.status == "info"
     assert WHEEL.path in twice.value
     assert SYSTEM.path in twice.value
     assert f"Found 2 times; {WHEEL.path} is the one loaded" in twice.reason
     both = (WHEEL, replace(SYSTEM, is_loaded=True))
-    assert found(nccl.check_nccl, "nccl.libraries", FakeMachine(nccl=both)).status == "broken"
+    assert found(checks.check_nccl, "nccl.libraries", FakeMachine(nccl=both)).status == "broken"
 
 
 def test_version_of_a_library_is_read_from_its_text(tmp_path: Path) -> None:
@@ -340,7 +342,7 @@ def test_libraries_on_this_machine_are_found_once_each(
 
 
 def test_a_gpu_behind_a_cpu_build_of_torch_says_what_to_install() -> None:
-    finding = found(gpu.check_gpus, "cuda.driver", FakeMachine(installed=CPU_TORCH))
+    finding = found(checks.check_gpus, "cuda.driver", FakeMachine(installed=CPU_TORCH))
     assert finding.status == "missing"
     assert "CPU build" in finding.reason
     assert "pip install" in finding.fix
@@ -348,13 +350,13 @@ def test_a_gpu_behind_a_cpu_build_of_torch_says_what_to_install() -> None:
 
 def test_a_driver_older_than_torch_is_broken() -> None:
     old = FakeMachine(driver=CudaFacts("550.54", (12, 4), devices(1)))
-    finding = found(gpu.check_gpus, "cuda.driver", old)
+    finding = found(checks.check_gpus, "cuda.driver", old)
     assert finding.status == "broken"
     assert "built for CUDA 13.0" in finding.reason
     assert "CUDA 12" in finding.fix
     # Within one major version a newer torch runs on an older driver.
     minor = FakeMachine(installed=replace(CUDA_TORCH, cuda="13.2"))
-    assert found(gpu.check_gpus, "cuda.driver", minor).status == "ok"
+    assert found(checks.check_gpus, "cuda.driver", minor).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -363,7 +365,7 @@ def test_a_driver_older_than_torch_is_broken() -> None:
 )
 def test_a_driver_that_does_not_start(code: int, status: str, advice: str) -> None:
     machine = FakeMachine(driver=CudaFacts("580.82", None, (), "the driver's words", code))
-    report = examine(machine, checks=[gpu.check_gpus])
+    report = examine(machine, checks=[checks.check_gpus])
     driver = report.named("cuda.driver")
     assert driver.status == status
     assert "the driver's words" in driver.reason
@@ -373,7 +375,7 @@ def test_a_driver_that_does_not_start(code: int, status: str, advice: str) -> No
 
 def test_a_driver_that_shows_no_device() -> None:
     finding = found(
-        gpu.check_gpus, "cuda.driver", FakeMachine(driver=CudaFacts("580.82", (13, 0), ()))
+        checks.check_gpus, "cuda.driver", FakeMachine(driver=CudaFacts("580.82", (13, 0), ()))
     )
     assert finding.status == "missing"
     assert "CUDA_VISIBLE_DEVICES" in finding.fix
@@ -394,13 +396,13 @@ def test_pairs_without_peer_access_are_written_out() -> None:
         replace(device, peers=frozenset({number ^ 1})) for number, device in enumerate(pairs)
     )
     machine = FakeMachine(driver=CudaFacts("580.82", (13, 0), pairs))
-    finding = found(gpu.check_gpus, "cuda.peer_access", machine)
+    finding = found(checks.check_gpus, "cuda.peer_access", machine)
     assert finding.status == "missing"
     assert finding.value.splitlines()[2] == "device 2 reaches device 3"
     # One direction is not enough.
     lame = (*devices(2)[:1], replace(devices(2)[1], peers=frozenset()))
     machine = FakeMachine(driver=CudaFacts("580.82", (13, 0), lame))
-    finding = found(gpu.check_gpus, "cuda.peer_access", machine)
+    finding = found(checks.check_gpus, "cuda.peer_access", machine)
     assert finding.value == "device 0 reaches device 1\ndevice 1 reaches none"
 
 
@@ -417,7 +419,7 @@ def test_pairs_without_peer_access_are_written_out() -> None:
 )
 def test_what_devices_lack(changes: dict[str, Any], name: str, status: str, value: str) -> None:
     machine = FakeMachine(driver=CudaFacts("580.82", (13, 0), devices(2, **changes)))
-    finding = found(gpu.check_gpus, name, machine)
+    finding = found(checks.check_gpus, name, machine)
     assert (finding.status, finding.value) == (status, value)
     assert finding.reason
 
@@ -427,16 +429,16 @@ def test_a_device_with_fewer_links_than_the_others_is_told() -> None:
     machine = FakeMachine(
         driver=CudaFacts("580.82", (13, 0), (two[0], replace(two[1], nvlinks=17)))
     )
-    finding = found(gpu.check_gpus, "cuda.nvlink", machine)
+    finding = found(checks.check_gpus, "cuda.nvlink", machine)
     assert "device 1: 17 active" in finding.value
     assert "some may be down" in finding.reason
 
 
 def test_symmetric_memory_is_never_said_to_work() -> None:
-    finding = found(gpu.check_symmetric_memory, "symmetric_memory", FakeMachine())
+    finding = found(checks.check_symmetric_memory, "symmetric_memory", FakeMachine())
     assert (finding.status, finding.value) == ("info", "torch has CUDA; not measured")
     machine = FakeMachine(installed=replace(CUDA_TORCH, symmetric_memory_error="ImportError: x"))
-    finding = found(gpu.check_symmetric_memory, "symmetric_memory", machine)
+    finding = found(checks.check_symmetric_memory, "symmetric_memory", machine)
     assert (finding.status, finding.reason) == ("missing", "ImportError: x")
 
 
@@ -462,7 +464,7 @@ def test_a_broken_finding_needs_a_reason_and_a_fix() -> None:
 
 def test_text_is_aligned_within_100_columns_and_names_what_is_broken_last() -> None:
     long = "a sentence that goes on " * 12
-    report = Report(
+    report = MachineReport(
         (
             Finding("python", "ok", "3.12"),
             Finding("nccl.libraries", "info", "/one\n/two", "Found twice."),

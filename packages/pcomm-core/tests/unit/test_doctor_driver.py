@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pcomm.core.doctor.nvidia import cuda_facts
-from pcomm.core.doctor.probe import CudaFacts, DeviceFacts
+from pcomm.core.doctor.report import CudaFacts, DeviceFacts
+from pcomm.core.doctor.this_machine import cuda_facts
 
 GIB = 2**30
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pcomm.core.errors import UnsupportedError
-from pcomm.core.tensor_parallel import elementwise
-from pcomm.core.tensor_parallel.elementwise import first_mixed
+from pcomm.core.tensor_parallel import optimizers as elementwise
+from pcomm.core.tensor_parallel.optimizers import first_mixed
 
 
 class Own(Optimizer):
@@ -30,6 +30,12 @@ class Own(Optimizer):
             for p in group["params"]:
                 self.state[p]["step"] = step = self.state[p].get("step", 0) + 1
                 p.add_(self.update(p.grad, step), alpha=-group["lr"])
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is mixed is so in the first of 128 steps, but where a test says how many it wants."""
+    monkeypatch.setattr(elementwise, "_STEPS", 8)
 
 
 def every(steps: int) -> Callable[[Tensor, int], Tensor]:
@@ -59,9 +65,8 @@ ALONG: dict[str, tuple[Callable[[Tensor, int], Tensor], set[tuple[int, int]]]] =
 @pytest.mark.parametrize("kind", ALONG)
 def test_what_depends_on_other_shards(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     update, mixed = ALONG[kind]
-    if "steps" not in kind:
-        # Seen in the first of 128.
-        monkeypatch.setattr(elementwise, "_STEPS", 8)
+    if "steps" in kind:
+        monkeypatch.setattr(elementwise, "_STEPS", 128)
     for num_dims, dim in ((1, 0), (2, 0), (2, 1), (3, 2)):
         parameter = nn.Parameter(torch.randn([3] * num_dims))
         found = first_mixed(Own([parameter], update), {parameter: dim})

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import pcomm.core
+from pcomm.core import environment
 from pcomm.core.errors import ConfigError
-from pcomm.core.process import environment
 
 
 def test_values_are_read_from_the_environment_that_is_passed() -> None:

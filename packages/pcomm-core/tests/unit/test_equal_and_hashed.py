@@ -10,15 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.core.checkpoint.shard_view import FlatRange, ShardView
-from pcomm.core.collectives.call import Call
+from pcomm.core.checkpoint.views import FlatRange, ShardView
+from pcomm.core.collectives.protocol import Call
 from pcomm.core.exchange.exchange import Exchange
-from pcomm.core.exchange.index import Permutation
-from pcomm.core.exchange.rows import RowMoves
-from pcomm.core.groups.options import CommOptions
-from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.exchange.fast import RowMoves
+from pcomm.core.exchange.positions import Permutation
+from pcomm.core.groups.spec import CommOptions, GroupSpec
 from pcomm.core.layout import Layout, Run
-from pcomm.core.tensor_parallel.param_layout import ParamLayout
+from pcomm.core.tensor_parallel.split import ParamLayout
 from pcomm.core.topology import Topology
 
 SIZE = 3

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.collectives.interruption import interruptible
-from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core.collectives.instrumented import interruptible
+from pcomm.core.collectives.protocol import Call, Collectives, Pending
 from pcomm.core.errors import ClosedError, PeerError
 
 X = torch.ones(3)

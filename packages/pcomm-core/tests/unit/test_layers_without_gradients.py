@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core_support.split_layers import LayerCase
+from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel import embedding
-from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
+from pcomm.core.tensor_parallel import vocabulary as embedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.split_layers import LayerCase
+from pcomm.core.tensor_parallel.vocabulary import VocabularyParallelEmbedding
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.virtual import run_virtual
 
 EVEN, UNEVEN = Layout.even(8, 2), Layout.uneven((5, 3))

@@ -25,19 +25,19 @@ def _logger_as_it_was() -> Iterator[None]:
 def test_rank_0_writes_all_levels_from_the_one_asked() -> None:
     stream = io.StringIO()
     logs.configure("info", 0, stream=stream)
-    logger = logging.getLogger("pcomm.core.groups.groups")
+    logger = logging.getLogger("pcomm.core.groups.open_groups")
     logger.debug("quiet")
     logger.info("opened %d", 3)
-    assert stream.getvalue() == "INFO rank 0 pcomm.core.groups.groups: opened 3\n"
+    assert stream.getvalue() == "INFO rank 0 pcomm.core.groups.open_groups: opened 3\n"
 
 
 def test_other_ranks_write_warnings_only() -> None:
     stream = io.StringIO()
     logs.configure("debug", 5, stream=stream)
-    logger = logging.getLogger("pcomm.core.groups.groups")
+    logger = logging.getLogger("pcomm.core.groups.open_groups")
     logger.info("the same on every rank")
     logger.warning("only here")
-    assert stream.getvalue() == "WARNING rank 5 pcomm.core.groups.groups: only here\n"
+    assert stream.getvalue() == "WARNING rank 5 pcomm.core.groups.open_groups: only here\n"
 
 
 def test_a_second_call_replaces_the_first() -> None:
@@ -83,7 +83,7 @@ names = [m.name for m in pkgutil.walk_packages(pcomm.core.__path__, "pcomm.core.
 for name in names:
     if not name.startswith("pcomm.core.testing"):
         importlib.import_module(name)
-assert "pcomm.core.command.main" in names and "pcomm.core.doctor.gpu" in names, names
+assert "pcomm.core.cli" in names and "pcomm.core.doctor.checks" in names, names
 assert (list(root.handlers), root.level) == before, root.handlers
 ours = logging.getLogger("pcomm")
 assert (ours.handlers, ours.level, ours.propagate) == ([], logging.NOTSET, True), ours.handlers

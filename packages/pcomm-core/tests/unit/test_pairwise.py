@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.gloo.pairwise import Pairs, PairwiseAllGather, PairwiseReduceScatter
-from pcomm.core.collectives.open_group import OpenGroup
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.collectives.distributed import OpenGroup
+from pcomm.core.collectives.gloo import Pairs, PairwiseAllGather, PairwiseReduceScatter
+from pcomm.core.testing.assertions import assert_equal
 
 
 def numbers(rank: int, length: int, *, salt: int = 0) -> Tensor:

@@ -12,13 +12,13 @@ from torch import nn
 
 from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout, Run
-from pcomm.core.tensor_parallel.param_layout import (
+from pcomm.core.tensor_parallel.split import (
     ParamLayout,
     join_shards,
     param_layouts_of,
     take_shard,
 )
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.assertions import assert_equal
 
 
 @st.composite

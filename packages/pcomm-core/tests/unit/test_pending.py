@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.collectives.gloo.work_queue import WorkQueue
+from pcomm.core.collectives.gloo_queue import WorkQueue
 from pcomm.core.collectives.protocol import Pending
 from pcomm.core.errors import PeerError, UnsupportedError
 

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import Groups
-from pcomm.core.memory.pools.arena import Arena
-from pcomm.core.memory.pools.fake import FakeCommunicator, FakePool, FakePools
-from pcomm.core.memory.pools.nccl import NcclPools
-from pcomm.core.memory.pools.registry import PoolRegistry, State
+from pcomm.core.groups.open_groups import Groups
+from pcomm.core.memory.pool_backends import FakeCommunicator, FakePool, FakePools, NcclPools
+from pcomm.core.memory.pools import Arena, PoolRegistry, State
 
 GATHER = Group("dp", (0,), None, role="gather")
 REDUCE = Group("dp", (0,), None, role="reduce")

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import Groups
-from pcomm.core.memory.pools.arena import Arena
-from pcomm.core.memory.pools.fake import FakePools
-from pcomm.core.memory.pools.registry import PoolRegistry
+from pcomm.core.groups.open_groups import Groups
+from pcomm.core.memory.pool_backends import FakePools
+from pcomm.core.memory.pools import Arena, PoolRegistry
 
 GATHER = Group("dp", (0,), None, role="gather")
 CONTROL = Group("dp", (0,), None, role="control")

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pcomm.core.errors import ConfigError, PcommError, UnsupportedError
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import Groups
-from pcomm.core.memory.pools.fake import FakePools
-from pcomm.core.memory.pools.registry import PoolRegistry
+from pcomm.core.groups.open_groups import Groups
+from pcomm.core.memory.pool_backends import FakePools
+from pcomm.core.memory.pools import PoolRegistry
 
 ROLES = ("gather", "reduce", "outer")
 GROUPS = [Group("dp", (0,), None, role=role) for role in ROLES]

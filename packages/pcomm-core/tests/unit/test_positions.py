@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.core.exchange.index import (
+from pcomm.core.exchange.positions import (
     expand_ranges,
     inverse_order,
     layout_edges,

@@ -12,14 +12,13 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from pcomm.core.process.process_watch import ProcessWatch, RankReport, Watched
-from pcomm.core.process.rank_error import end_of
-from pcomm.core.process.rank_process import Report
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s
+from pcomm.core.process.launch import TaskReport, end_of
+from pcomm.core.process.process_watch import ProcessWatch, RankReport, WatchedProcess
+from pcomm.core.testing.programs import PATIENCE_S, scaled_s
 
 
 class EndedProcess:
-    """What `Watched` needs of a process; this one was killed."""
+    """What `WatchedProcess` needs of a process; this one was killed."""
 
     pid, exitcode = None, -signal.SIGKILL
 
@@ -34,12 +33,12 @@ class EndedProcess:
         os.close(self.sentinel)
 
 
-def watched(report: bytes) -> Watched:
+def watched(report: bytes) -> WatchedProcess:
     """A process that has ended after it sent these bytes."""
     ours, theirs = mp.Pipe(duplex=False)
     os.write(theirs.fileno(), report)
     theirs.close()
-    return Watched(0, cast(Any, EndedProcess()), ours)
+    return WatchedProcess(0, cast(Any, EndedProcess()), ours)
 
 
 def report_of(store: Any, sent: bytes) -> RankReport:
@@ -51,7 +50,7 @@ def report_of(store: Any, sent: bytes) -> RankReport:
         watch.close()
 
 
-WHOLE = pickle.dumps(Report(None, pickle.dumps([1, 2, 3])))
+WHOLE = pickle.dumps(TaskReport(None, pickle.dumps([1, 2, 3])))
 
 
 def test_a_report_and_the_end_are_told() -> None:

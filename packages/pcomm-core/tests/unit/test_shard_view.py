@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.core.checkpoint.shard_view import FlatRange, ShardView
+from pcomm.core.checkpoint.views import FlatRange, ShardView
 from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.param_layout import ParamLayout, take_shard
+from pcomm.core.tensor_parallel.split import ParamLayout, take_shard
 
 
 def check(view: ShardView, logical: torch.Tensor) -> int:

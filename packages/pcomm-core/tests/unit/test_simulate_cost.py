@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, TopologyError
-from pcomm.core.simulate.cluster import Cluster, Rail, SimulatedCommunicator
-from pcomm.core.simulate.cost import Load, loads
-from pcomm.core.simulate.sharing import Port, Ports, fair_rates
-from pcomm.core.simulate.task import Task
+from pcomm.core.simulate.engine import Port, Ports, fair_rates
+from pcomm.core.simulate.program import Cluster, Load, Rail, SimulatedCommunicator, Task, loads
 
 SIZES = st.integers(2, 9)
 

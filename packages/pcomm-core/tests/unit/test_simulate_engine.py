@@ -8,14 +8,10 @@ import pickle
 import pytest
 
 from pcomm.core.errors import ConfigError, DivergenceError, TopologyError
-from pcomm.core.simulate.cluster import Cluster, Rail, SimulatedCommunicator
-from pcomm.core.simulate.deadlock import DeadlockError
-from pcomm.core.simulate.engine import simulate
-from pcomm.core.simulate.issue_order import check_issue_order
-from pcomm.core.simulate.task import Task
-from pcomm.core.simulate.timeline import Timeline
-from pcomm.core.trace.chrome import chrome_trace
-from pcomm.core.trace.overlap import overlap_fraction
+from pcomm.core.simulate.deadlock import DeadlockError, check_issue_order
+from pcomm.core.simulate.engine import Timeline, simulate
+from pcomm.core.simulate.program import Cluster, Rail, SimulatedCommunicator, Task
+from pcomm.core.trace.events import chrome_trace, overlap_fraction
 
 PAIR = ((0, 1),)
 GATHER, REDUCE = "dp:gather", "dp:reduce"

@@ -11,12 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import DivergenceError
-from pcomm.core.simulate.cluster import Cluster, Rail, SimulatedCommunicator
-from pcomm.core.simulate.deadlock import DeadlockError
-from pcomm.core.simulate.engine import simulate
-from pcomm.core.simulate.issue_order import check_issue_order
-from pcomm.core.simulate.task import Programs, Task
-from pcomm.core.simulate.timeline import Timeline
+from pcomm.core.simulate.deadlock import DeadlockError, check_issue_order
+from pcomm.core.simulate.engine import Timeline, simulate
+from pcomm.core.simulate.program import Cluster, Programs, Rail, SimulatedCommunicator, Task
 
 RANKS = 6
 PARTITIONS = (
@@ -109,7 +106,7 @@ def times(timeline: Timeline) -> list[float]:
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_programs_of_one_order_finish_and_keep_their_dependencies(
     case: tuple[Programs, Cluster],
 ) -> None:
@@ -124,7 +121,7 @@ def test_programs_of_one_order_finish_and_keep_their_dependencies(
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_ranks_that_are_run_once_have_the_times_that_they_have_alone(
     case: tuple[Programs, Cluster],
 ) -> None:
@@ -135,7 +132,7 @@ def test_ranks_that_are_run_once_have_the_times_that_they_have_alone(
 
 
 @given(cases(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_another_order_on_one_rank_finishes_or_says_that_it_cannot(
     case: tuple[Programs, Cluster], data: st.DataObject
 ) -> None:
@@ -175,7 +172,7 @@ def faster(cluster: Cluster, factor: float) -> Cluster:
 
 
 @given(cases(one_rail_each=True), st.sampled_from([1.25, 2.0, 10.0]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_more_bandwidth_never_ends_a_task_later_where_queues_do_not_share(
     case: tuple[Programs, Cluster], factor: float
 ) -> None:
@@ -203,7 +200,7 @@ def test_on_a_shared_rail_more_bandwidth_can_end_a_run_later() -> None:
 
 
 @given(cases(), st.sampled_from([0.5, 4.0]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_time_has_no_unit(case: tuple[Programs, Cluster], factor: float) -> None:
     """Everything `factor` times as slow takes `factor` times as long."""
     programs, cluster = case
@@ -261,7 +258,7 @@ def reference(programs: Programs, queues: list[str], rate: int) -> dict[tuple[in
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_times_are_those_of_a_slow_exact_reference(data: st.DataObject) -> None:
     queues = ["q0", "q1", "q2"]
     cluster = Cluster(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.core.tensor_parallel.norms import _PIECE, sum_of_squares
+from pcomm.core.tensor_parallel.optimizers import _PIECE, sum_of_squares
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from pcomm.core.checkpoint.planners import ShardLoadPlanner, ShardSavePlanner
-from pcomm.core.checkpoint.shard_view import ShardView
-from pcomm.core.checkpoint.state_view import StateView
+from pcomm.core.checkpoint.dcp import ShardLoadPlanner, ShardSavePlanner
+from pcomm.core.checkpoint.views import ShardView, StateView
 from pcomm.core.errors import ConfigError, DivergenceError
-from pcomm.core.tensor_parallel.param_layout import ParamLayout
+from pcomm.core.tensor_parallel.split import ParamLayout
 
 STATE = {"count": 3, "names": ["a", ("b", 1.5)], "by": {2: None}, "mean": torch.arange(3.0)}
 

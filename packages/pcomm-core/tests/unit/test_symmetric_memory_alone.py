@@ -17,12 +17,10 @@ import pytest
 import torch
 
 from pcomm.core.errors import ClosedError, ConfigError, UnsupportedError
-from pcomm.core.groups.closing import Closing
-from pcomm.core.groups.group import Group
-from pcomm.core.memory.symmetric.address import tensor_at
-from pcomm.core.memory.symmetric.segments import Segments
-from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
-from pcomm.core.memory.symmetric.torch_memory import TorchMemory
+from pcomm.core.groups.group import Closing, Group
+from pcomm.core.memory.backing import Segments
+from pcomm.core.memory.symmetric_memory import SymmetricMemory
+from pcomm.core.memory.torch_memory import TorchMemory, tensor_at
 
 CPU = torch.device("cpu")
 

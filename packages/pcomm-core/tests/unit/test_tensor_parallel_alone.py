@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from pcomm.core.collectives.backend import new_collectives
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.groups.communicators import communicator_of
+from pcomm.core.groups.communicators import communicator_of, new_collectives
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
-from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.tensor_parallel.vocabulary import (
+    VocabularyParallelEmbedding,
+    vocabulary_parallel_cross_entropy,
+)
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.virtual import run_virtual
 
 ALONE = IdentityCollectives()

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.spy import SpyCollectives
+from core_support.split_layers import LayerCase
+from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.errors import LayoutError
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.embedding import VocabularyParallelEmbedding
 from pcomm.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pcomm.core.testing.close import assert_close
-from pcomm.core.testing.split_layers import LayerCase
+from pcomm.core.tensor_parallel.vocabulary import VocabularyParallelEmbedding
+from pcomm.core.testing.assertions import assert_close
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
 LAYOUT = Layout.uneven([5, 0, 2])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.testing.close import assert_as_accurate, assert_close, assert_equal
+from pcomm.core.testing.assertions import assert_as_accurate, assert_close, assert_equal
 
 INNER = 300
 DTYPES = [torch.float32, torch.bfloat16]

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from pcomm.core.testing import patience
-from pcomm.core.testing.patience import LONGEST_S, rank_limit_s, scaled_s, wait_until
+from pcomm.core.testing import programs as patience
+from pcomm.core.testing.programs import LONGEST_S, rank_limit_s, scaled_s, wait_until
 
 
 @pytest.mark.parametrize(

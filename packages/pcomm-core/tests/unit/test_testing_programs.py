@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.core.testing.patience import wait_until
-from pcomm.core.testing.programs import Programs
+from pcomm.core.testing.programs import Programs, wait_until
 
 PLAIN = [sys.executable, "-I", "-S", "-c"]
 # Like the workers of torchrun: in a session of its own, and holding the pipes of its parent.

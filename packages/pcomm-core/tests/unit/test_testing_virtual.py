@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pcomm.core.errors import LayoutError
 from pcomm.core.testing import virtual
-from pcomm.core.testing.close import assert_equal
-from pcomm.core.testing.patience import wait_until
+from pcomm.core.testing.assertions import assert_equal
+from pcomm.core.testing.programs import wait_until
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
 SIZE = 3

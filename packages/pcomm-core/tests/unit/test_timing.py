@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from core_bench.runner import Row, Timing, compare, save_rows, take_turns, time_cases
 from pcomm.core.errors import ConfigError
-from pcomm.core.testing.timing import Row, Timing, compare, save_rows, time_cases
 
 
 class Clock:
@@ -90,3 +92,35 @@ def test_the_command_of_a_row_names_no_folder_of_the_machine(
 def test_few_rounds_are_refused() -> None:
     with pytest.raises(ConfigError, match="rounds=3"):
         time_cases({"a": lambda: None}, rounds=3)
+
+
+def test_each_case_has_its_turn_in_each_round() -> None:
+    order: list[str] = []
+
+    def turn(name: str, *parts: str) -> Callable[[], float | dict[str, float]]:
+        def run() -> float | dict[str, float]:
+            order.append(name)
+            return dict.fromkeys(parts, float(len(order))) if parts else float(len(order))
+
+        return run
+
+    turns = {"a": turn("a"), "b": turn("b", "b 1", "b 2"), "slow": turn("slow")}
+    found = take_turns(turns, 3, fewer={"slow": 1})
+    assert order == ["a", "b", "a", "b", "slow", "a", "b", "a", "b"]
+    assert {name: timing.rounds_us for name, timing in found.items()} == {
+        "a": (3.0, 6.0, 8.0),
+        "b 1": (4.0, 7.0, 9.0),
+        "b 2": (4.0, 7.0, 9.0),
+        "slow": (5.0,),
+    }
+    order.clear()
+    take_turns({"a": turns["a"]}, 2, warm_up=False)
+    assert order == ["a", "a"]
+
+
+def test_options_need_neither_torch_nor_matplotlib() -> None:
+    program = "import sys, core_bench.runner; print({'torch', 'matplotlib'} & {*sys.modules})"
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "set()\n"

@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from pcomm.core.collectives.autograd import DifferentiableCollectives
-from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.collectives.protocol import Collectives, Pending
-from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.collectives.instrumented import SpyCollectives
+from pcomm.core.collectives.protocol import Call, Collectives, Pending
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import Groups
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.groups.open_groups import Groups
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.core.trace.event import Event
-from pcomm.core.trace.recorder import Recorder
-from pcomm.core.trace.traced import traced, traced_groups
+from pcomm.core.trace.events import Event
+from pcomm.core.trace.recording import Recorder, traced, traced_groups
 
 
 class Clock:

@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.trace.chrome import chrome_trace, write_chrome_trace
-from pcomm.core.trace.event import Event
-from pcomm.core.trace.overlap import (
+from pcomm.core.trace.events import (
+    Event,
+    chrome_trace,
     exposed_communication_s,
     intersection,
     overlap_fraction,
     subtraction,
     total_s,
     union,
+    write_chrome_trace,
 )
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted).map(tuple))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pcomm.core.control.transaction import all_or_none
+from pcomm.core.control.agreement_round import all_or_none
 from pcomm.core.errors import ConfigError, PeerError
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.core.collectives.gloo.work_queue import Transfer, WorkQueue
-from pcomm.core.testing.patience import wait_until
+from pcomm.core.collectives.gloo_queue import Transfer, WorkQueue
+from pcomm.core.testing.programs import wait_until
 
 # Far beyond what anything here takes: a test that needs it has failed.
 LIMIT_S = 120.0

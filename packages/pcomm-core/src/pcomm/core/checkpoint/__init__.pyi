@@ -1,5 +1,5 @@
-from pcomm.core.checkpoint.index import SafeReader as SafeReader
-from pcomm.core.checkpoint.planners import ShardLoadPlanner as ShardLoadPlanner
-from pcomm.core.checkpoint.planners import ShardSavePlanner as ShardSavePlanner
-from pcomm.core.checkpoint.shard_view import FlatRange as FlatRange
-from pcomm.core.checkpoint.shard_view import ShardView as ShardView
+from pcomm.core.checkpoint.dcp import SafeReader as SafeReader
+from pcomm.core.checkpoint.dcp import ShardLoadPlanner as ShardLoadPlanner
+from pcomm.core.checkpoint.dcp import ShardSavePlanner as ShardSavePlanner
+from pcomm.core.checkpoint.views import FlatRange as FlatRange
+from pcomm.core.checkpoint.views import ShardView as ShardView

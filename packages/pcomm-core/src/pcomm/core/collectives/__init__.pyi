@@ -1,10 +1,10 @@
-from pcomm.core.collectives.adjoint import with_adjoint as with_adjoint
 from pcomm.core.collectives.autograd import differentiable as differentiable
-from pcomm.core.collectives.call import Call as Call
+from pcomm.core.collectives.autograd import with_adjoint as with_adjoint
 from pcomm.core.collectives.distributed import DistributedCollectives as DistributedCollectives
 from pcomm.core.collectives.identity import IdentityCollectives as IdentityCollectives
 from pcomm.core.collectives.instrumented import InstrumentedCollectives as InstrumentedCollectives
-from pcomm.core.collectives.interruption import interruptible as interruptible
+from pcomm.core.collectives.instrumented import SpyCollectives as SpyCollectives
+from pcomm.core.collectives.instrumented import interruptible as interruptible
+from pcomm.core.collectives.protocol import Call as Call
 from pcomm.core.collectives.protocol import Collectives as Collectives
 from pcomm.core.collectives.protocol import Pending as Pending
-from pcomm.core.collectives.spy import SpyCollectives as SpyCollectives

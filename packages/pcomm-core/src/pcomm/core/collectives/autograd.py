@@ -1,27 +1,25 @@
-"""Gradients for any collectives: each operation with its adjoint.
-
-The convention is the mathematical one: every rank has a loss of its own, and the gradient is
-that of their sum. The adjoint of a gather is a reduce-scatter and the other way round, an
-all-to-all is its own adjoint with the sizes swapped, and an all-reduce is its own adjoint.
-Where a value is *the same* on all ranks and its loss is counted once, as in tensor-parallel
-layers, use the mappings of `pcomm.core.tensor_parallel` instead.
-"""
+"""Gradients through collectives: each linear operation with its adjoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.adjoint import with_adjoint
-from pcomm.core.collectives.call import Call, OperationName
 from pcomm.core.collectives.checks import check_reduction
 from pcomm.core.collectives.instrumented import InstrumentedCollectives
-from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core.collectives.protocol import Call, Collectives, OperationName, Pending
 from pcomm.core.errors import PcommError, UnsupportedError
 
-__all__ = ["DifferentiableCollectives", "differentiable"]
+__all__ = ["DifferentiableCollectives", "differentiable", "with_adjoint", "with_adjoints"]
+
+
+def differentiable(collectives: Collectives) -> Collectives:
+    """`collectives` with gradients; itself where there is one rank, which needs no function."""
+    return collectives if collectives.size == 1 else DifferentiableCollectives(collectives)
+
 
 _ADJOINTS: dict[OperationName, OperationName] = {
     "all_gather": "reduce_scatter",
@@ -31,11 +29,6 @@ _ADJOINTS: dict[OperationName, OperationName] = {
     # For the source; the gradient of the other ranks, whose inputs have no part in it, is zero.
     "broadcast": "all_reduce",
 }
-
-
-def differentiable(collectives: Collectives) -> Collectives:
-    """`collectives` with gradients; itself where there is one rank, which needs no function."""
-    return collectives if collectives.size == 1 else DifferentiableCollectives(collectives)
 
 
 class DifferentiableCollectives(InstrumentedCollectives):
@@ -103,3 +96,64 @@ def _refuse_what_has_none(call: Call, suffix: str) -> None:
             why="Only a sum over ranks has a gradient that is again a collective.",
             fix="Use the group's plain collectives for a maximum, outside the graph.",
         )
+
+
+def with_adjoint(
+    x: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """`run(x)`, whose backward passes the gradient through `adjoint`.
+
+    Args:
+        x: Input tensor, of any shape.
+        run: Linear operation; it is executed without recording.
+        adjoint: Transpose of `run`, from gradients of the result to gradients of `x`. It is itself
+            recorded when a second derivative is asked for.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return run(x)
+    result: Tensor = _Linear.apply(run, adjoint, x)  # type: ignore[no-untyped-call]
+    return result
+
+
+def with_adjoints(
+    tensors: tuple[Tensor, ...],
+    run: Callable[..., tuple[Tensor, ...]],
+    adjoint: Callable[..., tuple[Tensor, ...]],
+) -> tuple[Tensor, ...]:
+    """`run(*tensors)`, as `with_adjoint` for several tensors and results.
+
+    Args:
+        tensors: Any tensors.
+        run: A linear operation; it is executed without recording.
+        adjoint: Its transpose, from the gradients of all results, with zeros for results that are
+            not used, to those of all tensors.
+    """
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return run(*tensors)
+    results: tuple[Tensor, ...] = _Linear.apply(run, adjoint, *tensors)  # type: ignore[no-untyped-call]
+    return results
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[..., Tensor | tuple[Tensor, ...]],
+        adjoint: Callable[..., Tensor | tuple[Tensor, ...]],
+        *tensors: Tensor,
+    ) -> Tensor | tuple[Tensor, ...]:
+        ctx.adjoint = adjoint
+        result = run(*tensors)
+        if isinstance(result, tuple):
+            return tuple(_new(one, tensors) for one in result)
+        return _new(result, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        result = ctx.adjoint(*gradients)
+        return None, None, *(result if isinstance(result, tuple) else (result,))
+
+
+def _new(result: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
+    # Autograd wants a new tensor object even where the operation has nothing to do.
+    return result.view_as(result) if any(result is x for x in tensors) else result

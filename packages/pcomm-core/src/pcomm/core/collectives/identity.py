@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pcomm.core.collectives.call import Call, Reduction
 from pcomm.core.collectives.checks import (
+    check_out,
     check_reduction,
     check_source,
+    deliver,
     gather_sizes,
+    not_over,
     scatter_sizes,
     transfer_sizes,
 )
-from pcomm.core.collectives.out import check_out, deliver, not_over
-from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core.collectives.protocol import Call, Collectives, Pending, Reduction
 
 __all__ = ["IdentityCollectives"]
 

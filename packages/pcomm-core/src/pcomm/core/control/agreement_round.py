@@ -1,9 +1,10 @@
-"""One round of agreement: a call that all ranks of a control make, its keys and its outcome.
+"""One round of agreement over the store, and a step that all ranks do or none.
 
-Rounds about one topic are numbered in the store, not by each rank, so ranks with different
-histories are at the same number. A round ends with one outcome for all: it is complete, or a rank
-timed out and named those that were missing. Only after that its number is over. A rank that
-was missing is then at the next number, where it joins the others when they call again.
+A round is a call that all ranks of a control make. Rounds about one topic are numbered in the
+store, not by each rank, so ranks with different histories are at the same number. A round ends
+with one outcome for all: it is complete, or a rank timed out and named those that were missing.
+Only after that its number is over. A rank that was missing is then at the next number, where it
+joins the others when they call again.
 
 For each topic the store holds
 
@@ -17,13 +18,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 from pcomm.core.errors import FencedError, PeerTimeoutError
 
-__all__ = ["AgreementRound", "Missed"]
+__all__ = ["AgreementRound", "Missed", "all_or_none"]
+
 
 _FIRST = 1
 _THROUGH = " through"
@@ -208,3 +211,45 @@ class AgreementRound:
 
 class Missed(Exception):
     """The round timed out between the read of its number and this rank's arrival."""
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def all_or_none(
+    do: Callable[[], T],
+    agree: Callable[[T | None, Exception | None], R],
+    undo: Callable[[Exception | None], Iterable[Exception]],
+) -> tuple[T, R]:
+    """Do something on every rank, or undo it on every rank. Collective, as `agree` is.
+
+    A step that fails on one rank fails on all: the ranks agree after it, and where that raises,
+    also because a rank did not arrive, each rank undoes its own part before the error leaves.
+    Several steps are several calls; each one undoes what those before it have done, too.
+
+    Args:
+        do: Part of this rank; local, or collective where its failure cannot leave others waiting.
+        agree: Agreement of the ranks, called with what `do` returned and with its error; raises on
+            every rank if any rank has an error. One of the two arguments is None.
+        undo: Undoes the part of this rank, called with the error of `do` or None; it may be half
+            done. Returns errors, which become notes of the one that is raised.
+
+    Returns:
+        What `do` returned, and what `agree` returned.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        try:
+            result = do()
+        except Exception as problem:
+            failure = problem
+        return cast(T, result), agree(result, failure)
+    except BaseException as problem:
+        for error in undo(failure):
+            problem.add_note(str(error))
+        raise
+    finally:
+        # The error refers to this frame; without this only a collection of cycles frees both.
+        failure = None

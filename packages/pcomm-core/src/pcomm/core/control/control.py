@@ -8,17 +8,16 @@ of a hang, and ranks that the others have left behind are told so.
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import json
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from pcomm.core.control import generations
+from pcomm.core import environment
 from pcomm.core.control.agreement_round import AgreementRound, Missed
-from pcomm.core.control.rank_sets import spelled, word_for
-from pcomm.core.control.votes import Vote
 from pcomm.core.errors import (
     DivergenceError,
     FencedError,
@@ -26,23 +25,43 @@ from pcomm.core.errors import (
     PeerTimeoutError,
     TopologyError,
 )
-from pcomm.core.process import environment
 
-__all__ = ["Control"]
+__all__ = [
+    "Control",
+    "Vote",
+    "format_ranks",
+    "parse_ranks",
+    "ranks_key",
+]
 
-# Between two polls of a process that waits to be taken in; changes of membership are rare.
-_PAUSE_S = 0.02
+
+_LONGEST_WORD = 40
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What the ranks of a control said in one round of `Control.vote`; equal on all of them.
+
+    Args:
+        minimum: Smallest value, so that what one rank cannot do none does.
+        values: Value of each rank, in ascending order of the ranks.
+        reasons: Text of each rank, in the same order; empty where a rank gave none.
+    """
+
+    minimum: int
+    values: tuple[int, ...]
+    reasons: tuple[str, ...]
 
 
 class Control:
     """A set of ranks that agree through a store, in one generation.
 
-    Functions that need agreement take one: `open_groups`, `agree_in_group`, `FailureFlag`,
-    `ledgered`. Making one is local. Keys in the store carry the generation, the whole set of ranks
-    and the topic, and the rounds about a topic are counted in the store. So ranks agree whatever
-    each of them did before, and other sets of ranks, other generations and other topics never
-    interfere. In one process, calls about one topic follow each other; different threads may agree
-    about different topics at once.
+    Functions that need agreement take one: `open_groups`, `agree_in_group`, `FailureFlag`. Making
+    one is local. Keys in the store carry the generation, the whole set of ranks and the topic, and
+    the rounds about a topic are counted in the store. So ranks agree whatever each of them did
+    before, and other sets of ranks, other generations and other topics never interfere. In one
+    process, calls about one topic follow each other; different threads may agree about different
+    topics at once.
 
     A generation belongs to the store. Where parts of a job change their members independently,
     each part gets a `torch.distributed.PrefixStore` of its own.
@@ -51,8 +70,8 @@ class Control:
         store: Store that all ranks share; None for a single rank.
         ranks: Ranks that agree, ascending.
         rank: Rank of this process.
-        generation: Number of changes of membership so far. Calls with an older one than the
-            newest raise `FencedError`.
+        generation: Number of changes of membership so far. The first control of a later one begins
+            it for all; from then on calls of an older one raise `FencedError`.
         timeout_s: Seconds to wait for the others; None for `PCOMM_TIMEOUT_S` at each call.
 
     Raises:
@@ -74,38 +93,9 @@ class Control:
         self.generation, self.timeout_s = generation, timeout_s
         self._check()
         if store is not None and generation:
-            generations.register(store, generation, self.ranks, rank)
+            _register(store, generation, self.ranks, rank)
 
-    @classmethod
-    def join(cls, store: dist.Store, rank: int, *, timeout_s: float | None = None) -> Control:
-        """The control of the newest generation, waiting until that is one with `rank`. Local.
-
-        For a new process that takes the place of one that is gone. The others take it in by
-        `next`.
-
-        Raises:
-            PeerTimeoutError: No such generation began within `timeout_s` seconds.
-        """
-        limit_s = environment.timeout_s() if timeout_s is None else timeout_s
-        end_s, newest, ranks = time.monotonic() + limit_s, 0, tuple[int, ...]()
-        while True:
-            following = generations.decided(store, newest + 1)
-            if following is not None:
-                newest, ranks = newest + 1, following
-            elif rank in ranks:
-                return cls(store, ranks, rank, generation=newest, timeout_s=timeout_s)
-            elif time.monotonic() > end_s:
-                is_of = f"is of ranks {spelled(ranks)}" if ranks else "is the newest one"
-                raise PeerTimeoutError(
-                    f"Control.join: rank {rank}",
-                    found=f"generation {newest} {is_of} after {limit_s:g} s",
-                    why="The ranks of a generation are decided by members of the one before.",
-                    fix="Have a member call next() with this rank.",
-                )
-            else:
-                time.sleep(_PAUSE_S)
-
-    # -- other ranks, other generations --------------------------------------------------
+    # -- other ranks --------------------------------------------------
 
     def among(self, ranks: Sequence[int]) -> Control:
         """The control of some of these ranks, such as those of a group; of this generation. Local.
@@ -119,47 +109,23 @@ class Control:
         outside = sorted(set(chosen) - set(self.ranks))
         if outside:
             raise TopologyError(
-                f"Control.among: ranks {spelled(chosen)}",
-                found=f"a control of ranks {spelled(self.ranks)}, without {spelled(outside)}",
+                f"Control.among: ranks {format_ranks(chosen)}",
+                found=f"a control of ranks {format_ranks(self.ranks)}, without "
+                + format_ranks(outside),
                 why="Ranks of another generation, or of none, may not take part.",
-                fix="Leave them out, or begin a generation with them by next().",
+                fix="Leave them out, or begin a generation with them.",
             )
         part = copy.copy(self)
         part.ranks = chosen
         part._check()
         return part
 
-    def next(self, ranks: Sequence[int]) -> Control:
-        """Begin the next generation, of `ranks`, or enter it if another rank has begun it. Local.
-
-        Of several proposals the first one counts, for all; look at `ranks` of what is returned.
-        Every control of this generation, on whichever rank, is fenced from then on. Calling it
-        again on the same control returns the same generation.
-
-        A process that is replaced by a new one of the same rank leaves in one generation, and
-        the new one comes in a later one, so that the two are never taken for each other.
-
-        Args:
-            ranks: Ranks of the next generation: some of this control, and others that `join`.
-
-        Raises:
-            FencedError: The next generation is without this rank, or another one has followed it.
-        """
-        members = tuple(sorted(set(ranks)))
-        if self.store is None:
-            return Control(None, members, self.rank, generation=self.generation + 1)
-        number = self.generation + 1
-        decided = generations.decide(self.store, number, members)
-        if self.rank not in decided:
-            self.check_fence()
-        return Control(self.store, decided, self.rank, generation=number, timeout_s=self.timeout_s)
-
     # -- agreement -----------------------------------------------------------------------
 
     @property
     def prefix(self) -> str:
         """Prefix of the keys of these ranks in this generation; the same on all of them."""
-        return f"pcomm/{self.generation}/{word_for(self.ranks)}"
+        return f"pcomm/{self.generation}/{ranks_key(self.ranks)}"
 
     def wait_s(self, timeout_s: float | None = None) -> float:
         """Seconds to wait: `timeout_s`, that of this control, or `PCOMM_TIMEOUT_S`."""
@@ -171,7 +137,7 @@ class Control:
     def check_fence(self) -> None:
         """Raise `FencedError` if a newer generation has begun. Local."""
         if self.store is not None:
-            generations.fence(self.store, self.generation, self.rank)
+            _fence(self.store, self.generation, self.rank)
 
     def agree(
         self,
@@ -346,14 +312,16 @@ class Control:
         else:
             return
         raise TopologyError(
-            f"Control: ranks {spelled(self.ranks)}",
+            f"Control: ranks {format_ranks(self.ranks)}",
             found=found,
             why=why,
             fix="Give the same ranks and store on each of these ranks, and call it on no other.",
         )
 
     def __repr__(self) -> str:
-        return f"Control(rank {self.rank} of {spelled(self.ranks)}, generation {self.generation})"
+        return (
+            f"Control(rank {self.rank} of {format_ranks(self.ranks)}, generation {self.generation})"
+        )
 
 
 def _first_difference(reference_rank: int, reference: str, rank: int, text: str) -> str:
@@ -363,3 +331,103 @@ def _first_difference(reference_rank: int, reference: str, rank: int, text: str)
             reference_has = f"rank {reference_rank} has {theirs!r}"
             return f"line {number}: {reference_has}, rank {rank} has {mine!r}"
     raise AssertionError("texts that differ have a line that differs")
+
+
+# -- generations -------------------------------------------------------------------------
+# A generation is a set of ranks between two changes of membership; number 0 is what the job began
+# with. For every later one the store keeps the set under the number, written by a compare-and-set,
+# so that of several proposals all ranks read the same one. Nothing is ever overwritten: a process
+# that slept through a change finds the record of the next number and knows that it is too late.
+
+
+def _register(store: dist.Store, number: int, ranks: Sequence[int], rank: int) -> None:
+    """Make sure that generation `number` is of `ranks`; the first process to come writes that.
+
+    Numbers below that were left out get a record too, because a process of an older generation
+    looks there.
+
+    Raises:
+        FencedError: The generation is not of this rank, or is over.
+        DivergenceError: It is of other ranks.
+    """
+    there = _decide(store, number, ranks)
+    if rank not in there:
+        raise _fenced(number, rank, number, there)
+    if there != tuple(ranks):
+        raise DivergenceError(
+            f"control: generation {number} of ranks {format_ranks(ranks)}",
+            found=f"generation {number} is of ranks {format_ranks(there)}",
+            why="A generation is one set of ranks, the same for every process.",
+            fix="Take the next number, or the ranks of this one.",
+        )
+    for older in range(number - 1, 0, -1):
+        if _decide(store, older, ranks) != there:
+            break
+    _fence(store, number, rank)
+
+
+def _fence(store: dist.Store, number: int, rank: int) -> None:
+    """Raise `FencedError` if a generation after `number` has begun."""
+    ranks = _decided(store, number + 1)
+    if ranks is not None:
+        raise _fenced(number, rank, number + 1, ranks)
+
+
+def _decide(store: dist.Store, number: int, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The ranks of a generation: `ranks`, or those that another process wrote first."""
+    return parse_ranks(store.compare_set(_generation_key(number), "", format_ranks(ranks)).decode())
+
+
+def _decided(store: dist.Store, number: int) -> tuple[int, ...] | None:
+    """The ranks of a generation, or None if it has not begun."""
+    key = _generation_key(number)
+    return parse_ranks(store.get(key).decode()) if store.check([key]) else None
+
+
+def _generation_key(number: int) -> str:
+    """Key of the ranks of a generation."""
+    return f"pcomm/generation/{number}"
+
+
+def _fenced(mine: int, rank: int, number: int, ranks: Sequence[int]) -> FencedError:
+    is_in = rank in ranks
+    return FencedError(
+        f"control: rank {rank} in generation {mine}",
+        found=f"generation {number} has begun, of ranks {format_ranks(ranks)}"
+        + ("" if is_in else f", without rank {rank}"),
+        why="Nothing of an older generation is read any more, so nothing it says may reach others.",
+        fix="Go on with a control of the newest generation."
+        if is_in
+        else "End this process; a new one comes back once the others begin a generation with it.",
+    )
+
+
+# -- ranks as text -----------------------------------------------------------------------
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks as runs: `0-3,6` for 0, 1, 2, 3 and 6."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """The ranks that `format_ranks` wrote."""
+    ranks: list[int] = []
+    for run in text.split(","):
+        first, _, last = run.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)
+
+
+def ranks_key(ranks: Sequence[int]) -> str:
+    """A short word that no other set of ranks has: the runs, or a digest where they are long."""
+    text = format_ranks(ranks)
+    if len(text) <= _LONGEST_WORD:
+        return text
+    return f"{len(ranks)}:{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"

@@ -1,16 +1,4 @@
-"""From one layout of a tensor to another in one collective.
-
-A tensor's *region* on a rank is the product of one layout per dimension. An `Exchange` is
-computed on the host from the source and the target layouts: which part of my region each peer
-needs, and where the parts that I get belong. It packs, does **one** `all_to_all`, unpacks. Several
-sections, tensors with layouts of their own, travel in the same message.
-
-| element is on | forward | backward |
-|---|---|---|
-| one rank before and after | moves | moves back: an exchange is a bijection then |
-| several ranks after (a cover) | is copied | the gradients of the copies are added up |
-| several ranks before | comes from its owner | the gradient goes to the owner, others get zero |
-"""
+"""Exchange between two layouts: planned once, differentiable, of one tensor or of several."""
 
 from __future__ import annotations
 
@@ -18,24 +6,32 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from pcomm.core.collectives.autograd import with_adjoints
+from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import LayoutError
-from pcomm.core.exchange.owners import is_held_once, missing, owned_runs
-from pcomm.core.exchange.packing import Packing
-from pcomm.core.exchange.rows import RowMoves
-from pcomm.core.exchange.sections import SectionExchange
-from pcomm.core.exchange.steps import PeerParts
-from pcomm.core.exchange.ways import Way, choose_way, run_way
+from pcomm.core.exchange.fast import (
+    ColumnShards,
+    Packing,
+    RowMoves,
+    RowsAndColumns,
+    ToColumns,
+    TorchPacking,
+    ToRows,
+)
+from pcomm.core.exchange.general import PeerParts, PeerSteps
+from pcomm.core.exchange.positions import is_held_once, missing, owned_runs
 from pcomm.core.layout import Layout
 
-if TYPE_CHECKING:
-    from pcomm.core.collectives.protocol import Collectives
-
-__all__ = ["Exchange"]
+__all__ = [
+    "Exchange",
+    "ExchangeAlgorithm",
+    "SectionExchange",
+]
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,7 @@ class Exchange:
         """The exchange the other way round. For a bijection it is also the gradient of this one."""
         back = Exchange(self.target, self.source)
         if self.is_bijection:
-            back.__dict__.update(_ways=self._ways, _is_turned=not self._is_turned)
+            back.__dict__.update(_algorithms=self._algorithms, _is_turned=not self._is_turned)
         return back
 
     def sent_elements(self, rank: int, shape: Sequence[int]) -> int:
@@ -165,8 +161,8 @@ class Exchange:
         self.check_region(x, collectives)
         if self.size == 1 and self.source == self.target and self.is_bijection:
             return x
-        way = self.way(collectives.rank, x.device)
-        (result,) = run_way(way, (self,), (x,), collectives, packing)
+        algorithm = self.algorithm(collectives.rank, x.device)
+        (result,) = _run_algorithm(algorithm, (self,), (x,), collectives, packing)
         return result
 
     def prepare(self, rank: int, device: torch.device) -> None:
@@ -178,17 +174,17 @@ class Exchange:
             LayoutError: No layout has such a rank.
         """
         self._check_rank(rank)
-        self.way(rank, device)
+        self.algorithm(rank, device)
 
-    # -- for the ways --------------------------------------------------------------------
+    # -- for the algorithms --------------------------------------------------------------------
 
-    def way(self, rank: int, device: torch.device) -> Way:
+    def algorithm(self, rank: int, device: torch.device) -> ExchangeAlgorithm:
         """How `rank` carries it out, made once for each device and shared with `inverse`."""
-        ways, key = self._ways, (rank, device)
-        if key not in ways:
-            made = choose_way((self,), rank, device)
-            ways[key] = made.adjoint if self._is_turned else made
-        return ways[key].adjoint if self._is_turned else ways[key]
+        known, key = self._algorithms, (rank, device)
+        if key not in known:
+            made = _choose_algorithm((self,), rank, device)
+            known[key] = made.adjoint if self._is_turned else made
+        return known[key].adjoint if self._is_turned else known[key]
 
     def new_shape(self, shape: Sequence[int], rank: int) -> list[int]:
         """The shape of the target region of `rank` when its source region has `shape`."""
@@ -196,7 +192,7 @@ class Exchange:
         return [sizes.get(dim, length) for dim, length in enumerate(shape)]
 
     def parts(self, rank: int, device: torch.device) -> PeerParts:
-        """What `rank` packs for each peer, by the general way."""
+        """What `rank` packs for each peer, by the general algorithm."""
         owned = owned_runs(self.source, None if self.is_bijection else self._senders)
         return PeerParts.build(
             owned, self.source, self.target, rank, device, is_bijection=self.is_bijection
@@ -220,9 +216,9 @@ class Exchange:
                 fix="Pass this rank's shard, or build the exchange with the layouts it has.",
             )
 
-    # A plan is immutable; its ways are a memory of it, in the direction that is not turned.
+    # A plan is immutable; its algorithms are a memory of it, in the direction that is not turned.
     @cached_property
-    def _ways(self) -> dict[tuple[int, torch.device], Way]:
+    def _algorithms(self) -> dict[tuple[int, torch.device], ExchangeAlgorithm]:
         return {}
 
     @cached_property
@@ -256,6 +252,208 @@ class Exchange:
                 why="Owners are the ranks that may send, each named once, preferred first.",
                 fix=f"Name different ranks from 0 to {self.size - 1}.",
             )
+
+
+@dataclass(frozen=True)
+class SectionExchange:
+    """Exchanges that one collective carries out together; made by `Exchange.sections`.
+
+    Args:
+        exchanges: The exchange of each section, over the same ranks.
+
+    Raises:
+        LayoutError: No exchange, or exchanges over different numbers of ranks.
+    """
+
+    exchanges: tuple[Exchange, ...]
+
+    def __post_init__(self) -> None:
+        sizes = [one.size for one in self.exchanges]
+        if len(set(sizes)) != 1:
+            raise LayoutError(
+                "Exchange.sections",
+                found=f"exchanges over {sizes} ranks",
+                why="All sections travel in one message between the same ranks.",
+                fix="Give at least one exchange, all with the same number of ranks.",
+            )
+
+    def apply(
+        self,
+        tensors: Sequence[Tensor],
+        collectives: Collectives,
+        *,
+        packing: Packing | None = None,
+        fused: int = 1,
+    ) -> tuple[Tensor, ...]:
+        """The target regions of this rank. Collective: every rank of the group calls it.
+
+        As `Exchange.apply` for each section, in one collective, and one in backward.
+
+        Args:
+            tensors: The source region of each section, of one dtype and device, any strides.
+            collectives: Collectives of the group over which the layouts are split.
+            packing: The packing of messages where rows are exchanged for columns; torch by default.
+            fused: Number of first sections to return as one tensor, side by side along the last
+                dimension; nothing is copied for it where rows are exchanged for columns.
+
+        Returns:
+            The target regions; views of one buffer where rows are exchanged for columns.
+
+        Raises:
+            LayoutError: Another number of tensors, several dtypes or devices, a tensor that is not
+                the source region of its section, a group of another size, or `fused` less than 1
+                or more than the sections; raised before anything is sent.
+        """
+        self._check(tensors, collectives, fused)
+        is_flat = all(x.dim() == 2 for x in tensors)
+        algorithm = self._algorithm(collectives.rank, tensors[0].device, fused if is_flat else 1)
+        parts = _run_algorithm(algorithm, self.exchanges, tuple(tensors), collectives, packing)
+        if len(parts) > len(tensors) - fused + 1:
+            return torch.cat(parts[:fused], -1), *parts[fused:]
+        return parts
+
+    def _algorithm(self, rank: int, device: torch.device, fused: int) -> ExchangeAlgorithm:
+        known: dict[tuple[int, torch.device, int], ExchangeAlgorithm]
+        known = self.__dict__.setdefault("_known", {})
+        if (rank, device, fused) not in known:
+            known[rank, device, fused] = _choose_algorithm(
+                self.exchanges, rank, device, fused=fused
+            )
+        return known[rank, device, fused]
+
+    def _check(self, tensors: Sequence[Tensor], collectives: Collectives, fused: int) -> None:
+        kinds = {(x.dtype, x.device) for x in tensors}
+        if len(tensors) != len(self.exchanges) or len(kinds) != 1 or not 1 <= fused <= len(tensors):
+            raise LayoutError(
+                f"Exchange.sections of {len(self.exchanges)}: apply with fused={fused}",
+                found=f"{len(tensors)} tensors of {sorted(map(str, kinds))}",
+                why="Every exchange has a tensor, and one message has one dtype and device.",
+                fix="Pass one tensor for each exchange, all alike, and fuse at most all of them.",
+            )
+        for one, x in zip(self.exchanges, tensors, strict=True):
+            one.check_region(x, collectives)
+
+
+class ExchangeAlgorithm(Protocol):
+    """A linear map of the sections of all ranks, in one collective."""
+
+    # Whether sections have two dimensions: rows and all others.
+    is_flat: ClassVar[bool]
+
+    @property
+    def adjoint(self) -> ExchangeAlgorithm:
+        """The algorithm of the gradients; for a bijection also that of the way back."""
+        ...
+
+    def move(
+        self, tensors: Sequence[Tensor], collectives: Collectives, packing: Packing
+    ) -> tuple[Tensor, ...]:
+        """The sections of this rank afterwards, without recording. Collective."""
+        ...
+
+
+def _choose_algorithm(
+    exchanges: Sequence[Exchange], rank: int, device: torch.device, *, fused: int = 1
+) -> ExchangeAlgorithm:
+    """The fastest algorithm for these exchanges in one message.
+
+    Args:
+        exchanges: The exchange of each section.
+        rank: The rank that carries it out.
+        device: Device of the sections and of the index tensors.
+        fused: Number of first sections that become one tensor, where rows become columns.
+    """
+    first = exchanges[0]
+    # What is kept must not be a tensor of inference mode, which training cannot use.
+    with torch.inference_mode(False):
+        if len(exchanges) == 1 and first.moves_rows:
+            return _Rows(RowMoves.of(first.source[0], first.target[0], rank, device))
+        for is_reversed in (False, True):
+            found = [_rows_and_columns(one, is_reversed=is_reversed) for one in exchanges]
+            pairs = [pair for pair in found if pair is not None]
+            if len(pairs) < len(exchanges) or any(rows != pairs[0][0] for rows, _ in pairs):
+                continue
+            has_widths = not is_reversed and all(1 in one.source for one in exchanges)
+            shards = tuple(shards for _, shards in pairs)
+            plan = RowsAndColumns(pairs[0][0], shards, fused if has_widths else 1)
+            plan.order.on(device)
+            return ToRows(plan) if is_reversed else ToColumns(plan)
+        return PeerSteps(tuple(one.parts(rank, device) for one in exchanges))
+
+
+def _rows_and_columns(
+    exchange: Exchange, *, is_reversed: bool
+) -> tuple[Layout, ColumnShards] | None:
+    """The rows, and how columns are dealt out, where all of one is exchanged for all of the other.
+
+    The reverse of a cover is another map than its adjoint: it takes one copy, and adds none up.
+    """
+    source, target = exchange.source, exchange.target
+    if is_reversed:
+        if not exchange.is_bijection:
+            return None
+        source, target = target, source
+    if exchange.size == 1 or 0 not in source:
+        return None
+    if not (source[0].is_partition and target[0].is_whole):
+        return None
+    if set(source) == {0}:
+        return source[0], ColumnShards(1, 1, exchange.size, exchange.size)
+    if set(source) != {0, 1} or not source[1].is_whole:
+        return None
+    shards = target[1].derived(ColumnShards.of)
+    return None if shards is None else (source[0], shards)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Whole rows of one section, which nothing has to pack."""
+
+    moves: RowMoves
+    is_flat: ClassVar[bool] = False
+
+    @property
+    def adjoint(self) -> _Rows:
+        return _Rows(self.moves.inverse)
+
+    def move(
+        self, tensors: Sequence[Tensor], collectives: Collectives, packing: Packing
+    ) -> tuple[Tensor, ...]:
+        return (self.moves.move(tensors[0], collectives),)
+
+
+def _run_algorithm(
+    algorithm: ExchangeAlgorithm,
+    exchanges: Sequence[Exchange],
+    tensors: tuple[Tensor, ...],
+    collectives: Collectives,
+    packing: Packing | None,
+) -> tuple[Tensor, ...]:
+    """The sections of this rank afterwards, differentiable. Collective, and again in backward."""
+    packing = packing or TorchPacking()
+    if not algorithm.is_flat or all(x.dim() == 2 for x in tensors):
+        return _recorded(algorithm, tensors, collectives, packing)
+    pairs = zip(exchanges, tensors, strict=True)
+    shapes = [one.new_shape(x.shape, collectives.rank) for one, x in pairs]
+    flat = tuple(x.flatten(1) if x.dim() > 1 else x[:, None] for x in tensors)
+    results = _recorded(algorithm, flat, collectives, packing)
+    return tuple(y.reshape(shape) for y, shape in zip(results, shapes, strict=True))
+
+
+def _recorded(
+    algorithm: ExchangeAlgorithm,
+    tensors: tuple[Tensor, ...],
+    collectives: Collectives,
+    packing: Packing,
+) -> tuple[Tensor, ...]:
+    """`algorithm.move`, recorded where a gradient is asked for."""
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return algorithm.move(tensors, collectives, packing)
+    return with_adjoints(
+        tensors,
+        lambda *tensors: algorithm.move(tensors, collectives, packing),
+        lambda *gradients: _recorded(algorithm.adjoint, gradients, collectives, packing),
+    )
 
 
 def _check_complete(side: str, layouts: Mapping[int, Layout], ranks: Sequence[int]) -> None:

@@ -1,24 +1,22 @@
-"""Torch's process groups: made under a name that their members agreed on, shared, and closed.
-
-Ranks match the operations of a communicator by their order. What keeps that order on one rank (the
-tags of messages, the queue of large operations) therefore belongs to the communicator, and every
-`Group` around it shares it, however many there are and wherever the process group was made.
-
-`torch.distributed.new_group` names a group made by its members alone after their ranks and the
-number of groups that the process already has, and its members find each other in the store
-under that name. Members that own different numbers of groups then wait for each other under
-different names, and a group that is opened again after a close finds the addresses of the first
-one. With a name of ours neither happens. The function beneath `new_group` takes a name; it is
-private to torch, so this file is the only one that calls it.
-"""
+"""Communicators of torch: named, connected within a limit, shared, closed and abandoned."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
 import math
+import os
+import re
+import socket
+import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,23 +24,30 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pcomm.core.collectives.autograd import differentiable
-from pcomm.core.collectives.backend import new_collectives
+from pcomm.core.collectives.distributed import DistributedCollectives
+from pcomm.core.collectives.gloo import GlooCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.control.rank_sets import spelled
+from pcomm.core.control.control import format_ranks
+from pcomm.core.control.without_control import end_if_unused, unconnected_default
 from pcomm.core.errors import PeerTimeoutError
-from pcomm.core.groups.connecting_store import ConnectingStore
-from pcomm.core.groups.never_freed import never_freed
-from pcomm.core.groups.options import Granted
-from pcomm.core.groups.own_connections import OwnConnections
-from pcomm.core.process.unconnected_default import end_if_unused, unconnected_default
+from pcomm.core.groups.spec import Granted
 
 __all__ = [
     "Communicator",
+    "ConnectingStore",
+    "OwnConnections",
     "abandon_communicator",
     "close_communicator",
     "communicator_of",
+    "never_freed",
+    "new_collectives",
     "new_communicator",
 ]
+
+
+# Torch's process groups take no attributes, so what belongs to one is kept beside it: as long as
+# the process group lives, and no longer.
+_communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 
 
 class Communicator:
@@ -87,11 +92,6 @@ class Communicator:
         self._inner.abandon()
 
 
-# Torch's process groups take no attributes, so what belongs to one is kept beside it: as long as
-# the process group lives, and no longer.
-_communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
-
-
 def communicator_of(process_group: dist.ProcessGroup) -> Communicator:
     """The communicator of a process group, the same one at each call. Local.
 
@@ -102,6 +102,18 @@ def communicator_of(process_group: dist.ProcessGroup) -> Communicator:
     if found is None:
         found = _communicators[process_group] = Communicator(process_group)
     return found
+
+
+def new_collectives(process_group: dist.ProcessGroup) -> DistributedCollectives:
+    """New collectives, the fastest for the group's backend. Local; for `Communicator` alone.
+
+    Two for one process group would number its messages independently. A group that has gloo for
+    tensors on the CPU and another backend beside it counts as the other one.
+    """
+    backend = dist.get_backend(process_group)
+    # One with options of its own has a longer name.
+    is_gloo = "gloo" in backend and ":" not in backend
+    return GlooCollectives(process_group) if is_gloo else DistributedCollectives(process_group)
 
 
 def new_communicator(
@@ -132,7 +144,7 @@ def new_communicator(
     make = partial(_new_process_group, name, ranks, granted, rank, description)
     with unconnected_default(store, rank, 1 + ranks[-1]):
         if granted.backend.startswith("gloo"):
-            return _connected(make, store, connect_s, f"{description}: ranks {spelled(ranks)}")
+            return _connected(make, store, connect_s, f"{description}: ranks {format_ranks(ranks)}")
         return make(store)
 
 
@@ -198,6 +210,25 @@ def _new_process_group(
     return made
 
 
+@contextmanager
+def _without_splitting(default: dist.ProcessGroup) -> Iterator[torch.device | None]:
+    """Make torch open connections of their own for a new group; yields the device of the default.
+
+    With a device bound to the default group, torch splits new NCCL groups off that group's
+    communicator, and then every rank of it has to take part, members or not. Here only the members
+    do: others may belong to another topology, or have failed.
+    """
+    device: torch.device | None = default.bound_device_id
+    if device is None:
+        yield None
+        return
+    default.bound_device_id = None
+    try:
+        yield device
+    finally:
+        default.bound_device_id = device
+
+
 def close_communicator(process_group: dist.ProcessGroup) -> None:
     """Close a group of `new_communicator`, unless torch.distributed has ended since. Collective."""
     communicator_of(process_group).close()
@@ -251,20 +282,186 @@ def _forget(process_group: dist.ProcessGroup) -> None:
     end_if_unused()
 
 
-@contextmanager
-def _without_splitting(default: dist.ProcessGroup) -> Iterator[torch.device | None]:
-    """Make torch open connections of their own for a new group; yields the device of the default.
+def never_freed(objects: Iterable[object]) -> None:
+    """Keep objects until the process ends, and never run their destructors. Local.
 
-    With a device bound to the default group, torch splits new NCCL groups off that group's
-    communicator, and then every rank of it has to take part, members or not. Here only the members
-    do: others may belong to another topology, or have failed.
+    A list of this module would be emptied when the interpreter ends, and a destructor that waits
+    for a rank that is gone would keep the process from ending.
+
+    Args:
+        objects: Objects to keep, with all that they refer to.
     """
-    device: torch.device | None = default.bound_device_id
-    if device is None:
-        yield None
-        return
-    default.bound_device_id = None
+    for found in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+
+
+class ConnectingStore(dist.Store):
+    """Passes every call on to `store`; until `lift`, no wait is longer than `limit_s` seconds.
+
+    Gloo waits in the store for the address of each member, as long as an operation may take: half
+    an hour unless the group says otherwise. A shorter limit of the communicator itself would stay
+    with its sends and receives, which torch offers no way to change.
+
+    A communicator refers to this object without keeping it alive, so its owner does.
+
+    Args:
+        store: Store that the members share.
+        limit_s: Longest wait, in seconds.
+
+    Attributes:
+        timed_out_s: Seconds of a wait that ended without its keys; None if there was none.
+    """
+
+    def __init__(self, store: dist.Store, limit_s: float) -> None:
+        super().__init__()
+        self._store, self._limit_s = store, limit_s
+        self.timed_out_s: float | None = None
+
+    def lift(self) -> None:
+        """Let waits be as long as their caller says. Local."""
+        self._limit_s = float("inf")
+
+    # Torch calls these by name and place. It gives values as bytes.
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until the keys are there."""
+        if timeout is None:
+            return self._store.wait(keys)
+        limit_s = min(self._limit_s, timeout.total_seconds())
+        try:
+            return self._store.wait(keys, timedelta(seconds=limit_s))
+        except RuntimeError:
+            self.timed_out_s = limit_s
+            raise
+
+    def set(self, key: str, value: str) -> None:
+        """Pass on."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Pass on."""
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        """Pass on."""
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Pass on."""
+        return self._store.check(keys)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Pass on."""
+        return self._store.compare_set(key, expected_value, desired_value)
+
+    def deleteKey(self, key: str) -> bool:
+        """Pass on."""
+        return self._store.delete_key(key)
+
+    def getNumKeys(self) -> int:
+        """Pass on."""
+        return self._store.num_keys()
+
+
+_FILES, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
+_WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
+# Gloo's own thread closes a connection as soon as it runs; the limit is for one that never does.
+_PAUSE_S, _CLOSING_S = 0.0005, 10.0
+
+
+class OwnConnections:
+    """The connections that a communicator of gloo made; none where the system does not tell.
+
+    They are known by number and by identity, since gloo closes those that break, and the number
+    is another file's then.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, int] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def recorded(cls) -> Iterator[OwnConnections]:
+        """A block that makes one communicator; what is yielded has its connections afterwards.
+
+        None where another thread of this process makes a communicator meanwhile: nothing tells
+        which of the two a connection belongs to.
+        """
+        connections, before = cls(), {i for watched in _polls() for i in watched.values()}
+        yield connections
+        made: list[dict[int, int]] = []
+        for watched in _polls():
+            new = {number: i for number, i in watched.items() if i not in before}
+            if any(_is_listening(number) for number in new):
+                made.append(new)
+        if len(made) == 1:
+            connections._found = {n: i for n, i in made[0].items() if _is_connected(n)}
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def shut_down(self) -> None:
+        """End operations of the communicator with an error, here and on its other ranks. Local.
+
+        On return gloo has closed them, so that what had arrived before is written, and nothing
+        else will be. An operation of which a message had arrived, or was sent, in part is the one
+        that gloo does not end: its wait lasts until the time limit of the communicator.
+        """
+        for number, identity in self._found.items():
+            # A number of our own, which stays open between the comparison and the call.
+            with contextlib.suppress(OSError), _socket(number) as own:
+                if os.fstat(own.fileno()).st_ino == identity:
+                    own.shutdown(socket.SHUT_RDWR)
+        end_s = time.monotonic() + _CLOSING_S
+        while any(itertools.starmap(_is_open, self._found.items())) and time.monotonic() < end_s:
+            time.sleep(_PAUSE_S)
+        self._found.clear()
+
+
+def _polls() -> Iterator[dict[int, int]]:
+    """Number and identity of the sockets that each poll of this process watches."""
     try:
-        yield device
-    finally:
-        default.bound_device_id = device
+        numbers = [int(name) for name in os.listdir(_FILES)]
+    except OSError:
+        return
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            if os.readlink(_FILES / str(number)) == "anon_inode:[eventpoll]":
+                watched = map(int, _WATCHED.findall((_DETAILS / str(number)).read_text()))
+                yield dict(_sockets(watched))
+
+
+def _sockets(numbers: Iterator[int]) -> Iterator[tuple[int, int]]:
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            found = os.fstat(number)
+            if stat.S_ISSOCK(found.st_mode):
+                yield number, found.st_ino
+
+
+def _is_open(number: int, identity: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.fstat(number).st_ino == identity
+    return False
+
+
+def _socket(number: int) -> socket.socket:
+    own = os.dup(number)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:  # another kind of file by now
+        os.close(own)
+        raise
+
+
+def _is_listening(number: int) -> bool:
+    with contextlib.suppress(OSError), _socket(number) as own:
+        return bool(own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False
+
+
+def _is_connected(number: int) -> bool:
+    with contextlib.suppress(OSError), _socket(number) as own:
+        own.getpeername()
+        return True
+    return False

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
 from pcomm.core.groups.communicators import new_communicator
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import Groups
-from pcomm.core.groups.options import CommOptions, grant
+from pcomm.core.groups.open_groups import Groups
+from pcomm.core.groups.spec import CommOptions, grant
 from pcomm.core.topology import Topology
 
 __all__ = ["device_mesh", "groups_from_device_mesh"]

@@ -1,4 +1,4 @@
-"""An ordered set of ranks with a role, and the collectives of its communicator."""
+"""One group of ranks as this process sees it, and what it calls before it closes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 import torch.distributed as dist
 
 from pcomm.core.collectives.autograd import differentiable
-from pcomm.core.collectives.handle import Handle
 from pcomm.core.collectives.identity import IdentityCollectives
-from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.collectives.protocol import Collectives, Handle
 from pcomm.core.control.control import Control
 from pcomm.core.errors import TopologyError
-from pcomm.core.groups.closing import Closing
 from pcomm.core.groups.communicators import Communicator, communicator_of
 
-__all__ = ["Group"]
+__all__ = ["Closing", "Group"]
 
 
 class Group(Handle):
@@ -167,3 +165,48 @@ class Group(Handle):
 
     def __repr__(self) -> str:
         return f"Group({self.key}, rank {self.rank} of {self.size})"
+
+
+class Closing:
+    """Calls that are made once, when the groups that they depend on close."""
+
+    def __init__(self) -> None:
+        # By an object each, since two equal calls are two.
+        self._calls: dict[object, Callable[[], object]] = {}
+        self._local: set[object] = set()
+
+    def add(self, call: Callable[[], object], *, is_local: bool = False) -> Callable[[], None]:
+        """Have `call` called. Local.
+
+        Args:
+            call: Function without arguments. It is kept until then, with all that it refers to.
+            is_local: True if it neither communicates nor waits for another rank, so that it can be
+                called when the groups are abandoned.
+
+        Returns:
+            A function that takes `call` back; calling it again does nothing.
+        """
+        key = object()
+        self._calls[key] = call
+        if is_local:
+            self._local.add(key)
+
+        def take_back() -> None:
+            self._calls.pop(key, None)
+            self._local.discard(key)
+
+        return take_back
+
+    def take_all(self) -> list[Callable[[], object]]:
+        """All calls in the order in which they were added; none of them is kept."""
+        calls = list(self._calls.values())
+        self._calls.clear()
+        self._local.clear()
+        return calls
+
+    def take_local(self) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
+        """The calls that are local and those that are not, in order; none of them is kept."""
+        local = [call for key, call in self._calls.items() if key in self._local]
+        others = [call for key, call in self._calls.items() if key not in self._local]
+        self.take_all()
+        return local, others

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pcomm.core.process.rank_error import end_of
-from pcomm.core.process.rank_process import Report
+from pcomm.core.process.launch import TaskReport, end_of
 
-__all__ = ["ProcessWatch", "RankReport", "Watched"]
+__all__ = ["ProcessWatch", "RankReport", "WatchedProcess"]
+
 
 _log = logging.getLogger(__name__)
-
 # Bytes that are read at a time, so that no rank keeps the thread from the others.
 _PART_BYTES = 1 << 20
 
@@ -55,7 +54,7 @@ class RankReport:
 
 
 @dataclass
-class Watched:
+class WatchedProcess:
     """A process that runs, and what has come of its report: pickled, without a length before it."""
 
     incarnation: int
@@ -76,11 +75,11 @@ class Watched:
             self.reports.close()
         return bool(part)
 
-    def report(self) -> Report | None:
+    def report(self) -> TaskReport | None:
         """The report; None if the process ended before all of it was sent."""
         # Which error the half of a report raises depends on where it ends.
         with contextlib.suppress(Exception):
-            found: Report = pickle.loads(self.sent)
+            found: TaskReport = pickle.loads(self.sent)
             return found
         return None
 
@@ -95,14 +94,14 @@ class ProcessWatch:
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self._changed = threading.Condition()
-        self._running: dict[int, Watched] = {}
+        self._running: dict[int, WatchedProcess] = {}
         self._ended: dict[int, RankReport] = {}
         self._waken, self._waker = mp.Pipe(duplex=False)
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="pcomm process watch", daemon=True)
         self._thread.start()
 
-    def add(self, rank: int, process: Watched) -> None:
+    def add(self, rank: int, process: WatchedProcess) -> None:
         """Watch the new process of a rank."""
         with self._changed:
             self._ended.pop(rank, None)
@@ -191,13 +190,13 @@ class ProcessWatch:
         _close(found)
 
 
-def _close(found: Watched) -> None:
+def _close(found: WatchedProcess) -> None:
     found.reports.close()
     # Its files would stay open as long as something refers to the process.
     found.process.close()
 
 
-def _report_of(rank: int, found: Watched) -> RankReport:
+def _report_of(rank: int, found: WatchedProcess) -> RankReport:
     report = found.report()
     if report is None:
         return RankReport(rank, found.incarnation, end_of(found.process.exitcode))
@@ -206,9 +205,5 @@ def _report_of(rank: int, found: Watched) -> RankReport:
             return RankReport(rank, found.incarnation, "finished", pickle.loads(report.result))
         except Exception as problem:  # of a module that only the rank has, for example
             return RankReport(rank, found.incarnation, "finished", None, problem)
-    error = None
-    # Some exceptions cannot be pickled, and some not be loaded here.
-    with contextlib.suppress(Exception):
-        error = pickle.loads(report.error)
     reason = " ".join(f"failed: {report.headline}".split())
-    return RankReport(rank, found.incarnation, reason, None, error, report.traceback)
+    return RankReport(rank, found.incarnation, reason, None, report.exception(), report.traceback)

@@ -6,29 +6,46 @@ restarts nothing by itself, and takes part in no collective.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import util
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from pcomm.core.process.fork_server import fork_server, starting
-from pcomm.core.process.process_watch import ProcessWatch, RankReport, Watched
-from pcomm.core.process.rank_error import RankError
-from pcomm.core.process.rank_place import RankPlace
-from pcomm.core.process.resilient_process import run_once
-from pcomm.core.process.stacks import stacks_of
+from pcomm.core import environment
+from pcomm.core.process.launch import (
+    REQUESTS,
+    RankError,
+    TaskReport,
+    as_rank,
+    failure_report,
+    fork_server,
+    next_wait_s,
+    start_rank,
+    starting,
+)
+from pcomm.core.process.process_watch import ProcessWatch, RankReport, WatchedProcess
+from pcomm.core.process.signals import stacks_of
 
-__all__ = ["RankReport", "ResilientRanks"]
+__all__ = [
+    "RankPlace",
+    "RankReport",
+    "ResilientRanks",
+]
+
 
 _HOST = "127.0.0.1"
-# A signal that arrives right before a wait begins is acted on when the wait ends, so none is long.
-_LONGEST_WAIT_S = 1.0
 
 
 class ResilientRanks:
@@ -137,8 +154,7 @@ class ResilientRanks:
         is_interrupted = False
         while True:
             try:
-                left_s = _LONGEST_WAIT_S if deadline is None else deadline - time.monotonic()
-                reports = self._watch.reports(min(max(left_s, 0.0), _LONGEST_WAIT_S), chosen)
+                reports = self._watch.reports(next_wait_s(deadline), chosen)
                 running = [rank for rank in chosen if rank not in reports]
                 if not running:
                     return {rank: reports[rank] for rank in chosen}
@@ -170,21 +186,11 @@ class ResilientRanks:
         if self._server is None:
             raise RankError("These ranks were closed; make new ones.")
         place = RankPlace(rank, self.size, _HOST, self.port, incarnation)
-        file = self._stacks(rank, incarnation)
-        ours, theirs = self._context.Pipe(duplex=False)
+        stacks, name = str(self._stacks(rank, incarnation)), f"rank {rank} of {self.size}"
+        given = place, pickle.dumps(call), self._threads, stacks, self._imports_main
         with starting(imports_main=self._imports_main):
-            process = self._context.Process(
-                target=run_once,
-                args=(
-                    *(theirs, place, pickle.dumps(call), self._threads),
-                    *(str(file), self._imports_main),
-                ),
-                name=f"rank {rank} of {self.size}",
-                daemon=True,
-            )
-            process.start()
-        theirs.close()
-        self._watch.add(rank, Watched(incarnation, process, ours))
+            process, ours = start_rank(self._context, name, run_once, *given, duplex=False)
+        self._watch.add(rank, WatchedProcess(incarnation, process, ours))
 
     def _stacks(self, rank: int, incarnation: int) -> Path:
         return Path(self._folder.name, f"stacks-{rank}-{incarnation}")
@@ -206,3 +212,117 @@ class ResilientRanks:
 def _end(watch: ProcessWatch, folder: tempfile.TemporaryDirectory[str]) -> None:
     watch.close()
     folder.cleanup()
+
+
+def run_once(
+    caller: Connection, place: RankPlace, call: bytes, threads: int, stacks: str, has_main: bool
+) -> None:
+    """Run one task and send its report.
+
+    Args:
+        caller: Connection to which the report goes.
+        place: First argument of the task.
+        call: The function and its other arguments, pickled.
+        threads: Number of threads that torch uses.
+        stacks: File for the stacks that SIGUSR1 asks for.
+        has_main: True if this process has run the program's own file.
+    """
+    with as_rank(threads, stacks, has_main=has_main):
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
+            function, args = pickle.loads(call)
+            # By value: the connection's own pickling would hand tensors over as open files.
+            report = TaskReport(None, pickle.dumps(function(place, *args)))
+        except BaseException as error:  # told in the report
+            report = failure_report(error, time.monotonic())
+        finally:
+            # One that comes now must not end the process before its report is sent.
+            signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+        with (
+            contextlib.suppress(BrokenPipeError, ConnectionResetError),
+            open(caller.fileno(), "wb", closefd=False) as pipe,
+        ):
+            pickle.dump(report, pipe)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank of a job, and where the store is that all ranks share.
+
+    `ResilientRanks` gives one to each of its ranks. A process that another launcher has started,
+    on whichever host, makes its own.
+
+    Args:
+        rank: Rank of this process, for life.
+        size: Number of ranks of the whole job, those that are gone included.
+        host: Name or address of the host of the store.
+        port: Port of the store on that host.
+        incarnation: Number of processes that had this rank before.
+    """
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    incarnation: int = 0
+
+    def store(self, *, timeout_s: float | None = None) -> dist.TCPStore:
+        """A new connection to the store. Local.
+
+        A connection carries one call at a time, so a thread that waits has one of its own.
+
+        Args:
+            timeout_s: Seconds that this call, and a wait for a key, may take; on Linux also those
+                after which a call ends with an error whose store is on a host that sends nothing
+                any more. By default `PCOMM_TIMEOUT_S`.
+
+        Raises:
+            dist.DistNetworkError: There is no store at that address.
+        """
+        limit_s = environment.timeout_s() if timeout_s is None else timeout_s
+        made = dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=limit_s),
+        )
+        _limit_silence(self.port, limit_s)
+        return made
+
+
+def _limit_silence(port: int, limit_s: float) -> None:
+    """Have the kernel end connections of this process to a port whose host answers no more.
+
+    Most calls of torch's store wait for their answer without a limit. A host that has lost its
+    network closes no connection, so only the kernel notices, by default after a quarter of an hour.
+    Torch does not tell which file its connection is: one to the port that has no limit yet.
+    """
+    between_s = min(max(1, int(limit_s / 3)), 1 << 14)
+    options = {
+        # For what was sent and is not acknowledged; the others for an answer that never comes.
+        "TCP_USER_TIMEOUT": int(min(limit_s, 1e6) * 1000),
+        "TCP_KEEPIDLE": between_s,
+        "TCP_KEEPINTVL": between_s,
+    }
+    try:
+        files = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return
+    for file in files:
+        with contextlib.suppress(OSError), _duplicate(file) as own:
+            # An error of sockets that are not of TCP.
+            is_new = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+            if is_new and own.getpeername()[1] == port:
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in options.items():
+                    own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _duplicate(file: int) -> socket.socket:
+    own = os.dup(file)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:  # no socket
+        os.close(own)
+        raise

@@ -1,4 +1,4 @@
-"""Joining the other processes of a job, however they were started."""
+"""Joining the other processes of a job, however they were started, each on a device of its own."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from pcomm.core import environment
 from pcomm.core.control.control import Control
+from pcomm.core.control.without_control import is_connected
 from pcomm.core.errors import ConfigError, PcommError
-from pcomm.core.process import environment
-from pcomm.core.process.devices import claim, default_group_takes_cuda, own_device
-from pcomm.core.process.unconnected_default import is_connected
 
 __all__ = ["World", "connect", "unconnected_control"]
+
 
 _INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 # Linux's request for the address of an interface.
@@ -75,7 +75,7 @@ def connect(
     as it is; otherwise the process is alone and nothing is initialised.
 
     `World.device` is a CUDA device where there is one and the default group has a backend for it
-    (see `pcomm.core.process.devices`), and is then made the current one. Two processes do not
+    (see `pcomm.core.process.world`), and is then made the current one. Two processes do not
     get the same.
 
     Between hosts gloo needs an address that the others reach. If this host's name resolves to
@@ -125,6 +125,102 @@ def connect(
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _joined(device: torch.device | str | None, *, may_be_chosen: bool) -> World:
+    store = dist.distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if device is not None:
+        return World(rank, size, _current(torch.device(device)), store)
+    world = World(rank, size, torch.device("cpu"), store)
+    if not _default_group_takes_cuda():
+        return world
+    error: PcommError | None = None
+    try:
+        own = _own_device(size, may_be_chosen=may_be_chosen)
+        _claim(store, own, rank)
+    except PcommError as problem:
+        error = problem
+    world.fail_together("connect: devices", error)
+    own = _current(own)
+    if not may_be_chosen:
+        _connect_on(own)
+    return replace(world, device=own)
+
+
+def _check_complete(*names: str) -> None:
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        known = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        values = ", ".join(f"{n}={os.environ[n]}" for n in known if n in os.environ)
+        raise ConfigError(
+            f"connect: {' and '.join(missing)} not set",
+            found=values,
+            why="A process of a job needs its place, their number, and the address of rank 0.",
+            fix="Start the job with torchrun, which sets all of them, or unset them to run alone.",
+        )
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ConfigError(
+            f"connect: {name}={os.environ[name]!r}",
+            found="text that is not a whole number",
+            why="The launcher numbers its processes.",
+            fix="Start the job with torchrun, which sets it.",
+        ) from None
+
+
+def _connect_on(device: torch.device) -> None:
+    """Have NCCL connect the default group now, as `init_process_group(device_id=...)` does.
+
+    A device that two ranks share is found before, since NCCL does not say which ranks these are.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    backend = default._get_backend(device)
+    # Of all backends NCCL alone does, and it alone connects in its first operation otherwise.
+    if backend.supports_splitting:
+        default.bound_device_id = device
+        backend.eager_connect_single_device(device)
+
+
+def _wait_for_all_to_leave(world: World) -> None:
+    """Keep rank 0 until the others are done: without a launcher's, the store lives in it."""
+    assert world.store is not None
+    if world.store.add("pcomm/left", 1) == world.size:
+        world.store.set("pcomm/all left", "")
+    if world.rank == 0:
+        # A rank that has failed never leaves; it tells so itself.
+        with suppress(RuntimeError):
+            world.store.wait(["pcomm/all left"], timedelta(seconds=environment.timeout_s()))
+
+
+def unconnected_control() -> Control:
+    """A control of the processes that a launcher has started, before they connect. Local.
+
+    Nothing waits for all of them but its agreements, whose errors name those that do not come. Its
+    store is that of `connect`, under other keys, and lives as long as a process of rank 0 has it.
+
+    Raises:
+        RuntimeError: Torch's, if rank 0 does not answer within `PCOMM_TIMEOUT_S`.
+    """
+    _check_complete("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    # The launcher's own process keeps the store then.
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        _number("MASTER_PORT"),
+        is_master=rank == 0 and not is_kept,
+        timeout=timedelta(seconds=environment.timeout_s()),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    # Each start of a job by torchrun has keys of its own in the launcher's store.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Control(dist.PrefixStore(f"pcomm/before connecting/{attempt}", store), range(size), rank)
 
 
 def _init_process_group(backend: str, *, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -278,75 +374,78 @@ def _is_loopback(place: tuple[Any, ...]) -> bool:
     return ip_address(str(place[0]).partition("%")[0]).is_loopback
 
 
-def unconnected_control() -> Control:
-    """A control of the processes that a launcher has started, before they connect. Local.
+def _default_group_takes_cuda() -> bool:
+    """Whether collectives of the default group run on CUDA devices. Local.
 
-    Nothing waits for all of them but its agreements, whose errors name those that do not come. Its
-    store is that of `connect`, under other keys, and lives as long as a process of rank 0 has it.
+    True for NCCL alone, for `"cpu:gloo,cuda:nccl"`, and for a group that was made with no backend
+    on a machine with CUDA. Gloo takes tensors on CUDA devices too, by way of the host; a group of
+    gloo alone counts as one for the CPU.
+    """
+    if not torch.cuda.is_available():
+        return False
+    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
+    backends = {device: backend for device, _, backend in pairs}
+    return backends.get("cuda", "gloo") != "gloo"
+
+
+def _own_device(size: int, *, may_be_chosen: bool) -> torch.device:
+    """The CUDA device of this process. Local.
+
+    That to which the default group is bound; else the current one, if it is not the first; else
+    the one with the number of the local rank that the launcher gave.
+
+    Args:
+        size: Number of processes of the job.
+        may_be_chosen: True if the program has made the default group itself, and so may have
+            chosen the first device for this process.
 
     Raises:
-        RuntimeError: Torch's, if rank 0 does not answer within `PCOMM_TIMEOUT_S`.
+        ConfigError: The local rank is unknown or has no device of its own.
     """
-    _check_complete("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
-    # The launcher's own process keeps the store then.
-    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        _number("MASTER_PORT"),
-        is_master=rank == 0 and not is_kept,
-        timeout=timedelta(seconds=environment.timeout_s()),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-    # Each start of a job by torchrun has keys of its own in the launcher's store.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Control(dist.PrefixStore(f"pcomm/before connecting/{attempt}", store), range(size), rank)
+    bound = dist.group.WORLD.bound_device_id if dist.group.WORLD is not None else None
+    if bound is not None and bound.type == "cuda":
+        return torch.device(bound)
+    current, num_devices = torch.cuda.current_device(), torch.cuda.device_count()
+    # A launcher that shows each process its own device alone shows one, whatever the local rank.
+    if current != 0 or num_devices == 1:
+        return torch.device("cuda", current)
+    local_rank = environment.local_rank()
+    if local_rank is None:
+        if may_be_chosen or size == 1:
+            return torch.device("cuda", current)
+        names = ", ".join(variable.name for variable in environment.LOCAL_RANKS)
+        raise ConfigError(
+            f"connect: a CUDA device for one of {size} processes",
+            found=f"{num_devices} devices, and none of {names} set",
+            why="Without its place on this machine each process would take the first device.",
+            fix="Start the job with torchrun, srun or mpirun, set LOCAL_RANK, or pass device=.",
+        )
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"connect: a CUDA device for local rank {local_rank}",
+            found=f"{num_devices} devices on this machine",
+            why="Two processes would share a device, which NCCL refuses.",
+            fix="Start at most one process for each device, or pass device= to share on purpose.",
+        )
+    return torch.device("cuda", local_rank)
 
 
-def _wait_for_all_to_leave(world: World) -> None:
-    """Keep rank 0 until the others are done: without a launcher's, the store lives in it."""
-    assert world.store is not None
-    if world.store.add("pcomm/left", 1) == world.size:
-        world.store.set("pcomm/all left", "")
-    if world.rank == 0:
-        # A rank that has failed never leaves; it tells so itself.
-        with suppress(RuntimeError):
-            world.store.wait(["pcomm/all left"], timedelta(seconds=environment.timeout_s()))
+def _claim(store: dist.Store, device: torch.device, rank: int) -> None:
+    """Note in the store that `rank` computes on `device`. Local.
 
-
-def _joined(device: torch.device | str | None, *, may_be_chosen: bool) -> World:
-    store = dist.distributed_c10d._get_default_store()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if device is not None:
-        return World(rank, size, _current(torch.device(device)), store)
-    world = World(rank, size, torch.device("cpu"), store)
-    if not default_group_takes_cuda():
-        return world
-    error: PcommError | None = None
-    try:
-        own = own_device(size, may_be_chosen=may_be_chosen)
-        claim(store, own, rank)
-    except PcommError as problem:
-        error = problem
-    world.fail_together("connect: devices", error)
-    own = _current(own)
-    if not may_be_chosen:
-        _connect_on(own)
-    return replace(world, device=own)
-
-
-def _connect_on(device: torch.device) -> None:
-    """Have NCCL connect the default group now, as `init_process_group(device_id=...)` does.
-
-    A device that two ranks share is found before, since NCCL does not say which ranks these are.
+    Raises:
+        ConfigError: Another rank of the job already does.
     """
-    default = dist.distributed_c10d._get_default_group()
-    backend = default._get_backend(device)
-    # Of all backends NCCL alone does, and it alone connects in its first operation otherwise.
-    if backend.supports_splitting:
-        default.bound_device_id = device
-        backend.eager_connect_single_device(device)
+    physical = torch.cuda.get_device_properties(device).uuid
+    owner = int(store.compare_set(f"pcomm/device/{physical}", "", str(rank)))
+    if owner != rank:
+        raise ConfigError(
+            f"connect: {device} for rank {rank}",
+            found=f"rank {owner} computes on the same device, {physical}",
+            why="Two processes that share a device by mistake are slow, and NCCL refuses them.",
+            fix="Call torch.cuda.set_device, or set LOCAL_RANK, before connecting; pass device= to "
+            "share on purpose.",
+        )
 
 
 def _device_alone(device: torch.device | str | None) -> torch.device:
@@ -362,28 +461,3 @@ def _current(device: torch.device) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
-
-
-def _check_complete(*names: str) -> None:
-    missing = [name for name in names if not os.environ.get(name)]
-    if missing:
-        known = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        values = ", ".join(f"{n}={os.environ[n]}" for n in known if n in os.environ)
-        raise ConfigError(
-            f"connect: {' and '.join(missing)} not set",
-            found=values,
-            why="A process of a job needs its place, their number, and the address of rank 0.",
-            fix="Start the job with torchrun, which sets all of them, or unset them to run alone.",
-        )
-
-
-def _number(name: str) -> int:
-    try:
-        return int(os.environ[name])
-    except ValueError:
-        raise ConfigError(
-            f"connect: {name}={os.environ[name]!r}",
-            found="text that is not a whole number",
-            why="The launcher numbers its processes.",
-            fix="Start the job with torchrun, which sets it.",
-        ) from None

@@ -1,26 +1,28 @@
-"""Runs programs in virtual time: no clock, no threads, the same answer every time.
-
-Time jumps from event to event. A collective begins when all members have reached it, spends its
-steps at the latency of the rail, then moves its bytes at the rate that its ports leave it; rates
-change only when a transfer begins or ends.
-"""
+"""The simulation, tasks that begin, share rails, and end; and its result: when each of them ran."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from pcomm.core.simulate.cluster import Cluster, Rail
-from pcomm.core.simulate.deadlock import deadlock
-from pcomm.core.simulate.rank_classes import MatchedCollective, SimulatedJob, classify
-from pcomm.core.simulate.sharing import Port, Ports
-from pcomm.core.simulate.task import Programs
-from pcomm.core.simulate.task_times import TaskId, TaskTimes
-from pcomm.core.simulate.timeline import Timeline
+from pcomm.core.errors import ConfigError, near_misses
+from pcomm.core.simulate.deadlock import (
+    MatchedCollective,
+    SimulatedJob,
+    TaskId,
+    TaskTimes,
+    classify,
+    deadlock,
+    rank_text,
+)
+from pcomm.core.simulate.program import Cluster, Kind, Programs, Rail
+from pcomm.core.trace.events import Event, intersection, total_s
 
-__all__ = ["simulate"]
+__all__ = ["Port", "Ports", "Timeline", "fair_rates", "simulate"]
 
 
 def simulate(programs: Programs, cluster: Cluster, *, collapse: bool = True) -> Timeline:
@@ -36,7 +38,7 @@ def simulate(programs: Programs, cluster: Cluster, *, collapse: bool = True) -> 
     Raises:
         DeadlockError: Tasks are left that wait for each other.
         ConfigError, TopologyError, DivergenceError: Programs and cluster do not fit together, see
-            `pcomm.core.simulate.rank_classes.classify`.
+            `pcomm.core.simulate.deadlock.classify`.
     """
     job = classify(programs, cluster, collapse=collapse)
     times = TaskTimes.of(job)
@@ -44,22 +46,6 @@ def simulate(programs: Programs, cluster: Cluster, *, collapse: bool = True) -> 
     if times.num_left:
         raise deadlock(job, times)
     return Timeline(job, times)
-
-
-@dataclass
-class _Transfer:
-    """A collective that moves bytes: what is left, in seconds that it would take alone."""
-
-    left_s: float
-    since_s: float
-    rate: float = 0.0
-    stop_s: float = math.inf
-
-    def proceed(self, now: float, rate: float) -> None:
-        if rate != self.rate:
-            self.left_s = max(0.0, self.left_s - self.rate * (now - self.since_s))
-            self.since_s, self.rate = now, rate
-            self.stop_s = now + self.left_s / rate
 
 
 class _Engine:
@@ -152,6 +138,22 @@ class _Engine:
                 self._ready((rank_class, follower), task)
 
 
+@dataclass
+class _Transfer:
+    """A collective that moves bytes: what is left, in seconds that it would take alone."""
+
+    left_s: float
+    since_s: float
+    rate: float = 0.0
+    stop_s: float = math.inf
+
+    def proceed(self, now: float, rate: float) -> None:
+        if rate != self.rate:
+            self.left_s = max(0.0, self.left_s - self.rate * (now - self.since_s))
+            self.since_s, self.rate = now, rate
+            self.stop_s = now + self.left_s / rate
+
+
 def _use(collective: MatchedCollective, rail: Rail) -> tuple[float, Mapping[Port, float]]:
     """Seconds that a transfer takes alone, and the share of each port that it then uses."""
     seconds: dict[Port, float] = {}
@@ -163,3 +165,272 @@ def _use(collective: MatchedCollective, rail: Rail) -> tuple[float, Mapping[Port
             seconds[Port(rail.name, rank_class, "both")] = (sent + received) / rail.bytes_per_s
     longest = max(seconds.values())
     return longest, {port: own / longest for port, own in seconds.items() if own}
+
+
+class Port(NamedTuple):
+    """One direction of one rank's connection to a rail; `both` where the directions share."""
+
+    rail: str
+    rank_class: int
+    direction: str
+
+
+Uses = Mapping[int, float]
+"""Use of one port by transfer."""
+
+
+class Ports:
+    """Which transfers run, on which ports, and at which rate."""
+
+    def __init__(self) -> None:
+        self._on_port: dict[Port, dict[int, float]] = {}
+        self._of_transfer: dict[int, Mapping[Port, float]] = {}
+
+    def start(self, transfer: int, use: Mapping[Port, float]) -> None:
+        """Let a transfer run."""
+        self._of_transfer[transfer] = use
+        for port, share in use.items():
+            self._on_port.setdefault(port, {})[transfer] = share
+
+    def stop(self, transfer: int) -> set[int]:
+        """End a transfer.
+
+        Returns:
+            Transfers that shared a port with it.
+        """
+        met: set[int] = set()
+        for port in self._of_transfer.pop(transfer):
+            on_port = self._on_port[port]
+            del on_port[transfer]
+            met.update(on_port)
+        return met
+
+    def rates(self, changed: Iterable[int]) -> dict[int, float]:
+        """New rates of `changed` and of all that share ports with them, directly or not."""
+        found: set[int] = set()
+        rows: set[tuple[tuple[int, float], ...]] = set()
+        todo = [transfer for transfer in changed if transfer in self._of_transfer]
+        while todo:
+            transfer = todo.pop()
+            if transfer in found:
+                continue
+            found.add(transfer)
+            for port in self._of_transfer[transfer]:
+                on_port = self._on_port[port]
+                # Ports of ranks that do the same give the same row, and one of them says it all.
+                rows.add(tuple(sorted(on_port.items())))
+                if len(on_port) > 1:
+                    todo.extend(other for other in on_port if other not in found)
+        return fair_rates([dict(row) for row in sorted(rows)])
+
+
+def fair_rates(ports: Iterable[Uses]) -> dict[int, float]:
+    """Max-min fair rates of the transfers that occur in `ports`.
+
+    Args:
+        ports: Share of each port that each transfer on it takes at rate 1.
+
+    Returns:
+        Rate by transfer, above 0 and at most 1 where some port is used fully at rate 1.
+    """
+    open_ports = [dict(uses) for uses in ports]
+    room = [1.0] * len(open_ports)
+    rates: dict[int, float] = {}
+    level = 0.0
+    while any(open_ports):
+        demand = [sum(uses.values()) for uses in open_ports]
+        rise = [r / d if d else float("inf") for r, d in zip(room, demand, strict=True)]
+        step = min(rise)
+        level += step
+        full: set[int] = set()
+        for place, uses in enumerate(open_ports):
+            room[place] -= demand[place] * step
+            # The port that gave the minimum is full by definition, whatever rounding says.
+            if rise[place] <= step * (1 + 1e-12):
+                full.update(uses)
+        for transfer in sorted(full):
+            rates[transfer] = level
+        open_ports = [{t: u for t, u in uses.items() if t not in full} for uses in open_ports]
+    return rates
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTime:
+    """One task of one rank in virtual time.
+
+    Args:
+        rank: Global rank that ran it.
+        name: Name of the task.
+        queue: Queue that it ran on.
+        kind: Operation, or `compute`.
+        num_bytes: Bytes that the rank put into a collective.
+        ready_s: Time at which the rank was ready for it, in seconds; a collective then waits for
+            the other ranks.
+        start_s: Time at which it began, in seconds.
+        stop_s: Time at which it ended, in seconds.
+    """
+
+    rank: int
+    name: str
+    queue: str
+    kind: Kind
+    num_bytes: float
+    ready_s: float
+    start_s: float
+    stop_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran."""
+        return self.stop_s - self.start_s
+
+
+class Timeline:
+    """When every task of every rank ran. A prediction of a model, never a measurement."""
+
+    def __init__(self, job: SimulatedJob, times: TaskTimes) -> None:
+        self._job, self._times = job, times
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted(self._job.class_of))
+
+    @property
+    def num_rank_classes(self) -> int:
+        """Number of ranks that had to be run; all others behave like one of them."""
+        return len(self._job.classes)
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """When the last task ended."""
+        return max((stop for stops in self._times.stop_s for stop in stops), default=0.0)
+
+    def times(self, rank: int) -> tuple[TaskTime, ...]:
+        """All tasks of a rank, in the order of its program."""
+        rank_class = self._class(rank)
+        size = len(self._times.stop_s[rank_class])
+        return tuple(self._time((rank_class, place), rank) for place in range(size))
+
+    def time(self, name: str, rank: int = 0) -> TaskTime:
+        """One task of a rank.
+
+        Raises:
+            ConfigError: The rank or the name is not there.
+        """
+        rank_class = self._class(rank)
+        places = self._job.classes[rank_class].program.places
+        if name not in places:
+            raise ConfigError(
+                f"Timeline.time: {name!r}",
+                found=f"rank {rank} has no task of that name",
+                why="Tasks are found by name.",
+                fix=near_misses(name, places),
+            )
+        return self._time((rank_class, places[name]), rank)
+
+    def events(self, rank: int) -> tuple[Event, ...]:
+        """All tasks of a rank as `pcomm.core.trace` has them, for its Chrome trace and overlaps."""
+        rank_class = self._class(rank)
+        collectives = self._job.classes[rank_class].collectives
+        events = []
+        for time, collective in zip(self.times(rank), collectives, strict=True):
+            group, _, role = time.queue.partition(":") if collective >= 0 else ("", "", "")
+            sent, name = 0.0, time.name
+            if collective >= 0:
+                sent = self._job.collectives[collective].loads[rank_class].sent_bytes
+                name = f"{time.kind} {time.name}"
+            events.append(
+                Event(group, role, name, round(sent), time.start_s, time.stop_s, rank, time.queue)
+            )
+        return tuple(events)
+
+    def busy_s(self, queue: str, rank: int = 0) -> float:
+        """How long a queue of a rank ran something.
+
+        Raises:
+            ConfigError: No rank has such a queue.
+        """
+        return total_s(self._on(queue, rank))
+
+    def overlap_s(self, one: str, other: str, rank: int = 0) -> float:
+        """How long two queues of a rank ran something at the same time.
+
+        Raises:
+            ConfigError: No rank has such a queue.
+        """
+        return total_s(intersection(self._on(one, rank), self._on(other, rank)))
+
+    def critical_path(self) -> tuple[TaskTime, ...]:
+        """Tasks each of which began when the one before it ended, up to the end of the run.
+
+        From the first task to the one that ends last; they may change rank at a collective.
+        """
+        last: TaskId | None = max(
+            (
+                (rank_class, place)
+                for rank_class, stops in enumerate(self._times.stop_s)
+                for place in range(len(stops))
+            ),
+            key=lambda task: self._times.stop_s[task[0]][task[1]],
+            default=None,
+        )
+        path = []
+        while last is not None:
+            path.append(self._time(last, self._job.classes[last[0]].ranks[0]))
+            last = self._times.causes[last[0]][last[1]]
+        return tuple(reversed(path))
+
+    def describe(self) -> str:
+        """Makespan, how busy the queues are, and the critical path, as text."""
+        lines = [f"predicted makespan {_ms(self.makespan_s)}, {len(self.ranks)} ranks"]
+        for rank_class in self._job.classes:
+            lines.append(rank_text(rank_class.ranks))
+            for queue in rank_class.program.queues:
+                busy = self.busy_s(queue, rank_class.ranks[0])
+                share = busy / self.makespan_s if self.makespan_s else 0.0
+                lines.append(f"  {queue:<20} busy {_ms(busy)}, {share:4.0%}")
+        lines.append("critical path")
+        for i in self.critical_path():
+            where = f"rank {i.rank} {i.queue}"
+            lines.append(f"  {_ms(i.start_s)} to {_ms(i.stop_s)}  {where:<24} {i.name}")
+        return "\n".join(lines)
+
+    def _class(self, rank: int) -> int:
+        if rank not in self._job.class_of:
+            raise ConfigError(
+                f"Timeline: rank {rank}",
+                found=f"{rank_text(self.ranks)} were simulated",
+                why="A rank without a program does nothing.",
+                fix="Ask for one of those ranks.",
+            )
+        return self._job.class_of[rank]
+
+    def _on(self, queue: str, rank: int) -> list[tuple[float, float]]:
+        known = {name for rank_class in self._job.classes for name in rank_class.program.queues}
+        if queue not in known:
+            raise ConfigError(
+                f"Timeline: queue {queue!r}",
+                found="no task of any rank is on it",
+                why="A queue without a task is more often misspelt than idle.",
+                fix=near_misses(queue, known),
+            )
+        return [(t.start_s, t.stop_s) for t in self.times(rank) if t.queue == queue]
+
+    def _time(self, task: TaskId, rank: int) -> TaskTime:
+        rank_class, place = task
+        spec = self._job.classes[rank_class].program.tasks[place]
+        return TaskTime(
+            rank,
+            spec.name,
+            spec.queue,
+            spec.kind,
+            spec.num_bytes,
+            self._times.ready_s[rank_class][place],
+            self._times.start_s[rank_class][place],
+            self._times.stop_s[rank_class][place],
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:9.3f} ms"

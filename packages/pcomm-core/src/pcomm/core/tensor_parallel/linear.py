@@ -1,43 +1,76 @@
-"""Linear layers split by output columns or by input rows."""
-
-# Shape suffixes: T tokens, I input features, O output features; t, i, o one rank's shard.
+"""Linear layers that are split by output or by input features, also over replaced weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.errors import UnsupportedError
 from pcomm.core.layout import Layout
-from pcomm.core.tensor_parallel.checks import (
+from pcomm.core.tensor_parallel.split import (
+    ParamLayout,
+    add_up,
     check_partition,
     check_rank_order,
     empty_parameters,
-    take_parameters,
-)
-from pcomm.core.tensor_parallel.fast_module import FastModule
-from pcomm.core.tensor_parallel.mappings import (
-    add_up,
     enter,
     gather_replicated,
     gather_tokens,
     leave,
     scatter_tokens,
-)
-from pcomm.core.tensor_parallel.param_layout import ParamLayout
-from pcomm.core.tensor_parallel.replaced_weight import (
-    WeightProduct,
-    replaced_linear,
-    replaced_product,
+    take_parameters,
 )
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+__all__ = [
+    "ColumnParallelLinear",
+    "FastModule",
+    "RowParallelLinear",
+    "WeightProduct",
+    "check_no_gradient",
+    "forget_weight",
+]
 
 
+class FastModule(nn.Module):
+    """A module of one input that goes straight to `forward`, unless something is hooked to it.
+
+    `nn.Module.__call__` and its look-up of parameters cost about as much as a small matrix
+    product (rows in `docs/benchmarks`). A subclass sets `run` in its constructor to the one of
+    its functions that fits its group. Hooks and `compile` work as on every module.
+    """
+
+    # A function of the class and not a bound method: that would tie a knot between the module and
+    # itself, and a deleted model would keep its memory until the garbage collector comes.
+    run: Callable[[Any, Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the module computes."""
+        return self.run(self, x)
+
+    def __call__(self, x: Tensor) -> Any:
+        """`forward`, and the hooks where there are any."""
+        # One look-up instead of five: each attribute of a module goes through its `__getattr__`.
+        own = self.__dict__
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "_compiled_call_impl" in own
+            or _has_any_global_hook()
+        ):
+            return super().__call__(x)
+        return self.forward(x)
+
+
+# Shape suffixes: T tokens, I input features, O output features; t, i, o one rank's shard.
 class ColumnParallelLinear(FastModule):
     """`y = x W^T + b` where each rank holds some of the outputs.
 
@@ -103,7 +136,7 @@ class ColumnParallelLinear(FastModule):
 
     def replace_weight(self, product: WeightProduct) -> None:
         """See `replaced_weight.WeightProduct`: `product` computes in place of the weight. Local."""
-        self.multiply = replaced_linear(self, product)
+        self.multiply = _replaced_linear(self, product)
         if self.collectives.size == 1:
             self.run = self.multiply
 
@@ -184,9 +217,9 @@ class RowParallelLinear(FastModule):
     def replace_weight(self, product: WeightProduct) -> None:
         """See `replaced_weight.WeightProduct`: `product` computes in place of the weight. Local."""
         if self.collectives.size == 1:
-            self.run = replaced_linear(self, product)
+            self.run = _replaced_linear(self, product)
         else:
-            self.multiply = replaced_product(self, product)
+            self.multiply = _replaced_product(self, product)
 
     def _split(self, x: Tensor) -> Tensor:
         y = self.multiply(self, x)
@@ -232,3 +265,97 @@ def _linear(module: ColumnParallelLinear | RowParallelLinear, x: Tensor) -> Tens
 
 def _product(module: RowParallelLinear, x: Tensor) -> Tensor:
     return F.linear(x, module.weight)
+
+
+class WeightProduct(Protocol):
+    """What computes `x W^T + b` for a weight that a layer does not hold itself.
+
+    `layer.replace_weight(product)` is for inference: no gradient passes through. The parameter
+    `weight` becomes one on the `meta` device, of the same shape and dtype and without memory, so
+    that what asks for these goes on; `state_dict` and `load_state_dict` of the layer are refused.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads of the weight."""
+        ...
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`[..., O]` of `x` `[..., I]`, in its dtype."""
+        ...
+
+
+def _replaced_linear(layer: nn.Module, product: WeightProduct) -> Callable[[Any, Tensor], Tensor]:
+    """A function of layer and input that computes with `product` and the layer's bias. Local."""
+    forget_weight(layer, product)
+    return partial(_with_bias, product)
+
+
+def _replaced_product(layer: nn.Module, product: WeightProduct) -> Callable[[Any, Tensor], Tensor]:
+    """The same without the bias, for a layer that adds it after a sum over ranks. Local."""
+    forget_weight(layer, product)
+    return partial(_without_bias, product)
+
+
+def forget_weight(layer: nn.Module, product: WeightProduct) -> None:
+    """Put a parameter without memory in the place of `weight`, and refuse `state_dict`. Local.
+
+    Args:
+        layer: Module with a parameter `weight`, and a `bias` that may be None.
+        product: The product that computes in its place, from then on the layer's attribute
+            `weight_product`.
+    """
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    if not weight.is_meta:
+        layer.register_state_dict_pre_hook(_refuse_save)
+        layer.register_load_state_dict_pre_hook(_refuse_load)
+    if isinstance(layer.bias, nn.Parameter):
+        # Nothing of the layer is trained from here on.
+        layer.bias.requires_grad_(False)
+    layer.weight_product = product  # type: ignore[assignment]
+    layer.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+
+
+def check_no_gradient(x: Tensor) -> None:
+    """Refuse an input whose gradient would be lost. Local.
+
+    Raises:
+        UnsupportedError: The input requires a gradient.
+    """
+    if x.requires_grad:
+        raise UnsupportedError(
+            "a gradient through a linear layer whose weight was replaced",
+            found=f"an input {list(x.shape)} that requires a gradient",
+            why="The packed or quantised form of a weight has no backward.",
+            fix="Train the model before its weights are replaced, or load it again; for "
+            "inference call it under torch.inference_mode().",
+        )
+
+
+def _with_bias(product: WeightProduct, layer: Any, x: Tensor) -> Tensor:
+    check_no_gradient(x)
+    return product(x, layer.__dict__["_parameters"]["bias"])
+
+
+def _without_bias(product: WeightProduct, layer: Any, x: Tensor) -> Tensor:
+    check_no_gradient(x)
+    return product(x, None)
+
+
+def _refuse_save(_layer: nn.Module, prefix: str, _keep_vars: bool) -> None:
+    raise _no_state("state_dict", prefix)
+
+
+def _refuse_load(_layer: nn.Module, _state: Any, prefix: str, *_others: Any) -> None:
+    raise _no_state("load_state_dict", prefix)
+
+
+def _no_state(asked: str, prefix: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{asked}: {prefix}weight of a linear layer",
+        found="a weight that was replaced by its packed or quantised form",
+        why="That form is made for one processor, and the values that it was made from are gone.",
+        fix="Save or load the state before the weights are replaced, or take it from the "
+        "directory that the model was loaded from.",
+    )

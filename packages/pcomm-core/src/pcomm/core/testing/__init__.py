@@ -1,4 +1,4 @@
-"""Tests on several ranks, comparisons with derived bounds, rate-limited networks; in the wheel."""
+"""Tests on several ranks, comparisons with derived bounds; in the wheel."""
 
 from pcomm.core.face import face
 

@@ -1,10 +1,9 @@
-from pcomm.core.testing.close import assert_as_accurate as assert_as_accurate
-from pcomm.core.testing.close import assert_close as assert_close
-from pcomm.core.testing.close import assert_equal as assert_equal
-from pcomm.core.testing.living import Living as Living
-from pcomm.core.testing.living import left_behind as left_behind
-from pcomm.core.testing.namespaces import rated_network as rated_network
+from pcomm.core.testing.assertions import Living as Living
+from pcomm.core.testing.assertions import assert_as_accurate as assert_as_accurate
+from pcomm.core.testing.assertions import assert_close as assert_close
+from pcomm.core.testing.assertions import assert_equal as assert_equal
+from pcomm.core.testing.assertions import left_behind as left_behind
+from pcomm.core.testing.assertions import poisoned_memory as poisoned_memory
 from pcomm.core.testing.on_ranks import RankPool as RankPool
 from pcomm.core.testing.on_ranks import ranks as ranks
-from pcomm.core.testing.poison import poisoned_memory as poisoned_memory
 from pcomm.core.testing.virtual import run_virtual as run_virtual

@@ -1,4 +1,4 @@
-"""`@ranks(4)`: a function that runs on every rank becomes a pytest test."""
+"""`@ranks(n)`: a test function that runs on ranks, and the default process group of a test."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
+from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.groups.communicators import communicator_of
 from pcomm.core.process.local_ranks import LocalRanks, RankError
-from pcomm.core.testing.living import Living, left_behind
-from pcomm.core.testing.patience import rank_limit_s
-from pcomm.core.testing.poison import poisoned_memory
+from pcomm.core.testing.assertions import Living, left_behind, poisoned_memory
+from pcomm.core.testing.programs import rank_limit_s
 
-__all__ = ["RankPool", "ranks"]
+__all__ = ["RankPool", "default_collectives", "default_group", "ranks", "run_twin"]
+
 
 # Much of torch is imported when it is used first, which takes each new rank two seconds.
 _PRELOADED = (
@@ -181,3 +183,34 @@ def _values(error: AssertionError, path: str) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= 400 else f"{text[:400]}..."
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group of all ranks, which `@ranks` has opened. Local."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def default_collectives() -> Collectives:
+    """The collectives of that group, without gradients. Local."""
+    return communicator_of(default_group()).collectives
+
+
+def run_twin(
+    collectives: Collectives, name: str, is_async: bool, x: Tensor, **options: Any
+) -> Tensor:
+    """The result of a named method, or of its asynchronous twin. Collective.
+
+    Args:
+        collectives: Collectives that carry it out.
+        name: Name of the method that blocks.
+        is_async: True for its twin, which is waited for here.
+        x: Input tensor, of any shape.
+        options: Further arguments of the method.
+    """
+    if is_async:
+        result: Tensor = getattr(collectives, f"{name}_async")(x, **options).wait()
+    else:
+        result = getattr(collectives, name)(x, **options)
+    return result

@@ -1,27 +1,36 @@
-"""Programs that a test starts, and that end with it: whole trees, whatever happens to the test.
-
-A launcher such as torchrun puts its workers into sessions of their own, where no signal to the
-launcher's group reaches them, and workers hold the pipes that the test reads: without the launcher
-they train on and the test waits for ever. So every program carries a mark in its environment, which
-all its descendants inherit, and what carries the mark is ended.
-"""
+"""Programs that a test starts and that end with it, and how long a test waits for anything."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pcomm.core import environment
 from pcomm.core.testing.end_marked import end_marked, marked
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s
 
-__all__ = ["Finished", "Programs", "is_running"]
+__all__ = [
+    "LONGEST_S",
+    "PATIENCE_S",
+    "Finished",
+    "Programs",
+    "free_port",
+    "is_running",
+    "load_factor",
+    "rank_limit_s",
+    "scaled_s",
+    "wait_until",
+]
+
 
 Finished = subprocess.CompletedProcess[str]
 """What `Programs.run` returns: `returncode`, `stdout` and `stderr`."""
@@ -138,6 +147,11 @@ class Programs:
             )
 
 
+def _hear_interrupts() -> None:
+    """Undo what a shell does to a job in the background: it ignores Ctrl-C, with all it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def is_running(pid: int) -> bool:
     """Whether a thread of a process runs, so that its files and their locks may be open. Local.
 
@@ -157,6 +171,65 @@ def _is_thread_running(stat: Path) -> bool:
     return False
 
 
-def _hear_interrupts() -> None:
-    """Undo what a shell does to a job in the background: it ignores Ctrl-C, with all it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+PATIENCE_S = 120.0
+"""How long a test waits for what is sure to happen, on a machine with nothing else to do."""
+LONGEST_S = 480.0
+"""What no time limit of a test exceeds by itself; the limit of pytest-timeout lies above it."""
+
+
+def load_factor() -> float:
+    """How many threads want each core, at least 1: so much slower is everything. Local."""
+    try:
+        waiting = os.getloadavg()[0]
+    except OSError:
+        return 1.0
+    return max(1.0, waiting / (os.cpu_count() or 1))
+
+
+def scaled_s(quiet_s: float) -> float:
+    """A time limit in seconds, for now.
+
+    Args:
+        quiet_s: The limit on a machine with nothing else to do, in seconds. A limit above
+            `LONGEST_S` is not scaled.
+    """
+    return max(quiet_s, min(LONGEST_S, quiet_s * load_factor()))
+
+
+def rank_limit_s() -> float:
+    """The limit of one test on ranks: `PCOMM_RANKS_TIMEOUT_S`, scaled."""
+    return scaled_s(environment.ranks_timeout_s())
+
+
+def wait_until(claim: Callable[[], object], what: str, *, within_s: float | None = None) -> None:
+    """Return as soon as `claim()` is true; look often. Local.
+
+    Args:
+        claim: A cheap condition that becomes true at some time.
+        what: Description of the condition, for the message.
+        within_s: Time limit in seconds; by default `PATIENCE_S`, scaled.
+
+    Raises:
+        AssertionError: It did not become true.
+    """
+    limit_s = scaled_s(PATIENCE_S) if within_s is None else within_s
+    end = time.monotonic() + limit_s
+    while not claim():
+        assert time.monotonic() < end, f"{what}: not within {limit_s:.0f} s"
+        time.sleep(0.01)
+
+
+# Below the ports that systems give to connections and to listeners that ask for any: what a test
+# beside takes meanwhile is never one of these.
+_PORTS = range(12_000, 32_000)
+
+
+def free_port() -> int:
+    """A TCP port that is free, and that only a program which names it will take. Local."""
+    # Tests seed the usual generator, and then processes would draw the same ports.
+    draw = random.SystemRandom()
+    while True:
+        port = draw.choice(_PORTS)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port

@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.checks import (
+    check_out,
     check_reduction,
     check_source,
+    deliver,
     gather_sizes,
     scatter_sizes,
     transfer_sizes,
 )
-from pcomm.core.collectives.handle import Handle
-from pcomm.core.collectives.out import check_out, deliver
-from pcomm.core.collectives.protocol import Collectives, Pending
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s
+from pcomm.core.collectives.protocol import Call, Collectives, Handle, Pending
+from pcomm.core.testing.programs import PATIENCE_S, scaled_s
 
 __all__ = ["VirtualCollectives", "run_threads", "run_virtual"]
 

@@ -1,0 +1,1 @@
+"""What benchmarks of several packages share; on the path of `pcomm bench`, in no wheel."""

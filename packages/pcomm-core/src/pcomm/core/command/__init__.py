@@ -1,1 +1,0 @@
-"""The `pcomm` command and how it finds its subcommands."""

@@ -1,1 +1,0 @@
-"""`pcomm bench`: finds the benchmarks of the installed packages; start at `command`."""

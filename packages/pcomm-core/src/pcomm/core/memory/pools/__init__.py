@@ -1,1 +1,0 @@
-"""Memory that is registered with communicators, each pair once, all of it or nothing."""

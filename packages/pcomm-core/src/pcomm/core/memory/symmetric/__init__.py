@@ -1,1 +1,0 @@
-"""Memory of every rank of a group that all of them read and write by address."""
