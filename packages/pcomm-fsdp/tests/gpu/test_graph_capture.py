@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.groups.groups import Groups
+from fsdp_support.trainings import on_gloo_and_nccl, one_rank_groups
+from pcomm.core.groups.open_groups import Groups
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.policy import Precision
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.one_rank import on_gloo_and_nccl, one_rank_groups
+from pcomm.fsdp.settings import Precision, Roles
 
 ROWS, WIDTH, WARM_STEPS, STEPS = 4, 16, 3, 3
 LEARNING_RATE = 0.05

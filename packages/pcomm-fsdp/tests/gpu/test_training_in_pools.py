@@ -11,14 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fsdp_support.trainings import on_gloo_and_nccl, one_rank_groups
 from pcomm.core.groups.group import Group
-from pcomm.core.memory.pools.fake import FakePools
-from pcomm.core.memory.pools.nccl import NcclPools
-from pcomm.core.memory.pools.registry import PoolRegistry, State
+from pcomm.core.memory.pool_backends import FakePools, NcclPools
+from pcomm.core.memory.pools import PoolRegistry, State
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.policy import Precision
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.one_rank import on_gloo_and_nccl, one_rank_groups
+from pcomm.fsdp.settings import Precision, Roles
 
 LEARNING_RATE, STEPS = 0.1, 3
 

@@ -8,25 +8,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError, TopologyError
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.groups.options import CommOptions
-from pcomm.core.groups.spec import GroupSpec
-from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
-from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.policy import CommPolicy
-from pcomm.fsdp.settings.roles import Roles, Scope
-from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import (
+from fsdp_support.trainings import (
     TOKENS,
+    Block,
+    SmallModel,
     open_two,
     roles_of,
     shard,
     step_on_tokens,
     throw,
 )
+from pcomm.core.errors import ConfigError, DivergenceError, PcommError, PeerError, TopologyError
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.groups.spec import CommOptions, GroupSpec
+from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings import CommPolicy, Roles, Scope
+from pcomm.fsdp.sharded import Sharded
 
 
 class Faulty(SmallModel):

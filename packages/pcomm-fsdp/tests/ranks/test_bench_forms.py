@@ -8,18 +8,14 @@ from collections.abc import Mapping
 import pytest
 from torch import Tensor
 
-from pcomm.core.collectives.call import Call
+from fsdp_bench.settings import FORMS, Widths
+from fsdp_bench.trainings import BenchModel, Reference, make, run_step
 from pcomm.core.collectives.instrumented import InstrumentedCollectives
-from pcomm.core.collectives.protocol import Pending
+from pcomm.core.collectives.protocol import Call, Pending
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.fsdp.bench.forms import FORMS
-from pcomm.fsdp.bench.making import make
-from pcomm.fsdp.bench.models import Problem, Reference
-from pcomm.fsdp.bench.settings import Widths
-from pcomm.fsdp.bench.trainings import run_step
 
 ROLES = ("gather", "reduce", "other rail")
 DEPTH = 4
@@ -31,7 +27,7 @@ PROBLEMS = {"linear": Widths(512, DEPTH, 8), "transformer": Widths(32, DEPTH, 32
 @ranks(2, leaves="torch keeps the mesh of FSDP2's parameters in a cache")
 def test_every_form_has_the_gradients_of_one_process(rank: int, name: str) -> None:
     """In the second step, which replays what the first one recorded."""
-    problem = Problem(name, PROBLEMS[name])
+    problem = BenchModel(name, PROBLEMS[name])
     with open_groups(Topology({"dp": 2}), ["dp", *(("dp", role) for role in ROLES)]) as groups:
         reference = Reference.of(problem, groups["dp"].collectives)
         own = {role: groups["dp", role] for role in ROLES}
@@ -77,7 +73,7 @@ def logged(groups: Mapping[str, Group], log: list[str]) -> dict[str, Group]:
 
 def last_step(form_key: str, groups: Mapping[str, Group], rank: int) -> list[str]:
     """What a form sends in a step, once it knows its order."""
-    problem = Problem("linear", PROBLEMS["linear"])
+    problem = BenchModel("linear", PROBLEMS["linear"])
     log: list[str] = []
     form = next(form for form in FORMS if form.key == form_key)
     training = make(form, problem, logged(groups, log))

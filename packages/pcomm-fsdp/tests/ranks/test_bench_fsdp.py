@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.core.command.main import main
-from pcomm.core.testing.namespaces import obstacle
-from pcomm.fsdp.bench.forms import FSDP2, NO_PAIRS, ONE, TUNED, TWO_RAILS, UNSHARDED
+from core_bench.rated_network import obstacle
+from fsdp_bench.settings import FSDP2, NO_PAIRS, ONE, TUNED, TWO_RAILS, UNSHARDED
+from pcomm.core.cli import main
 
 # Three matrices of 512 x 512 in fp32 on two ranks, each of which sends half of a unit.
 SHARE = 512 * 512 * 4 / 2 / (1 << 20)

@@ -7,21 +7,20 @@ from typing import NoReturn
 import pytest
 from torch import nn
 
-from pcomm.core.errors import PeerError
-from pcomm.core.testing.on_ranks import ranks
-from pcomm.fsdp.runtime.flat_group import FlatGroup
-from pcomm.fsdp.settings.policy import CommPolicy
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.testing.small_models import SmallModel
-from pcomm.fsdp.testing.small_training import (
+from fsdp_support.trainings import (
     TOKENS,
+    SmallModel,
     flat_groups,
     open_two,
     shard,
     step_on_tokens,
     throw,
 )
+from pcomm.core.errors import PeerError
+from pcomm.core.testing.on_ranks import ranks
+from pcomm.fsdp.runtime.param_group import ParamGroup
+from pcomm.fsdp.settings import CommPolicy, ReshardPolicy
+from pcomm.fsdp.sharded import Sharded
 
 
 def never_ends() -> NoReturn:
@@ -89,7 +88,7 @@ def test_no_gradient_buffer_has_two_owners(rank: int, reshard: ReshardPolicy) ->
         comm = CommPolicy(inflight_reduce=3)
         sharded = shard(model, groups, comm=comm, reshard=reshard)
 
-        def looked_at(method: str, group: FlatGroup) -> None:
+        def looked_at(method: str, group: ParamGroup) -> None:
             act = getattr(group.gradients, method)
 
             def look() -> None:

@@ -5,18 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
-from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.policy import CommPolicy, Precision
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import (
+from fsdp_support.trainings import (
     MICRO_BATCHES,
-    STAGES,
     STRATEGIES,
+    Block,
+    SmallModel,
     flat_groups,
     model_of,
     open_two,
@@ -24,10 +17,19 @@ from pcomm.fsdp.testing.small_training import (
     step_of,
     tokens,
 )
+from pcomm.core.collectives.instrumented import SpyCollectives
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings import CommPolicy, Precision, Roles
 
 
-@pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("strategy", "prefetch"),
+    [("zero3", 0), ("zero3", 1), ("zero3", 2), ("zero3, reduced once", 1), ("zero2", 2),
+     ("zero1", 0)],
+)  # fmt: skip
 @ranks(2)
 def test_bytes_are_those_of_the_formula(rank: int, strategy: str, prefetch: int) -> None:
     """(N - 1) / N P b for each gather and each reduce."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fsdp_support.trainings import model_of, open_two, shard, tokens
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.fsdp.testing.small_training import model_of, open_two, shard, tokens
 
 
 @ranks(2)

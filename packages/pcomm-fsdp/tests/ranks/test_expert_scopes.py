@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.groups.groups import open_groups
+from fsdp_support.trainings import Block, SmallModel, roles_of, tokens
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.roles import Roles, Scope
-from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import roles_of, tokens
+from pcomm.fsdp.settings import Roles, Scope
 
 
 class Experts(nn.Module):

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from fsdp_support.trainings import Block, SmallModel
 from pcomm.core.errors import UnsupportedError
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.settings import Roles
 
 Update = Callable[[Tensor, dict[str, Any]], Tensor]
 

@@ -10,19 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.call import Call
-from pcomm.core.collectives.protocol import Collectives, Pending
-from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.groups.groups import Groups, open_groups
-from pcomm.core.testing.close import assert_equal
+from fsdp_support.trainings import Block, SmallModel, flat_groups
+from pcomm.core.collectives.instrumented import SpyCollectives
+from pcomm.core.collectives.protocol import Call, Collectives, Pending
+from pcomm.core.groups.open_groups import Groups, open_groups
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.policy import Precision
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import flat_groups
+from pcomm.fsdp.settings import Precision, ReshardPolicy, Roles
 
 # -- gradients of shards -----------------------------------------------------------------------
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import optimizer as torch_optimizer
 
+from fsdp_support.trainings import roles_of
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.roles import Roles, Scope
-from pcomm.fsdp.testing.small_training import roles_of
+from pcomm.fsdp.settings import Roles, Scope
 
 
 class Experts(nn.Module):
@@ -207,32 +204,3 @@ def test_a_model_may_go_while_torch_calls_its_hooks(rank: int) -> None:
             gc.enable()
             collects.remove()
         assert gone() is None
-
-
-@pytest.mark.skipif(find_spec("transformers") is None, reason="the function is transformers' own")
-@ranks(2, leaves="a progress bar of transformers keeps a thread")
-def test_save_pretrained(rank: int, tmp_path: Path) -> None:
-    transformers = import_module("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
-        roles = Roles(groups["dp"], groups["dp"])
-        sharded = fully_shard(model, roles, units=[type(model.model.layers[0])])
-        with pytest.raises(ConfigError, match=r"save_pretrained\(state_dict="):
-            model.save_pretrained(tmp_path / f"wrong{rank}")
-        state = sharded.full_state_dict()
-        # All ranks call it, and transformers writes on the first.
-        model.save_pretrained(tmp_path / "saved", state_dict=state)
-        groups["dp"].collectives.all_reduce(torch.zeros(()))
-    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_support.trainings import Block, SmallModel, open_two, roles_of, tokens
 from pcomm.core.errors import ConfigError
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import open_two, roles_of, tokens
+from pcomm.fsdp.settings import Roles
 
 
 def _initialise(module: nn.Module) -> None:

@@ -8,12 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from pcomm.core.testing.close import assert_equal
+from fsdp_support.trainings import Block, model_of, open_two, roles_of, tokens
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.policy import Precision
-from pcomm.fsdp.testing.small_models import Block
-from pcomm.fsdp.testing.small_training import model_of, open_two, roles_of, tokens
+from pcomm.fsdp.settings import Precision
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
-from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.small_models import Block
-from pcomm.fsdp.testing.small_training import (
+from fsdp_support.trainings import (
     MICRO_BATCHES,
     STAGES,
     STRATEGIES,
+    Block,
     model_of,
     open_two,
     shard,
     step_of,
     tokens,
 )
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings import Roles
 
 
 @pytest.mark.parametrize("strategy", STAGES)

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from pcomm.core.groups.groups import Groups, open_groups
+from fsdp_support.trainings import STRATEGIES
+from pcomm.core.groups.open_groups import Groups, open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.runtime.departures import Departures
-from pcomm.fsdp.settings.policy import CommPolicy
-from pcomm.fsdp.settings.roles import Roles
+from pcomm.fsdp.runtime.peers import ScheduleAgreement
+from pcomm.fsdp.settings import CommPolicy, Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.testing.small_training import STRATEGIES
 
 # B batch, D model dim
 
-STEPS = 6
+# Each program repeats itself within four steps, but for those that take parts out step by step.
+STEPS = 4
 
 
 class Net(nn.Module):
@@ -173,17 +173,32 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> N
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=message)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+LONG = {"dropped_layers", "a_head_now_and_then"}
+# Where gradients are reduced or kept differently only between micro-batches, and here each is the
+# last one: what is left are forwards without a backward.
+AMONG_THEM = ("look_between", "loss_that_is_only_read", "two_losses")
+# Torch's own is beside one process where backwards and forwards are mixed most.
+WITH_FSDP2 = {"one_loss_of_two", "two_losses", "loss_that_is_only_read", "input_of_itself"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "names"),
+    [(one, tuple(PROGRAMS) if one in ("zero3", "zero1") else AMONG_THEM) for one in STRATEGIES],
+    ids=STRATEGIES,
+)
 @ranks(2)
-def test_parameters_are_those_of_fsdp2_and_of_one_process(rank: int, strategy: str) -> None:
+def test_parameters_are_those_of_fsdp2_and_of_one_process(
+    rank: int, strategy: str, names: tuple[str, ...]
+) -> None:
     with opened() as groups:
-        for number, (name, program) in enumerate(PROGRAMS.items()):
+        for number, name in enumerate(names):
+            program, steps = PROGRAMS[name], 6 if name in LONG else STEPS
             net, reference = Net().double(), Net().double()
             comm = CommPolicy(prefetch=number % 3, inflight_reduce=1 + number % 2)
             sharded = shard(net, groups, reshard=STRATEGIES[strategy], comm=comm)
             ours = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.5)
             theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5)
-            for step in range(STEPS):
+            for step in range(steps):
                 program(net, step, rank, 1.0)
                 for r in (0, 1):
                     program(reference, step, r, 0.5)
@@ -196,7 +211,7 @@ def test_parameters_are_those_of_fsdp2_and_of_one_process(rank: int, strategy: s
                     optimizer.zero_grad()
             state = sharded.full_state_dict()
             check(state, {k: p.detach() for k, p in reference.named_parameters()}, name)
-            if strategy == "zero3":
+            if strategy == "zero3" and name in WITH_FSDP2:
                 check(state, with_fsdp2(program, rank), f"{name}, FSDP2")
             assert sharded.memory()["gradients"] == 0
 
@@ -330,9 +345,9 @@ def test_micro_batches_within_one_autocast_region(rank: int, strategy: str) -> N
 def test_ranks_agree_only_about_what_is_new(rank: int) -> None:
     """A step that was seen before asks nothing of the store."""
     number = 0
-    agree = Departures.agree
+    agree = ScheduleAgreement.agree
 
-    def counted(self: Departures, place: int, text: str) -> None:
+    def counted(self: ScheduleAgreement, place: int, text: str) -> None:
         nonlocal number
         number += 1
         agree(self, place, text)
@@ -342,7 +357,7 @@ def test_ranks_agree_only_about_what_is_new(rank: int) -> None:
         loss(net, 0, 0, rank, head=head, dropped=dropped).backward()
         return number - before
 
-    Departures.agree = counted  # type: ignore[method-assign]
+    ScheduleAgreement.agree = counted  # type: ignore[method-assign]
     try:
         for checks in (True, False):
             with opened() as groups:
@@ -360,4 +375,4 @@ def test_ranks_agree_only_about_what_is_new(rank: int) -> None:
                 loss(net, 0, 0, rank)
                 assert agreements(net) >= 1
     finally:
-        Departures.agree = agree  # type: ignore[method-assign]
+        ScheduleAgreement.agree = agree  # type: ignore[method-assign]

@@ -10,19 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.call import Call
 from pcomm.core.collectives.instrumented import InstrumentedCollectives
-from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core.collectives.protocol import Call, Collectives, Pending
 from pcomm.core.errors import PeerError
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.groups.options import CommOptions
-from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.groups.spec import CommOptions, GroupSpec
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.testing.patience import PATIENCE_S
+from pcomm.core.testing.programs import PATIENCE_S
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.roles import Roles
+from pcomm.fsdp.settings import Roles
 
 DEPTH = 6
 

@@ -6,27 +6,30 @@ import pytest
 import torch
 from torch import nn
 
-from pcomm.core.groups.groups import open_groups
-from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
-from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.small_models import Block
-from pcomm.fsdp.testing.small_training import (
+from fsdp_support.trainings import (
     MICRO_BATCHES,
     STAGES,
     STEPS,
     STRATEGIES,
+    Block,
     check_state,
     model_of,
     step_of,
     tokens,
     train_one_process,
 )
+from pcomm.core.groups.open_groups import open_groups
+from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.topology import Topology
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings import Roles
 
 
-@pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "strategy"),
+    [*(((2, 2), one) for one in STAGES), ((4, 1), "zero2"), ((1, 4), "zero3, reduced once")],
+    ids=str,
+)
 @ranks(4)
 def test_replicas_of_shards(rank: int, sizes: tuple[int, int], strategy: str) -> None:
     """HSDP; with one shard it is plain data parallelism, with one replica plain sharding."""

@@ -7,21 +7,18 @@ from collections import Counter
 import pytest
 from torch import nn
 
-from pcomm.core.collectives.spy import SpyCollectives
+from fsdp_support.trainings import MICRO_BATCHES, Block, SmallModel, accumulated_step
+from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import Groups, open_groups
-from pcomm.core.simulate.cost import loads
+from pcomm.core.groups.open_groups import Groups, open_groups
+from pcomm.core.simulate.program import loads
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.analysis.limits import sent_bytes
-from pcomm.fsdp.analysis.report import ROLES, ideal_bytes
-from pcomm.fsdp.analysis.simulated import Costs, program, queues_of
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.settings.roles import Roles, Scope
+from pcomm.fsdp.compute_costs import Costs, program, queues_of
+from pcomm.fsdp.report import ROLES, ideal_bytes, sent_bytes
+from pcomm.fsdp.settings import ReshardPolicy, Roles, Scope
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import MICRO_BATCHES, accumulated_step
 
 SCOPES = ("", "expert")
 

@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.testing.close import assert_equal
+from fsdp_support.trainings import Block, SmallModel, open_two
+from pcomm.core.collectives.instrumented import SpyCollectives
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.policy import Precision
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.settings.roles import Roles, Scope
-from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import open_two
+from pcomm.fsdp.settings import Precision, ReshardPolicy, Roles, Scope
 
 SPECS = [("dp", "gather"), ("dp", "reduce")]
 BF16 = Precision(torch.bfloat16, torch.float32, casts_inputs=False)

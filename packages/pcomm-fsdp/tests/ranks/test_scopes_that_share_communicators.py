@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.policy import CommPolicy
-from pcomm.fsdp.settings.roles import Roles, Scope
+from pcomm.fsdp.settings import CommPolicy, Roles, Scope
 
 # D model dim
 

@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pcomm.core.collectives.spy import SpyCollectives
+from fsdp_support.trainings import TOKENS, Block, SmallModel, open_two, roles_of
+from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.testing.on_ranks import ranks
+from pcomm.fsdp import separation as module
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.analysis import separation as module
-from pcomm.fsdp.analysis.separation import Separation, measure_separation
-from pcomm.fsdp.settings.policy import CommPolicy
-from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import TOKENS, open_two, roles_of
+from pcomm.fsdp.separation import Separation, measure_separation
+from pcomm.fsdp.settings import CommPolicy
 
 MEASURED = Separation("dp[gather]", "dp[reduce]", 0.1, 0.2, 0.3, 0.2, None)
 

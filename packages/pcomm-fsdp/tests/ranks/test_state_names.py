@@ -18,19 +18,19 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
+from fsdp_support.trainings import Block, SmallModel
 from pcomm.core.errors import ConfigError
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.state.checkpoint import (
+from pcomm.fsdp.checkpoint import (
     load_checkpoint,
     model_shard_views,
     optimizer_shard_views,
     save_checkpoint,
 )
-from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.settings import Roles
 
 
 def tokens(rank: int) -> Tensor:

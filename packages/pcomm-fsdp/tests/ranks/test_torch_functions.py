@@ -21,13 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from fsdp_support.trainings import Block, SmallModel, open_two, roles_of
 from pcomm.core.errors import PcommError
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.roles import Roles
+from pcomm.fsdp.settings import Roles
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import open_two, roles_of
 
 # Beyond 2 MiB of fp64, and no multiple of anything.
 DIM, VOCABULARY = 97, 301

@@ -6,18 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.errors import ConfigError
-from pcomm.core.testing.on_ranks import ranks
-from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.policy import CommPolicy
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.small_models import Block, SmallModel
-from pcomm.fsdp.testing.small_training import (
+from fsdp_support.trainings import (
     MICRO_BATCHES,
     STAGES,
     STEPS,
     STRATEGIES,
+    Block,
+    SmallModel,
     check_state,
     model_of,
     open_two,
@@ -27,6 +22,11 @@ from pcomm.fsdp.testing.small_training import (
     tokens,
     train_one_process,
 )
+from pcomm.core.collectives.instrumented import SpyCollectives
+from pcomm.core.errors import ConfigError
+from pcomm.core.testing.on_ranks import ranks
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.settings import CommPolicy, Roles
 
 
 @ranks(3)

@@ -13,12 +13,11 @@ from torch.distributed.tensor import Shard as ShardedOn
 from torch.distributed.tensor import distribute_tensor
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.policy import CommPolicy
-from pcomm.fsdp.settings.roles import Roles
+from pcomm.fsdp.settings import CommPolicy, Roles
 from pcomm.fsdp.sharded import Sharded
 
 

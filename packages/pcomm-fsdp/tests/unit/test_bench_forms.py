@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from pcomm.fsdp.bench.forms import (
+from fsdp_bench.settings import (
     CHANGES,
     COMPARED,
     FORMS,
@@ -21,7 +21,7 @@ from pcomm.fsdp.bench.forms import (
     Fsdp2Form,
     OurForm,
 )
-from pcomm.fsdp.settings.policy import CommPolicy
+from pcomm.fsdp.settings import CommPolicy
 
 BY_NAME = {form.name: form for form in FORMS}
 

@@ -5,18 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.groups.group import Group
-from pcomm.core.simulate.cluster import Cluster
-from pcomm.core.testing.timing import Timing
-from pcomm.core.testing.virtual import run_virtual
-from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.analysis.simulated import Costs
-from pcomm.fsdp.bench.bounds import Step
-from pcomm.fsdp.bench.forms import CHANGES, FSDP2, ONE, OURS, THEIRS, TWO, TWO_RAILS
-from pcomm.fsdp.bench.measure import Found
-from pcomm.fsdp.bench.prediction import (
+from core_bench.runner import Timing
+from fsdp_bench.measure import FsdpResult
+from fsdp_bench.predictions import (
     Prediction,
+    StepWork,
     cluster_of,
     costs_of_ranks,
     latency_of,
@@ -24,15 +17,30 @@ from pcomm.fsdp.bench.prediction import (
     recorded_costs,
     step_s,
 )
-from pcomm.fsdp.bench.report import rows_of, tables_of
-from pcomm.fsdp.bench.settings import Link, Settings
+from fsdp_bench.report import rows_of, tables_of
+from fsdp_bench.settings import (
+    CHANGES,
+    FSDP2,
+    ONE,
+    OURS,
+    THEIRS,
+    TWO,
+    TWO_RAILS,
+    LinkRate,
+    Settings,
+)
+from fsdp_support.schedules import chain, chain_costs, plan_of, step_of
+from fsdp_support.trainings import Block, SmallModel
+from pcomm.core.collectives.protocol import Collectives
+from pcomm.core.groups.group import Group
+from pcomm.core.simulate.program import Cluster
+from pcomm.core.testing.virtual import run_virtual
+from pcomm.fsdp._fully_shard import fully_shard
+from pcomm.fsdp.compute_costs import Costs
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.plan.units import ROOT
 from pcomm.fsdp.runtime.schedule import Schedule
-from pcomm.fsdp.settings.policy import Precision
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.schedules import chain, chain_costs, plan_of, step_of
-from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.settings import Precision, Roles
 
 UNITS, RANKS, RATE = 6, 4, 1000.0
 # Of one gather, or of one reduce: 3 of 4 shards of 160 fp32 numbers.
@@ -189,7 +197,7 @@ def timed(case: str, *rounds_us: float) -> Timing:
 def test_predictions_are_rows_and_a_table_of_their_own() -> None:
     timings = {case: timed(case, 90.0, 100.0, 120.0) for case in (*THEIRS, *OURS)}
     prediction = Prediction(3e-6, 40e-6, {ONE: 80e-6, TWO: 60e-6, TWO_RAILS: 110e-6})
-    found = Found("linear", 2, timings, prediction=prediction)
+    found = FsdpResult("linear", 2, timings, prediction=prediction)
     values = {(row.case, row.unit): row.value for row in rows_of([found])}
     at = "@ 2 ranks, linear"
     assert values[f"{ONE} {at}", "ms, predicted"] == 0.08
@@ -209,8 +217,10 @@ def test_a_row_says_what_each_change_is_worth_in_the_same_round() -> None:
     timings = {change.after: timed(change.after, *(90.0, 180.0, 45.0)) for change in CHANGES} | {
         FSDP2: timed(FSDP2, 100.0, 200.0, 50.0)
     }
-    link = Link(2000.0, 4)
-    values = {(r.case, r.unit): r.value for r in rows_of([Found("linear", 4, timings, link=link)])}
+    link = LinkRate(2000.0, 4)
+    values = {
+        (r.case, r.unit): r.value for r in rows_of([FsdpResult("linear", 4, timings, link=link)])
+    }
     at = "@ 4 ranks, linear, 2 Gbit/s, batch x4"
     gains = {
         change.name: values[f"{change.name} {at}", "x as fast, by one change"]
@@ -225,23 +235,23 @@ def test_a_row_says_what_each_change_is_worth_in_the_same_round() -> None:
 
 def test_forms_that_were_left_out_have_no_rows() -> None:
     timings = {case: timed(case, 1.0, 2.0, 3.0) for case in (FSDP2, TWO)}
-    found = Found("linear", 2, timings)
+    found = FsdpResult("linear", 2, timings)
     cases = {row.case.split(" @ ")[0] for row in rows_of([found])}
     assert cases == {FSDP2, TWO, f"{TWO} over {FSDP2}"}
 
 
 def test_computing_is_compared_with_what_is_sent_at_the_rate_of_the_link() -> None:
     """4 units of 1 MB, all gathered twice and reduced once, half of it sent: 6 MB at 1 MB/s."""
-    step = Step([1_000_000] * 4, 2, 4, 1.0, 2.0)
-    kept = Step([1_000_000] * 4, 2, 2, 1.0, 2.0)
+    step = StepWork([1_000_000] * 4, 2, 4, 1.0, 2.0)
+    kept = StepWork([1_000_000] * 4, 2, 2, 1.0, 2.0)
     timings = {case: timed(case, 1e6) for case in (FSDP2, TWO)}
-    found = Found(
+    found = FsdpResult(
         "linear",
         2,
         timings,
         sent_bytes={FSDP2: 6e6, TWO: 5e6},
         steps={FSDP2: step, TWO: kept},
-        link=Link(8.0),
+        link=LinkRate(8.0),
     )
     values = {(row.case, row.unit): row.value for row in rows_of([found])}
     at = "@ 2 ranks, linear, 8 Mbit/s, batch x1"

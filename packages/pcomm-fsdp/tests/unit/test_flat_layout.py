@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.fsdp.plan.flat_layout import FlatLayout, plan_flat_layout
+from pcomm.fsdp.plan.group_plan import FlatLayout, plan_flat_layout
 
 SHAPES = st.lists(
     st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6

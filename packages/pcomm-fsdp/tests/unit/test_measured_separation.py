@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.fsdp.analysis import separation as measure
-from pcomm.fsdp.analysis.separation import Separation, measure_separation
+from pcomm.fsdp import separation as measure
+from pcomm.fsdp.separation import Separation, measure_separation
 
 SIZE = 2
 MOST = 1024

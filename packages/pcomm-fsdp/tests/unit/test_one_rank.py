@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_support.trainings import Block, model_of
 from pcomm.core.errors import ConfigError
 from pcomm.core.groups.group import Group
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.settings.policy import CommPolicy, Precision
-from pcomm.fsdp.settings.roles import Roles, Scope
-from pcomm.fsdp.testing.small_models import Block
-from pcomm.fsdp.testing.small_training import model_of
+from pcomm.fsdp.settings import CommPolicy, Precision, Roles, Scope
 
 ALONE = Roles(Group("dp", (0,), None, role="gather"), Group("dp", (0,), None, role="reduce"))
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])

@@ -10,21 +10,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_support.schedules import ChainGroup, plan_of
+from fsdp_support.trainings import Block, SmallModel
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import Groups
-from pcomm.core.memory.pools.fake import FakePools
-from pcomm.core.memory.pools.registry import PoolRegistry
+from pcomm.core.groups.open_groups import Groups
+from pcomm.core.memory.pool_backends import FakePools
+from pcomm.core.memory.pools import PoolRegistry
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.memory.pool_plan import ArenaPlan, plan_arenas
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.plan.units import ROOT
-from pcomm.fsdp.runtime.compiler import OnDemand, compile_schedule
-from pcomm.fsdp.runtime.schedule import Mark, Phase, Step, scheduled_group
-from pcomm.fsdp.settings.policy import CommPolicy, Precision
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.schedules import PlannedGroup, plan_of
-from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.registered_memory import ArenaPlan, plan_arenas
+from pcomm.fsdp.runtime.schedule import (
+    OnDemand,
+    Phase,
+    Step,
+    UnitEvent,
+    compile_schedule,
+    scheduled_group,
+)
+from pcomm.fsdp.settings import CommPolicy, Precision, ReshardPolicy, Roles
 
 Tree = dict[str, "Tree"]
 SHARDS = [
@@ -37,7 +41,7 @@ SHARDS = [
 
 
 def group(role: str, communicator: object, name: str = "dp") -> Group:
-    return PlannedGroup(name, (0, 1), communicator, role=role)
+    return ChainGroup(name, (0, 1), communicator, role=role)
 
 
 ROLES = Roles(group("gather", object()), group("reduce", object()))
@@ -49,19 +53,23 @@ def units_of(tree: Tree, prefix: str = "") -> Iterator[str]:
         yield from units_of(children, f"{prefix}{name}.")
 
 
-def marks_of(tree: Tree, phase: Phase, prefix: str = "") -> Iterator[Mark]:
+def events_of(tree: Tree, phase: Phase, prefix: str = "") -> Iterator[UnitEvent]:
     """What nested units do one after another, and in backward the other way round."""
     for name in tree if phase == "forward" else reversed(tree):
-        yield Mark("use", f"{prefix}{name}", phase)
-        yield from marks_of(tree[name], phase, f"{prefix}{name}.")
-        yield Mark("done", f"{prefix}{name}", phase)
+        yield UnitEvent("use", f"{prefix}{name}", phase)
+        yield from events_of(tree[name], phase, f"{prefix}{name}.")
+        yield UnitEvent("done", f"{prefix}{name}", phase)
 
 
-def program_of(tree: Tree, *, has_backward: bool = True) -> list[Mark]:
-    marks: list[Mark] = []
+def program_of(tree: Tree, *, has_backward: bool = True) -> list[UnitEvent]:
+    events: list[UnitEvent] = []
     for phase in ("forward", "backward") if has_backward else ("forward",):
-        marks += [Mark("use", ROOT, phase), *marks_of(tree, phase), Mark("done", ROOT, phase)]
-    return [*marks, Mark("end", ROOT, "backward" if has_backward else "forward")]
+        events += [
+            UnitEvent("use", ROOT, phase),
+            *events_of(tree, phase),
+            UnitEvent("done", ROOT, phase),
+        ]
+    return [*events, UnitEvent("end", ROOT, "backward" if has_backward else "forward")]
 
 
 def most_live(
@@ -94,18 +102,18 @@ def live_while(
     gathered: frozenset[str] = frozenset()
     live: set[str] = set()
     program, evaluation = program_of(tree), program_of(tree, has_backward=False)
-    for number, marks in enumerate([program, program, evaluation, program, program]):
-        is_last = number % 3 != 0 and marks is program
+    for number, events in enumerate([program, program, evaluation, program, program]):
+        is_last = number % 3 != 0 and events is program
         buffers = [scheduled_group(plan, is_last=is_last) for plan in plans]
         if number == 0:
             recording = OnDemand(
                 buffers, inflight_reduce=comm.inflight_reduce, gathered=gathered, is_last=is_last
             )
-            steps = [step for mark in marks for step in recording.steps_for(mark)]
+            steps = [step for event in events for step in recording.steps_for(event)]
             gathered = recording.gathered
         else:
             schedule = compile_schedule(
-                marks,
+                events,
                 buffers,
                 prefetch=comm.prefetch,
                 prefetch_bytes=comm.prefetch_bytes,

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fsdp_support.schedules import plan_of
 from pcomm.core.groups.group import Group
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.schedules import plan_of
+from pcomm.fsdp.settings import Roles
 
 
 @pytest.mark.parametrize(

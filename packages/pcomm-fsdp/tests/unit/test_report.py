@@ -5,19 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fsdp_support.trainings import Block, SmallModel
 from pcomm.core.groups.group import Group
-from pcomm.core.simulate.cluster import Rail
-from pcomm.core.trace.event import Event
+from pcomm.core.simulate.program import Rail
+from pcomm.core.trace.events import Event
 from pcomm.fsdp._fully_shard import fully_shard
-from pcomm.fsdp.analysis.report import Overlap, ideal_bytes, report_of
-from pcomm.fsdp.analysis.simulated import Costs
-from pcomm.fsdp.plan.flat_layout import FlatLayout
-from pcomm.fsdp.plan.group_plan import GroupPlan
+from pcomm.fsdp.compute_costs import Costs
+from pcomm.fsdp.plan.group_plan import FlatLayout, GroupPlan
+from pcomm.fsdp.report import Overlap, ideal_bytes, report_of
 from pcomm.fsdp.runtime.schedule import Schedule, Step
-from pcomm.fsdp.settings.policy import Precision
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.small_models import Block, SmallModel
+from pcomm.fsdp.settings import Precision, ReshardPolicy, Roles
 
 ALONE = Roles(Group("dp", (0,), None), Group("dp", (0,), None))
 

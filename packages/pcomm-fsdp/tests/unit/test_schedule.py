@@ -9,18 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_support.schedules import chain, random_events
 from pcomm.fsdp.plan.units import ROOT
-from pcomm.fsdp.runtime.compiler import OnDemand, compile_schedule
-from pcomm.fsdp.runtime.schedule import Mark, Schedule, ScheduledGroup, Step
-from pcomm.fsdp.settings.reshard_policy import Keep
-from pcomm.fsdp.testing.random_marks import random_marks
-from pcomm.fsdp.testing.schedules import chain
+from pcomm.fsdp.runtime.schedule import (
+    OnDemand,
+    Schedule,
+    ScheduledGroup,
+    Step,
+    UnitEvent,
+    compile_schedule,
+)
+from pcomm.fsdp.settings import Keep
 
 
 def groups_of(
-    marks: list[Mark], keep: Keep = "use", *, reduces: bool = True, all_reduces: bool = False
+    events: list[UnitEvent], keep: Keep = "use", *, reduces: bool = True, all_reduces: bool = False
 ) -> list[ScheduledGroup]:
-    units = sorted({mark.unit for mark in marks})
+    units = sorted({event.unit for event in events})
     return [ScheduledGroup(f"{unit}.w", unit, 10, keep, reduces, all_reduces) for unit in units]
 
 
@@ -82,7 +87,7 @@ class Machine:
         self.all_reducing.remove(step.name)
 
 
-def compiled(marks: list[Mark], groups: list[ScheduledGroup], **options: object) -> Schedule:
+def compiled(events: list[UnitEvent], groups: list[ScheduledGroup], **options: object) -> Schedule:
     defaults: dict[str, object] = {
         "prefetch": 1,
         "prefetch_bytes": None,
@@ -90,11 +95,11 @@ def compiled(marks: list[Mark], groups: list[ScheduledGroup], **options: object)
         "gathered": frozenset(),
         "is_last": True,
     }
-    return compile_schedule(marks, groups, **(defaults | options))  # type: ignore[arg-type]
+    return compile_schedule(events, groups, **(defaults | options))  # type: ignore[arg-type]
 
 
 @given(
-    random_marks(),
+    random_events(),
     st.sampled_from(["use", "backward", "step", "always"]),
     st.integers(0, 4),
     st.integers(1, 3),
@@ -104,7 +109,7 @@ def compiled(marks: list[Mark], groups: list[ScheduledGroup], **options: object)
     st.sampled_from([None, 0, 1, 3]),
 )
 def test_any_model_runs(
-    marks: list[Mark],
+    events: list[UnitEvent],
     keep: Keep,
     prefetch: int,
     inflight: int,
@@ -113,11 +118,11 @@ def test_any_model_runs(
     limit: int | None,
     prefetch_backward: int | None,
 ) -> None:
-    groups = groups_of(marks, keep, all_reduces=all_reduces and is_last)
+    groups = groups_of(events, keep, all_reduces=all_reduces and is_last)
     machine = Machine({group.name: group for group in groups})
     for _ in range(2):
         schedule = compiled(
-            marks,
+            events,
             groups,
             prefetch=prefetch,
             prefetch_bytes=limit,
@@ -128,9 +133,9 @@ def test_any_model_runs(
         )
         machine.reduced.clear()
         machine.run(schedule.steps)
-        assert [(s.kind, s.name, s.phase) for s in schedule.steps if s.is_anchor] == marks
+        assert [(s.kind, s.name, s.phase) for s in schedule.steps if s.is_anchor] == events
         assert not machine.in_flight | machine.reducing | machine.all_reducing
-        backward = {m.unit for m in marks if m.kind == "done" and m.phase == "backward"}
+        backward = {m.unit for m in events if m.kind == "done" and m.phase == "backward"}
         assert sorted(machine.reduced) == sorted(f"{unit}.w" for unit in backward)
         assert machine.most_reducing <= inflight
         if keep in ("use", "backward"):
@@ -146,10 +151,10 @@ def test_any_model_runs(
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 def test_units_that_are_gathered_at_once_are_bounded(prefetch: int) -> None:
-    marks = chain(8)
-    groups = groups_of(marks)
+    events = chain(8)
+    groups = groups_of(events)
     machine = Machine({group.name: group for group in groups})
-    schedule = compiled(marks, groups, prefetch=prefetch)
+    schedule = compiled(events, groups, prefetch=prefetch)
     machine.run(schedule.steps)
     assert machine.most_gathered == 1 + prefetch
     # All but the last of forward twice, and the root once.
@@ -159,10 +164,10 @@ def test_units_that_are_gathered_at_once_are_bounded(prefetch: int) -> None:
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 def test_without_prefetch_in_backward_a_unit_computes_beside_no_other(prefetch: int) -> None:
     """Forward, and what stays for backward, are those of `prefetch`; so are the bytes."""
-    marks = chain(8)
-    groups = groups_of(marks)
-    schedule = compiled(marks, groups, prefetch=prefetch, prefetch_backward=0, inflight_reduce=1)
-    usual = compiled(marks, groups, prefetch=prefetch, inflight_reduce=1)
+    events = chain(8)
+    groups = groups_of(events)
+    schedule = compiled(events, groups, prefetch=prefetch, prefetch_backward=0, inflight_reduce=1)
+    usual = compiled(events, groups, prefetch=prefetch, inflight_reduce=1)
     turn = next(i for i, step in enumerate(schedule.steps) if step.phase == "backward")
     assert schedule.steps[:turn] == usual.steps[:turn]
     assert schedule.count("gather") == usual.count("gather")
@@ -178,19 +183,19 @@ def test_without_prefetch_in_backward_a_unit_computes_beside_no_other(prefetch: 
 
 
 def test_backward_may_look_further_ahead_than_forward() -> None:
-    marks = chain(8)
-    groups = groups_of(marks)
+    events = chain(8)
+    groups = groups_of(events)
     machine = Machine({group.name: group for group in groups})
-    machine.run(compiled(marks, groups, prefetch=0, prefetch_backward=3).steps)
+    machine.run(compiled(events, groups, prefetch=0, prefetch_backward=3).steps)
     assert machine.most_gathered == 1 + 3
 
 
 def test_a_budget_of_bytes_limits_the_depth_but_not_below_one() -> None:
-    marks = chain(8)
-    groups = groups_of(marks)
+    events = chain(8)
+    groups = groups_of(events)
     for limit, depth in ((0, 1), (10, 1), (29, 2), (30, 3)):
         machine = Machine({group.name: group for group in groups})
-        machine.run(compiled(marks, groups, prefetch=5, prefetch_bytes=limit).steps)
+        machine.run(compiled(events, groups, prefetch=5, prefetch_bytes=limit).steps)
         assert machine.most_gathered <= 1 + depth
 
 
@@ -200,15 +205,15 @@ def places(schedule: Schedule) -> dict[tuple[str, str], int]:
 
 
 def test_gathers_go_before_the_reduce_of_what_has_ended() -> None:
-    marks = chain(6)
-    place = places(compiled(marks, groups_of(marks), inflight_reduce=6))
+    events = chain(6)
+    place = places(compiled(events, groups_of(events), inflight_reduce=6))
     for i in range(5, 1, -1):
         assert place["gather", f"b{i - 2}.w"] < place["reduce", f"b{i}.w"]
 
 
 def test_what_is_needed_later_is_gathered_in_the_memory_of_the_reduce_that_ends_first() -> None:
-    marks = chain(6)
-    place = places(compiled(marks, groups_of(marks), inflight_reduce=1))
+    events = chain(6)
+    place = places(compiled(events, groups_of(events), inflight_reduce=1))
     for i in range(4, 1, -1):
         # The next unit's parameters are on their way before anything queues in front of them.
         assert place["gather", f"b{i - 1}.w"] < place["reduce", f"b{i}.w"]
@@ -219,10 +224,10 @@ def test_what_is_needed_later_is_gathered_in_the_memory_of_the_reduce_that_ends_
 
 def test_reduces_of_one_unit_count_as_one() -> None:
     """A unit has several groups where its experts or formats have groups of their own."""
-    marks = chain(4)
-    one = groups_of(marks)
+    events = chain(4)
+    one = groups_of(events)
     twice = [*one, *(dataclasses.replace(b, name=f"{b.unit}.e") for b in one)]
-    place = places(compiled(marks, twice, inflight_reduce=1))
+    place = places(compiled(events, twice, inflight_reduce=1))
     for name in ("w", "e"):
         assert place["reduce", f"b2.{name}"] < place["wait_reduce", f"b3.{name}"]
         assert place["wait_reduce", f"b3.{name}"] < place["use", "b1"]
@@ -230,32 +235,32 @@ def test_reduces_of_one_unit_count_as_one() -> None:
 
 
 def test_nothing_is_gathered_again_that_stays() -> None:
-    marks = chain(4)
-    groups = groups_of(marks, "step", reduces=False)
-    first = compiled(marks, groups, is_last=False)
+    events = chain(4)
+    groups = groups_of(events, "step", reduces=False)
+    first = compiled(events, groups, is_last=False)
     assert first.count("gather") == 5
     assert first.count("release") == first.count("reduce") == 0
-    last = compiled(marks, groups, gathered=first.gathered_at_end)
+    last = compiled(events, groups, gathered=first.gathered_at_end)
     assert last.count("gather") == 0
     assert last.count("release") == 5
 
 
-@given(random_marks())
-def test_on_demand_is_a_schedule_without_foresight(marks: list[Mark]) -> None:
-    groups = groups_of(marks)
+@given(random_events())
+def test_on_demand_is_a_schedule_without_foresight(events: list[UnitEvent]) -> None:
+    groups = groups_of(events)
     recorder = OnDemand(groups, inflight_reduce=2, gathered=frozenset(), is_last=True)
     machine = Machine({group.name: group for group in groups})
-    for mark in marks:
-        machine.run(tuple(recorder.steps_for(mark)))
-    assert recorder.marks == marks
+    for event in events:
+        machine.run(tuple(recorder.steps_for(event)))
+    assert recorder.events == events
     assert not machine.gathered | machine.in_flight | machine.reducing
 
 
 def test_it_can_be_read_and_compared() -> None:
-    marks = chain(4)
-    schedule = compiled(marks, groups_of(marks))
-    other = compiled(marks, groups_of(marks, "step"))
-    assert schedule.fingerprint == compiled(marks, groups_of(marks)).fingerprint
+    events = chain(4)
+    schedule = compiled(events, groups_of(events))
+    other = compiled(events, groups_of(events, "step"))
+    assert schedule.fingerprint == compiled(events, groups_of(events)).fingerprint
     assert schedule.fingerprint != other.fingerprint
     lines = schedule.describe().splitlines()
     assert lines[0] == f"schedule {schedule.fingerprint}"

@@ -9,8 +9,8 @@ import torch
 
 from pcomm.core.collectives.protocol import Pending
 from pcomm.core.groups.group import Group
-from pcomm.fsdp.analysis import separation as measure
-from pcomm.fsdp.analysis.separation import measure_separation
+from pcomm.fsdp import separation as measure
+from pcomm.fsdp.separation import measure_separation
 
 CASES = [["gather: gather"], ["reduce: reduce"]]
 BOTH = [["gather: reduce", "gather: gather"], ["reduce: reduce", "gather: gather"]]

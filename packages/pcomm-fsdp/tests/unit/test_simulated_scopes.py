@@ -10,20 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_support.schedules import chain, chain_costs, plan_of, step_of
 from pcomm.core.errors import ConfigError, DivergenceError
 from pcomm.core.groups.group import Group
-from pcomm.core.simulate.cluster import Algorithm, Cluster, Rail, SimulatedCommunicator
-from pcomm.core.simulate.deadlock import DeadlockError
+from pcomm.core.simulate.deadlock import DeadlockError, check_issue_order
 from pcomm.core.simulate.engine import simulate
-from pcomm.core.simulate.issue_order import check_issue_order
-from pcomm.core.simulate.task import Task
-from pcomm.fsdp.analysis.simulated import Costs, program
+from pcomm.core.simulate.program import Algorithm, Cluster, Rail, SimulatedCommunicator, Task
+from pcomm.fsdp.compute_costs import Costs, program
 from pcomm.fsdp.plan.group_plan import GroupPlan
 from pcomm.fsdp.plan.units import ROOT
-from pcomm.fsdp.runtime.schedule import Mark, Schedule
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.settings.roles import Roles
-from pcomm.fsdp.testing.schedules import chain, chain_costs, plan_of, step_of
+from pcomm.fsdp.runtime.schedule import Schedule, UnitEvent
+from pcomm.fsdp.settings import ReshardPolicy, Roles
 
 # R replicas, E expert-data-parallel ranks, P expert-parallel ranks; a rank is (r E + e) P + p.
 AXES = ("rep", "edp", "ep")
@@ -129,7 +126,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
     dense, expert = ranks.roles()
     shards = [draw(st.sampled_from(SHARDS)) for _ in range(2)]
-    forward, backward, plans = [Mark("use", ROOT, "forward")], [], []
+    forward, backward, plans = [UnitEvent("use", ROOT, "forward")], [], []
     elements = st.sampled_from([1, 300, 960])
     for number in range(draw(st.integers(1, 4))):
         name = f"b{number}"
@@ -142,22 +139,27 @@ def cases(draw: st.DrawFn) -> Case:
                 plan_of(owner, expert, scope="expert", elements=draw(elements), reshard=shards[1])
             )
         units = [name, *inner]
-        forward += [Mark("use", unit, "forward") for unit in units]
-        forward += [Mark("done", unit, "forward") for unit in reversed(units)]
-        ended = [Mark("use", unit, "backward") for unit in units]
-        ended += [Mark("done", unit, "backward") for unit in reversed(units)]
+        forward += [UnitEvent("use", unit, "forward") for unit in units]
+        forward += [UnitEvent("done", unit, "forward") for unit in reversed(units)]
+        ended = [UnitEvent("use", unit, "backward") for unit in units]
+        ended += [UnitEvent("done", unit, "backward") for unit in reversed(units)]
         backward = ended + backward
-    marks = [*forward, Mark("done", ROOT, "forward"), Mark("use", ROOT, "backward"), *backward]
-    marks += [Mark("done", ROOT, "backward"), Mark("end", ROOT, "backward")]
+    events = [
+        *forward,
+        UnitEvent("done", ROOT, "forward"),
+        UnitEvent("use", ROOT, "backward"),
+        *backward,
+    ]
+    events += [UnitEvent("done", ROOT, "backward"), UnitEvent("end", ROOT, "backward")]
     schedules = step_of(
-        marks,
+        events,
         draw(st.permutations(plans)),
         micro_batches=draw(st.integers(1, 2)),
         prefetch=draw(st.integers(0, 3)),
         inflight=draw(st.integers(1, 3)),
     )
     seconds = st.sampled_from([0.0, 0.5, 3.0])
-    names = sorted({mark.unit for mark in marks})
+    names = sorted({event.unit for event in events})
     costs = Costs({n: draw(seconds) for n in names}, {n: draw(seconds) for n in names})
     tasks = tuple(program(schedules, plans, costs))
     slow = tuple(replace(task, seconds=4 * task.seconds) for task in tasks)
@@ -188,7 +190,7 @@ def sent_by_formula(case: Case) -> dict[str, float]:
 
 
 @given(cases())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_models_with_experts_and_replicas_run_without_deadlock(case: Case) -> None:
     check_issue_order(case.programs, case.cluster)
     timeline = simulate(case.programs, case.cluster)
@@ -218,7 +220,7 @@ def without_number(name: str) -> str:
 
 
 @given(cases(), st.data())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_a_rank_that_swaps_two_collectives_of_a_queue_is_found(
     case: Case, data: st.DataObject
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,38 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pcomm.core.errors import PcommError
 from pcomm.core.groups.group import Group
-from pcomm.core.memory.pools.registry import PoolRegistry
-from pcomm.fsdp.memory.buffer_pool import BufferPool
-from pcomm.fsdp.memory.registered import PooledMemory, register_memory
-from pcomm.fsdp.plan.checks import (
-    check_entry_points,
-    check_memory,
-    check_no_hooks,
-    check_no_optimizer,
-    check_not_sharded,
-    check_plain,
-    check_roles,
-    check_settings,
-    device_of,
-)
-from pcomm.fsdp.plan.group_plan import GroupPlan
-from pcomm.fsdp.plan.planning import PlannedGroup, plan_groups
+from pcomm.core.memory.pools import PoolRegistry
+from pcomm.fsdp.full_state import materialise
+from pcomm.fsdp.plan.checks import check_model, check_settings
+from pcomm.fsdp.plan.group_plan import PlannedGroup, plan_groups
 from pcomm.fsdp.plan.units import ROOT, UnitModules, Units, find_units
-from pcomm.fsdp.runtime.engine import Engine
-from pcomm.fsdp.runtime.flat_group import FlatGroup
+from pcomm.fsdp.registered_memory import PooledMemory, register_memory
+from pcomm.fsdp.runtime.fsdp_runtime import FsdpRuntime, Unit
 from pcomm.fsdp.runtime.hooks import install_hooks
-from pcomm.fsdp.runtime.local_params import LocalParams
-from pcomm.fsdp.runtime.peers import Peers
-from pcomm.fsdp.runtime.unit import Unit
-from pcomm.fsdp.runtime.wait import FailureAwareWait
-from pcomm.fsdp.settings.policy import CommPolicy, Precision
-from pcomm.fsdp.settings.reshard_policy import ReshardPolicy
-from pcomm.fsdp.settings.roles import Roles, Scope, roles_from
+from pcomm.fsdp.runtime.param_group import BufferPool, ParamGroup
+from pcomm.fsdp.runtime.peers import FailureAwareWait, Peers
+from pcomm.fsdp.runtime.shards import LocalParams
+from pcomm.fsdp.settings import CommPolicy, Precision, ReshardPolicy, Roles, Scope, roles_from
 from pcomm.fsdp.sharded import Sharded
-from pcomm.fsdp.state.materialise import materialise
 
 if TYPE_CHECKING:
-    from pcomm.fsdp.analysis.separation import Separation
+    from pcomm.fsdp.separation import Separation
 
 __all__ = ["fully_shard"]
 
@@ -119,91 +102,35 @@ def fully_shard(
     peers = Peers([g for r in groups for g in (r.gather, r.replicate) if g is not None])
 
     def plan() -> _Planned:
-        check_settings(
-            {
-                "reshard": (reshard, ReshardPolicy),
-                "comm": (comm, CommPolicy),
-                "precision": (precision, Precision),
-            }
-        )
-        parameters = _check(model, roles, scopes, entry_points)
-        target = device_of(parameters, device)
+        check_settings(reshard, comm, precision)
+        target = check_model(model, roles, scopes, entry_points, device)
         found = find_units(model, units)
         default = Scope(lambda *_: True, roles, divisor, reshard)
         return found, plan_groups(found, default, scopes, comm, precision), target
 
     found, planned, target = _agree(plan, peers, comm, has_pools=pools is not None)
-    planned, separations = _decide_separation(planned, comm, target)
-    planned, memory = _register(planned, pools, comm, peers, target)
+    separations: list[Separation] = []
+    if comm.separate == "auto":
+        from pcomm.fsdp.separation import decide_separation
+
+        planned, separations = decide_separation(planned, target)
+    memory: PooledMemory | None = None
+    if pools is not None:
+        memory = register_memory(pools, [one.plan for one in planned], comm, peers, target)
+        planned = [PlannedGroup(memory.named_in(plan), members) for plan, members in planned]
     _warn_of_cut_rows(planned)
     pool, wait = BufferPool(target), FailureAwareWait()
     built = [_build(one, target, pool, wait, memory) for one in planned]
-    shards = [one.shard if isinstance(one, FlatGroup) else one for one in built]
+    shards = [one.shard if isinstance(one, ParamGroup) else one for one in built]
     materialise(model, shards, target, initialise)
     running = _running(found, built, precision)
-    engine = Engine(running, shards, comm, peers, pool)
-    wait.peer_failure = engine.peer_failure
+    runtime = FsdpRuntime(running, shards, comm, peers, pool)
+    # The groups wait with it, and the runtime is made of the groups.
+    wait.failure_or_departure = runtime.failure_or_departure
     if any(unit.groups for unit in running):
-        install_hooks(engine, running[0], running[1:], entry_points)
-    _close_with(groups, engine)
-    return Sharded(model, engine, _first_names(model, planned), separations, memory)
-
-
-def _register(
-    planned: list[PlannedGroup],
-    pools: PoolRegistry | None,
-    comm: CommPolicy,
-    peers: Peers,
-    device: torch.device,
-) -> tuple[list[PlannedGroup], PooledMemory | None]:
-    """Reserve what a step needs in registered memory, if there are pools. Collective."""
-    if pools is None:
-        return planned, None
-    memory = register_memory(pools, [one.plan for one in planned], comm, peers, device)
-    return [PlannedGroup(memory.named_in(p), members) for p, members in planned], memory
-
-
-def _warn_of_cut_rows(planned: Sequence[PlannedGroup]) -> None:
-    """Tell for which parameters an optimizer sees no rows."""
-    cut = [name for one in planned for name in one.plan.cut_names]
-    if cut:
-        _log.warning(
-            "cut inside rows, and 1-D for the optimizer: %s. A larger max_padding keeps rows whole",
-            ", ".join(cut),
-        )
-
-
-def _close_with(roles: Sequence[Roles], engine: Engine) -> None:
-    """Close the engine with the first of its groups that closes."""
-    close = functools.partial(_close, weakref.ref(engine))
-    distinct = {
-        id(group): group for r in roles for group in (r.gather, r.reduce, r.replicate) if group
-    }
-    for group in distinct.values():
-        engine.at_end(group.before_close(close, is_local=True))
-
-
-def _close(engine: weakref.ref[Engine]) -> None:
-    # Weakly, so that a model that is dropped before goes at once.
-    found = engine()
-    if found is not None:
-        found.close()
-
-
-def _check(
-    model: nn.Module, roles: Roles, scopes: Mapping[str, Scope], entry_points: Sequence[str]
-) -> dict[str, nn.Parameter]:
-    """Refuse what cannot be sharded; returns the model's parameters."""
-    for name, scope_roles in (("", roles), *((n, s.roles) for n, s in scopes.items())):
-        check_roles(name, scope_roles)
-    parameters = dict(model.named_parameters())
-    check_not_sharded(parameters)
-    check_plain(parameters)
-    check_no_optimizer(parameters)
-    check_no_hooks(parameters)
-    check_memory(model, parameters)
-    check_entry_points(model, entry_points)
-    return parameters
+        install_hooks(runtime, running[0], running[1:], entry_points)
+    _close_with(groups, runtime)
+    return Sharded(model, runtime, _first_names(model, planned), separations, memory)
 
 
 def _agree(
@@ -218,42 +145,31 @@ def _agree(
         found, planned, target = plan()
     except PcommError as problem:
         error = problem
-    lines = _lines([one.plan for one in planned], comm, has_pools=has_pools)
+
+    def lines(group: Group) -> list[str]:
+        """Text that the ranks of a group must have in common."""
+        common = [f"{replace(comm, separate='always')}, memory pools: {has_pools}"]
+        for plan, _ in planned:
+            if plan.gather.ranks == group.ranks:
+                common += plan.lines()
+            elif plan.replicate is not None and plan.replicate.ranks == group.ranks:
+                common += [*plan.lines(), f"place {plan.rank} of {plan.gather.size}"]
+            else:
+                common.append(f"{plan.name} is not for this group")
+        return common
+
     peers.agree("fully_shard", lines, error=error)
     return found, planned, target
 
 
-def _decide_separation(
-    planned: list[PlannedGroup], comm: CommPolicy, device: torch.device
-) -> tuple[list[PlannedGroup], list[Separation]]:
-    """With `auto`, measure each pair of groups once, and share where separation does not pay."""
-    if comm.separate != "auto":
-        return planned, []
-    from pcomm.fsdp.analysis.separation import measure_separation
-
-    largest: dict[tuple[int, int], GroupPlan] = {}
-    for plan, _ in planned:
-        pair = id(plan.gather.process_group), id(plan.reduce.process_group)
-        if plan.gather.size > 1 and plan.is_trainable and pair[0] != pair[1]:
-            other = largest.setdefault(pair, plan)
-            largest[pair] = max(plan, other, key=lambda p: p.layout.length)
-    found = {
-        pair: measure_separation(
-            plan.gather,
-            plan.reduce,
-            num_elements=plan.layout.length,
-            gather_dtype=plan.param_dtype,
-            reduce_dtype=plan.reduce_dtype,
-            device=device,
+def _warn_of_cut_rows(planned: Sequence[PlannedGroup]) -> None:
+    """Tell for which parameters an optimizer sees no rows."""
+    cut = [name for one in planned for name in one.plan.cut_names]
+    if cut:
+        _log.warning(
+            "cut inside rows, and 1-D for the optimizer: %s. A larger max_padding keeps rows whole",
+            ", ".join(cut),
         )
-        for pair, plan in largest.items()
-    }
-    decided = []
-    for plan, members in planned:
-        separation = found.get((id(plan.gather.process_group), id(plan.reduce.process_group)))
-        shares = separation is not None and not separation.pays
-        decided.append(PlannedGroup(replace(plan, reduce=plan.gather) if shares else plan, members))
-    return decided, list(found.values())
 
 
 def _build(
@@ -262,7 +178,7 @@ def _build(
     pool: BufferPool,
     wait: FailureAwareWait,
     memory: PooledMemory | None,
-) -> FlatGroup | LocalParams:
+) -> ParamGroup | LocalParams:
     plan = planned.plan
     owners = [member.owners for member in planned.members]
     originals = [member.parameter for member in planned.members]
@@ -270,16 +186,16 @@ def _build(
         return LocalParams(plan, owners, originals, device)
     fill = memory.fill(plan) if memory else None
     own_pool = memory.gradients(plan, device) if memory else None
-    return FlatGroup(plan, owners, originals, device, pool=own_pool or pool, wait=wait, fill=fill)
+    return ParamGroup(plan, owners, originals, device, pool=own_pool or pool, wait=wait, fill=fill)
 
 
 def _running(
-    found: Sequence[UnitModules], groups: Sequence[FlatGroup | LocalParams], precision: Precision
+    found: Sequence[UnitModules], groups: Sequence[ParamGroup | LocalParams], precision: Precision
 ) -> list[Unit]:
     """The units that communicate or convert, and the root."""
-    active: dict[str, list[FlatGroup]] = {unit.name: [] for unit in found}
+    active: dict[str, list[ParamGroup]] = {unit.name: [] for unit in found}
     for group in groups:
-        if isinstance(group, FlatGroup):
+        if isinstance(group, ParamGroup):
             active[group.plan.unit].append(group)
     input_dtype = precision.param_dtype if precision.casts_inputs else None
     return [
@@ -295,20 +211,18 @@ def _first_names(model: nn.Module, planned: Sequence[PlannedGroup]) -> dict[str,
     return {name: names[name] for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def _lines(
-    plans: Sequence[GroupPlan], comm: CommPolicy, *, has_pools: bool
-) -> Callable[[Group], list[str]]:
-    """Text that the ranks of a group must have in common."""
+def _close_with(roles: Sequence[Roles], runtime: FsdpRuntime) -> None:
+    """Close the runtime with the first of its groups that closes."""
+    # Weakly, so that a model that is dropped before goes at once.
+    reference = weakref.ref(runtime)
 
-    def lines(group: Group) -> list[str]:
-        found = [f"{replace(comm, separate='always')}, memory pools: {has_pools}"]
-        for plan in plans:
-            if plan.gather.ranks == group.ranks:
-                found += plan.lines()
-            elif plan.replicate is not None and plan.replicate.ranks == group.ranks:
-                found += [*plan.lines(), f"place {plan.rank} of {plan.gather.size}"]
-            else:
-                found.append(f"{plan.name} is not for this group")
-        return found
+    def close() -> None:
+        found = reference()
+        if found is not None:
+            found.close()
 
-    return lines
+    distinct = {
+        id(group): group for r in roles for group in (r.gather, r.reduce, r.replicate) if group
+    }
+    for group in distinct.values():
+        runtime.at_end(group.before_close(close, is_local=True))

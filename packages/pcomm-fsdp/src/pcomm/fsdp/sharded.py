@@ -1,4 +1,4 @@
-"""The result of `fully_shard`: the shards of a model, and everything one does with them."""
+"""The result of `fully_shard`: parameters, `clip_grad_norm`, accumulation, whole state, reports."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pcomm.fsdp.guards.clip import scale_gradients, sum_of_squares
-from pcomm.fsdp.guards.torch_functions import Guards
-from pcomm.fsdp.memory.registered import PooledMemory
+from pcomm.core.groups.group import Group
+from pcomm.core.tensor_parallel import optimizers as squares
+from pcomm.fsdp.full_state import NameTable, load_whole, read_names, whole_state
 from pcomm.fsdp.plan.group_plan import GroupPlan
-from pcomm.fsdp.runtime.engine import Engine
-from pcomm.fsdp.runtime.local_params import LocalParams
-from pcomm.fsdp.runtime.param_shard import ParamShard
-from pcomm.fsdp.runtime.schedule import NOTHING_OWED, Schedule
-from pcomm.fsdp.state.full_state import load_whole, whole_state
-from pcomm.fsdp.state.names import NameTable, read_names
+from pcomm.fsdp.registered_memory import PooledMemory
+from pcomm.fsdp.runtime.fsdp_runtime import FsdpRuntime
+from pcomm.fsdp.runtime.schedule import ALL_REDUCED, Schedule
+from pcomm.fsdp.runtime.shards import LocalParams, ParamShard
+from pcomm.fsdp.torch_guards import Guards
 
 if TYPE_CHECKING:
-    from pcomm.core.simulate.cluster import Rail
-    from pcomm.core.trace.event import Event
-    from pcomm.core.trace.recorder import Recorder
-    from pcomm.fsdp.analysis.report import Report
-    from pcomm.fsdp.analysis.separation import Separation
-    from pcomm.fsdp.analysis.simulated import Costs
+    from pcomm.core.simulate.program import Rail
+    from pcomm.core.trace.events import Event
+    from pcomm.core.trace.recording import Recorder
+    from pcomm.fsdp.compute_costs import Costs
+    from pcomm.fsdp.report import Report
+    from pcomm.fsdp.separation import Separation
 
 __all__ = ["Sharded"]
 
@@ -42,7 +41,7 @@ class Sharded:
 
     Args:
         model: The model.
-        engine: Its engine.
+        runtime: Its runtime.
         names: The first name of each parameter, by each of its names in the model.
         separations: Measurements of `separate="auto"`.
         memory: Registered memory of the groups, if there is any.
@@ -56,22 +55,22 @@ class Sharded:
     def __init__(
         self,
         model: nn.Module,
-        engine: Engine,
+        runtime: FsdpRuntime,
         names: Mapping[str, str],
         separations: Sequence[Separation] = (),
         memory: PooledMemory | None = None,
     ) -> None:
         self.model = model
-        self.plans: tuple[GroupPlan, ...] = tuple(shard.plan for shard in engine.shards)
+        self.plans: tuple[GroupPlan, ...] = tuple(shard.plan for shard in runtime.shards)
         self.separations = tuple(separations)
-        self._engine, self._names = engine, dict(names)
+        self._runtime, self._names = runtime, dict(names)
         self._memory = memory
-        self._guards = Guards(model, engine.shards)
+        self._guards = Guards(model, runtime.shards)
 
     @property
     def _shards(self) -> tuple[ParamShard | LocalParams, ...]:
         """The shards of all parameter groups; an error once this is closed."""
-        return self._engine.shards
+        return self._runtime.shards
 
     def close(self) -> None:
         """Take the model off its groups: hooks are removed, buffers and groups let go. Local.
@@ -80,7 +79,7 @@ class Sharded:
         the model and this object raise `ClosedError` where they would need the other ranks. Save
         what is to be kept before. Calling it again does nothing.
         """
-        self._engine.close()
+        self._runtime.close()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shard of every parameter, by its name in the model, in the model's order.
@@ -131,11 +130,11 @@ class Sharded:
         Gradients of earlier ones add up as the strategy says, and are not summed over replicas.
         Without it every backward is the last of its step. Local; all ranks say the same.
         """
-        before, self._engine.is_last = self._engine.is_last, is_last
+        before, self._runtime.is_last = self._runtime.is_last, is_last
         try:
             yield
         finally:
-            self._engine.is_last = before
+            self._runtime.is_last = before
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
@@ -143,13 +142,13 @@ class Sharded:
 
         Waits for communication are left out. `Costs.from_events` makes costs of the events.
         """
-        from pcomm.fsdp.analysis.compute_recorder import ComputeRecorder
+        from pcomm.fsdp.compute_costs import ComputeRecorder
 
-        self._engine.compute_recorder = ComputeRecorder(recorder)
+        self._runtime.unit_clock = ComputeRecorder(recorder)
         try:
             yield
         finally:
-            self._engine.compute_recorder = None
+            self._runtime.unit_clock = None
 
     def zero_grad(self) -> None:
         """Drop all gradients, also unsharded ones that are not reduced yet. Local.
@@ -158,7 +157,7 @@ class Sharded:
         """
         for parameter in self.parameters():
             parameter.grad = None
-        self._engine.forget_gradients()
+        self._runtime.forget_gradients()
 
     def sum_of_squares(self, selects: Callable[[str], bool] = _every) -> Tensor:
         """Sum of squares of all gradients, or of those of selected parameters, in fp64.
@@ -167,10 +166,36 @@ class Sharded:
         ranks select the same. Where tensor parallelism splits some parameters and repeats others,
         take both apart and add those of the former over its group.
 
+        Shards have nothing in common, and replicas hold the same and count once. Scopes that share
+        both groups share the all-reduce of one number.
+
         Args:
             selects: Returns True for the name of a parameter to count.
         """
-        return sum_of_squares(self._shards, selects)
+        shards = self._shards
+        device = shards[0].parameters[0].device if shards else torch.device("cpu")
+        terms: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
+        over: dict[tuple[tuple[int, ...], ...], list[Group]] = {}
+        for shard in shards:
+            plan = shard.plan
+            summed = [one for one in (plan.gather, plan.spread) if one is not None and one.size > 1]
+            key = tuple(one.ranks for one in summed)
+            over[key] = summed
+            mine = terms.setdefault(key, [])
+            gradients = [
+                parameter.grad.as_subclass(Tensor)
+                for name, parameter in zip(plan.names, shard.parameters, strict=True)
+                if parameter.grad is not None and selects(name)
+            ]
+            if gradients:
+                mine.append(squares.sum_of_squares(gradients, device))
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for key, mine in terms.items():
+            found = torch.stack(mine).sum() if mine else torch.zeros_like(total)
+            for one in over[key]:
+                found = one.collectives.all_reduce(found)
+            total += found
+        return total
 
     def grad_norm(self) -> Tensor:
         """The norm of all gradients of the whole model, in fp64. Collective; see above."""
@@ -187,7 +212,11 @@ class Sharded:
             The norm before, in fp64, the same on all ranks.
         """
         norm = self.grad_norm() if norm is None else norm
-        scale_gradients(self._shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for shard in self._shards:
+            gradients = [p.grad.as_subclass(Tensor) for p in shard.parameters if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         return norm
 
     @property
@@ -202,7 +231,7 @@ class Sharded:
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now, by kind of buffer. Local."""
         kinds = dict.fromkeys(("shards", "gathered", "gradients", "shard gradients"), 0)
-        unsharded = [(one.unsharded, one.gradients) for one in self._engine.groups.values()]
+        unsharded = [(one.unsharded, one.gradients) for one in self._runtime.groups.values()]
         for holder in (*self._shards, *(one for pair in unsharded for one in pair)):
             for kind, num_bytes in holder.memory().items():
                 kinds[kind] += num_bytes
@@ -247,25 +276,27 @@ class Sharded:
 
         Needed where parameters stay gathered between steps; all ranks call it.
         """
-        self._engine.invalidate()
+        self._runtime.invalidate()
 
     @property
     def schedule(self) -> Schedule | None:
         """The schedule of the last micro-batch of a training step; None until it is recorded."""
-        return self._engine.schedule(is_last=True)
+        return self._runtime.schedule(is_last=True)
 
     def schedules(self, micro_batches: int = 1) -> tuple[Schedule, ...]:
         """The schedules of a step of so many micro-batches; empty until one is recorded. Local."""
         found: list[Schedule] = []
         gathered: frozenset[str] = frozenset()
-        owed = NOTHING_OWED
+        unreduced = ALL_REDUCED
         for number in range(micro_batches):
             is_last = number == micro_batches - 1
-            schedule = self._engine.schedule(is_last=is_last, gathered=gathered, owed=owed)
+            schedule = self._runtime.schedule(
+                is_last=is_last, gathered=gathered, unreduced=unreduced
+            )
             if schedule is None:
                 return ()
             found.append(schedule)
-            gathered, owed = schedule.gathered_at_end, schedule.owed_at_end
+            gathered, unreduced = schedule.gathered_at_end, schedule.unreduced_at_end
         return tuple(found)
 
     def report(
@@ -288,14 +319,14 @@ class Sharded:
             step_s: A measured step, to be compared with that.
             events: Events of `pcomm.core.trace`, for the fraction of communication that is hidden.
         """
-        from pcomm.fsdp.analysis.report import report_of
+        from pcomm.fsdp.report import report_of
 
         lines = [plan.describe() for plan in self.plans]
         lines += [separation.describe() for separation in self.separations]
         if self._memory is not None:
             lines.append(self._memory.describe())
         schedules = self.schedules(micro_batches)
-        unused = self._engine.unused() if schedules else []
+        unused = self._runtime.unused() if schedules else []
         if unused:
             lines.append(f"units not used so far: {', '.join(unused)}")
         lines.append(schedules[-1].describe() if schedules else "no schedule yet")

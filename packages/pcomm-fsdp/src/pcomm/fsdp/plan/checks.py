@@ -12,31 +12,54 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from pcomm.core.errors import ConfigError, TopologyError
-from pcomm.fsdp.settings.roles import Roles
+from pcomm.fsdp.settings import CommPolicy, Precision, ReshardPolicy, Roles, Scope
 
-__all__ = [
-    "check_entry_points",
-    "check_memory",
-    "check_no_hooks",
-    "check_no_optimizer",
-    "check_not_sharded",
-    "check_plain",
-    "check_roles",
-    "check_settings",
-    "device_of",
-]
+__all__ = ["check_model", "check_settings"]
 
 
-def check_settings(settings: Mapping[str, tuple[object, type]]) -> None:
-    """Each setting is what its keyword takes. Local.
+def check_model(
+    model: nn.Module,
+    roles: Roles,
+    scopes: Mapping[str, Scope],
+    entry_points: Sequence[str],
+    device: torch.device | str | None,
+) -> torch.device:
+    """Refuse what cannot be sharded; returns the device of the shards. Local.
 
     Args:
-        settings: Value and type of each keyword of `fully_shard`.
+        model: The model.
+        roles: Its groups.
+        scopes: Scopes by name, with groups of their own.
+        entry_points: Names of methods that begin a forward.
+        device: Device of the shards; None for that of the parameters.
+
+    Raises:
+        ConfigError: Parameters, or what hangs on them, that would be wrong as shards.
+        TopologyError: Groups that do not fit together.
+    """
+    for name, own in (("", roles), *((name, scope.roles) for name, scope in scopes.items())):
+        _check_roles(name, own)
+    parameters = dict(model.named_parameters())
+    _check_not_sharded(parameters)
+    _check_plain(parameters)
+    _check_no_optimizer(parameters)
+    _check_no_hooks(parameters)
+    _check_memory(model, parameters)
+    _check_entry_points(model, entry_points)
+    return _device_of(parameters, device)
+
+
+def check_settings(reshard: object, comm: object, precision: object) -> None:
+    """Each setting is what its keyword of `fully_shard` takes. Local.
 
     Raises:
         ConfigError: One is not.
     """
-    for name, (value, kind) in settings.items():
+    for name, value, kind in (
+        ("reshard", reshard, ReshardPolicy),
+        ("comm", comm, CommPolicy),
+        ("precision", precision, Precision),
+    ):
         if not isinstance(value, kind):
             raise ConfigError(
                 f"fully_shard: {name}={value!r}",
@@ -46,12 +69,8 @@ def check_settings(settings: Mapping[str, tuple[object, type]]) -> None:
             )
 
 
-def check_roles(scope: str, roles: Roles) -> None:
-    """Gather and reduce have the same ranks; replicas lie across them. Local.
-
-    Raises:
-        TopologyError: They do not.
-    """
+def _check_roles(scope: str, roles: Roles) -> None:
+    """Gather and reduce have the same ranks; replicas lie across them. Local."""
     name = f"fully_shard: scope {scope!r}" if scope else "fully_shard"
     if roles.gather.ranks != roles.reduce.ranks:
         raise TopologyError(
@@ -72,12 +91,8 @@ def check_roles(scope: str, roles: Roles) -> None:
             )
 
 
-def check_entry_points(model: nn.Module, names: Sequence[str]) -> None:
-    """The model has methods of these names. Local.
-
-    Raises:
-        ConfigError: It has not.
-    """
+def _check_entry_points(model: nn.Module, names: Sequence[str]) -> None:
+    """The model has methods of these names. Local."""
     for name in names:
         if not callable(getattr(model, name, None)):
             raise ConfigError(
@@ -88,12 +103,8 @@ def check_entry_points(model: nn.Module, names: Sequence[str]) -> None:
             )
 
 
-def check_not_sharded(parameters: Mapping[str, nn.Parameter]) -> None:
-    """No parameter is a shard already. Local.
-
-    Raises:
-        ConfigError: One is.
-    """
+def _check_not_sharded(parameters: Mapping[str, nn.Parameter]) -> None:
+    """No parameter is a shard already. Local."""
     for name, parameter in parameters.items():
         if hasattr(parameter, "is_pcomm_shard"):
             raise ConfigError(
@@ -104,12 +115,8 @@ def check_not_sharded(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def check_plain(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Every parameter is a dense tensor of this rank's. Local.
-
-    Raises:
-        ConfigError: One is a DTensor, or another kind of tensor that flat memory cannot hold.
-    """
+def _check_plain(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Every parameter is a dense tensor of this rank's. Local."""
     for name, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             raise ConfigError(
@@ -128,12 +135,8 @@ def check_plain(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def check_no_optimizer(parameters: Mapping[str, nn.Parameter]) -> None:
-    """No optimizer holds a parameter that is about to be sharded. Local.
-
-    Raises:
-        ConfigError: One does; its step would change tensors that the model no longer has.
-    """
+def _check_no_optimizer(parameters: Mapping[str, nn.Parameter]) -> None:
+    """No optimizer holds a parameter that is about to be sharded. Local."""
     by_id = {id(parameter): name for name, parameter in parameters.items()}
     kinds = _and_subclasses(Optimizer)
     # Each instance refers to its class. To list all objects of the process costs twice the time.
@@ -152,12 +155,8 @@ def check_no_optimizer(parameters: Mapping[str, nn.Parameter]) -> None:
                     )
 
 
-def check_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    """No parameter has a hook of autograd's. Local.
-
-    Raises:
-        ConfigError: One has; it would stay with a tensor that the model no longer has.
-    """
+def _check_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """No parameter has a hook of autograd's. Local."""
     for name, parameter in parameters.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ConfigError(
@@ -168,12 +167,8 @@ def check_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def check_memory(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Parameters share no memory with each other, nor with what else a module holds. Local.
-
-    Raises:
-        ConfigError: Two do; changes of one would no longer be seen by the other.
-    """
+def _check_memory(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Parameters share no memory with each other, nor with what else a module holds. Local."""
     end, owner = 0, ""
     ranges = [(*_extent(p), name) for name, p in parameters.items() if p.numel() and not p.is_meta]
     for begin, stop, name in sorted(ranges):
@@ -217,14 +212,10 @@ def _shared(name: str, other: str) -> ConfigError:
     )
 
 
-def device_of(
+def _device_of(
     parameters: Mapping[str, nn.Parameter], device: torch.device | str | None
 ) -> torch.device:
-    """The one device of all parameters, or `device` for those on the meta device. Local.
-
-    Raises:
-        ConfigError: They are on several, not on `device`, or on meta without a device to go to.
-    """
+    """The one device of all parameters, or `device` for those on the meta device. Local."""
     found: dict[torch.device, str] = {}
     for name, parameter in parameters.items():
         found.setdefault(parameter.device, name)

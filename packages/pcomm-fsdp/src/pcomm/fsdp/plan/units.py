@@ -9,7 +9,7 @@ from torch import nn
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["ROOT", "Member", "Owner", "UnitModules", "Units", "find_units", "install"]
+__all__ = ["ROOT", "Member", "Owner", "UnitModules", "Units", "find_units"]
 
 ROOT = "(root)"
 """Name of the unit that holds what no other unit does."""
@@ -84,18 +84,17 @@ def find_units(model: nn.Module, units: Units) -> list[UnitModules]:
                     found[module] = UnitModules(name, module)
     for place, unit in enumerate(units):
         if place not in matched:
-            raise _no_such_unit(model, unit)
+            kinds = sorted({type(module).__name__ for module in model.modules()})
+            name = unit.__name__ if isinstance(unit, type) else type(unit).__name__
+            raise ConfigError(
+                f"fully_shard: unit {name}",
+                found=f"a model of {', '.join(kinds)}",
+                why="A unit is a part of the model, and nothing in this model is that part.",
+                fix="Name classes of modules in the model, or modules of the model itself.",
+            )
     members: dict[nn.Parameter, tuple[UnitModules, Member]] = {}
     _collect(model, "", found[model], found, members, set())
     return list(found.values())
-
-
-def install(owners: Sequence[Sequence[Owner]], parameters: Sequence[nn.Parameter]) -> None:
-    """Put each parameter into the modules that hold it. Local."""
-    for own, parameter in zip(owners, parameters, strict=True):
-        for module, name in own:
-            # Assignment by name would look at every kind of attribute a module has.
-            module._parameters[name] = parameter
 
 
 def _collect(
@@ -117,7 +116,14 @@ def _collect(
             unit.members.append(member)
             members[parameter] = unit, member
         elif known[0] is not unit:
-            raise _in_two_units(known[1].name, known[0], full_name, unit)
+            raise ConfigError(
+                f"fully_shard: parameter {known[1].name!r}",
+                found=f"it is also {full_name!r}; the units are {known[0].name!r} and "
+                f"{unit.name!r}",
+                why="A unit gathers and releases its parameters alone, and reduces their gradients "
+                "once.",
+                fix="Make one unit of both, or neither a unit: tied weights may lie in the root.",
+            )
         else:
             member = known[1]
         member.aliases.append(full_name)
@@ -132,29 +138,10 @@ def _collect(
         _collect(child, f"{prefix}{name}.", unit, found, members, seen)
 
 
-def _no_such_unit(model: nn.Module, unit: type[nn.Module] | nn.Module) -> ConfigError:
-    kinds = sorted({type(module).__name__ for module in model.modules()})
-    return ConfigError(
-        f"fully_shard: unit {unit.__name__ if isinstance(unit, type) else type(unit).__name__}",
-        found=f"a model of {', '.join(kinds)}",
-        why="A unit is a part of the model, and nothing in this model is that part.",
-        fix="Name classes of modules in the model, or modules of the model itself.",
-    )
-
-
 def _no_unit(unit: object) -> ConfigError:
     return ConfigError(
         f"fully_shard: units, {unit!r:.80}",
         found=f"a {type(unit).__name__}",
         why="Units are classes of modules, which stand for all their instances, or modules.",
         fix="Pass a list, such as units=[Block] or units=list(model.layers), or one class.",
-    )
-
-
-def _in_two_units(name: str, unit: UnitModules, other_name: str, other: UnitModules) -> ConfigError:
-    return ConfigError(
-        f"fully_shard: parameter {name!r}",
-        found=f"it is also {other_name!r}; the units are {unit.name!r} and {other.name!r}",
-        why="A unit gathers and releases its parameters alone, and reduces their gradients once.",
-        fix="Make one unit of both, or neither a unit: tied weights may lie in the root.",
     )

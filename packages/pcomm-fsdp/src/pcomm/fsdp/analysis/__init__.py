@@ -1,1 +1,0 @@
-"""Bytes, memory and limits of a sharded model: imported only when it is asked for."""

@@ -1,1 +1,0 @@
-"""The buffers of a sharded model: used again within a step, and registered with communicators."""

@@ -1,1 +1,0 @@
-"""Parameters and optimizer state of a sharded model: initialisation, checkpoints, state dicts."""

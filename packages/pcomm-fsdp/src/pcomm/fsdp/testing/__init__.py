@@ -1,1 +1,0 @@
-"""Small models and comparisons for tests of sharding, ours and those of users."""
