@@ -18,25 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nvls_support.calls import calls
+from nvls_support.fake_device import FakeStream, fake_driver
 from pcomm.core.groups.group import Group
 from pcomm.nvls._capability import Capability
-from pcomm.nvls.bench.calls import calls
-from pcomm.nvls.collectives.all_gather_coalesced import all_gather_coalesced
-from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
-from pcomm.nvls.collectives.all_gather_v import all_gather_v
-from pcomm.nvls.collectives.all_reduce import all_reduce
-from pcomm.nvls.collectives.all_reduce_add_rmsnorm import all_reduce_add_rmsnorm
-from pcomm.nvls.collectives.gather_to_rank import gather_to_rank
-from pcomm.nvls.collectives.reduce_scatter_add_rmsnorm_all_gather import (
+from pcomm.nvls.collectives.fused_rmsnorm import (
+    all_reduce_add_rmsnorm,
     reduce_scatter_add_rmsnorm_all_gather,
 )
-from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
-from pcomm.nvls.collectives.reduce_scatter_v import reduce_scatter_v
-from pcomm.nvls.policy.chooser import Chooser
-from pcomm.nvls.policy.facts import Facts
-from pcomm.nvls.policy.operations import OPERATIONS, Algorithm
-from pcomm.nvls.policy.table import Table
-from pcomm.nvls.testing.fake_device import FakeStream, fake_driver
+from pcomm.nvls.collectives.gathers import (
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    gather_to_rank,
+)
+from pcomm.nvls.collectives.ragged import all_gather_v, reduce_scatter_v
+from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
+from pcomm.nvls.policy.choose import Chooser, GroupInfo
+from pcomm.nvls.policy.table import OPERATIONS, Algorithm, Table
 from pcomm.nvls.workspace import workspace as module
 from pcomm.nvls.workspace.workspace import Workspace
 
@@ -95,8 +93,8 @@ def one_rank(
         made = stack.enter_context(Workspace(group, MOST_BYTES, timeout_s=5.0, **options))
         assert made.memory is not None, made.capability
         # One rank alone moves nothing: here it is asked to as if there were another one.
-        facts = Facts(architecture, 2, True, True, MOST_BYTES, "", "", 1 << 16)
-        made._chooser = Chooser(facts, Table.load())
+        facts = GroupInfo(architecture, 2, True, True, MOST_BYTES, "", "", 1 << 16)
+        made._chooser = Chooser(facts, Table())
         yield OneRank(made, is_real, launches)
 
 

@@ -11,10 +11,10 @@ import os
 import pytest
 import torch
 
-from pcomm.core.groups.groups import open_groups
+from nvls_support.emulation import emulate
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
-from pcomm.nvls.testing.emulation import emulate
 
 
 @ranks(2)
@@ -39,8 +39,8 @@ def test_gathers_and_sums_between_address_spaces(rank: int, kind: str) -> None:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         torch.cuda.set_device(0)
     from pcomm.nvls._self_test import self_test
-    from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
-    from pcomm.nvls.collectives.all_reduce import all_reduce
+    from pcomm.nvls.collectives.gathers import all_gather_into_tensor
+    from pcomm.nvls.collectives.reductions import all_reduce
     from pcomm.nvls.workspace.workspace import Workspace
 
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.nvls.testing.virtual_ranks import Operation, VirtualRanks
+from nvls_support.virtual_ranks import Operation, VirtualRanks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,7 +86,7 @@ def test_a_rank_that_is_missing_is_named() -> None:
 
 def test_the_norm_beside_a_copy_of_as_many_bytes() -> None:
     """Rows that are checked before they are timed; times are findings, not requirements."""
-    from pcomm.nvls.bench.one_gpu import norm_rows
+    from nvls_bench.on_one_gpu import norm_rows
 
     rows = list(norm_rows(torch.device("cuda"), rows=1024))
     print("\n".join(f"{row.case}: {row.value} {row.unit}" for row in rows))
@@ -96,7 +96,7 @@ def test_the_norm_beside_a_copy_of_as_many_bytes() -> None:
 
 def test_whether_one_device_has_a_multicast_address(tmp_path: object) -> None:
     """A finding, not a requirement: it is printed, and must be an address or None."""
-    from pcomm.nvls.bench.one_gpu import multicast_of_one_device
+    from nvls_bench.on_one_gpu import multicast_of_one_device
 
     address, reason = multicast_of_one_device()
     print(f"one device: multicast address {address!r} ({reason})")

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
-from pcomm.nvls.bench.emulated import check_emulated
+from nvls_bench.on_host import check_emulated
 
 
 def test_emulated_ranks_are_right_and_have_no_times() -> None:

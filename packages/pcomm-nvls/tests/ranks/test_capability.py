@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
-from pcomm.core.control.default import control_of_group
+from nvls_support.emulation import emulate
+from pcomm.core.control.without_control import control_of_group
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import assert_equal, ranks
-from pcomm.core.testing.default_group import default_group
-from pcomm.nvls.hardware.rank_facts import RankFacts
-from pcomm.nvls.testing.emulation import emulate
+from pcomm.core.testing.on_ranks import default_group
+from pcomm.nvls._capability import RankFacts
 
 HOPPER = RankFacts(
     is_cuda=True,
@@ -99,8 +99,7 @@ def test_what_one_rank_cannot_do_none_does_and_all_know_why(rank: int) -> None:
 def test_processes_without_a_gpu_say_how_to_emulate(rank: int) -> None:
     import os
 
-    from pcomm.nvls._capability import capability
-    from pcomm.nvls.hardware.this_rank import ThisRank
+    from pcomm.nvls._capability import ThisRank, capability
 
     group = Group.from_process_group("tp", default_group())
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -120,7 +119,7 @@ def test_processes_without_a_gpu_say_how_to_emulate(rank: int) -> None:
 
 def fail_in_open(stage: str, rank: int) -> Any:
     """A patch under which a stage of opening symmetric memory fails on this rank."""
-    from pcomm.core.memory.symmetric.shm import SharedFileMemory
+    from pcomm.core.memory.backing import SharedFileMemory
 
     def fail(*_: object) -> str:
         raise UnsupportedError(f"test: {stage}", found=f"rank {rank}", why="It is.", fix="None.")
@@ -130,14 +129,14 @@ def fail_in_open(stage: str, rank: int) -> Any:
 
 def fail_of_memory(stage: str, rank: int) -> Any:
     """The same with an error that is not told in four parts, as torch has them."""
-    from pcomm.core.memory.symmetric.shm import SharedFileMemory
+    from pcomm.core.memory.backing import SharedFileMemory
 
     full = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried\nto allocate")
     return mock.patch.object(SharedFileMemory, stage, side_effect=full)
 
 
 def fail_in_preparation(stage: str, rank: int) -> Any:
-    from pcomm.nvls.workspace import opening
+    from pcomm.nvls.workspace import memory as opening
 
     def fail(*_: object) -> tuple[int, str]:
         if stage == "_level":
@@ -165,7 +164,7 @@ def num_mapped() -> int:
 @ranks(2)
 def test_a_rank_that_gets_no_memory_takes_all_to_the_fallback(rank: int) -> None:
     emulate()
-    from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
+    from pcomm.nvls.collectives.gathers import all_gather_into_tensor
     from pcomm.nvls.workspace.workspace import Workspace
 
     group = Group.from_process_group("tp", default_group())
@@ -195,18 +194,18 @@ def test_a_rank_that_gets_no_memory_takes_all_to_the_fallback(rank: int) -> None
 
 
 def test_a_group_of_one_and_one_that_is_too_large() -> None:
-    from pcomm.nvls._capability import _together, _Told, capability
+    from pcomm.nvls._capability import _RankReport, _together, capability
 
     found = capability(Group("tp", (0,), None))
     assert not found.is_usable
     assert found.peers_reason == "one rank moves nothing"
     for size in (72, 73):
-        told = [_Told("sm_100", "", "rack", f"GPU-{i}") for i in range(size)]
+        told = [_RankReport("sm_100", "", "rack", f"GPU-{i}") for i in range(size)]
         found = _together(range(size), [2] * size, told)
         assert found.multicast == found.peers == (size == 72)
         assert (size == 72) or found.peers_reason == "73 ranks, and at most 72 reach each other"
     levels = [0] * 70 + [2, 0]
-    told = [_Told("cpu", "no CUDA device", "rack") for _ in levels]
+    told = [_RankReport("cpu", "no CUDA device", "rack") for _ in levels]
     found = _together(range(72), levels, told)
     assert found.peers_reason.startswith("ranks 0, 1, 2,")
     found = _together(range(72), [0] * 72, told)

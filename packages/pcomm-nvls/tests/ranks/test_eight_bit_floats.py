@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from nvls_support.emulation import emulate
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import ranks
-from pcomm.core.testing.default_group import default_group
-from pcomm.nvls.testing.emulation import emulate
+from pcomm.core.testing.on_ranks import default_group
 
 
 @ranks(2)
 def test_gathers_of_any_size_move_eight_bit_floats(rank: int) -> None:
     emulate()
-    from pcomm.nvls.collectives.all_gather_coalesced import all_gather_coalesced
-    from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
-    from pcomm.nvls.collectives.all_gather_v import all_gather_v
-    from pcomm.nvls.collectives.gather_to_rank import gather_to_rank
+    from pcomm.nvls.collectives.gathers import (
+        all_gather_coalesced,
+        all_gather_into_tensor,
+        gather_to_rank,
+    )
+    from pcomm.nvls.collectives.ragged import all_gather_v
     from pcomm.nvls.workspace.workspace import Workspace
 
     group = Group.from_process_group("tp", default_group())

@@ -10,12 +10,12 @@ import numpy
 import pytest
 import torch
 
+from nvls_support.emulation import emulate
+from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.errors import ConfigError, DivergenceError, PeerTimeoutError
-from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import assert_equal, ranks
-from pcomm.core.testing.default_group import default_group
-from pcomm.nvls.testing.emulation import emulate
+from pcomm.core.testing.on_ranks import default_group
 
 
 def opened(**options: Any) -> Any:
@@ -30,7 +30,7 @@ def calls_of(workspace: Any) -> dict[str, Callable[[], Any]]:
 
     An all-reduce of this size has two barriers between 2 ranks: see `test_numbers_of_barriers`.
     """
-    from pcomm.nvls.bench.calls import calls
+    from nvls_support.calls import calls
 
     found = calls(workspace, rows=4, hidden=512)
     kernels = {name: found[name, algo] for name, algo in found if algo == "p2p"}

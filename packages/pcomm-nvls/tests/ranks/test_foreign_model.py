@@ -14,12 +14,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from nvls_support.emulation import emulate
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import ranks
-from pcomm.core.testing.default_group import default_group
-from pcomm.nvls.testing.emulation import emulate
+from pcomm.core.testing.on_ranks import default_group
 
 PLAN = {
     **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
@@ -32,6 +31,9 @@ PLAN = {
 @ranks(2)
 def test_a_llama_under_tensor_parallelism_has_the_logits_that_it_had(rank: int) -> None:
     emulate()
+    # Here, so that the ranks alone import it.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     from pcomm.nvls import Workspace, all_reduce
 
     config = LlamaConfig(

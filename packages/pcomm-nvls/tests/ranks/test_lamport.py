@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from nvls_support.emulation import emulate
+from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.errors import ConfigError, PeerError, PeerTimeoutError, UnsupportedError
-from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import ranks
-from pcomm.core.testing.default_group import default_group
-from pcomm.core.testing.patience import PATIENCE_S
-from pcomm.nvls.testing.emulation import emulate
+from pcomm.core.testing.on_ranks import default_group
+from pcomm.core.testing.programs import PATIENCE_S
 
 SUMMED = [torch.bfloat16, torch.float16, torch.float32]
 ANY_BITS = [torch.uint8, torch.int64, torch.float64]
@@ -78,7 +78,7 @@ class Case:
         self.vectors = shared.choice(VECTORS)
 
     def all_gather(self) -> None:
-        from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
+        from pcomm.nvls.collectives.gathers import all_gather_into_tensor
 
         dtype = self.random.choice([*SUMMED, *ANY_BITS])
         vectors = min(self.vectors, 160) if dtype in ANY_BITS else self.vectors
@@ -93,7 +93,7 @@ class Case:
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
     def all_reduce(self) -> None:
-        from pcomm.nvls.collectives.all_reduce import all_reduce
+        from pcomm.nvls.collectives.reductions import all_reduce
 
         dtype = self.random.choice(SUMMED)
         all_x = all_inputs(self.random, dtype, (self.size, self.vectors * 16 // dtype.itemsize))
@@ -104,7 +104,7 @@ class Case:
         check(all_reduce(x, out=out, **self.named), summed(all_x))
 
     def reduce_scatter(self) -> None:
-        from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+        from pcomm.nvls.collectives.reductions import reduce_scatter_tensor
 
         dtype, dim = self.random.choice(SUMMED), self.random.choice([0, -1])
         columns = self.vectors * 16 // dtype.itemsize
@@ -115,7 +115,7 @@ class Case:
         check(found, summed(all_x).chunk(self.size, dim)[self.rank])
 
     def with_barrier(self) -> None:
-        from pcomm.nvls.collectives.all_reduce import all_reduce
+        from pcomm.nvls.collectives.reductions import all_reduce
 
         all_x = all_inputs(self.random, torch.float32, (self.size, 4 * self.vectors))
         found = all_reduce(all_x[self.rank], workspace=self.workspace, algo="p2p")
@@ -180,19 +180,21 @@ def run_cases(rank: int, size: int, num_cases: int) -> None:
 
 @ranks(2)
 def test_two_ranks(rank: int) -> None:
-    run_cases(rank, 2, 32)
+    run_cases(rank, 2, 24)
 
 
 @ranks(3)
 def test_three_ranks(rank: int) -> None:
-    run_cases(rank, 3, 14)
+    run_cases(rank, 3, 8)
 
 
+@pytest.mark.soak
 @ranks(4)
 def test_four_ranks(rank: int) -> None:
     run_cases(rank, 4, 8)
 
 
+@pytest.mark.soak
 @ranks(8)
 def test_eight_ranks(rank: int) -> None:
     run_cases(rank, 8, 4)
@@ -201,9 +203,8 @@ def test_eight_ranks(rank: int) -> None:
 @ranks(2)
 def test_sizes_on_both_sides_of_the_room(rank: int) -> None:
     with workspace_of() as workspace:
-        from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor as gather
-        from pcomm.nvls.collectives.all_reduce import all_reduce
-        from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+        from pcomm.nvls.collectives.gathers import all_gather_into_tensor as gather
+        from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
 
         def operations() -> int:
             return int(workspace.lamport_arguments()["state"][0])
@@ -237,12 +238,12 @@ def test_sizes_on_both_sides_of_the_room(rank: int) -> None:
 def test_one_launch_can_be_replayed(rank: int) -> None:
     """As a CUDA graph does: its arguments stay, and what counts is on the device."""
     with workspace_of() as workspace:
-        from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor as gather
-        from pcomm.nvls.collectives.lamport_launches import lamport_all_reduce_launch
+        from pcomm.nvls.collectives.gathers import all_gather_into_tensor as gather
+        from pcomm.nvls.collectives.reductions import all_reduce_launch
         from pcomm.nvls.policy.choose import Choice
 
         x, out = torch.ones(4 * 129), torch.empty(4 * 129)
-        launch = lamport_all_reduce_launch(workspace, Choice("lamport", 2, 4, ""), out, x)
+        launch = all_reduce_launch(workspace, Choice("lamport", 2, 4, ""), out, x)
         for replay in range(5):
             x.fill_(replay + rank)
             workspace.run(launch)
@@ -256,7 +257,7 @@ def test_one_launch_can_be_replayed(rank: int) -> None:
 @ranks(3)
 def test_an_input_that_others_may_write_to_is_refused(rank: int) -> None:
     with workspace_of() as workspace:
-        from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+        from pcomm.nvls.collectives.reductions import reduce_scatter_tensor
 
         named = {"workspace": workspace, "algo": "lamport"}
         view = workspace.empty((3, 8), torch.float32).fill_(rank + 1)
@@ -268,8 +269,8 @@ def test_an_input_that_others_may_write_to_is_refused(rank: int) -> None:
 @ranks(3)
 def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
     with workspace_of() as workspace:
-        from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor as gather
-        from pcomm.nvls.collectives.all_reduce import all_reduce
+        from pcomm.nvls.collectives.gathers import all_gather_into_tensor as gather
+        from pcomm.nvls.collectives.reductions import all_reduce
 
         # What the first call imports may take one rank longer than the time below.
         gather(torch.ones(4), workspace=workspace, algo="lamport")
@@ -288,7 +289,7 @@ def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
 @ranks(2)
 def test_a_workspace_without_room_has_no_such_operations(rank: int) -> None:
     emulate()
-    from pcomm.nvls.collectives.all_reduce import all_reduce
+    from pcomm.nvls.collectives.reductions import all_reduce
     from pcomm.nvls.workspace.workspace import Workspace
 
     group = Group.from_process_group("tp", default_group())

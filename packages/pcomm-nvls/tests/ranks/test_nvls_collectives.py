@@ -14,16 +14,16 @@ from unittest import mock
 import pytest
 import torch
 
+from nvls_support.emulation import emulate
+from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.collectives.spy import SpyCollectives
 from pcomm.core.errors import ClosedError, DivergenceError
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing import assert_equal, ranks
-from pcomm.core.testing.default_group import default_collectives, default_group, run_twin
-from pcomm.core.testing.patience import wait_until
+from pcomm.core.testing.on_ranks import default_collectives, default_group, run_twin
+from pcomm.core.testing.programs import wait_until
 from pcomm.core.topology import Topology
-from pcomm.nvls.testing.emulation import emulate
 
 CORE_TESTS = Path(__file__).parents[3] / "pcomm-core" / "tests" / "ranks"
 # A test of core takes its collectives from `default_collectives`; here are its arguments.
@@ -201,13 +201,13 @@ def test_two_groups_at_once_and_many_one_after_the_other(rank: int) -> None:
     with pytest.raises(ClosedError, match="the workspace is closed"):
         one.all_reduce(x)
     mapped, files = num_mapped(), num_files()
-    for _ in range(20):
+    for _ in range(8):
         with opened(max_bytes=4096) as made:
             assert num_mapped() > mapped
             assert_equal(made.all_gather(x[:4]).sum(), torch.tensor(18.0))
     assert num_mapped() == mapped
     # Connections of an earlier test may close meanwhile, so there can be fewer.
-    wait_until(lambda: num_files() <= files, "the end of the files of twenty workspaces")
+    wait_until(lambda: num_files() <= files, "the end of the files of the workspaces")
 
 
 @ranks(2)
@@ -247,7 +247,7 @@ def num_files() -> int:
 
 @ranks(2)
 def test_ranks_that_have_no_kernels_keep_what_they_have(rank: int) -> None:
-    from pcomm.nvls.hardware.rank_facts import RankFacts
+    from pcomm.nvls._capability import RankFacts
 
     class Nothing:
         def facts(self, device: torch.device) -> RankFacts:

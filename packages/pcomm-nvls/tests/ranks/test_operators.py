@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nvls_support.emulation import emulate
 from pcomm.core.errors import ClosedError, LayoutError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import assert_equal, ranks
-from pcomm.core.testing.default_group import default_group
-from pcomm.nvls.testing.emulation import emulate
+from pcomm.core.testing.on_ranks import default_group
 
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from nvls_support.emulation import emulate
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import assert_equal, ranks
-from pcomm.core.testing.default_group import default_group
-from pcomm.nvls.testing.emulation import emulate
+from pcomm.core.testing.on_ranks import default_group
 
 
 def opened(**options: Any) -> Any:
@@ -25,8 +25,8 @@ def opened(**options: Any) -> Any:
 def test_outs_are_filled_whatever_their_memory_means(rank: int) -> None:
     """Negated, conjugated, misaligned and strided ones, and those whose gradient is recorded."""
     with opened() as workspace:
-        from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
-        from pcomm.nvls.collectives.all_reduce import all_reduce
+        from pcomm.nvls.collectives.gathers import all_gather_into_tensor
+        from pcomm.nvls.collectives.reductions import all_reduce
 
         x, z = torch.full((8,), 1.0 + rank), torch.full((8,), 1 + 2j * (rank + 1))
         both = torch.cat([torch.full((8,), 1 + 2j), torch.full((8,), 1 + 4j)])
@@ -45,7 +45,7 @@ def test_outs_are_filled_whatever_their_memory_means(rank: int) -> None:
 @ranks(2)
 def test_outs_that_cannot_take_a_result_are_refused_before_a_launch(rank: int) -> None:
     with opened() as workspace:
-        from pcomm.nvls.collectives.all_reduce import all_reduce
+        from pcomm.nvls.collectives.reductions import all_reduce
 
         x = torch.ones(8)
         for algo in ("lamport", "p2p", "multimem", "dist"):
@@ -62,7 +62,7 @@ def test_outs_that_cannot_take_a_result_are_refused_before_a_launch(rank: int) -
 @ranks(2)
 def test_a_backward_that_needs_what_was_in_an_out_raises(rank: int) -> None:
     with opened() as workspace:
-        from pcomm.nvls.collectives.all_reduce import all_reduce
+        from pcomm.nvls.collectives.reductions import all_reduce
 
         for algo in ("lamport", "p2p", "multimem", "dist"):
             out, factor = torch.ones(8), torch.ones(8, requires_grad=True)
@@ -74,9 +74,8 @@ def test_a_backward_that_needs_what_was_in_an_out_raises(rank: int) -> None:
 
 def test_two_threads_do_not_share_the_interpreter() -> None:
     """Its state is that of the process: the second kernel would be another block of the first."""
-    from pcomm.nvls.workspace.device_stream import stream_of
-    from pcomm.nvls.workspace.launch import Launch
-    from pcomm.nvls.workspace.launcher import Launcher
+    from pcomm.nvls.workspace.launch import Launch, Launcher
+    from pcomm.nvls.workspace.slots import stream_of
 
     launcher = Launcher(stream_of(torch.device("cpu")))
 

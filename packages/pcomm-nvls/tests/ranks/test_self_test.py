@@ -6,11 +6,11 @@ import ctypes
 from typing import Any
 from unittest import mock
 
+from nvls_support.emulation import emulate
 from pcomm.core.doctor.report import Finding
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import ranks
-from pcomm.core.testing.default_group import default_group
-from pcomm.nvls.testing.emulation import emulate
+from pcomm.core.testing.on_ranks import default_group
 
 DTYPES, ALGORITHMS = ("fp32", "bf16", "fp16"), ("lamport", "multimem", "p2p")
 SUMS = [f"nvls.all_reduce.{dtype}.{algorithm}" for dtype in DTYPES for algorithm in ALGORITHMS]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from nvls_support.emulation import emulate
 from pcomm.core.testing import ranks
-from pcomm.nvls.references.normed_rows import rms_norm
-from pcomm.nvls.testing.emulation import emulate
+from pcomm.nvls.references import rms_norm
 
 
 @ranks(1)
 def test_each_group_norms_the_rows_of_its_own_addends(rank: int) -> None:
     emulate()
-    from pcomm.nvls.testing.virtual_ranks import VirtualRanks
+    from nvls_support.virtual_ranks import VirtualRanks
 
     for dtype in (torch.bfloat16, torch.float32):
         size, each, hidden = 3, 5, 136

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nvls_support.emulation import emulate
 from pcomm.core.errors import (
     ClosedError,
     ConfigError,
@@ -19,11 +20,10 @@ from pcomm.core.errors import (
     PeerTimeoutError,
 )
 from pcomm.core.groups.group import Group
-from pcomm.core.groups.groups import open_groups
+from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing import ranks
-from pcomm.core.testing.default_group import default_group
+from pcomm.core.testing.on_ranks import default_group
 from pcomm.core.topology import Topology
-from pcomm.nvls.testing.emulation import emulate
 
 
 def group() -> Group:
@@ -32,8 +32,8 @@ def group() -> Group:
 
 def modules() -> tuple[Any, Any, Any]:
     emulate()
-    from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
-    from pcomm.nvls.collectives.all_reduce import all_reduce
+    from pcomm.nvls.collectives.gathers import all_gather_into_tensor
+    from pcomm.nvls.collectives.reductions import all_reduce
     from pcomm.nvls.workspace.workspace import Workspace
 
     return Workspace, all_gather_into_tensor, all_reduce
@@ -140,7 +140,7 @@ def test_many_workspaces_one_after_another_and_two_at_once(rank: int) -> None:
     """What they leave behind fails the test."""
     new_workspace, gather, all_reduce = modules()
     x = torch.full((16,), float(rank))
-    for _ in range(20):
+    for _ in range(8):
         with new_workspace(group(), 1 << 12) as first, new_workspace(group(), 1 << 13) as second:
             one = all_reduce(x, workspace=first, algo="p2p")
             two = gather(x, workspace=second, algo="p2p")
@@ -169,9 +169,9 @@ def test_calls_that_differ_are_an_error_before_they_run(rank: int) -> None:
 def test_operations_in_graphs_meet_before_they_write(rank: int) -> None:
     """The host of a CPU captures nothing; the turns are those that a capture would get."""
     new_workspace, gather, all_reduce = modules()
-    from pcomm.nvls.workspace.slots import Rotation
+    from pcomm.nvls.workspace.slots import SlotRing
 
-    class Captured(Rotation):
+    class Captured(SlotRing):
         def next(self, *, is_captured: bool) -> Any:
             return super().next(is_captured=True)
 
@@ -211,21 +211,18 @@ def test_a_workspace_that_is_dropped_warns_and_one_that_is_closed_does_not(rank:
 
 
 @ranks(2)
-def test_devices_and_tables_may_be_named(rank: int, tmp_path: Path) -> None:
+def test_a_device_may_be_named_and_a_table_be_given(rank: int) -> None:
     new_workspace, _, _ = modules()
-    from pcomm.nvls.policy import Question, Row, Table
+    from pcomm.nvls.policy import Band, CollectiveRequest, Table, Threshold
 
-    rows = [Row("p2p", 1 << 20, 2, 4, "a test")]
-    path = tmp_path / f"table of rank {rank}.json"
-    Table.load().with_rows("emulated", "all_reduce", (2, 2), rows).dump(path)
-    question = Question("all_reduce", 4096, torch.float32)
-    for table in (path, str(path), Table.load(path)):
-        with new_workspace(group(), 1 << 12, device="cpu", table=table) as workspace:
-            assert "(a test)" in workspace.explain(question)
+    rows = (Threshold("p2p", 1 << 20, 2, 4, "a test"),)
+    table = Table((Band(("emulated",), ("all_reduce",), (2, 2), rows), *Table().bands))
+    with new_workspace(group(), 1 << 12, device="cpu", table=table) as workspace:
+        assert "(a test)" in workspace.explain(CollectiveRequest("all_reduce", 4096, torch.float32))
     # On one rank alone: the other one hears of it, and does not wait.
     for wrong, words in (
         ({"device": "no device"}, "device='no device'"),
-        ({"table": "none.json"}, "none.json"),
+        ({"table": "none.json"}, "policy.Table"),
         ({"max_bytes": 1 << 60}, "bytes for this rank"),
         ({"timeout_s": None}, "timeout_s=None"),
         *([] if torch.cuda.is_available() else [({"device": "cuda"}, "no CUDA device")]),

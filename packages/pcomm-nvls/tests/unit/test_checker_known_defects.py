@@ -5,18 +5,9 @@ from itertools import product
 
 import pytest
 
-from pcomm.nvls.checker import (
-    Arrive,
-    Operation,
-    Place,
-    Poll,
-    Read,
-    Wait,
-    WorkspaceProtocol,
-    Write,
-    check,
-    check_sequences,
-)
+from nvls_support.protocols.program import Arrive, Operation, Place, Poll, Read, Wait, Write
+from nvls_support.protocols.search import check, check_sequences
+from nvls_support.protocols.shipped import WorkspaceProtocol
 
 SHIPPED = WorkspaceProtocol(slots=2, lamport_slots=3)
 ONE_SLOT = WorkspaceProtocol(slots=1, lamport_slots=3, entry_barriers=False)

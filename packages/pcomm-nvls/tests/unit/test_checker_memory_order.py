@@ -2,7 +2,8 @@
 
 import pytest
 
-from pcomm.nvls.checker import Arrive, Cell, Operation, Poll, Read, Value, Wait, Write, check
+from nvls_support.protocols.program import Arrive, Cell, Operation, Poll, Read, Value, Wait, Write
+from nvls_support.protocols.search import check
 
 LATE = "overwritten before it was read"
 EARLY = "read before write"

@@ -1,14 +1,11 @@
 """The search itself: against one that tries every order, and the rules of the memory."""
 
 import random
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
-from pcomm.core.errors import ConfigError
-from pcomm.nvls.checker import (
+from nvls_support.protocols.program import (
     Arrive,
     Cell,
     Operation,
@@ -17,12 +14,11 @@ from pcomm.nvls.checker import (
     Read,
     Value,
     Wait,
-    WorkspaceProtocol,
     Write,
-    check,
-    check_sequences,
 )
-from pcomm.nvls.checker.protocols import BARRIER_KINDS, LAMPORT_KINDS
+from nvls_support.protocols.search import check, check_sequences
+from nvls_support.protocols.shipped import BARRIER_KINDS, LAMPORT_KINDS, WorkspaceProtocol
+from pcomm.core.errors import ConfigError
 
 
 class EveryOrder:
@@ -195,19 +191,19 @@ def test_it_answers_as_a_search_that_tries_every_order():
     chance = random.Random(5)
     answers = Counter()
     operations = [Operation("shuffled", (0, 0, 0), (2, 1, 1))]
-    for case in range(600):
+    for case in range(200):
         protocol = Shuffled(chance)
         found = check(protocol, operations)
         assert (found is None) == EveryOrder(protocol, operations).is_safe(), (case, str(found))
         answers[found and found.kind] += 1
     assert len(answers) == 4
-    assert min(answers.values()) > 10, answers
+    assert min(answers.values()) > 5, answers
 
 
 def test_it_answers_so_for_damaged_protocols_of_a_workspace():
     chance = random.Random(5)
     answers = Counter()
-    for case in range(25):
+    for case in range(10):
         kinds = [chance.choice(chance.choice([BARRIER_KINDS, LAMPORT_KINDS])) for _ in range(2)]
         operations = [Operation(kind, (1, 1)) for kind in kinds]
         protocol = WorkspaceProtocol(
@@ -277,11 +273,6 @@ def test_operations_that_do_not_fit_are_errors(make):
 def test_an_unknown_operation_names_the_nearest():
     with pytest.raises(ConfigError, match="Did you mean 'all_gather'"):
         check(ONE_SLOT, [Operation("al_gather", (1, 1))])
-
-
-def test_it_needs_no_torch():
-    code = "import sys; from pcomm.nvls.checker import *; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_others_may_come_first_when_one_of_them_lets_another_go_on():

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from pcomm.nvls.testing.compiled import (
+from nvls_support.compiled import (
     CompiledKernel,
     accesses,
     any_arguments,
@@ -43,10 +43,12 @@ def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def launch_of(case: str, way: str) -> tuple[Any, dict[str, Any]]:
     """A kernel, and arguments as a launch would pass them."""
-    from pcomm.nvls.kernels.all_gather import all_gather_kernel
-    from pcomm.nvls.kernels.all_gather_coalesced import all_gather_coalesced_kernel
-    from pcomm.nvls.kernels.all_reduce import one_shot_all_reduce_kernel, two_shot_all_reduce_kernel
-    from pcomm.nvls.kernels.reduce_scatter import reduce_scatter_kernel
+    from pcomm.nvls.kernels.gathers import all_gather_coalesced_kernel, all_gather_kernel
+    from pcomm.nvls.kernels.reductions import (
+        one_shot_all_reduce_kernel,
+        reduce_scatter_kernel,
+        two_shot_all_reduce_kernel,
+    )
 
     name, _, flags = case.partition(" ")
     arguments = {**any_arguments(8, way), "ENTRY": True, "BLOCK": THREADS}
@@ -92,9 +94,26 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("way", ["multicast", "peers"])
-@pytest.mark.parametrize("case", CASES)
+# As for the kernels of rows: one case of each kernel by peers, and each sum on Blackwell.
+BY_PEERS = ["all_gather", "reduce_scatter bf16", "one_shot bf16", "two_shot bf16"]
+ON_BLACKWELL = ["all_gather", *(f"reduce_scatter {kind}" for kind in SUMS)]
+KEPT = {("multicast", 90): [*CASES], ("peers", 90): BY_PEERS, ("multicast", 100): ON_BLACKWELL}
+
+
+@pytest.mark.parametrize(
+    ("case", "way", "capability"),
+    [
+        pytest.param(
+            case,
+            way,
+            capability,
+            marks=[] if case in KEPT.get((way, capability), ()) else pytest.mark.soak,
+        )
+        for case in CASES
+        for way in ("multicast", "peers")
+        for capability in (90, 100)
+    ],
+)
 def test_kernels_keep_the_rules(case: str, way: str, capability: int) -> None:
     barriers, puts, sums = CASES[case]
     kernel = compiled(case, way, capability)
@@ -154,6 +173,7 @@ def summing(code: str) -> set[str]:
     return set(re.findall(r"\bLDGMC[\w.]*", code))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("capability", [103, 120])
 @pytest.mark.parametrize("case", ["reduce_scatter bf16", "two_shot bf16"])
 def test_later_architectures_are_assembled(case: str, capability: int) -> None:

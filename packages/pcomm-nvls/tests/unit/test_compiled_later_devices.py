@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
-from pcomm.nvls.bench.builds import recorded_launches
-from pcomm.nvls.testing.compiled import CompiledKernel, accesses, compile_kernel
+from nvls_bench.on_host import recorded_launches
+from nvls_support.compiled import CompiledKernel, accesses, compile_kernel
 from pcomm.nvls.workspace.launch import Launch
 
 
@@ -29,6 +29,7 @@ def built(launch: Launch, capability: int) -> CompiledKernel:
     )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("capability", [103, 120])
 def test_every_launch_accesses_memory_as_on_sm_100(
     launches: dict[tuple[str, str], Launch], capability: int

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pcomm.nvls.hardware.fabric import nvlink_domain
+from pcomm.nvls._capability import nvlink_domain
 
 
 class Nvml:

@@ -9,20 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from pcomm.nvls.checker import (
-    Cell,
-    Operation,
-    Place,
-    Poll,
-    Read,
-    Value,
-    WorkspaceProtocol,
-    Write,
-    check_sequences,
-)
-from pcomm.nvls.checker.protocols import LAMPORT, SLOTS
-from pcomm.nvls.checker.steps import Step
-from pcomm.nvls.primitives import emulated_wait
+from nvls_support.protocols.program import Cell, Operation, Place, Poll, Read, Step, Value, Write
+from nvls_support.protocols.search import check_sequences
+from nvls_support.protocols.shipped import LAMPORT, SLOTS, WorkspaceProtocol
+from pcomm.nvls.primitives import emulation as emulated_wait
 from pcomm.nvls.primitives.lamport_numbers import (
     LAMPORT_SLOTS,
     NOTHING_HERE,
@@ -30,7 +20,7 @@ from pcomm.nvls.primitives.lamport_numbers import (
     is_spread,
     sent_bytes,
 )
-from pcomm.nvls.workspace.lamport import LamportState, lamport_region_bytes
+from pcomm.nvls.workspace.memory import LamportState, lamport_region_bytes
 
 DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 

@@ -12,19 +12,16 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from nvls_support.calls import calls
+from nvls_support.fake_device import FakeStream, fake_driver, fake_workspace
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.nvls.bench.calls import calls
-from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
-from pcomm.nvls.collectives.all_gather_v import all_gather_v
-from pcomm.nvls.collectives.all_reduce import all_reduce
-from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
-from pcomm.nvls.policy.operations import OPERATIONS as OPERATION_FACTS
-from pcomm.nvls.policy.operations import Algorithm
-from pcomm.nvls.testing.fake_device import FakeStream, fake_driver, fake_workspace
-from pcomm.nvls.workspace import repeats
-from pcomm.nvls.workspace.launch import Launch
-from pcomm.nvls.workspace.launcher import values_of
-from pcomm.nvls.workspace.repeats import _MOST_CALLS
+from pcomm.nvls.collectives.gathers import all_gather_into_tensor
+from pcomm.nvls.collectives.ragged import all_gather_v
+from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
+from pcomm.nvls.policy.table import OPERATIONS as OPERATION_FACTS
+from pcomm.nvls.policy.table import Algorithm
+from pcomm.nvls.workspace import launch as repeats
+from pcomm.nvls.workspace.launch import _MOST_CALLS, Launch, values_of
 from pcomm.nvls.workspace.workspace import Workspace
 
 SIZE = 4
@@ -323,8 +320,7 @@ def test_torch_distributed_gets_no_memory_that_other_ranks_store_to(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has its segment may go on to a kernel while this one sends to a third."""
-    from pcomm.nvls.collectives import reduce_scatter_tensor as plain
-    from pcomm.nvls.collectives import reduce_scatter_v as counted
+    from pcomm.nvls import reduce_scatter_v, references
 
     sent: list[Tensor] = []
 
@@ -333,10 +329,10 @@ def test_torch_distributed_gets_no_memory_that_other_ranks_store_to(
         return x
 
     x = workspace.empty((SIZE, 3), torch.float64).fill_(1.5)
-    for module in (plain, counted):
-        monkeypatch.setattr(module, "reference", reference)
-    plain.reduce_scatter_tensor(x, workspace=workspace)
-    counted.reduce_scatter_v(x, [1] * SIZE, workspace=workspace)
+    for operation in ("reduce_scatter_tensor", "reduce_scatter_v"):
+        monkeypatch.setattr(references, operation, reference)
+    reduce_scatter_tensor(x, workspace=workspace)
+    reduce_scatter_v(x, [1] * SIZE, workspace=workspace)
     begin, end = workspace.own_range
     assert [one.unique().tolist() for one in sent] == [[1.5], [1.5]]
     assert not [one for one in sent if begin <= one.data_ptr() < end]
@@ -420,7 +416,7 @@ def test_each_operation_is_launched_as_it_was_compiled(
 
 def test_the_driver_refuses_what_no_launcher_takes(launches: list[tuple[Any, ...]]) -> None:
     """The double takes what Triton passes, and no single change of that."""
-    from pcomm.nvls.collectives.all_reduce import all_reduce_launch, all_reduce_question
+    from pcomm.nvls.collectives.reductions import all_reduce_launch, all_reduce_question
 
     with fake_workspace(SIZE) as workspace:
         choice = workspace.choose(all_reduce_question(X, workspace, "p2p"))
@@ -462,7 +458,7 @@ def test_arguments_of_another_kind_take_another_variant(
     launches: list[tuple[Any, ...]], slot: int
 ) -> None:
     """An oracle: Triton's own binding finds the variant that the launcher has compiled."""
-    from pcomm.nvls.collectives.all_reduce import all_reduce_launch, all_reduce_question
+    from pcomm.nvls.collectives.reductions import all_reduce_launch, all_reduce_question
 
     with fake_workspace(SIZE) as workspace:
         choice = workspace.choose(all_reduce_question(X, workspace, "p2p"))
@@ -485,7 +481,7 @@ def test_the_launcher_takes_the_variant_that_triton_takes(
     launches: list[tuple[Any, ...]], algo: str
 ) -> None:
     """An oracle: Triton's own binding of the same arguments compiles nothing new."""
-    from pcomm.nvls.collectives.all_gather_into_tensor import (
+    from pcomm.nvls.collectives.gathers import (
         all_gather_launch,
         all_gather_question,
     )

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pcomm.nvls.collectives.rows import RowThreads, row_threads
-from pcomm.nvls.references.normed_rows import fp8_rows, rms_norm
+from pcomm.nvls.collectives.fused_rmsnorm import RowThreads, row_threads
+from pcomm.nvls.references import fp8_rows, rms_norm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

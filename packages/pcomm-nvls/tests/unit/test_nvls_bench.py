@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,20 @@ import torch
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
+from core_bench.runner import NOT_HERE
+from nvls_bench.between_gpus import (
+    RankTime,
+    bytes_of,
+    divided_sizes,
+    least_us,
+    rank_rows,
+    rows_from_times,
+    tuned_bands,
+)
+from nvls_bench.command import PARTS, command
+from nvls_bench.on_host import BASELINES, DECISION, recorded_launches
 from pcomm.core.errors import ConfigError
-from pcomm.core.testing.timing import NOT_HERE, Row
-from pcomm.nvls.bench.builds import recorded_launches
-from pcomm.nvls.bench.command import command
-from pcomm.nvls.bench.host import BASELINES, DECISION, time_host
-from pcomm.nvls.bench.limits import bytes_of, least_us
-from pcomm.nvls.bench.ranks import RankTime, divided_sizes
-from pcomm.nvls.bench.report import host_rows, rank_rows
-from pcomm.nvls.bench.settings import PARTS
-from pcomm.nvls.bench.tune import rows_from_times, tuned
-from pcomm.nvls.policy.operations import OPERATIONS
-from pcomm.nvls.policy.table import Table
+from pcomm.nvls.policy.table import OPERATIONS, Band, Table, Threshold
 
 MIB = 1 << 20
 
@@ -59,7 +62,7 @@ def test_sizes_can_be_divided_among_any_number_of_ranks() -> None:
 
 
 def test_thresholds_follow_from_the_fastest() -> None:
-    before = Table.load().rows("sm_90", "all_reduce", 8)
+    before = Table().rows("sm_90", "all_reduce", 8)
     found = times(
         "all_reduce",
         {
@@ -83,25 +86,20 @@ def test_thresholds_follow_from_the_fastest() -> None:
     assert {row.source for row in rows} == {"a test"}
 
 
-def test_a_tuned_table_changes_what_was_measured_alone() -> None:
-    table = Table.load()
+def test_bands_of_what_was_measured_alone() -> None:
     found = [
         RankTime("barrier", "p2p", 16, 8, 2.0),
         *times("reduce_scatter_tensor", {8 * MIB: {"p2p": 30, "torch.distributed": 40}}),
         *times("all_reduce", {MIB: {"p2p": 40, "torch.distributed": 30}}),
     ]
-    new = tuned(table, "sm_90", found, source="a test")
-    (row,) = new.rows("sm_90", "reduce_scatter_tensor", 8)
+    scatter, reduce = tuned_bands("sm_90", found, source="a test")
     # The message of a reduce-scatter is one segment.
-    assert (row.algorithm, row.max_bytes) == ("p2p", MIB)
+    assert [(row.algorithm, row.max_bytes) for row in scatter.rows] == [("p2p", MIB)]
     # Nothing was faster than torch.distributed.
-    (row,) = new.rows("sm_90", "all_reduce", 8)
-    assert (row.algorithm, row.max_bytes) == ("dist", MIB)
-    for world in (2, 7, 9):
-        same = table.rows("sm_90", "reduce_scatter_tensor", world)
-        assert new.rows("sm_90", "reduce_scatter_tensor", world) == same
-    same = table.rows("sm_100", "reduce_scatter_tensor", 8)
-    assert new.rows("sm_100", "reduce_scatter_tensor", 8) == same
+    assert [(row.algorithm, row.max_bytes) for row in reduce.rows] == [("dist", MIB)]
+    assert (scatter.operations, scatter.world_sizes) == (("reduce_scatter_tensor",), (8, 8))
+    # What is printed can be pasted into a program.
+    assert eval(repr(scatter), {"Band": Band, "Threshold": Threshold}) == scatter
 
 
 def test_rows_of_ranks_have_their_ratios() -> None:
@@ -116,7 +114,7 @@ def test_rows_of_ranks_have_their_ratios() -> None:
     assert (ours.value, ours.ratio) == (22.0, 0.5)
     assert ours.ratio_to == f"torch.distributed @ {place}"
     assert rows[ours.ratio_to, "us"].ratio is None
-    assert rows[f"multimem @ {place}", "GB/s"].value == pytest.approx(163.64)
+    assert rows[f"multimem @ {place}", "GB/s"].value == pytest.approx(163.636)
     # 2 us, and 9 / 8 of 3.6 MB at 450 GB/s: 9 us more.
     assert rows[f"multimem @ {place}", "of the limit"].value == pytest.approx(11 / 22)
     assert not [key for key in rank_rows(found, "sm_80") if key.unit == "of the limit"]
@@ -134,11 +132,19 @@ def test_every_operation_and_algorithm_has_a_launch() -> None:
         assert ("lamport" in launch.kernel.__name__) == (algorithm == "lamport")
 
 
-def test_host_times_have_a_row_for_each_call_and_its_baseline() -> None:
-    rows: list[Row] = host_rows(time_host(world=4, rounds=7))
-    cases = [row.case for row in rows]
-    assert sorted(cases) == sorted([*BASELINES, *BASELINES.values(), DECISION])
-    assert {row.case: row.ratio_to for row in rows if row.ratio is not None} == BASELINES
+def test_a_quick_run_writes_its_rows(tmp_path: Path) -> None:
+    table = tmp_path / "rows.csv"
+    assert run("--quick", "--csv", str(table)) == 0
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    host = [row for row in rows if row["benchmark"] == "nvls host"]
+    cases = sorted([*BASELINES, *BASELINES.values(), DECISION])
+    assert sorted(row["case"] for row in host) == cases
+    assert {row["case"]: row["ratio_to"] for row in host if row["ratio"]} == BASELINES
+    kernels = {row["case"]: row for row in rows if row["benchmark"] == "nvls compile"}
+    number = sum(len(spec.algorithms) for spec in OPERATIONS.values())
+    assert len(kernels) == 5 * number
+    assert kernels["registers @ all_reduce, multimem, sm_90"]["unit"] == "of a thread"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -153,11 +159,11 @@ def test_parts_for_gpus_say_that_there_is_none(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ConfigError, match="hosts"):
         run("--parts", "hosts")
     with pytest.raises(ConfigError, match="Add --parts ranks"):
-        run("--tune", str(tmp_path / "table.json"))
+        run("--tune")
     with pytest.raises(ConfigError, match="--rounds 3"):
         run("--rounds", "3")
     assert "ranks" in PARTS

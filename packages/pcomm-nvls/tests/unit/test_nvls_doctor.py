@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pcomm.core.doctor.probe import CudaFacts, DeviceFacts, TorchFacts
+from pcomm.core.doctor.report import CudaFacts, DeviceFacts, TorchFacts
 from pcomm.nvls.doctor import check_nvls
 
 GIB = 2**30
@@ -109,8 +109,7 @@ def test_what_a_group_of_this_machine_could_use(
 def test_the_entry_points_name_what_is_there() -> None:
     found = {
         group: next(iter(entry_points(group=group, name="nvls"))).load()
-        for group in ("pcomm.doctor", "pcomm.collectives", "pcomm.benchmarks")
+        for group in ("pcomm.doctor", "pcomm.collectives")
     }
     assert found["pcomm.doctor"] is check_nvls
     assert callable(found["pcomm.collectives"]())
-    assert found["pcomm.benchmarks"].name == "nvls"

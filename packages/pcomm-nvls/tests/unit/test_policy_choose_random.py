@@ -9,17 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.nvls.policy.bands import Band, Row
-from pcomm.nvls.policy.choose import choose
-from pcomm.nvls.policy.facts import Facts, Question
-from pcomm.nvls.policy.operations import OPERATIONS
-from pcomm.nvls.policy.table import Table
+from pcomm.nvls.policy.choose import CollectiveRequest, GroupInfo, choose
+from pcomm.nvls.policy.table import OPERATIONS, Band, Table, Threshold
 
 GATHERS = {"all_gather_into_tensor", "all_gather_coalesced", "all_gather_v", "gather_to_rank"}
 KERNELS = ("lamport", "multimem", "p2p")
 SIZES = st.one_of(st.integers(0, 40), st.integers(0, 40).map(lambda n: 16 * n))
 FACTS = st.builds(
-    Facts,
+    GroupInfo,
     architecture=st.sampled_from(["sm_90", "sm_90", "sm_90", "sm_80"]),
     world_size=st.integers(1, 9),
     multicast=st.booleans(),
@@ -28,7 +25,7 @@ FACTS = st.builds(
     lamport_bytes=st.one_of(st.integers(0, 1000), st.just(1 << 40)),
 )
 QUESTIONS = st.builds(
-    Question,
+    CollectiveRequest,
     operation=st.sampled_from(list(OPERATIONS)),
     num_bytes=SIZES,
     dtype=st.sampled_from(
@@ -52,12 +49,12 @@ def tables(draw: st.DrawFn) -> Table:
             st.sampled_from([16, 16, 16, 9])
         )
         blocks, warps = (0, 0) if name == "dist" else (i + 1, 4)
-        rows.append(Row(name, largest[name], blocks, warps, "drawn"))
+        rows.append(Threshold(name, largest[name], blocks, warps, "drawn"))
     world_sizes = (2, draw(st.integers(2, 9)))
     return Table((Band(("sm_90",), tuple(OPERATIONS), world_sizes, tuple(rows)),))
 
 
-def runs(facts: Facts, question: Question, name: str) -> bool:
+def runs(facts: GroupInfo, question: CollectiveRequest, name: str) -> bool:
     """Whether an algorithm can run, from the words of the decision: nothing but conditions."""
     segments = 1 if question.operation.startswith("all_reduce") else facts.world_size
     # Types whose numbers have one zero: without a sign or with it.
@@ -90,7 +87,7 @@ def runs(facts: Facts, question: Question, name: str) -> bool:
     )
 
 
-def expected(facts: Facts, question: Question, table: Table) -> tuple[str, int]:
+def expected(facts: GroupInfo, question: CollectiveRequest, table: Table) -> tuple[str, int]:
     """Algorithm and blocks, by a search through conditions."""
     rows = table.rows(facts.architecture, question.operation, facts.world_size)
     small = [row for row in rows if question.num_bytes <= row.max_bytes]
@@ -109,7 +106,7 @@ def expected(facts: Facts, question: Question, table: Table) -> tuple[str, int]:
 
 @given(FACTS, QUESTIONS, tables())
 def test_every_call_has_the_choice_that_a_plain_search_finds(
-    facts: Facts, question: Question, table: Table
+    facts: GroupInfo, question: CollectiveRequest, table: Table
 ) -> None:
     choice = choose(facts, question, table)
     assert (choice.algorithm, choice.num_blocks) == expected(facts, question, table)
@@ -122,7 +119,9 @@ def test_every_call_has_the_choice_that_a_plain_search_finds(
 
 
 @given(FACTS, QUESTIONS, tables())
-def test_later_rows_are_for_larger_messages(facts: Facts, question: Question, table: Table) -> None:
+def test_later_rows_are_for_larger_messages(
+    facts: GroupInfo, question: CollectiveRequest, table: Table
+) -> None:
     rows = table.rows(facts.architecture, question.operation, facts.world_size)
 
     def place(num_bytes: int) -> int:
@@ -141,7 +140,7 @@ def test_later_rows_are_for_larger_messages(facts: Facts, question: Question, ta
 
 @given(FACTS, QUESTIONS, tables())
 def test_ranks_choose_alike_from_equal_arguments(
-    facts: Facts, question: Question, table: Table
+    facts: GroupInfo, question: CollectiveRequest, table: Table
 ) -> None:
     before = copy.deepcopy((facts, question, table))
     here = choose(facts, question, table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pcomm.nvls.policy.shots import is_one_shot
+from pcomm.nvls.policy.choose import is_one_shot
 
 
 def largest(world_size: int, way: str, architecture: str) -> int | None:

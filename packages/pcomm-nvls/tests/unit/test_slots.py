@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError
-from pcomm.nvls.workspace.regions import MAX_BLOCKS, Regions
-from pcomm.nvls.workspace.slots import Rotation
+from pcomm.nvls.policy.table import MAX_BLOCKS
+from pcomm.nvls.workspace.memory import Regions
+from pcomm.nvls.workspace.slots import SlotRing
 
 
 def test_two_slots_take_turns_and_nothing_waits_before_it_writes() -> None:
-    rotation = Rotation()
+    rotation = SlotRing()
     turns = [rotation.next(is_captured=False) for _ in range(5)]
     assert [turn.slot for turn in turns] == [0, 1, 0, 1, 0]
     assert [turn.generation for turn in turns] == [0, 1, 2, 3, 4]
@@ -22,20 +23,20 @@ def test_two_slots_take_turns_and_nothing_waits_before_it_writes() -> None:
 
 
 def test_one_slot_waits_from_the_second_operation_on() -> None:
-    rotation = Rotation(1)
+    rotation = SlotRing(1)
     turns = [rotation.next(is_captured=False) for _ in range(3)]
     assert [turn.slot for turn in turns] == [0, 0, 0]
     assert [turn.needs_entry for turn in turns] == [False, True, True]
 
 
 def test_what_is_captured_and_what_may_follow_a_replay_waits() -> None:
-    rotation = Rotation()
+    rotation = SlotRing()
     waits = [rotation.next(is_captured=c).needs_entry for c in (False, True, True, False, False)]
     assert waits == [False, True, True, True, True]
 
 
 def test_in_a_sequence_only_the_first_operation_waits() -> None:
-    rotation = Rotation()
+    rotation = SlotRing()
     with rotation.sequence():
         assert [rotation.next(is_captured=True).needs_entry for _ in range(3)] == [
             True,
@@ -50,7 +51,7 @@ def test_in_a_sequence_only_the_first_operation_waits() -> None:
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=4))
 def test_a_slot_is_never_repeated_without_waiting(graphs: list[list[bool]]) -> None:
     """Whatever order graphs and eager operations are replayed in afterwards."""
-    rotation = Rotation()
+    rotation = SlotRing()
     sequences = []
     for graph in graphs:
         with rotation.sequence():
@@ -65,8 +66,8 @@ def test_a_slot_is_never_repeated_without_waiting(graphs: list[list[bool]]) -> N
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="slots=0"):
-        Rotation(0)
-    rotation = Rotation()
+        SlotRing(0)
+    rotation = SlotRing()
     with rotation.sequence(), pytest.raises(ConfigError, match="within a sequence"):  # noqa: SIM117
         with rotation.sequence():
             pass

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nvls_support.fake_device import FakeStream
 from pcomm.core.errors import ConfigError
-from pcomm.nvls.testing.fake_device import FakeStream
-from pcomm.nvls.workspace.device_stream import CudaStream, stream_of
-from pcomm.nvls.workspace.stream_order import StreamOrder
+from pcomm.nvls.workspace.slots import CudaStream, StreamOrder, stream_of
 
 
 def test_another_stream_is_refused_unless_it_follows() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.nvls.workspace.tensor_guard import guard_of
+from pcomm.nvls.workspace.launch import guard_of
 
 X = torch.zeros(4, 8)
 OTHERS = {

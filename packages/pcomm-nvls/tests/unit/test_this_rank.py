@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pcomm.core.doctor.probe import CudaFacts, DeviceFacts
-from pcomm.core.memory.symmetric.shm import this_host
-from pcomm.nvls.hardware import this_rank
-from pcomm.nvls.hardware.rank_facts import MULTICAST, NOTHING
-from pcomm.nvls.hardware.this_rank import ThisRank
+from pcomm.core.doctor.report import CudaFacts, DeviceFacts
+from pcomm.core.memory.backing import this_host
+from pcomm.nvls import _capability as this_rank
+from pcomm.nvls._capability import MULTICAST, NOTHING, ThisRank
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
-from pcomm.nvls.testing.compiled import accesses, compile_kernel, problems_of
-from pcomm.nvls.testing.virtual_ranks import Operation, VirtualRanks
+from nvls_support.compiled import accesses, compile_kernel, problems_of
+from nvls_support.virtual_ranks import Operation, VirtualRanks
 
 
 @pytest.mark.parametrize(

@@ -10,24 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pcomm.core.collectives.call import Call
-from pcomm.core.collectives.checks import gather_sizes, scatter_sizes
+from pcomm.core.collectives.checks import check_out, deliver, gather_sizes, is_dense, scatter_sizes
 from pcomm.core.collectives.instrumented import InstrumentedCollectives
-from pcomm.core.collectives.out import check_out, deliver, is_dense
-from pcomm.core.collectives.protocol import Collectives, Pending
+from pcomm.core.collectives.protocol import Call, Collectives, Pending
 from pcomm.core.errors import LayoutError
 from pcomm.core.groups.group import Group
-from pcomm.nvls.collectives.all_gather_into_tensor import (
+from pcomm.nvls.collectives.gathers import (
     all_gather_into_tensor,
     all_gather_question,
 )
-from pcomm.nvls.collectives.all_gather_v import all_gather_v
-from pcomm.nvls.collectives.all_reduce import all_reduce, all_reduce_question
-from pcomm.nvls.collectives.reduce_scatter_tensor import (
+from pcomm.nvls.collectives.ragged import all_gather_v, reduce_scatter_v
+from pcomm.nvls.collectives.reductions import (
+    all_reduce,
+    all_reduce_question,
     reduce_scatter_question,
     reduce_scatter_tensor,
 )
-from pcomm.nvls.collectives.reduce_scatter_v import reduce_scatter_v
 from pcomm.nvls.workspace.workspace import Workspace
 
 __all__ = ["DEFAULT_MAX_BYTES", "NvlsCollectives", "nvls_collectives"]

@@ -14,14 +14,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pcomm.core.doctor.report import Finding, Report
+from pcomm.core.control.agreement import vote
+from pcomm.core.doctor.report import Finding, MachineReport
 from pcomm.core.errors import UnsupportedError
-from pcomm.core.groups.agreement import vote
 from pcomm.nvls._capability import reasons_by_rank
-from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
-from pcomm.nvls.collectives.all_reduce import all_reduce
-from pcomm.nvls.policy.operations import ALGORITHMS, Algorithm
-from pcomm.nvls.references.sums import sum_in_rank_order
+from pcomm.nvls.collectives.gathers import all_gather_into_tensor
+from pcomm.nvls.collectives.reductions import all_reduce
+from pcomm.nvls.policy.table import ALGORITHMS, Algorithm
+from pcomm.nvls.references import sum_in_rank_order
 from pcomm.nvls.workspace.workspace import Workspace
 
 __all__ = ["self_test"]
@@ -34,7 +34,7 @@ _EXPONENTS = (-8, 9)
 _FIX = "Use algo='dist', or another algorithm; tell the authors with this report and the driver."
 
 
-def self_test(workspace: Workspace, *, repetitions: int = 4) -> Report:
+def self_test(workspace: Workspace, *, repetitions: int = 4) -> MachineReport:
     """Try each algorithm of a workspace on this machine. Collective; some dozens of calls.
 
     Sums of numbers that cancel are compared with exact ones, repeated calls and the ranks with each
@@ -62,7 +62,7 @@ def self_test(workspace: Workspace, *, repetitions: int = 4) -> Report:
         _together(finding, workspace.group.ranks, [rank[place] for rank in ranks])
         for place, (finding, _) in enumerate(found)
     )
-    return Report(tuple(together))
+    return MachineReport(tuple(together))
 
 
 def _together(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pcomm.core.doctor.probe import CudaFacts, Probe, TorchFacts
-from pcomm.core.doctor.report import Finding
-from pcomm.nvls.hardware.rank_facts import MULTICAST, NOTHING, RankFacts
+from pcomm.core.doctor.report import CudaFacts, Finding, MachineProbe, TorchFacts
+from pcomm.nvls._capability import MULTICAST, NOTHING, RankFacts
 
 __all__ = ["check_nvls"]
 
@@ -14,7 +13,7 @@ _NAME = "nvls"
 _NOT_ASKED = "No group was asked: a workspace tries it, and explains what it got."
 
 
-def check_nvls(probe: Probe) -> Iterable[Finding]:
+def check_nvls(probe: MachineProbe) -> Iterable[Finding]:
     """What the ranks of a group on this host could use, from the facts that the doctor has."""
     cuda = probe.cuda()
     try:
@@ -76,7 +75,7 @@ def _facts(
     )
 
 
-def _triton(probe: Probe) -> tuple[str, str]:
+def _triton(probe: MachineProbe) -> tuple[str, str]:
     try:
         return probe.module_version("triton"), ""
     except ImportError as error:

@@ -13,15 +13,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from pcomm.core.collectives.handle import Handle
+from pcomm.core.collectives.protocol import Handle
 from pcomm.core.errors import ClosedError, LayoutError, UnsupportedError
-from pcomm.nvls.collectives.all_gather_into_tensor import all_gather_into_tensor
-from pcomm.nvls.collectives.all_reduce import all_reduce
-from pcomm.nvls.collectives.all_reduce_add_rmsnorm import all_reduce_add_rmsnorm
-from pcomm.nvls.collectives.reduce_scatter_add_rmsnorm_all_gather import (
+from pcomm.nvls.collectives.fused_rmsnorm import (
+    all_reduce_add_rmsnorm,
     reduce_scatter_add_rmsnorm_all_gather,
 )
-from pcomm.nvls.collectives.reduce_scatter_tensor import reduce_scatter_tensor
+from pcomm.nvls.collectives.gathers import all_gather_into_tensor
+from pcomm.nvls.collectives.reductions import all_reduce, reduce_scatter_tensor
 from pcomm.nvls.workspace.workspace import Workspace
 
 __all__ = ["WorkspaceOperators"]

@@ -1,1 +1,1 @@
-"""The operations as callers see them, one file each: checks, choice, launch or reference."""
+"""The operations as callers see them: checks, choice, launch or reference."""

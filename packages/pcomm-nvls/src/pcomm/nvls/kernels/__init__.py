@@ -1,1 +1,1 @@
-"""The Triton kernels, one file an algorithm. Importing one of them imports Triton."""
+"""The Triton kernels, in the files of their operations in `collectives`; they import Triton."""

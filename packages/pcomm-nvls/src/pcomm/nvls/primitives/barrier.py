@@ -21,10 +21,10 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pcomm.nvls.primitives.emulated_wait import wait_for_signal
-from pcomm.nvls.primitives.emulation import EMULATED
+from pcomm.nvls.primitives.emulation import EMULATED, wait_for_signal
 
-__all__ = ["barrier"]
+__all__ = ["barrier", "wait_for_all_kernel"]
+
 
 # $1 table of buffers, $2 multicast address, $3 offset of the row, $4 rank, $5 ranks, $6 number,
 # $7 word of the failure on the device, $8 the same for the host, $9 limit in ns. Thread t of the
@@ -165,3 +165,19 @@ def barrier(
     # Before the threads part: each of them reads the number again in the next barrier.
     tl.store(epochs + 1 + block, number)
     tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["rank"])  # type: ignore[untyped-decorator]
+def wait_for_all_kernel(
+    buffers: tl.tensor,
+    multicast: tl.tensor,
+    epochs: tl.tensor,
+    failure: tl.tensor,
+    limit_ns: tl.tensor,
+    rank: tl.tensor,
+    WORLD: tl.constexpr,
+    WAY: tl.constexpr,
+) -> None:
+    """See `barrier` for the arguments; one block."""
+    block = tl.program_id(0)
+    barrier(buffers, multicast, epochs, failure, 0, limit_ns, rank, block, WORLD, WAY)

@@ -34,15 +34,13 @@ from typing import Any
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pcomm.nvls.primitives.access import get, put
-from pcomm.nvls.primitives.emulated_wait import wait_for_payload
-from pcomm.nvls.primitives.emulation import EMULATED
+from pcomm.nvls.primitives.access import add_words, get, put, words_of, zero_floats
+from pcomm.nvls.primitives.emulation import EMULATED, wait_for_payload
 from pcomm.nvls.primitives.lamport_numbers import (
     LAMPORT_SLOTS,
     NOTHING_HERE,
     OPERATION_NUMBERS,
 )
-from pcomm.nvls.primitives.words import add_words, words_of, zero_floats
 
 __all__ = [
     "NOTHING",

@@ -2,7 +2,7 @@
 
 A workspace is opened by all ranks of a group together. It votes on what they can do, allocates, and
 compares what each rank would choose by. Where anything of that fails on any rank, all of them use
-torch.distributed, and `capability.reasons` says why.
+torch.distributed, and `capability` says why. It owns the choice of the algorithm of each call.
 """
 
 from __future__ import annotations
@@ -13,42 +13,39 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.control.control import Control
-from pcomm.core.errors import PcommError
-from pcomm.core.groups.agreement import agree_in_group
+from pcomm.core.errors import ClosedError, ConfigError, PcommError, PeerTimeoutError
 from pcomm.core.groups.group import Group
-from pcomm.core.memory.symmetric.symmetric_memory import SymmetricMemory
-from pcomm.nvls._capability import capability, default_device
-from pcomm.nvls.hardware.rank_facts import Probe
-from pcomm.nvls.policy.choose import Choice
-from pcomm.nvls.policy.chooser import Chooser
-from pcomm.nvls.policy.facts import Facts, Question
+from pcomm.core.memory.symmetric_memory import SymmetricMemory
+from pcomm.nvls._capability import RankProbe, capability, default_device
+from pcomm.nvls.policy.choose import Choice, Chooser, CollectiveRequest, GroupInfo
 from pcomm.nvls.policy.table import Table
-from pcomm.nvls.workspace import workspace_errors as errors
-from pcomm.nvls.workspace.checks import (
+from pcomm.nvls.workspace.launch import CachedCall, Launch, Launcher, Repeat, remember
+from pcomm.nvls.workspace.memory import (
+    LAMPORT_BYTES,
+    Regions,
     check_memory,
-    check_positive,
-    check_room,
-    check_whole,
+    check_numbers,
     device_of,
+    lamport_region_bytes,
+    open_memory,
 )
-from pcomm.nvls.workspace.device_stream import DeviceStream, stream_of
-from pcomm.nvls.workspace.lamport import LAMPORT_BYTES, lamport_region_bytes
-from pcomm.nvls.workspace.launch import Launch
-from pcomm.nvls.workspace.launcher import Launcher
-from pcomm.nvls.workspace.opening import open_memory
-from pcomm.nvls.workspace.regions import Regions
-from pcomm.nvls.workspace.repeats import Call, Repeat, remember
-from pcomm.nvls.workspace.slots import SLOTS, Rotation, Turn
-from pcomm.nvls.workspace.stream_order import StreamOrder
-from pcomm.nvls.workspace.turns import Turns
+from pcomm.nvls.workspace.slots import (
+    SLOTS,
+    DeviceStream,
+    SlotLease,
+    SlotRing,
+    StreamOrder,
+    Turns,
+    stream_of,
+)
 
 __all__ = ["Workspace"]
 
@@ -64,14 +61,14 @@ class Workspace:
         group: Group of the ranks that call the operations.
         max_bytes: Size of the largest tensor, in bytes: the result of an all-gather, the input of
             a reduce-scatter or an all-reduce. Larger ones go through torch.distributed.
-        slots: Number of slots; 1 saves half of the memory for one more barrier an operation.
+        slots: Number of slots; 1 saves half of the memory for one more barrier an operation, and
+            more than 2 gain nothing. Operations without a barrier have three of their own.
         lamport_bytes: Room for what a rank sends to another without a barrier, in bytes; 0 for no
             such operations. The memory has three times as much for each rank.
         deterministic: True sums in rank order in fp32 and never in the switch.
         device: Device of the tensors, or its name; by default the current CUDA device, or the CPU
             without one.
-        table: Table of the sizes at which another algorithm is chosen, or the path of its file, as
-            `pcomm bench nvls --tune` writes it; by default the package's.
+        table: Table of the sizes at which another algorithm is chosen; by default the package's.
         debug: True compares each call between the ranks before it runs: all but the values of
             tensors, and counts on the device. A call then waits for all.
         timeout_s: Longest wait of an operation for another rank, in seconds.
@@ -85,7 +82,7 @@ class Workspace:
         stream: Source of the current stream of the device.
         launcher: Variants of kernels that were compiled for it.
         turns: Turns of its operations.
-        repeats: Calls so far, for `pcomm.nvls.workspace.repeats`.
+        repeats: Calls that may come again: `remember` keeps them, `again` takes them.
         failure_word: Place of a missing rank plus 1, or 0, as kernels report it.
         own_range: First address of this rank's memory, and that behind it.
         num_launches: Number of kernels that were launched so far.
@@ -107,11 +104,11 @@ class Workspace:
         lamport_bytes: int = LAMPORT_BYTES,
         deterministic: bool = False,
         device: torch.device | str | None = None,
-        table: Table | str | Path | None = None,
+        table: Table | None = None,
         debug: bool = False,
         timeout_s: float = 30.0,
         control: Control | None = None,
-        probe: Probe | None = None,
+        probe: RankProbe | None = None,
         stream: DeviceStream | None = None,
     ) -> None:
         self.max_bytes, self.deterministic, self.debug = max_bytes, deterministic, debug
@@ -123,16 +120,14 @@ class Workspace:
         try:
             self.device = default_device() if device is None else device_of(device)
             lines.append(f"device {self.device.type}")
-            check_whole(max_bytes=max_bytes, slots=slots, lamport_bytes=lamport_bytes)
-            check_positive(max_bytes=max_bytes, timeout_s=timeout_s)
+            check_numbers(max_bytes, slots, lamport_bytes, timeout_s)
             lines.append(f"timeout_s {timeout_s:g}")
-            check_room(lamport_bytes)
-            rotation = Rotation(slots)
+            rotation = SlotRing(slots)
             region = lamport_region_bytes(group.size, lamport_bytes)
             self.regions = Regions(group.size, max_bytes, slots, region)
             if group.size > 1:
                 check_memory(max_bytes, self.regions.num_bytes, self.device)
-            chooser_table = table if isinstance(table, Table) else Table.load(table)
+            chooser_table = _table_or_default(table)
         except PcommError as problem:
             error = problem
         self._agree("workspace", lines, error)
@@ -140,7 +135,7 @@ class Workspace:
         self.capability = capability(group, device=self.device, control=control, probe=probe)
         if self.capability.is_usable:
             self._open_memory(lamport_bytes, control)
-        facts = Facts(
+        facts = GroupInfo(
             self.capability.architecture,
             group.size,
             self.capability.multicast,
@@ -170,7 +165,9 @@ class Workspace:
 
     # -- what operations use -------------------------------------------------------------
 
-    def choose(self, question: Question, *, strict: bool = False, detail: object = None) -> Choice:
+    def choose(
+        self, question: CollectiveRequest, *, strict: bool = False, detail: object = None
+    ) -> Choice:
         """The algorithm of one call, the same on all ranks. Local, or collective with `debug`.
 
         Args:
@@ -186,15 +183,20 @@ class Workspace:
             DivergenceError: With `debug`, ranks make different calls.
         """
         if self._is_closed:
-            raise errors.is_closed(question.operation)
+            raise _closed(question.operation)
         if os.getpid() != self._process:
-            raise errors.of_another_process(question.operation, self._process)
+            raise ClosedError(
+                question.operation,
+                found=f"a workspace that process {self._process} has opened",
+                why="Two processes would take part as one rank, and count its operations apart.",
+                fix="Call it in the process of the rank, or start processes by spawn.",
+            )
         self.check()
         if self.debug:
             self._agree("operation", [f"{question}, strict={strict}", f"detail {detail}"])
         return self._chooser.choose(question, strict=strict)
 
-    def turn(self) -> Turn:
+    def turn(self) -> SlotLease:
         """The turn of the operation that is launched next. Local; see `Turns.take`."""
         return self.turns.take()
 
@@ -219,7 +221,7 @@ class Workspace:
         way = "multicast" if by_multicast else "peers"
         return {**self.shared_arguments(), **self._lamport.arguments(), "WAY": way}
 
-    def run(self, launch: Launch, call: Call | None = None) -> None:
+    def run(self, launch: Launch, call: CachedCall | None = None) -> None:
         """Enqueue a launch; under the interpreter, which has done it then, look at the outcome.
 
         Args:
@@ -241,7 +243,7 @@ class Workspace:
             return
         remember(self.repeats, call, self.launcher, launch, turn)
 
-    def is_in_slot(self, x: Tensor, turn: Turn) -> bool:
+    def is_in_slot(self, x: Tensor, turn: SlotLease) -> bool:
         """Whether `x` is what `empty` returned for this turn, so that it need not be copied.
 
         Raises:
@@ -258,7 +260,13 @@ class Workspace:
             return True
         # Refused before anything was written: the next operation has this turn.
         self.turns.put_back(turn)
-        raise errors.not_handed_out(offset)
+        raise ConfigError(
+            "an operation on a view of the workspace",
+            found=f"a tensor at byte {offset} of it, which was not handed out for this operation",
+            why="Other ranks write into that memory, and it has been written since.",
+            fix="Use what workspace.empty() returned last, in the same CUDA graph as the "
+            "operation, or a copy of the view.",
+        )
 
     def release(self, x: Tensor) -> None:
         """Have `empty` hand out again where `x` lies, which torch.distributed reads. Local.
@@ -292,16 +300,27 @@ class Workspace:
                 operation is still held: that one has the same memory.
         """
         if self._is_closed:
-            raise errors.is_closed("Workspace.empty")
+            raise _closed("Workspace.empty")
         # Torch knows which shapes and types there are.
         num_bytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
         if num_bytes > self.max_bytes:
-            raise errors.too_large(shape, dtype, num_bytes, self.max_bytes)
+            raise ConfigError(
+                f"Workspace.empty: shape {tuple(shape)} of {dtype}",
+                found=f"{num_bytes} bytes, and max_bytes={self.max_bytes}",
+                why="A slot has max_bytes.",
+                fix="Open a larger workspace, or allocate the tensor with torch.empty.",
+            )
         if self.memory is None or not num_bytes:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         turn, needs_entry = self.turns.hand_out()
         if any(other is turn for other in self._turns_of_views.values()):
-            raise errors.is_handed_out(shape, dtype)
+            raise ConfigError(
+                f"Workspace.empty: shape {tuple(shape)} of {dtype}",
+                found="the memory for the next operation, which was handed out before and is "
+                "still held",
+                why="Both tensors would lie in one place.",
+                fix="Call the operation first, or use the tensor again that was returned.",
+            )
         if needs_entry:
             # Before the caller writes there: other ranks may still read what was in it.
             try:
@@ -348,7 +367,15 @@ class Workspace:
         """
         if self.memory is None or not self.failure_word.value:
             return
-        raise errors.rank_is_missing(self.group.ranks[self.failure_word.value - 1], self._timeout_s)
+        rank = self.group.ranks[self.failure_word.value - 1]
+        raise PeerTimeoutError(
+            "an operation of pcomm.nvls",
+            found=f"rank {rank} did not signal within {self._timeout_s:g} s",
+            why="Every rank of the group makes the same operations in the same order.",
+            fix=f"Look for an earlier error on rank {rank}, or for another call than this one "
+            "there: open the workspace with debug=True. This one cannot be used any more: close it "
+            "and open a new one.",
+        )
 
     def check_view(self, view: Tensor) -> None:
         """Raise if an operation has begun since that of which a view shows the slot. Local.
@@ -365,9 +392,14 @@ class Workspace:
         turn, newest = self._turns_of_views.get(view), self.turns.rotation.generation - 1
         generation = self._newest_of_slot(view, newest) if turn is None else turn.generation
         if newest > generation:
-            raise errors.view_is_old(generation, newest)
+            raise ConfigError(
+                f"a view of operation {generation} of the workspace",
+                found=f"operation {newest} has begun",
+                why="Other ranks may write into that slot from then on.",
+                fix="Launch what reads the view before the next operation, or ask for a copy.",
+            )
 
-    def explain(self, question: Question) -> str:
+    def explain(self, question: CollectiveRequest) -> str:
         """Which algorithm a call would use, why, and why not each faster one. Local."""
         return self._chooser.explain(question)
 
@@ -413,7 +445,7 @@ class Workspace:
 
     # -- how it is done ------------------------------------------------------------------
 
-    def _slot_view(self, turn: Turn, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _slot_view(self, turn: SlotLease, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         memory = self.memory
         assert memory is not None
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -449,7 +481,7 @@ class Workspace:
             self.own_range = (begin, begin + self.regions.num_bytes)
 
     def _wait_for_all(self) -> None:
-        from pcomm.nvls.kernels.wait_for_all import wait_for_all_kernel
+        from pcomm.nvls.primitives.barrier import wait_for_all_kernel
 
         way = "multicast" if self.capability.multicast else "peers"
         arguments = {**self.shared_arguments(), "WAY": way}
@@ -472,3 +504,23 @@ class Workspace:
 def _close(workspace: Workspace | None) -> None:
     if workspace is not None:
         workspace.close()
+
+
+def _table_or_default(table: object) -> Table:
+    if table is None or isinstance(table, Table):
+        return table or Table()
+    raise ConfigError(
+        f"Workspace: table={table!r}",
+        found=f"a value of type {type(table).__name__}",
+        why="Thresholds are bands of rows.",
+        fix="Pass a pcomm.nvls.policy.Table, or None for that of the package.",
+    )
+
+
+def _closed(operation: str) -> ClosedError:
+    return ClosedError(
+        operation,
+        found="the workspace is closed",
+        why="Its memory has been given back, on this rank at least.",
+        fix="Use it within its `with` block, and before its groups close.",
+    )

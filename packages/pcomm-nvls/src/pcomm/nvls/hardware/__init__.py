@@ -1,1 +1,0 @@
-"""What one rank can do: facts about its device, and where they come from."""

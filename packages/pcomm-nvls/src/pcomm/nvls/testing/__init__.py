@@ -1,1 +1,0 @@
-"""What tests of the kernels need on a machine without a GPU."""

@@ -1,0 +1,58 @@
+"""Kernels under the interpreter in a process that may have imported them without it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FunctionType, ModuleType
+from typing import Any
+
+__all__ = ["emulate"]
+
+# Modules of these hold kernels, or classes beside them.
+_PACKAGES = ("pcomm.nvls.", "nvls_support.", "nvls_bench.")
+
+
+def emulate() -> None:
+    """Have Triton interpret the kernels of this process from now on. Local.
+
+    Triton decides it when a kernel is imported, so the modules of this package, and those of its
+    tests that import them, are imported anew: import what is used of them after the call. The
+    variable `TRITON_INTERPRET` stays set.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    _patch_once()
+    loaded = sys.modules.get("pcomm.nvls.primitives.emulation")
+    if loaded is None or loaded.EMULATED:
+        return
+    for name in [name for name in sys.modules if name.startswith(_PACKAGES)]:
+        if name != __name__:
+            del sys.modules[name]
+            parent, _, own = name.rpartition(".")
+            if parent in sys.modules:
+                # `from PACKAGE import MODULE` looks there first.
+                vars(sys.modules[parent]).pop(own, None)
+    # The face keeps what was used of it.
+    package = sys.modules["pcomm.nvls"]
+    for name in package.__all__:
+        vars(package).pop(name, None)
+
+
+def _patch_once() -> None:
+    """Have the interpreter replace the functions of `triton.language` once for a kernel. Local.
+
+    It does so again for each function that a kernel calls, which takes as long as all the rest.
+    """
+    import triton.language as tl  # type: ignore[import-untyped]
+    from triton.runtime import interpreter  # type: ignore[import-untyped]
+
+    patch = interpreter._patch_lang
+    if patch.__module__ == __name__:
+        return
+
+    def patch_once(function: FunctionType) -> Any:
+        named = [m for m in function.__globals__.values() if isinstance(m, ModuleType)]
+        is_patched = not any(m in (tl, tl.core) and tl.core.is_builtin(m.load) for m in named)
+        return interpreter._LangPatchScope() if is_patched else patch(function)
+
+    interpreter._patch_lang = patch_once
