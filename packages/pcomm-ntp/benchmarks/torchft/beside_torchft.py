@@ -28,9 +28,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pcomm.core.testing.timing import Row, save_rows
-from pcomm.ntp.bench.attempts import Attempt, Recovery, is_whole, read_attempts, recovery_of
-from pcomm.ntp.bench.small_model import LAYERS, ROWS, WIDTH
+# The runner of benchmarks is in no wheel.
+sys.path.append(str(Path(__file__).parents[3] / "pcomm-core" / "benchmarks"))
+
+from core_bench.runner import Row, lines_of, row, save_rows
+
+# The folder above is no part of a package.
+sys.path.append(str(Path(__file__).parents[1]))
+from ntp_bench.kills import RecoveryCost, TimedAttempt, is_whole, read_attempts, recovery_of
+from ntp_bench.small_model import LAYERS, ROWS, WIDTH
 
 _T = TypeVar("_T")
 _REPLICA = Path(__file__).with_name("replica.py")
@@ -112,7 +118,7 @@ class Job:
             self._processes[replica] = subprocess.Popen(command, stdout=file, stderr=log)
         self._outputs[replica] = output
 
-    def attempts(self) -> dict[int, list[Attempt]]:
+    def attempts(self) -> dict[int, list[TimedAttempt]]:
         """The attempts of the present process of each replica group."""
         return {replica: read_attempts(path) for replica, path in self._outputs.items()}
 
@@ -125,7 +131,7 @@ class Job:
             "steps of all replica groups",
         )
 
-    def kill(self, replica: int) -> Recovery:
+    def kill(self, replica: int) -> RecoveryCost:
         """Kill the process of a replica group and wait until the others have committed a step."""
         killed_at_s = time.monotonic()
         self._processes[replica].send_signal(signal.SIGKILL)
@@ -158,7 +164,7 @@ class Job:
         return found
 
 
-def measure(python: Path, limits: Limits, *, replicas: int, kills: int) -> list[Recovery]:
+def measure(python: Path, limits: Limits, *, replicas: int, kills: int) -> list[RecoveryCost]:
     """The recoveries of `kills` kills, one after another."""
     chance, found = random.Random(0), []
     with (
@@ -175,22 +181,20 @@ def measure(python: Path, limits: Limits, *, replicas: int, kills: int) -> list[
     return found
 
 
-def rows_of(limits: Limits, found: Sequence[Recovery], replicas: int) -> list[Row]:
+def rows_of(limits: Limits, found: Sequence[RecoveryCost], replicas: int) -> list[Row]:
     """Seconds, and samples, of the kills with one set of limits."""
     place = f"torchft, {limits.name} @ {replicas} replica groups"
     seconds = [one.seconds for one in found]
-    rows = ROWS // replicas
+    number = ROWS // replicas
     # The killed process had drawn a batch, too, which its successor does not draw again.
-    lost = [(one.repeated + 1) * rows for one in found]
+    lost = [(one.repeated + 1) * number for one in found]
     values = {
-        "s, median": round(statistics.median(seconds), 3),
-        "s, longest": round(max(seconds), 3),
+        "s, median": statistics.median(seconds),
+        "s, longest": max(seconds),
         "samples drawn and not trained on, median": float(statistics.median(lost)),
-        "samples fewer in each step until a process replaces it": float(rows),
+        "samples fewer in each step until a process replaces it": float(number),
     }
-    return [
-        Row("torchft", place, value, unit, "", None, len(found)) for unit, value in values.items()
-    ]
+    return [row("torchft", place, value, unit, len(found)) for unit, value in values.items()]
 
 
 def main() -> None:
@@ -212,8 +216,7 @@ def main() -> None:
             kills=arguments.kills,
         )
         rows += rows_of(limits, found, arguments.replicas)
-    for row in rows:
-        print(f"{row.case}: {row.value:g} {row.unit}")
+    print("\n".join(lines_of(rows)))
     if arguments.csv is not None:
         save_rows(arguments.csv, rows)
 

@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core import Collectives, Group, Groups, Topology, open_groups
-from pcomm.core.collectives import SpyCollectives
-from pcomm.core.control import default_control
-from pcomm.core.groups.spec import GroupSpec
-from pcomm.core.tensor_parallel import ParamLayout, take_shard
-from pcomm.core.testing import ranks
-from pcomm.ntp import Coord, Failures, GradSync, Plan, Units, grad_groups, plan
-from pcomm.ntp.sync.grad_groups import Strategy
-from pcomm.ntp.testing.small_training import (
+from ntp_support.small_training import (
     assert_training,
     train,
     train_dense,
     training_specs,
     training_units,
 )
-from pcomm.ntp.testing.tagged_model import TaggedModel, summed_gradients, tagged_units, tags
+from ntp_support.tagged_sums import TaggedModel, summed_gradients, tagged_units, tags
+from pcomm.core import Collectives, Group, Groups, Topology, open_groups
+from pcomm.core.collectives import SpyCollectives
+from pcomm.core.control import default_control
+from pcomm.core.groups.spec import GroupSpec
+from pcomm.core.tensor_parallel import ParamLayout, take_shard
+from pcomm.core.testing import ranks
+from pcomm.ntp import Coord, Failures, GradSync, NtpPlan, Units, grad_groups, plan
+from pcomm.ntp.sync.grad_groups import Strategy
 
 # Far beyond what any of these tests may take: a rank that waits for it fails the test.
 WAIT_S = 3600.0
@@ -34,7 +34,7 @@ WEIGHTS = (0.5, 2.0)
 
 
 def opened(
-    made: Plan,
+    made: NtpPlan,
     specs: list[GroupSpec],
     collectives: Callable[[Group], Collectives] | None = None,
 ) -> Groups:
@@ -90,7 +90,7 @@ def test_two_at_once_whose_sums_are_in_flight_together(rank: int) -> None:
 class Wide(nn.Module):
     """A column and a row whose shards are above every threshold of core's operations."""
 
-    def __init__(self, made: Plan, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, made: NtpPlan, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
         place = made.place(rank)
         layout = made.layout("*", place.replica)

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from ntp_support.logical_state import LogicalState, state_units, unset
 from pcomm.core import Group, Groups, Topology, open_groups
 from pcomm.core.checkpoint import ShardLoadPlanner, ShardSavePlanner
 from pcomm.core.control import default_control
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.testing import assert_equal, ranks
-from pcomm.ntp import Coord, Failures, Plan, Units, plan
-from pcomm.ntp.reshard import Moved, reshard, shard_views
-from pcomm.ntp.testing.logical_state import LogicalState, state_units, unset
+from pcomm.ntp import Coord, Failures, NtpPlan, Units, plan
+from pcomm.ntp.redistribute import Moved, redistribute, shard_views
 
 WAIT_S = 3600.0
 TOPOLOGY = Topology({"dp": 2, "tp": 2})
@@ -24,7 +24,7 @@ SMALL = state_units(3)
 LARGE = state_units(9, width=24)
 
 
-def plans(units: dict[str, Units]) -> tuple[Plan, Plan]:
+def plans(units: dict[str, Units]) -> tuple[NtpPlan, NtpPlan]:
     """All four ranks, and all but rank 3."""
     return (
         plan(TOPOLOGY, Failures(), units),
@@ -38,15 +38,15 @@ def opened(*specs: GroupSpec) -> Groups:
 
 def assert_moved(
     whole: LogicalState,
-    old: Plan,
-    new: Plan,
+    old: NtpPlan,
+    new: NtpPlan,
     group: Group,
     source: dict[str, Tensor],
     round_bytes: int,
 ) -> tuple[dict[str, Tensor], Moved]:
     rank = group.ranks[group.rank]
     target = unset(whole.shards(new, rank))
-    found = reshard(
+    found = redistribute(
         old,
         new,
         group,

@@ -20,9 +20,10 @@ from pcomm.core import Groups, Topology
 from pcomm.core.errors import PcommError
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.testing import ranks
-from pcomm.ntp import Built, Failures, Plan, Session, Units
-from pcomm.ntp.reshard import Moved
-from pcomm.ntp.session import recovery, state_transfer
+from pcomm.ntp import Failures, NtpPlan, Session, TrainState, Units
+from pcomm.ntp.redistribute import Moved
+from pcomm.ntp.session import recovery
+from pcomm.ntp.session import training_state as state_transfer
 
 HIDDEN = 6
 UNITS = {"*.weight": Units.columns(HIDDEN)}
@@ -38,7 +39,7 @@ class Norms(torch.optim.SGD):
         return super().step(closure)
 
 
-def layers(plan: Plan, groups: Groups, rank: int, *, seed: int = 0) -> nn.Sequential:
+def layers(plan: NtpPlan, groups: Groups, rank: int, *, seed: int = 0) -> nn.Sequential:
     """Two layers that are split along either dimension, cut from whole ones of a seed."""
     place = plan.place(rank)
     layout, over = plan.layout("0.weight", place.replica), groups["tp"].collectives
@@ -57,7 +58,7 @@ def layers(plan: Plan, groups: Groups, rank: int, *, seed: int = 0) -> nn.Sequen
 def train(
     store: Callable[[], dist.Store],
     rank: int,
-    build: Callable[[Plan, Groups, int], Built],
+    build: Callable[[NtpPlan, Groups, int], TrainState],
     *,
     axes: tuple[int, int] = (2, 1),
     gone: Iterable[int] = (),
@@ -84,12 +85,12 @@ class Cases:
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank, self._folder, self._numbers = rank, folder, count()
 
-    def train(self, build: Callable[[Plan, Groups, int], Built], **options: Any) -> Any:
+    def train(self, build: Callable[[NtpPlan, Groups, int], TrainState], **options: Any) -> Any:
         path = str(self._folder / str(next(self._numbers)))
         return train(lambda: dist.FileStore(path, -1), self.rank, build, **options)
 
     def fails(
-        self, match: str, build: Callable[[Plan, Groups, int], Built], **options: Any
+        self, match: str, build: Callable[[NtpPlan, Groups, int], TrainState], **options: Any
     ) -> None:
         """All ranks end with an error, and one at least with this one.
 
@@ -102,8 +103,8 @@ class Cases:
         assert any(re.search(match, text) for text in texts), texts
 
 
-def sgd(model: nn.Module, **options: Any) -> Built:
-    return Built(model, torch.optim.SGD(model.parameters(), **{"lr": 0.01, **options}))
+def sgd(model: nn.Module, **options: Any) -> TrainState:
+    return TrainState(model, torch.optim.SGD(model.parameters(), **{"lr": 0.01, **options}))
 
 
 @ranks(2)
@@ -111,12 +112,12 @@ def test_replicas_that_begin_with_other_numbers_or_settings(rank: int, tmp_path:
     cases = Cases(rank, tmp_path)
     cases.train(lambda *place: sgd(layers(*place)))
 
-    def seeded(*place: Any) -> Built:
+    def seeded(*place: Any) -> TrainState:
         return sgd(layers(*place, seed=rank))
 
     cases.fails(r"DivergenceError.*units 0 to 5 of 'model.0.weight'.*ranks \[\d\]", seeded)
 
-    def one_element(*place: Any) -> Built:
+    def one_element(*place: Any) -> TrainState:
         model = layers(*place)
         model.get_parameter("1.weight").data[1, 2] += 1e-6 * rank
         return sgd(model)
@@ -125,10 +126,10 @@ def test_replicas_that_begin_with_other_numbers_or_settings(rank: int, tmp_path:
 
     cases.fails(r"lr of group 0: 0\.[12]", lambda *p: sgd(layers(*p), lr=0.1 + rank / 10))
 
-    def other_kind(*place: Any) -> Built:
+    def other_kind(*place: Any) -> TrainState:
         model = layers(*place)
         kinds: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.SGD, torch.optim.Adagrad)
-        return Built(model, kinds[rank](model.parameters(), lr=0.01))
+        return TrainState(model, kinds[rank](model.parameters(), lr=0.01))
 
     cases.fails(r"optimizer: torch\.optim\.", other_kind)
 
@@ -137,7 +138,7 @@ def test_replicas_that_begin_with_other_numbers_or_settings(rank: int, tmp_path:
 def test_steps_with_other_arguments_are_applied_by_no_rank(rank: int, tmp_path: Path) -> None:
     cases, kept = Cases(rank, tmp_path), []
 
-    def build(*place: Any) -> Built:
+    def build(*place: Any) -> TrainState:
         kept.append(layers(*place))
         return sgd(kept[-1])
 
@@ -157,7 +158,7 @@ def test_steps_with_other_arguments_are_applied_by_no_rank(rank: int, tmp_path: 
 def test_models_of_torchs_own_parallelism_are_refused_by_name(rank: int, tmp_path: Path) -> None:
     cases, mesh = Cases(rank, tmp_path), init_device_mesh("cpu", (2,))
 
-    def parallelized(*_: object) -> Built:
+    def parallelized(*_: object) -> TrainState:
         model = nn.Sequential(nn.Linear(3, HIDDEN), nn.Linear(HIDDEN, 2))
         return sgd(parallelize_module(model, mesh, {"0": ColwiseParallel()}))
 
@@ -177,16 +178,16 @@ def test_replicas_of_different_degrees_that_drift_apart(rank: int, tmp_path: Pat
     cases = Cases(rank, tmp_path)
     uneven: dict[str, Any] = {"axes": (2, 2), "gone": [3]}
 
-    def norms(*place: Any) -> Built:
+    def norms(*place: Any) -> TrainState:
         model = layers(*place)
         optimizer = Norms(model.parameters(), lr=0.01)
         # Not so; otherwise it is tried, and refused before its first step.
         optimizer.is_elementwise = True  # type: ignore[attr-defined]
-        return Built(model, optimizer)
+        return TrainState(model, optimizer)
 
-    def tried(*place: Any) -> Built:
+    def tried(*place: Any) -> TrainState:
         model = layers(*place)
-        return Built(model, Norms(model.parameters(), lr=0.01))
+        return TrainState(model, Norms(model.parameters(), lr=0.01))
 
     cases.fails(r"UnsupportedError: Session: optimizer Norms of '0.weight'", tried, **uneven)
     # The first step is applied, and compared when the second one is about to be.
@@ -196,13 +197,13 @@ def test_replicas_of_different_degrees_that_drift_apart(rank: int, tmp_path: Pat
     recovery._DRIFT_STEPS = 3
     try:
 
-        def adamw(*place: Any) -> Built:
+        def adamw(*place: Any) -> TrainState:
             model = layers(*place)
-            return Built(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+            return TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.05))
 
         cases.train(adamw, **uneven, until=5)
 
-        def late(*place: Any) -> Built:
+        def late(*place: Any) -> TrainState:
             built = norms(*place)
             # As one that takes norms only after a warm-up.
             steps, step = count(), torch.optim.SGD.step
@@ -216,9 +217,9 @@ def test_replicas_of_different_degrees_that_drift_apart(rank: int, tmp_path: Pat
     finally:
         recovery._DRIFT_STEPS = 100
 
-    def muon(*place: Any) -> Built:
+    def muon(*place: Any) -> TrainState:
         model = layers(*place)
-        return Built(model, torch.optim.Muon(model.parameters(), lr=0.01))
+        return TrainState(model, torch.optim.Muon(model.parameters(), lr=0.01))
 
     cases.fails("UnsupportedError: Session: optimizer Muon of '0.weight'", muon, **uneven)
 
@@ -227,7 +228,7 @@ def test_replicas_of_different_degrees_that_drift_apart(rank: int, tmp_path: Pat
 def test_a_state_that_does_not_arrive_as_it_was_is_not_taken_over(
     rank: int, tmp_path: Path
 ) -> None:
-    cases, whole = Cases(rank, tmp_path), state_transfer.reshard
+    cases, whole = Cases(rank, tmp_path), state_transfer.redistribute
 
     def spoiled(*arguments: Any, target: dict[str, Tensor], **options: Any) -> Moved:
         found = whole(*arguments, target=target, **options)
@@ -238,16 +239,16 @@ def test_a_state_that_does_not_arrive_as_it_was_is_not_taken_over(
     def slow(session: Session) -> None:
         session.set_speed(0, 0.5)
 
-    for reshard in (whole, spoiled):
-        state_transfer.reshard = reshard
+    for redistribute in (whole, spoiled):
+        state_transfer.redistribute = redistribute
         try:
-            if reshard is whole:
+            if redistribute is whole:
                 cases.train(lambda *place: sgd(layers(*place)), each_step=slow)
             else:
                 match = "DivergenceError: Session: the state after a change of ranks"
                 cases.fails(match, lambda *place: sgd(layers(*place)), each_step=slow)
         finally:
-            state_transfer.reshard = whole
+            state_transfer.redistribute = whole
 
 
 @ranks(2)
@@ -256,8 +257,8 @@ def test_state_that_could_not_move_is_found_before_the_first_step(
 ) -> None:
     cases = Cases(rank, tmp_path)
 
-    def averaged(is_persistent: bool) -> Callable[..., Built]:
-        def build(*place: Any) -> Built:
+    def averaged(is_persistent: bool) -> Callable[..., TrainState]:
+        def build(*place: Any) -> TrainState:
             model = layers(*place)
             copy = model.get_parameter("0.weight").detach().clone()
             model.register_buffer("average", copy, persistent=is_persistent)

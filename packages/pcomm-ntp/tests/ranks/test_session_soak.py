@@ -7,19 +7,19 @@ import signal
 
 import pytest
 
-from pcomm.core import Topology
-from pcomm.core.errors import FencedError
-from pcomm.core.process import ResilientRanks
-from pcomm.core.testing.patience import scaled_s
-from pcomm.ntp.session import Patience
-from pcomm.ntp.testing.resilient_training import (
+from ntp_support.resilient_training import (
     PRELOAD,
     RECOVERY_POINTS,
     STEP_POINTS,
     Fault,
     train_in_session,
 )
-from pcomm.ntp.testing.seen_training import assert_seen
+from ntp_support.seen_training import assert_seen
+from pcomm.core import Topology
+from pcomm.core.errors import FencedError
+from pcomm.core.process import ResilientRanks
+from pcomm.core.testing.programs import scaled_s
+from pcomm.ntp.session import Timeouts
 
 pytestmark = pytest.mark.soak
 
@@ -55,11 +55,11 @@ def test_kills_at_random_points(seed: int) -> None:
 @pytest.mark.parametrize("point", [*STEP_POINTS, *RECOVERY_POINTS])
 def test_a_rank_that_is_stopped_at_any_point_is_fenced(point: str) -> None:
     """One is stopped, at two points while the others recover from an error of a connection."""
-    patience = Patience(heartbeat_s=0.1, dead_after_s=3.0)
+    timeouts = Timeouts(heartbeat_s=0.1, dead_after_s=3.0)
     faults = (Fault(0, "forward", 1, 0), Fault(3, point, 1, signal.SIGSTOP))
     with ResilientRanks(4, preload=PRELOAD) as ranks:
         topology = Topology({"dp": 2, "tp": 2})
-        ranks.start(train_in_session, (topology, 4, faults, {"patience": patience}))
+        ranks.start(train_in_session, (topology, 4, faults, {"timeouts": timeouts}))
         others = ranks.wait([0, 1, 2], timeout_s=scaled_s(120.0))
         ranks.kill(3, signal.SIGCONT)
         stopped = ranks.wait([3], timeout_s=scaled_s(120.0))[3]

@@ -5,15 +5,21 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pcomm.core.collectives.spy import SpyCollectives
-from pcomm.core.groups.groups import Groups
+from ntp_support.tagged_sums import (
+    TaggedModel,
+    calls_of,
+    on_tagged_ranks,
+    plan_of_degrees,
+    tags,
+    whole_shapes,
+)
+from pcomm.core.collectives.instrumented import SpyCollectives
+from pcomm.core.groups.open_groups import Groups
 from pcomm.core.topology import Topology
 from pcomm.ntp import Coord, Failures, GradSync, Units, grad_groups, plan
 from pcomm.ntp.sync.buckets import deal_out
 from pcomm.ntp.sync.grad_groups import Strategy
-from pcomm.ntp.sync.synced_params import SyncedParam
-from pcomm.ntp.testing.tagged_model import TaggedModel, tags, whole_shapes
-from pcomm.ntp.testing.tagged_sums import calls_of, on_tagged_ranks, plan_of_degrees
+from pcomm.ntp.sync.params import SyncedParam
 
 STRATEGIES: tuple[Strategy, ...] = ("interval", "gather-core")
 DEGREES = [(4, 3), (3, 4), (4, 2), (3, 2, 4), (2, 3, 1), (3, 2), (3, 3), (1, 1), (4,), (4, 3, 3, 2)]

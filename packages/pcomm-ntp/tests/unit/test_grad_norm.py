@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.groups.groups import Groups
-from pcomm.ntp import GradSync
-from pcomm.ntp.sync.grad_groups import Strategy
-from pcomm.ntp.testing.tagged_model import TaggedModel, summed_gradients, tags
-from pcomm.ntp.testing.tagged_sums import (
+from ntp_support.tagged_sums import (
+    TaggedModel,
     assert_same_bits,
     gradients_of,
     on_tagged_ranks,
     plan_of_degrees,
     shards_of,
+    summed_gradients,
+    tags,
 )
+from pcomm.core.groups.open_groups import Groups
+from pcomm.ntp import GradSync
+from pcomm.ntp.sync.grad_groups import Strategy
 
 STRATEGIES: tuple[Strategy, ...] = ("interval", "gather-core")
 

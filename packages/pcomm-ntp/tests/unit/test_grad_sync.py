@@ -6,26 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.groups.groups import Groups
-from pcomm.core.topology import Topology
-from pcomm.ntp import Coord, Failures, GradSync, Plan, grad_groups, plan
-from pcomm.ntp.sync.grad_groups import Strategy
-from pcomm.ntp.testing.tagged_model import (
+from ntp_support.tagged_sums import (
     TaggedModel,
-    summed_gradients,
-    tagged_units,
-    tags,
-    whole_shapes,
-)
-from pcomm.ntp.testing.tagged_sums import (
     assert_same_bits,
     calls_of,
     gradients_of,
     on_tagged_ranks,
     plan_of_degrees,
     shards_of,
+    summed_gradients,
+    tagged_units,
+    tags,
+    whole_shapes,
 )
-from pcomm.ntp.testing.virtual_groups import run_on_virtual_groups
+from ntp_support.virtual_groups import run_on_virtual_groups
+from pcomm.core.groups.open_groups import Groups
+from pcomm.core.topology import Topology
+from pcomm.ntp import Coord, Failures, GradSync, NtpPlan, grad_groups, plan
+from pcomm.ntp.sync.grad_groups import Strategy
 
 STRATEGIES: tuple[Strategy, ...] = ("interval", "gather-core")
 DEGREES = [(4, 3), (3, 4), (4, 2), (3, 2, 4), (2, 3, 1), (3, 2), (3, 3), (1, 1), (4,), (4, 3, 3, 2)]
@@ -78,7 +76,7 @@ def test_random_gradients_and_weights_that_round(strategy: Strategy) -> None:
     assert_same_replicas(made, found)
 
 
-def assert_same_replicas(made: Plan, found: dict[int, object]) -> None:
+def assert_same_replicas(made: NtpPlan, found: dict[int, object]) -> None:
     """All replicas have the same bits: every element has one value on all of its holders."""
     whole: dict[str, dict[int, Tensor]] = {}
     for rank, one in found.items():

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from ntp_support.sync_alone import sync_alone
+from ntp_support.tagged_sums import TaggedModel, tagged_units
+from ntp_support.virtual_groups import run_on_virtual_groups
 from pcomm.core.errors import (
     ConfigError,
     DivergenceError,
@@ -16,14 +19,11 @@ from pcomm.core.errors import (
     PeerError,
     TopologyError,
 )
-from pcomm.core.groups.groups import Groups
+from pcomm.core.groups.open_groups import Groups
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.core.topology import Topology
 from pcomm.ntp import Coord, Failures, GradSync, Units, grad_groups, plan
-from pcomm.ntp.testing.sync_alone import sync_alone
-from pcomm.ntp.testing.tagged_model import TaggedModel, tagged_units
-from pcomm.ntp.testing.virtual_groups import run_on_virtual_groups
 
 PAIR = Topology({"dp": 2, "tp": 2})
 GONE = Failures.at(Coord(dp=1, tp=1))

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ntp_support.sync_alone import plan_alone, sync_alone
+from ntp_support.tagged_sums import tags
 from pcomm.core.errors import (
     ClosedError,
     ConfigError,
 )
 from pcomm.ntp import GradSync
-from pcomm.ntp.testing.sync_alone import plan_alone, sync_alone
-from pcomm.ntp.testing.tagged_model import tags
 
 
 def test_sparse_gradients_become_dense() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ntp_support.sync_alone import sync_alone
+from ntp_support.virtual_groups import run_on_virtual_groups
 from pcomm.core.collectives import Call, InstrumentedCollectives, Pending
 from pcomm.core.errors import (
     ClosedError,
@@ -16,11 +18,9 @@ from pcomm.core.errors import (
     PeerError,
     UnsupportedError,
 )
-from pcomm.core.groups.groups import Groups
+from pcomm.core.groups.open_groups import Groups
 from pcomm.core.topology import Topology
 from pcomm.ntp import Failures, GradSync, Units, grad_groups, plan
-from pcomm.ntp.testing.sync_alone import sync_alone
-from pcomm.ntp.testing.virtual_groups import run_on_virtual_groups
 
 
 def test_calls_in_another_order_are_refused() -> None:

@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from pcomm.core.errors import FencedError, PeerTimeoutError
-from pcomm.core.testing.patience import wait_until
-from pcomm.ntp.session import Built, Patience
+from pcomm.core.testing.programs import wait_until
+from pcomm.ntp.session import Timeouts, TrainState
+from pcomm.ntp.session.failure_detection import Reach, Watch, left_out, unreachable
 from pcomm.ntp.session.membership import Membership
-from pcomm.ntp.session.reach import Reach, left_out, unreachable
 from pcomm.ntp.session.records import Records
-from pcomm.ntp.session.resume_point import Arrival
+from pcomm.ntp.session.resume_point import RankState
 from pcomm.ntp.session.training_state import scalars_of, set_scalars
-from pcomm.ntp.session.watch import Watch
 
 
 def test_a_process_that_waits_does_not_beat_for_the_one_that_has_its_rank() -> None:
@@ -38,7 +37,7 @@ def test_a_process_that_waits_does_not_beat_for_the_one_that_has_its_rank() -> N
 def test_a_process_that_has_waited_too_long_is_not_taken_in() -> None:
     store = dist.HashStore()
     member, late = (
-        Membership(lambda: store, rank, (0,), (0, 1), {}, Patience(join_s=join_s))
+        Membership(lambda: store, rank, (0,), (0, 1), {}, Timeouts(join_s=join_s))
         for rank, join_s in ((0, 60.0), (1, 0.0))
     )
     assert member.enter() == {}
@@ -54,7 +53,7 @@ def test_a_process_that_has_waited_too_long_is_not_taken_in() -> None:
 def test_of_two_processes_for_one_rank_the_later_one_is_taken_and_the_other_is_a_spare() -> None:
     store = dist.HashStore()
     member, spare, later = (
-        Membership(lambda: store, rank, (0,), (0, 1), {}, Patience()) for rank in (0, 1, 1)
+        Membership(lambda: store, rank, (0,), (0, 1), {}, Timeouts()) for rank in (0, 1, 1)
     )
     assert member.enter() == {}
     with ThreadPoolExecutor(2) as threads:
@@ -63,14 +62,14 @@ def test_of_two_processes_for_one_rank_the_later_one_is_taken_and_the_other_is_a
             waiting.append(threads.submit(one.enter))
             wait_until(lambda n=number: store.check([f"pcomm/session/join/{n}"]), "its request")
         assert member.wants_in()
-        member.meet("a process joins", Arrival(0))
-        assert waiting[1].result() == {0: Arrival(0)}
+        member.form_quorum("a process joins", RankState(0))
+        assert waiting[1].result() == {0: RankState(0)}
         assert later.ranks == member.ranks == (0, 1)
         # One process has the rank; the other one waits for it to be free.
         assert not member.wants_in()
         assert not waiting[0].done()
         later.leave("its program ends")
-        member.meet("rank 1 has left", Arrival(1))
+        member.form_quorum("rank 1 has left", RankState(1))
         waiting[0].result()
         assert spare.ranks == member.ranks == (0, 1)
         assert member.gone == {1: "its program ends"}
@@ -81,7 +80,7 @@ def test_of_two_processes_for_one_rank_the_later_one_is_taken_and_the_other_is_a
 def test_a_newcomer_with_which_no_generation_is_complete_is_left_out() -> None:
     store = dist.HashStore()
     member, other, newcomer = (
-        Membership(lambda: store, rank, (0, 1), (0, 1, 2), {}, Patience()) for rank in range(3)
+        Membership(lambda: store, rank, (0, 1), (0, 1, 2), {}, Timeouts()) for rank in range(3)
     )
     member.enter()
     other.enter()
@@ -91,7 +90,7 @@ def test_a_newcomer_with_which_no_generation_is_complete_is_left_out() -> None:
         wait_until(lambda: store.check(["pcomm/session/join/1"]), "its request")
         for reason, expected in ((None, (0, 1, 2)), (error, (0, 1)), (error, (0, 1))):
             every = members if reason is None else (*members, newcomer)[: len(member.ranks)]
-            met = [threads.submit(one.meet, str(reason), Arrival(0)) for one in every]
+            met = [threads.submit(one.form_quorum, str(reason), RankState(0)) for one in every]
             assert [one.result()[0].ranks for one in met[:2]] == [expected] * 2
             if reason is None:
                 entered.result()
@@ -109,36 +108,36 @@ def test_a_process_that_slept_until_its_keys_were_deleted_is_left_behind(
 ) -> None:
     store = dist.HashStore()
     ranks = (0, 1, 2) if is_replaced else (0, 1)
-    own = {r: Membership(lambda: store, min(r, 1), (0, 1), (0, 1), {}, Patience()) for r in ranks}
+    own = {r: Membership(lambda: store, min(r, 1), (0, 1), (0, 1), {}, Timeouts()) for r in ranks}
     own[0].enter()
     own[1].enter()
-    # It has come to the meeting, and stands still there.
-    own[1].records.say(0, 1, Arrival(0))
-    own[0].meet("a test", Arrival(0))
+    # It has come to the quorum, and stands still there.
+    own[1].records.say(0, 1, RankState(0))
+    own[0].form_quorum("a test", RankState(0))
     assert own[0].ranks == (0, 1)
     own[1].records.say_left(1, 1, "no heartbeat")
     with ThreadPoolExecutor(1) as thread:
         if is_replaced:
             entered = thread.submit(own[2]._join, time.monotonic() + 60.0)
             wait_until(lambda: store.check(["pcomm/session/join/1"]), "its request")
-        own[0].meet("rank 1 is silent", Arrival(0))
+        own[0].form_quorum("rank 1 is silent", RankState(0))
         if is_replaced:
             entered.result()
     assert own[0].ranks == ((0, 1) if is_replaced else (0,))
     own[0].settle()
     with pytest.raises(FencedError, match="generation 2 has begun"):
-        own[1].meet("it goes on", Arrival(0))
+        own[1].form_quorum("it goes on", RankState(0))
     for one in own.values():
         one.close()
 
 
 def test_keys_of_generations_that_are_over_are_deleted() -> None:
     store = dist.HashStore()
-    member = Membership(lambda: store, 0, (0,), (0,), {}, Patience())
+    member = Membership(lambda: store, 0, (0,), (0,), {}, Timeouts())
     member.enter()
     counts = []
     for _ in range(4):
-        member.meet("a test", Arrival(member.number))
+        member.form_quorum("a test", RankState(member.number))
         member.control().agree("a topic", ["a line"])
         member.settle()
         counts.append(len(store.list_keys()))
@@ -192,20 +191,20 @@ def test_a_connection_is_made_refused_or_lost() -> None:
     there.close()
 
 
-def test_a_rank_that_came_to_the_meeting_and_left_is_gone() -> None:
+def test_a_rank_that_came_to_the_quorum_and_left_is_gone() -> None:
     store = dist.HashStore()
     member, leaver = (
-        Membership(lambda: store, rank, (0, 1), (0, 1), {}, Patience()) for rank in (0, 1)
+        Membership(lambda: store, rank, (0, 1), (0, 1), {}, Timeouts()) for rank in (0, 1)
     )
     member.enter()
     leaver.enter()
     # Interrupted while it waits for the others.
-    leaver.records.say(0, 1, Arrival(0))
+    leaver.records.say(0, 1, RankState(0))
     leaver.leave("KeyboardInterrupt")
-    decision, states = member.meet("rank 1 has left", Arrival(0))
+    decision, states = member.form_quorum("rank 1 has left", RankState(0))
     assert decision.ranks == (0,)
     assert decision.gone == {1: "KeyboardInterrupt"}
-    assert states == {0: Arrival(0)}
+    assert states == {0: RankState(0)}
     member.close()
     leaver.close()
 
@@ -213,13 +212,13 @@ def test_a_rank_that_came_to_the_meeting_and_left_is_gone() -> None:
 def test_a_process_that_others_have_left_behind_may_write_nothing() -> None:
     store = dist.HashStore()
     member, sleeper = (
-        Membership(lambda: store, rank, (0, 1), (0, 1), {}, Patience(leave_s=0.0))
+        Membership(lambda: store, rank, (0, 1), (0, 1), {}, Timeouts(leave_s=0.0))
         for rank in (0, 1)
     )
     member.enter()
     sleeper.enter()
     sleeper.check_fence()
-    member.meet("rank 1 is silent", Arrival(0))
+    member.form_quorum("rank 1 is silent", RankState(0))
     member.check_fence()
     with pytest.raises(FencedError, match=r"rank 1 in generation 0: generation 1 has begun"):
         sleeper.check_fence()
@@ -236,9 +235,9 @@ def test_counts_of_steps_lie_where_the_optimizer_wants_them(option: str) -> None
     own(torch.ones(2)).sum().backward()
     adam.step()
     there = nn.Linear(2, 2, device="meta")
-    built = Built(there, torch.optim.Adam(there.parameters()))
+    built = TrainState(there, torch.optim.Adam(there.parameters()))
     built.optimizer.param_groups[0][option] = True
-    told = scalars_of(Built(own, adam)).replace(f'"{option}": null', f'"{option}": true')
+    told = scalars_of(TrainState(own, adam)).replace(f'"{option}": null', f'"{option}": true')
     told = told.replace(f'"{option}": false', f'"{option}": true')
     set_scalars(built, told)
     device = "cpu" if option == "foreach" else "meta"

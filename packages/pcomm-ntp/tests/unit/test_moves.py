@@ -11,11 +11,11 @@ import pytest
 
 from pcomm.core import Topology
 from pcomm.core.errors import ConfigError
-from pcomm.ntp import Coord, Failures, Plan, Policy, Units, plan
-from pcomm.ntp.reshard import StateLostError, moves
-from pcomm.ntp.reshard.senders import leveled
+from pcomm.ntp import Coord, Failures, NtpPlan, Policy, Units, plan
+from pcomm.ntp.redistribute import StateLostError, moves
+from pcomm.ntp.redistribute.planned_moves import level_senders
 
-CASES = int(os.environ.get("PCOMM_RESHARD_CASES", "50"))
+CASES = int(os.environ.get("PCOMM_RESHARD_CASES", "20"))
 UNITS = {
     "*.qkv": Units.gqa(q=22, kv=11, dim=2),
     "*.fc1": Units.gated(26, block=2),
@@ -25,7 +25,7 @@ UNITS = {
 }
 
 
-def draw_plan(draw: random.Random, topology: Topology) -> Plan:
+def draw_plan(draw: random.Random, topology: Topology) -> NtpPlan:
     failed: list[int] = []
     for group in topology.groups("tp"):
         if draw.random() < 0.5:
@@ -36,7 +36,7 @@ def draw_plan(draw: random.Random, topology: Topology) -> Plan:
     return plan(topology, Failures.from_global_ranks(failed), UNITS, policy, speeds=speeds)
 
 
-def draw_pair(seed: int) -> tuple[Plan, Plan, set[int]]:
+def draw_pair(seed: int) -> tuple[NtpPlan, NtpPlan, set[int]]:
     """Two plans of one job, and the ranks that live through both and have state."""
     draw = random.Random(seed)
     axes = {"pp": draw.choice([1, 1, 2]), "dp": draw.randint(1, 4), "cp": draw.choice([1, 1, 2])}
@@ -50,7 +50,7 @@ def draw_pair(seed: int) -> tuple[Plan, Plan, set[int]]:
     return old, new, holders
 
 
-def held(made: Plan, name: str, rank: int) -> set[int]:
+def held(made: NtpPlan, name: str, rank: int) -> set[int]:
     """Units of a rank, from the positions of the first section."""
     if rank in made.topology.failed or made.place(rank).is_idle:
         return set()
@@ -62,12 +62,12 @@ def held(made: Plan, name: str, rank: int) -> set[int]:
     return {p // width for p in own if p < count * width}
 
 
-def group_of(made: Plan, rank: int) -> tuple[int, ...]:
+def group_of(made: NtpPlan, rank: int) -> tuple[int, ...]:
     coordinates = made.topology.coordinates(rank)
     return tuple(n for axis, n in sorted(coordinates.items()) if axis != "tp")
 
 
-def stage_of(made: Plan, rank: int) -> int:
+def stage_of(made: NtpPlan, rank: int) -> int:
     return made.topology.coordinates(rank)["pp"]
 
 
@@ -193,7 +193,7 @@ def test_units_are_dealt_to_those_who_sent_least() -> None:
         ranks = list(range(draw.randint(1, 6)))
         loads = {rank: draw.randint(0, 9) for rank in ranks}
         before, count = dict(loads), draw.randint(1, 30)
-        dealt = list(leveled((7, 7 + count), ranks, loads))
+        dealt = list(level_senders((7, 7 + count), ranks, loads))
         expected = dict(before)
         for _ in range(count):
             expected[min(ranks, key=lambda r: expected[r])] += 1

@@ -1,34 +1,34 @@
-"""The benchmark: its arithmetic on made-up times, its options, and the data of its picture."""
+"""The benchmark: its arithmetic on made-up times, and its options."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
+from core_bench.runner import Row
+from ntp_bench.command import PARTS, Settings, command
+from ntp_bench.host import large_job
+from ntp_bench.kills import (
+    GenerationChange,
+    Kill,
+    RecoveryCost,
+    RecoveryParts,
+    TimedAttempt,
+    is_whole,
+    kill_rows,
+    parts_of,
+    read_attempts,
+    recovery_of,
+    steps_missing,
+)
+from ntp_bench.small_model import rows_of_replica, stack_units
+from ntp_bench.state_moves import MoveTimes, bytes_between, layers_of, move_rows, state_mib_of
+from ntp_bench.steps import BY_HAND, OVER_SHARE, SIZES, StepTimes, busiest_share, jobs, step_rows
 from pcomm.core.errors import ConfigError
-from pcomm.core.testing.timing import Row
-from pcomm.ntp.bench.attempts import Attempt, Recovery, is_whole, read_attempts, recovery_of
-from pcomm.ntp.bench.command import command
-from pcomm.ntp.bench.host import large_job
-from pcomm.ntp.bench.kills import Kill
-from pcomm.ntp.bench.kills_report import kill_rows
-from pcomm.ntp.bench.recovery_parts import Left, Parts, parts_of, steps_missing
-from pcomm.ntp.bench.settings import PARTS, Settings
-from pcomm.ntp.bench.simulated import Prediction, predict_places, predict_traces
-from pcomm.ntp.bench.simulated_report import curves, reached, rows_of_predictions
-from pcomm.ntp.bench.small_model import rows_of_replica, stack_units
-from pcomm.ntp.bench.state_moves import MoveTimes, bytes_between, layers_of, state_mib_of
-from pcomm.ntp.bench.state_moves_report import move_rows
-from pcomm.ntp.bench.step import BY_HAND, SIZES, StepTimes, busiest_share, jobs
-from pcomm.ntp.bench.step_report import OVER_SHARE, step_rows
-from pcomm.ntp.reshard import Moved
-from pcomm.ntp.simulate import Fleet
-
-EVEN, HEADS = "predicted, even work", "predicted, 128 heads"
+from pcomm.ntp.redistribute import Moved
 
 
 def run(*words: str) -> int:
@@ -46,8 +46,8 @@ def by_case(rows: list[Row]) -> dict[tuple[str, str], Row]:
 # -- kills ---------------------------------------------------------------------------------------
 
 
-def steps(*found: tuple[float, int, bool, int]) -> list[Attempt]:
-    return [Attempt(*one) for one in found]
+def steps(*found: tuple[float, int, bool, int]) -> list[TimedAttempt]:
+    return [TimedAttempt(*one) for one in found]
 
 
 def test_recovery_ends_with_the_slowest_of_those_that_are_left() -> None:
@@ -57,7 +57,7 @@ def test_recovery_ends_with_the_slowest_of_those_that_are_left() -> None:
         1: steps((9.9, 5, True, 4), (10.2, 5, False, 3), (10.25, 5, False, 3), (10.9, 6, True, 3)),
         2: steps((9.9, 5, True, 4), (10.05, 5, True, 4)),
     }
-    assert recovery_of(found, killed_at_s=10.0, victim=2, members=3) == Recovery(
+    assert recovery_of(found, killed_at_s=10.0, victim=2, members=3) == RecoveryCost(
         pytest.approx(0.9), 3
     )
     assert recovery_of(found, killed_at_s=10.0, victim=0, members=3) is None
@@ -77,7 +77,7 @@ def test_a_job_is_whole_when_the_last_steps_of_all_were_committed_by_all() -> No
 def test_a_line_that_is_being_written_is_no_attempt(tmp_path: Path) -> None:
     path = tmp_path / "attempts.txt"
     assert read_attempts(path) == []
-    whole = Attempt(1.25, 3, True, 7)
+    whole = TimedAttempt(1.25, 3, True, 7)
     path.write_text(whole.line() + "\n" + "2.5 4 1 ")
     assert read_attempts(path) == [whole]
     # Complete up to its end, so that "7" may be the beginning of "70".
@@ -87,7 +87,7 @@ def test_a_line_that_is_being_written_is_no_attempt(tmp_path: Path) -> None:
 
 def test_parts_of_a_recovery_add_up() -> None:
     attempts = steps((9.0, 4, True, 4), (10.5, 4, False, 3), (10.75, 5, True, 3), (11, 6, True, 3))
-    changes = [Left(5.0, 9, 9, 9, 9), Left(10.5, 0.1, 0.05, 0.05, 0.2)]
+    changes = [GenerationChange(5.0, 9, 9, 9, 9), GenerationChange(10.5, 0.1, 0.05, 0.05, 0.2)]
     parts = parts_of(attempts, changes, killed_at_s=10.0, members=3)
     assert parts is not None
     found = (parts.detect_s, parts.agree_s, parts.open_s, parts.build_s, parts.reshard_s)
@@ -98,7 +98,9 @@ def test_parts_of_a_recovery_add_up() -> None:
 
 def test_a_step_left_out_or_applied_twice_is_counted() -> None:
     def numbers(*found: tuple[int, bool]) -> int:
-        return steps_missing([Attempt(0.0, step, is_committed, 4) for step, is_committed in found])
+        return steps_missing(
+            [TimedAttempt(0.0, step, is_committed, 4) for step, is_committed in found]
+        )
 
     assert numbers((1, True), (2, True), (2, False), (3, True)) == 0
     # Ready when the other died, and so applied in the recovery.
@@ -109,8 +111,8 @@ def test_a_step_left_out_or_applied_twice_is_counted() -> None:
 
 
 def test_rows_of_kills() -> None:
-    parts = Parts(0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
-    kills = [Kill(Recovery(seconds, 3), parts, 0) for seconds in (0.5, 0.25, 2.0)]
+    parts = RecoveryParts(0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
+    kills = [Kill(RecoveryCost(seconds, 3), parts, 0) for seconds in (0.5, 0.25, 2.0)]
     rows = by_case(kill_rows(kills, "2 x TP4"))
     unit = "s to the next committed step"
     assert rows["median @ 2 x TP4", unit].value == 0.5
@@ -121,7 +123,7 @@ def test_rows_of_kills() -> None:
     assert {row.rounds for row in rows.values()} == {3}
     (bad,) = [
         row.value
-        for row in kill_rows([Kill(Recovery(1.0, 0), None, 2)], "x")
+        for row in kill_rows([Kill(RecoveryCost(1.0, 0), None, 2)], "x")
         if row.unit == "samples of all kills"
     ]
     assert bad == 128
@@ -141,7 +143,7 @@ def test_work_of_the_busiest_rank() -> None:
 
 def test_steps_are_compared_with_the_faster_baseline() -> None:
     def times(wall: float, core: tuple[float, ...]) -> list[StepTimes]:
-        ranks = [StepTimes((wall,) * 3, (own,) * 3, 2**20, 2) for own in core]
+        ranks = [StepTimes((wall * 1e6,) * 3, (own * 1e6,) * 3, 2**20, 2) for own in core]
         return [*ranks, StepTimes((), (), 0, 0)]
 
     found = {
@@ -183,7 +185,9 @@ def test_bytes_between_ranks_are_those_that_lack() -> None:
 
 def test_rows_of_moves() -> None:
     def times(received: int, ours: float) -> MoveTimes:
-        return MoveTimes(Moved(0, received, 2 << 20, 1), (ours,) * 3, (0.5,) * 3, received == 0)
+        return MoveTimes(
+            Moved(0, received, 2 << 20, 1), (ours * 1e6,) * 3, (0.5e6,) * 3, received == 0
+        )
 
     found = {"a rank is lost": [times(0, 0.5), times(5 << 20, 1.0), MoveTimes(None, (), (), True)]}
     rows = by_case(move_rows(found, 24))
@@ -197,69 +201,6 @@ def test_rows_of_moves() -> None:
     assert state_mib_of(4) == 96
 
 
-# -- predictions ---------------------------------------------------------------------------------
-
-
-def test_predictions_of_places_and_traces() -> None:
-    fleet = Fleet(9216, 32, 8)
-    places = list(predict_places((fleet,), placements=3))
-    assert {one.kind for one in places} == {EVEN, HEADS}
-    schemes = list(dict.fromkeys(one.scheme for one in places))
-    assert schemes == [
-        *("drop", "drop packed", "paper", "exact in place", "exact", "exact sorted"),
-        "drop packed, spares",
-    ]
-    assert len(places) == 2 * 4 * len(schemes)
-    worst = {kind: reached(places, kind)["exact sorted"] for kind in (EVEN, HEADS)}
-    # 31 ranks share 128 heads unevenly.
-    assert worst[EVEN][0] == worst[EVEN][1] == 4
-    assert worst[HEADS][2] < 0.995 < worst[EVEN][2]
-    traces = list(predict_traces((fleet,), days=1))
-    found = {(one.scheme, one.unit): one.value for one in traces}
-    day = 86_400
-    for scheme, pause_s in {"exact in place": 10, "exact sorted": 180, "drop packed": 180}.items():
-        changes = found[scheme, "changes of shape a day"]
-        left = found[scheme, "of the ideal, no pauses"] * (1 - changes * pause_s / day)
-        assert found[scheme, "of the ideal, with pauses"] == pytest.approx(left, abs=2e-4)
-
-
-def test_the_picture_has_the_largest_job_of_a_degree() -> None:
-    def one(num_gpus: int, percent: str, value: float, kind: str = EVEN) -> Prediction:
-        fleet = Fleet(num_gpus, 8)
-        return Prediction(kind, "exact", fleet, f"{percent}% failed", value, "of the ideal", 1)
-
-    found = [
-        *(one(16, "0.1", 0.5), one(32, "0.1", 0.999), one(32, "0.4", 0.99)),
-        one(32, "0.4", 0.2, HEADS),
-    ]
-    assert curves(found, EVEN, 8) == {"exact": ([0.1, 0.4], [0.999, 0.99])}
-    assert curves(found, EVEN, 16) == {}
-    assert reached(found, EVEN) == {"exact": (1, 3, 0.5)}
-    rows = rows_of_predictions(found)
-    assert {row.hardware for row in rows} == {"none: these are predictions"}
-    assert all(row.benchmark.startswith("predicted, ") for row in rows)
-
-
-def test_predictions_are_written_and_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    few = Fleet(512, 8, 4)
-    monkeypatch.setattr(predict_places, "__defaults__", ((few,),))
-    monkeypatch.setattr(predict_traces, "__defaults__", ((few,),))
-    paths = tmp_path / "rows.csv", tmp_path / "picture.png"
-    assert run("--quick", "--parts", "simulated", *words_of(*paths)) == 0
-    with paths[0].open(newline="") as file:
-        kinds = {row["benchmark"] for row in csv.DictReader(file)}
-    assert kinds == {EVEN, HEADS, "predicted, Llama 3 rates", "predicted, summary"}
-    assert paths[1].read_bytes().startswith(b"\x89PNG")
-    assert "exact sorted" in capsys.readouterr().out
-
-
-def words_of(rows: Path, picture: Path) -> list[str]:
-    return ["--csv", str(rows), "--plot", str(picture)]
-
-
 # -- options -------------------------------------------------------------------------------------
 
 
@@ -269,15 +210,12 @@ def test_a_large_job_has_the_share_of_failures_it_says() -> None:
     assert len(failures.ranks(topology)) == 403
 
 
-def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_meant_is_refused() -> None:
     for words, told in {
         ("--parts", "steps"): "--parts steps",
-        ("--parts", "simulated,step"): "by itself",
         ("--kills", "0"): "--kills 0",
         ("--rounds", "3"): "--rounds 3",
-        ("--plot", str(tmp_path / "picture.png")): "Use --parts simulated",
     }.items():
         with pytest.raises(ConfigError, match=told):
             run(*words)
-    assert not list(tmp_path.iterdir())
-    assert Settings().parts == PARTS[:-1]
+    assert Settings().parts == PARTS

@@ -10,13 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
+from ntp_support.logical_state import LogicalState, state_units, unset
 from pcomm.core import Layout, Topology
 from pcomm.core.checkpoint import ShardLoadPlanner, ShardSavePlanner, ShardView
 from pcomm.core.tensor_parallel import ParamLayout, take_shard
 from pcomm.core.testing import assert_equal
-from pcomm.ntp import Failures, Plan, Policy, plan
-from pcomm.ntp.reshard import parameter_name, shard_views
-from pcomm.ntp.testing.logical_state import LogicalState, state_units, unset
+from pcomm.ntp import Failures, NtpPlan, Policy, plan
+from pcomm.ntp.redistribute import parameter_name, shard_views
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -24,7 +24,7 @@ UNITS = state_units(5)
 WHOLE = LogicalState.random(UNITS)
 
 
-def made(tp: int, degrees: Sequence[int], *, cp: int = 1, policy: Policy | None = None) -> Plan:
+def made(tp: int, degrees: Sequence[int], *, cp: int = 1, policy: Policy | None = None) -> NtpPlan:
     """A plan whose replicas have these degrees."""
     topology = Topology({"dp": len(degrees), "cp": cp, "tp": tp})
     down = [
@@ -35,7 +35,7 @@ def made(tp: int, degrees: Sequence[int], *, cp: int = 1, policy: Policy | None 
     return plan(topology, Failures.from_global_ranks(down), UNITS, policy or Policy())
 
 
-def views_of(plan: Plan, *, is_unset: bool = False) -> dict[int, dict[str, ShardView]]:
+def views_of(plan: NtpPlan, *, is_unset: bool = False) -> dict[int, dict[str, ShardView]]:
     """The views of every rank that is left, of its shards or of memory to be filled."""
     found = {}
     for rank in plan.topology.ranks:
@@ -70,7 +70,7 @@ def load(folder: Path, views: Mapping[str, ShardView]) -> None:
     dcp.load(dict(views), checkpoint_id=folder, planner=ShardLoadPlanner(), no_dist=True)
 
 
-def assert_loads(folder: Path, plan: Plan) -> None:
+def assert_loads(folder: Path, plan: NtpPlan) -> None:
     for rank, views in views_of(plan, is_unset=True).items():
         if plan.topology.coordinates(rank)["cp"]:
             continue
@@ -120,12 +120,18 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("saved", [made(4, [4, 3]), made(4, [3, 2])], ids=["{4,3}", "{3,2}"])
-def test_it_is_read_under_every_plan_and_without_one(tmp_path: Path, saved: Plan) -> None:
+@pytest.mark.parametrize(
+    ("saved", "others", "degrees"),
+    [(made(4, [4, 3]), list(OTHERS), (1, 3)), (made(4, [3, 2]), ["{4, 3}", "{4}"], (3,))],
+    ids=["{4,3}", "{3,2}"],
+)
+def test_it_is_read_under_every_plan_and_without_one(
+    tmp_path: Path, saved: NtpPlan, others: Sequence[str], degrees: Sequence[int]
+) -> None:
     save(tmp_path, list(views_of(saved).values()))
-    for other in OTHERS.values():
-        assert_loads(tmp_path, other)
-    for degree in (1, 3):
+    for name in others:
+        assert_loads(tmp_path, OTHERS[name])
+    for degree in degrees:
         filled, expected = uniform_views(degree, is_unset=True), uniform_views(degree)
         for own, right in zip(filled, expected, strict=True):
             load(tmp_path, own)

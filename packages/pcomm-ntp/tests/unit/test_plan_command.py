@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.core import Topology
-from pcomm.core.command import main as cli
-from pcomm.ntp import Coord, Failures, Plan, Units, plan
-from pcomm.ntp.simulate import Fleet, simulate
+from pcomm.core import Topology, cli
+from pcomm.ntp import Coord, Failures, NtpPlan, Units, plan
 
 SMALL = ["--axes", "dp=4,tp=8", "--heads", "32", "--kv-heads", "8", "--mlp", "11008"]
 Run = Callable[..., tuple[int, str, str]]
@@ -18,7 +16,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """`pcomm plan` with arguments: its exit code, its output, and its errors."""
-    found = EntryPoints([EntryPoint("plan", "pcomm.ntp.commands.plan:command", cli.GROUP)])
+    found = EntryPoints([EntryPoint("plan", "pcomm.ntp.plan_command:command", cli.GROUP)])
     monkeypatch.setattr(cli, "entry_points", lambda group: found.select(group=group))
     for name in ("PCOMM_LOG", "RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -68,31 +66,13 @@ def test_json_has_a_plan_that_can_be_read_again(run: Run, tmp_path: Path) -> Non
         "*.in.weight": Units.fused(33, sections=(2, 1)),
         "norm": Units.replicated(),
     }
-    made = Plan.from_json(json.dumps(found["plan"]))
+    made = NtpPlan.from_json(json.dumps(found["plan"]))
     assert code == 0
     assert dict(made.units) == units
     assert made.policy.rounding == "nice"
     assert found["degrees"] == [list(own) for own in made.degrees]
     assert found["idle_ranks"] == list(made.idle_ranks)
     assert found["cost"]["throughput"] == pytest.approx(float(made.cost().throughput))
-    assert found["simulated"] == []
-
-
-def test_it_simulates_a_cluster_of_the_same_shape(run: Run) -> None:
-    shape = ["--axes", "pp=2,dp=64,tp=8", "--mlp", "11008", "--json"]
-    failed = [f"dp={i},pp=0,tp=1" for i in range(8)]
-    rows = json.loads(run(*shape, "--failures", *failed, "--simulate")[1])["simulated"]
-    again = json.loads(run(*shape, "--simulate", "0.0078125")[1])["simulated"]
-    assert rows == again
-    by_damage = rows[-1]
-    assert rows[0]["ratio"] < rows[2]["ratio"] < by_damage["ratio"]
-    # The MLP's columns are cut nearly evenly, so the simulator's own figure differs little.
-    (expected,) = simulate(Fleet(1024, 8, 2), 8, ["exact sorted"])
-    assert by_damage["ratio"] == pytest.approx(expected.ratio, abs=1e-4)
-    code, out, _ = run(*shape[:-1], "--failures", *failed, "--simulate")
-    assert code == 0
-    assert f"{rows[2]['ratio']:.4f}  one reduced degree" in out
-    assert "predicted and not measured" in out
 
 
 @pytest.mark.parametrize(
@@ -124,9 +104,6 @@ def test_it_simulates_a_cluster_of_the_same_shape(run: Run) -> None:
         (["--kv-heads", "4"], "Use tp=4 or less"),
         (["--failures-file", __file__], "no JSON"),
         (["--units", "absent.json"], "Leave one of the two away"),
-        (["--simulate"], "Name failures"),
-        (["--simulate", "2"], "outside of 0 < share <= 1"),
-        (["--simulate", "0"], "outside of 0 < share <= 1"),
     ],
 )
 def test_a_mistake_is_a_message_and_exit_code_2(run: Run, words: list[str], message: str) -> None:

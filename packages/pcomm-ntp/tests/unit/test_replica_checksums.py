@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ntp_support.logical_state import LogicalState, on_living_ranks, state_units
 from pcomm.core import Topology
 from pcomm.core.errors import DivergenceError
-from pcomm.core.groups.groups import Groups
+from pcomm.core.groups.open_groups import Groups
 from pcomm.ntp import Coord, Failures, plan
-from pcomm.ntp.reshard import checksums
-from pcomm.ntp.reshard.checksums import differing_units
-from pcomm.ntp.testing.logical_state import LogicalState, on_living_ranks, state_units
+from pcomm.ntp.redistribute import agreement as checksums
+from pcomm.ntp.redistribute.agreement import differing_units
 
 UNITS = state_units(5)
 FC1, OUT = "model.layers.0.fc1.weight", "optimizer.exp_avg.layers.0.out.weight"

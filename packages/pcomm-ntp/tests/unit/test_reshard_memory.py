@@ -1,4 +1,4 @@
-"""Tensors that `reshard` is given on both sides, and parameters themselves."""
+"""Tensors that `redistribute` is given on both sides, and parameters themselves."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ntp_support.virtual_groups import run_on_virtual_groups
 from pcomm.core import Topology
 from pcomm.core.errors import LayoutError, PcommError, PeerError
-from pcomm.core.groups.groups import Groups
+from pcomm.core.groups.open_groups import Groups
 from pcomm.core.groups.spec import GroupSpec
 from pcomm.core.tensor_parallel import ParamLayout, take_shard
-from pcomm.ntp import Coord, Failures, Plan, Units, plan
-from pcomm.ntp.reshard import reshard
-from pcomm.ntp.testing.virtual_groups import run_on_virtual_groups
+from pcomm.ntp import Coord, Failures, NtpPlan, Units, plan
+from pcomm.ntp.redistribute import redistribute
 
 # Of seven units the second rank has 1 and 2 at degree 4, and 2 and 3 at degree 3: as many.
 TOPOLOGY, UNITS = Topology({"dp": 2, "tp": 4}), {"w": Units.columns(7)}
@@ -23,13 +23,13 @@ MOVED = 5
 WHOLE = torch.arange(7.0)
 
 
-def own(made: Plan, rank: int) -> Tensor:
+def own(made: NtpPlan, rank: int) -> Tensor:
     place = made.place(rank)
     return take_shard(WHOLE, made.layout("w", place.replica), place.index, dim=0).clone()
 
 
 def resharded(rank: int, groups: Groups, source: Tensor, target: Tensor) -> None:
-    reshard(
+    redistribute(
         OLD,
         NEW,
         groups["all"],

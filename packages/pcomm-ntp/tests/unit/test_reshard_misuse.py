@@ -1,4 +1,4 @@
-"""Arguments that `reshard` refuses, on all ranks and before anything is sent."""
+"""Arguments that `redistribute` refuses, on all ranks and before anything is sent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from ntp_support.logical_state import (
+    LogicalState,
+    alive,
+    on_living_ranks,
+    state_units,
+    unset,
+)
 from pcomm.core import Layout, Topology
 from pcomm.core.collectives import SpyCollectives
 from pcomm.core.errors import (
@@ -18,22 +25,15 @@ from pcomm.core.errors import (
     PeerError,
     TopologyError,
 )
-from pcomm.core.groups.groups import Groups
+from pcomm.core.groups.open_groups import Groups
 from pcomm.core.tensor_parallel import ParamLayout
-from pcomm.ntp import Coord, Failures, Plan, Units, plan
-from pcomm.ntp.reshard import StateLostError, reshard
-from pcomm.ntp.testing.logical_state import (
-    LogicalState,
-    alive,
-    on_living_ranks,
-    state_units,
-    unset,
-)
+from pcomm.ntp import Coord, Failures, NtpPlan, Units, plan
+from pcomm.ntp.redistribute import StateLostError, redistribute
 
 UNITS = state_units(5)
 
 
-def planned(topology: Topology, *down: Coord, **options: Any) -> Plan:
+def planned(topology: Topology, *down: Coord, **options: Any) -> NtpPlan:
     return plan(topology, Failures.at(*down), UNITS, **options)
 
 
@@ -56,7 +56,7 @@ def failures_of(change: Callable[[int, dict[str, Any]], None]) -> dict[int, Exce
         }
         change(rank, arguments)
         with pytest.raises(PcommError) as caught:
-            reshard(**arguments)
+            redistribute(**arguments)
         spy = groups["all"].collectives
         assert isinstance(spy, SpyCollectives)
         assert "all_to_all" not in spy.counts
@@ -190,7 +190,7 @@ def test_lost_state_is_told_on_all_ranks_with_the_ranks_that_had_it() -> None:
     def task(rank: int, groups: Groups) -> None:
         # Stage 0 has lost nothing, and hears of it, too.
         with pytest.raises(StateLostError, match=rf"units .*\n?.*ranks \[{gone[0]}, {gone[1]}\]"):
-            reshard(
+            redistribute(
                 old,
                 new,
                 groups["all"],

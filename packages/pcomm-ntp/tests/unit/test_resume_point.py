@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
 from pcomm.core.errors import DivergenceError
-from pcomm.ntp.session.resume_point import NONE, Arrival, ResumePoint, resume_point
+from pcomm.ntp.session.resume_point import NONE, RankState, ResumePoint, resume_point
 
 STEPS = 2
-Rule = Callable[[Mapping[int, Arrival]], ResumePoint]
+Rule = Callable[[Mapping[int, RankState]], ResumePoint]
 
 # Where a rank is: it computes, waits until all are ready, applies, says what it has, waits for the
 # decision, moves state, waits until that is complete everywhere; or it is through, or gone.
@@ -19,8 +20,8 @@ END = frozenset[int]()
 COMPUTE, READY, APPLY, ARRIVE, DECIDE, MOVE, COMPLETE, DONE, FENCED, DEAD = range(10)
 
 
-@dataclass(frozen=True)
-class Rank:
+# Tuples, since millions of them are compared and hashed.
+class Rank(NamedTuple):
     at: int = COMPUTE
     generation: int = 0
     confirmed: int = 0
@@ -31,14 +32,13 @@ class Rank:
     is_stopped: bool = False
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     ranks: tuple[Rank, ...] = (Rank(), Rank(), Rank())
     # What ranks have entered or left: ("ready", generation, step, rank) and others.
     marks: frozenset[tuple[object, ...]] = frozenset()
     # The ranks of each generation, END behind the last one, and what each rank said when it left.
     members: tuple[frozenset[int], ...] = (frozenset({0, 1, 2}),)
-    said: frozenset[tuple[int, int, Arrival, tuple[int, ...]]] = frozenset()
+    said: frozenset[tuple[int, int, RankState, tuple[int, ...]]] = frozenset()
     kills: int = 0
     stops: int = 0
     joins: int = 0
@@ -47,7 +47,7 @@ class World:
 
     def put(self, r: int, rank: Rank, *marks: tuple[object, ...]) -> World:
         ranks = (*self.ranks[:r], rank, *self.ranks[r + 1 :])
-        return replace(self, ranks=ranks, marks=self.marks.union(marks))
+        return self._replace(ranks=ranks, marks=self.marks.union(marks))
 
     def is_gone(self, r: int) -> bool:
         return self.ranks[r].at == DEAD or self.ranks[r].is_stopped
@@ -62,13 +62,13 @@ def following(world: World, rule: Rule) -> Iterator[World]:
         if rank.at in (DEAD, FENCED, DONE):
             continue
         if rank.is_stopped:
-            yield world.put(r, replace(rank, is_stopped=False))
+            yield world.put(r, rank._replace(is_stopped=False))
             continue
         if world.kills:
-            yield replace(world.put(r, replace(rank, at=DEAD)), kills=world.kills - 1)
+            yield world.put(r, rank._replace(at=DEAD))._replace(kills=world.kills - 1)
         if world.stops:
-            stopped = world.put(r, replace(rank, is_stopped=True))
-            yield replace(stopped, stops=world.stops - 1)
+            stopped = world.put(r, rank._replace(is_stopped=True))
+            yield stopped._replace(stops=world.stops - 1)
         yield from moves(world, r, rank, rule)
 
 
@@ -77,39 +77,39 @@ def moves(world: World, r: int, rank: Rank, rule: Rule) -> Iterator[World]:
     has_failed = any(world.is_gone(m) or ("left", g, m) in world.marks for m in world.members[g])
     if rank.at in (COMPUTE, READY, MOVE, COMPLETE) and has_failed:
         # A collective may still end for some ranks where others find the failure.
-        yield world.put(r, replace(rank, at=ARRIVE))
+        yield world.put(r, rank._replace(at=ARRIVE))
     elif rank.at in (READY, MOVE, COMPLETE) and world.alarms:
-        alarm = world.put(r, replace(rank, at=ARRIVE))
-        yield replace(alarm, alarms=world.alarms - 1)
+        alarm = world.put(r, rank._replace(at=ARRIVE))
+        yield alarm._replace(alarms=world.alarms - 1)
     if rank.at in (COMPUTE, DECIDE) and world.members[g + 1 :] == (END,):
-        yield world.put(r, replace(rank, at=DONE))
+        yield world.put(r, rank._replace(at=DONE))
     elif rank.at == COMPUTE and step == STEPS:
         if ("end", g, step, r) not in world.marks:
             yield world.put(r, rank, ("end", g, step, r))
         elif world.everywhere("end", g, STEPS) and len(world.members) == g + 1:
-            yield replace(world, members=(*world.members, END))
+            yield world._replace(members=(*world.members, END))
     elif rank.at == COMPUTE:
-        yield world.put(r, replace(rank, at=READY, is_ready=True), ("ready", g, step, r))
+        yield world.put(r, rank._replace(at=READY, is_ready=True), ("ready", g, step, r))
     elif rank.at == READY:
         if world.everywhere("ready", g, step):
-            yield world.put(r, replace(rank, at=APPLY))
+            yield world.put(r, rank._replace(at=APPLY))
     elif rank.at == APPLY:
-        applied = replace(rank, at=COMPUTE, steps=(*rank.steps, g), is_ready=False)
+        applied = rank._replace(at=COMPUTE, steps=(*rank.steps, g), is_ready=False)
         yield world.put(r, applied)
     elif rank.at == ARRIVE:
-        own = Arrival(rank.confirmed, rank.complete, step, rank.is_ready)
-        told = replace(world, said=world.said | {(g, r, own, rank.steps)})
-        yield told.put(r, replace(rank, at=DECIDE), ("left", g, r))
+        own = RankState(rank.confirmed, rank.complete, step, rank.is_ready)
+        told = world._replace(said=world.said | {(g, r, own, rank.steps)})
+        yield told.put(r, rank._replace(at=DECIDE), ("left", g, r))
     elif rank.at == DECIDE:
         yield from decisions(world, r, rank, rule)
     elif rank.at == MOVE:
         if ("moving", g, step, r) not in world.marks:
             yield world.put(r, rank, ("moving", g, step, r))
         elif world.everywhere("moving", g, step):
-            moved = replace(rank, at=COMPLETE, complete=g)
+            moved = rank._replace(at=COMPLETE, complete=g)
             yield world.put(r, moved, ("complete", g, step, r))
     elif rank.at == COMPLETE and world.everywhere("complete", g, step):
-        yield world.put(r, replace(rank, at=COMPUTE, confirmed=g, complete=NONE))
+        yield world.put(r, rank._replace(at=COMPUTE, confirmed=g, complete=NONE))
 
 
 def decisions(world: World, r: int, rank: Rank, rule: Rule) -> Iterator[World]:
@@ -124,20 +124,20 @@ def decisions(world: World, r: int, rank: Rank, rule: Rule) -> Iterator[World]:
     known = {m for m in here if m != r and world.is_gone(m)}
     for left_out in {frozenset[int](), frozenset(known)}:
         chosen = frozenset(here) - left_out
-        yield replace(world, members=(*world.members, chosen))
+        yield world._replace(members=(*world.members, chosen))
         for m, other in enumerate(world.ranks):
             if world.joins and other.at == DEAD and m not in chosen:
-                decided = replace(world, members=(*world.members, chosen | {m}))
+                decided = world._replace(members=(*world.members, chosen | {m}))
                 new = Rank(generation=g, confirmed=NONE)
                 joined = decided.put(m, entered(decided, m, new, rule))
-                yield replace(joined, joins=world.joins - 1)
+                yield joined._replace(joins=world.joins - 1)
 
 
 def entered(world: World, r: int, rank: Rank, rule: Rule) -> Rank:
     """The rank after it has read the decision."""
     g, chosen = rank.generation, world.members[rank.generation + 1]
     if r not in chosen:
-        return replace(rank, at=FENCED)
+        return rank._replace(at=FENCED)
     said = {m: (own, steps) for at, m, own, steps in world.said if at == g and m in chosen}
     point = rule({m: own for m, (own, _) in said.items()})
     states = {m: said[m][1] + ((g,) if m in point.behind else ()) for m in point.holders}
@@ -194,13 +194,13 @@ def test_no_order_of_two_failures_applies_a_step_twice_or_half(first: World) -> 
     assert explore(resume_point, first) > 1
 
 
-def lowest(arrivals: Mapping[int, Arrival]) -> ResumePoint:
+def lowest(arrivals: Mapping[int, RankState]) -> ResumePoint:
     """A rule that has every rank repeat the step, also those that have applied it."""
     point = resume_point(arrivals)
     return replace(point, applied=min(arrivals[r].applied for r in point.holders), behind=())
 
 
-def oldest(arrivals: Mapping[int, Arrival]) -> ResumePoint:
+def oldest(arrivals: Mapping[int, RankState]) -> ResumePoint:
     """A rule that goes back to the state of the generation before."""
     generation = min(own.confirmed for own in arrivals.values() if own.confirmed != NONE)
     holders = tuple(r for r, own in arrivals.items() if own.confirmed == generation)
@@ -214,26 +214,26 @@ def test_another_rule_is_found_to_be_wrong(rule: Rule, first: World) -> None:
 
 
 def test_the_highest_state_counts_and_its_laggards_follow() -> None:
-    found = resume_point({0: Arrival(3, applied=7), 2: Arrival(3, applied=6, is_ready=True)})
+    found = resume_point({0: RankState(3, applied=7), 2: RankState(3, applied=6, is_ready=True)})
     assert found == ResumePoint(3, 7, (0, 2), (2,))
 
 
 def test_a_generation_that_one_rank_has_confirmed_is_complete_on_the_others() -> None:
-    arrivals = {0: Arrival(5, applied=2), 1: Arrival(4, 5, 2), 3: Arrival(NONE, 5, 2)}
+    arrivals = {0: RankState(5, applied=2), 1: RankState(4, 5, 2), 3: RankState(NONE, 5, 2)}
     assert resume_point(arrivals) == ResumePoint(5, 2, (0, 1, 3), ())
-    unconfirmed = {1: Arrival(4, 5, 2), 3: Arrival(NONE, 5, 2)}
+    unconfirmed = {1: RankState(4, 5, 2), 3: RankState(NONE, 5, 2)}
     assert resume_point(unconfirmed) == ResumePoint(4, 2, (1,), ())
 
 
 def test_ranks_without_a_state_start_the_job() -> None:
-    assert resume_point({0: Arrival(), 1: Arrival()}) == ResumePoint(NONE, 0, (), ())
+    assert resume_point({0: RankState(), 1: RankState()}) == ResumePoint(NONE, 0, (), ())
 
 
 @pytest.mark.parametrize(
     "stray",
-    [Arrival(3, applied=5, is_ready=True), Arrival(3, applied=6), Arrival(2, applied=7)],
+    [RankState(3, applied=5, is_ready=True), RankState(3, applied=6), RankState(2, applied=7)],
     ids=["two steps behind", "not ready", "without the state"],
 )
-def test_states_that_do_not_belong_together_are_an_error(stray: Arrival) -> None:
+def test_states_that_do_not_belong_together_are_an_error(stray: RankState) -> None:
     with pytest.raises(DivergenceError, match="rank 1"):
-        resume_point({0: Arrival(3, applied=7), 1: stray})
+        resume_point({0: RankState(3, applied=7), 1: stray})

@@ -14,20 +14,20 @@ from pcomm.core import Groups, Topology
 from pcomm.core.errors import ClosedError, ConfigError, LayoutError, UnsupportedError
 from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel import ParamLayout
-from pcomm.ntp import Built, Plan, Session, Units
-from pcomm.ntp.session.suspicion import SuspectedFailure
+from pcomm.ntp import NtpPlan, Session, TrainState, Units
+from pcomm.ntp.session.failure_detection import SuspectedFailure
 
 
-def session_of(build: Callable[[Plan, Groups, int], Built], **options: Any) -> Session:
+def session_of(build: Callable[[NtpPlan, Groups, int], TrainState], **options: Any) -> Session:
     store = dist.HashStore()
     return Session(lambda: store, Topology({"dp": 1, "tp": 1}), {}, build, rank=0, **options)
 
 
-def weight_of_one(plan: Plan, groups: Groups, rank: int) -> Built:
+def weight_of_one(plan: NtpPlan, groups: Groups, rank: int) -> TrainState:
     """A weight that each step lowers by a quarter."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    return Built(model, torch.optim.SGD(model.parameters(), lr=0.25))
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.25))
 
 
 def loss_of(session: Session) -> Tensor:
@@ -35,7 +35,7 @@ def loss_of(session: Session) -> Tensor:
     return loss
 
 
-def one_step(build: Callable[[Plan, Groups, int], Built]) -> None:
+def one_step(build: Callable[[NtpPlan, Groups, int], TrainState]) -> None:
     with session_of(build) as session:
         for attempt in session.attempts(until=1):
             with attempt as step:
@@ -82,8 +82,8 @@ def test_gradients_of_an_attempt_that_failed_do_not_count_where_the_model_stays(
     nn.init.ones_(model.weight)
     has_failed = False
 
-    def build(plan: Plan, groups: Groups, rank: int) -> Built:
-        return Built(model, torch.optim.SGD(model.parameters(), lr=0.25))
+    def build(plan: NtpPlan, groups: Groups, rank: int) -> TrainState:
+        return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.25))
 
     with session_of(build) as session:
         for attempt in session.attempts(until=1):
@@ -168,7 +168,7 @@ def test_a_step_that_the_program_has_changed_itself_is_not_applied() -> None:
 
 
 def test_a_hook_of_the_optimizer_may_change_gradients_by_element() -> None:
-    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+    def build(plan: NtpPlan, groups: Groups, rank: int) -> TrainState:
         built = weight_of_one(plan, groups, rank)
         built.optimizer.register_step_pre_hook(
             lambda *_: nn.utils.clip_grad_value_(built.model.parameters(), 0.5)
@@ -190,9 +190,9 @@ def test_what_build_returns_is_a_model_and_an_optimizer_that_a_session_can_move(
     class ZeroRedundancyOptimizer(torch.optim.SGD):
         """Of the name alone: torch's needs a default group."""
 
-    def zero(*_: object) -> Built:
+    def zero(*_: object) -> TrainState:
         model = nn.Linear(1, 1)
-        return Built(model, ZeroRedundancyOptimizer(model.parameters(), lr=1.0))
+        return TrainState(model, ZeroRedundancyOptimizer(model.parameters(), lr=1.0))
 
     with pytest.raises(UnsupportedError, match="spreads its state over ranks"):
         session_of(zero)
@@ -201,10 +201,10 @@ def test_what_build_returns_is_a_model_and_an_optimizer_that_a_session_can_move(
 def test_layouts_of_foreign_layers_come_with_the_model() -> None:
     layout = Layout.even(2, 1)
 
-    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+    def build(plan: NtpPlan, groups: Groups, rank: int) -> TrainState:
         model = nn.Linear(1, 2, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        return Built(model, optimizer, {"weight": ParamLayout(layout)} if knows else None)
+        return TrainState(model, optimizer, {"weight": ParamLayout(layout)} if knows else None)
 
     units = {"weight": Units.columns(2)}
     for knows in (True, False):
@@ -217,9 +217,9 @@ def test_layouts_of_foreign_layers_come_with_the_model() -> None:
 
 
 def test_an_optimizer_whose_state_cannot_move_is_refused_in_the_first_step() -> None:
-    def build(plan: Plan, groups: Groups, rank: int) -> Built:
+    def build(plan: NtpPlan, groups: Groups, rank: int) -> TrainState:
         model = nn.Linear(2, 3)
-        return Built(model, torch.optim.Adafactor(model.parameters()))
+        return TrainState(model, torch.optim.Adafactor(model.parameters()))
 
     with pytest.raises(UnsupportedError, match="'row_var' of parameter 'weight'"):
         one_step(build)

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.ntp import Built
-from pcomm.ntp.session.evidence import Ends, Silence
+from pcomm.ntp import TrainState
+from pcomm.ntp.session.failure_detection import ExitReports, HeartbeatTimeout
 from pcomm.ntp.session.records import Decision, Join, Records
-from pcomm.ntp.session.resume_point import Arrival
+from pcomm.ntp.session.resume_point import RankState
 from pcomm.ntp.session.training_state import scalars_of, set_scalars
 
 
@@ -22,7 +22,7 @@ def tell(store: dist.Store, number: int, text: str) -> None:
 
 def test_the_end_of_a_process_that_was_replaced_is_not_that_of_the_one_of_now() -> None:
     store = dist.HashStore()
-    ends = Ends(store)
+    ends = ExitReports(store)
     tell(store, 1, "3 0 killed by SIGKILL")
     assert ends.read()
     assert not ends.read()
@@ -41,7 +41,7 @@ def test_the_end_of_a_process_that_was_replaced_is_not_that_of_the_one_of_now() 
 
 def test_an_end_whose_text_is_not_there_yet_is_read_later() -> None:
     store = dist.HashStore()
-    ends = Ends(store)
+    ends = ExitReports(store)
     store.add("pcomm/ended/count", 1)
     assert not ends.read()
     store.set("pcomm/ended/1", "0 0 finished")
@@ -50,7 +50,7 @@ def test_an_end_whose_text_is_not_there_yet_is_read_later() -> None:
 
 
 def test_only_time_in_which_the_watching_process_looked_counts_as_silence() -> None:
-    silence = Silence(longest_look_s=1.0)
+    silence = HeartbeatTimeout(longest_look_s=1.0)
     assert silence.look(1, "5", 100.0) == 0.0
     assert silence.look(1, "5", 100.5) == 0.5
     # Stopped for an hour itself.
@@ -73,7 +73,7 @@ def test_the_first_decision_counts() -> None:
 
 def test_what_ranks_say_is_read_back() -> None:
     records = Records(dist.HashStore())
-    arrival = Arrival(3, 4, 17, is_ready=True)
+    arrival = RankState(3, 4, 17, is_ready=True)
     records.say(3, 1, arrival)
     assert records.said(3, [0, 1]) == {1: arrival}
     join = Join(1, "token", 2, {"torch": "2"})
@@ -87,10 +87,10 @@ def test_what_ranks_say_is_read_back() -> None:
     assert records.left(3, 1) is not None
 
 
-def built(lr: float = 0.1) -> Built:
+def built(lr: float = 0.1) -> TrainState:
     torch.manual_seed(0)
     model = nn.Linear(3, 2, dtype=torch.float64)
-    return Built(model, torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.8, 0.95)))
+    return TrainState(model, torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.8, 0.95)))
 
 
 def test_scalars_of_an_optimizer_arrive_exactly_and_room_for_the_rest_is_made() -> None:

@@ -12,16 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pcomm.core.collectives import IdentityCollectives, InstrumentedCollectives, Pending
-from pcomm.core.collectives.call import Call
+from pcomm.core.collectives.protocol import Call
 from pcomm.core.errors import PeerError
 from pcomm.core.groups.communicators import abandon_communicator, new_communicator
-from pcomm.core.groups.options import CommOptions, grant
-from pcomm.core.testing.living import Living, left_behind
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s, wait_until
-from pcomm.ntp.session.left_behind import wait_or_leave
+from pcomm.core.groups.spec import CommOptions, grant
+from pcomm.core.testing.assertions import Living, left_behind
+from pcomm.core.testing.programs import PATIENCE_S, scaled_s, wait_until
+from pcomm.ntp.session.failure_detection import SuspectedFailure, Watch, translating_errors
+from pcomm.ntp.session.generation import run_abandonable
 from pcomm.ntp.session.records import Records
-from pcomm.ntp.session.suspicion import SuspectedFailure, suspecting
-from pcomm.ntp.session.watch import Watch
 
 # Memory is lacking again in each generation; any other error of torch's may be another rank's.
 ERRORS = [
@@ -49,7 +48,7 @@ class _Broken(InstrumentedCollectives):
 def test_an_operation_that_lacks_memory_is_an_error_of_this_rank(
     error: RuntimeError, expected: type[Exception], is_async: bool
 ) -> None:
-    collectives = suspecting(_Broken(error), lambda: None)
+    collectives = translating_errors(_Broken(error), lambda: None)
     operation = collectives.all_reduce_async if is_async else collectives.all_reduce
     with pytest.raises(expected, match=str(error)) as raised:
         operation(torch.ones(2))
@@ -64,7 +63,7 @@ def test_connecting_that_lacks_memory_is_an_error_of_this_rank(
         raise error
 
     with pytest.raises(expected, match=str(error)) as raised:
-        wait_or_leave(connect, lambda: None, lambda _: None, "connects")
+        run_abandonable(connect, lambda: None, lambda _: None, "connects")
     assert type(raised.value) is expected
 
 
@@ -93,7 +92,7 @@ def test_connecting_to_a_rank_that_never_comes_ends_by_itself_once_it_was_left()
 
     before, files = Living.now(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(PeerError):
-        wait_or_leave(connect, check, abandon_communicator, "connects")
+        run_abandonable(connect, check, abandon_communicator, "connects")
     # By the limit on the agreement, however long an operation may take.
     assert left_behind(before, within_s=scaled_s(PATIENCE_S)) == []
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files, "files that are closed")

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.core.groups.groups import Groups
-from pcomm.core.topology import Topology
-from pcomm.ntp import Failures, plan
-from pcomm.ntp.sync.grad_groups import Strategy
-from pcomm.ntp.testing.small_training import (
+from ntp_support.small_training import (
     StepState,
     assert_training,
     train,
@@ -17,11 +13,24 @@ from pcomm.ntp.testing.small_training import (
     training_specs,
     training_units,
 )
-from pcomm.ntp.testing.virtual_groups import run_on_virtual_groups
+from ntp_support.virtual_groups import run_on_virtual_groups
+from pcomm.core.groups.open_groups import Groups
+from pcomm.core.topology import Topology
+from pcomm.ntp import Failures, plan
+from pcomm.ntp.sync.grad_groups import Strategy
 
 
-@pytest.mark.parametrize("strategy", ["interval", "gather-core"])
-@pytest.mark.parametrize("degrees", [(4, 3), (3, 2, 4), (2, 3, 1), (8, 7)], ids=str)
+@pytest.mark.parametrize(
+    ("degrees", "strategy"),
+    [
+        ((4, 3), "gather-core"),
+        ((3, 2, 4), "interval"),
+        ((2, 3, 1), "gather-core"),
+        pytest.param((8, 7), "interval", marks=pytest.mark.soak),
+        pytest.param((8, 7), "gather-core", marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 def test_five_steps_of_adamw_with_clipping(degrees: tuple[int, ...], strategy: Strategy) -> None:
     """Two micro-batches of unequal size, batches by token shares, a tied vocabulary of 13."""
     full = max(degrees)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.ntp.reshard import (
+from pcomm.ntp.redistribute import (
     StateEntry,
     add_state,
     parameter_name,

@@ -1,15 +1,15 @@
 from pcomm.ntp.planning.cost import Cost as Cost
+from pcomm.ntp.planning.degrees import Policy as Policy
 from pcomm.ntp.planning.failures import Coord as Coord
 from pcomm.ntp.planning.failures import Failures as Failures
-from pcomm.ntp.planning.place import Place as Place
-from pcomm.ntp.planning.plan import Plan as Plan
+from pcomm.ntp.planning.plan import NtpPlan as NtpPlan
+from pcomm.ntp.planning.plan import Place as Place
 from pcomm.ntp.planning.plan import plan as plan
-from pcomm.ntp.planning.policy import Policy as Policy
 from pcomm.ntp.planning.units import Units as Units
-from pcomm.ntp.reshard.planned_moves import StateLostError as StateLostError
+from pcomm.ntp.redistribute.planned_moves import StateLostError as StateLostError
+from pcomm.ntp.session.records import StoreLostError as StoreLostError
 from pcomm.ntp.session.session import Session as Session
-from pcomm.ntp.session.store_errors import StoreLostError as StoreLostError
-from pcomm.ntp.session.training_state import Built as Built
+from pcomm.ntp.session.training_state import TrainState as TrainState
 from pcomm.ntp.sync.grad_groups import grad_groups as grad_groups
 from pcomm.ntp.sync.grad_sync import GradSync as GradSync
 

@@ -1,31 +1,83 @@
-"""The tensor-parallel degree of each replica and stage, from the ranks that are left there."""
+"""The tensor-parallel degree and form of each replica and stage, from the ranks that are left."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal, get_args
 
-from pcomm.core.errors import LayoutError, TopologyError, UnsupportedError
+from pcomm.core.errors import ConfigError, LayoutError, TopologyError, UnsupportedError, near_misses
 from pcomm.core.topology import Topology
-from pcomm.ntp.planning.forms import Form, plain
-from pcomm.ntp.planning.policy import Policy
-from pcomm.ntp.planning.rank_speeds import RankSpeeds, combined
-from pcomm.ntp.planning.speed import memory_growth, relative_speed
-from pcomm.ntp.planning.units import Units
+from pcomm.ntp.planning.cuts import Form, RankSpeeds, combined, is_plain, plain, relative
+from pcomm.ntp.planning.units import Units, memory_growth, relative_speed
 
-__all__ = ["Domain", "check_topology", "chosen", "degrees", "size_of", "survivors"]
+__all__ = [
+    "Domain",
+    "FormTable",
+    "Policy",
+    "Rounding",
+    "check_topology",
+    "chosen",
+    "degrees",
+    "size_of",
+    "survivors",
+]
 
-# A plan has a line for each replica; a job of more ranks is a mistake of writing.
-_MOST_RANKS = 1 << 22
+
+Rounding = Literal["max", "nice"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How degrees are chosen, and what a rank may hold.
+
+    Args:
+        rounding: `"max"` uses every surviving rank. `"nice"` uses the fewest ranks that are as
+            fast: 30 survivors with 128 heads become 26, since both have 5 heads on the busiest
+            rank. The others are idle, the slowest first, and so is a rank that is so slow that
+            it would hold the others up.
+        rank_bytes: Bytes of split parameters, gradients and optimizer state on a rank at the full
+            degree; 0 if `memory_limit` is 0.
+        memory_limit: Bytes that these may take on any rank; 0 for no limit.
+        drops_replicas: True to plan without a replica one of whose tensor-parallel groups has lost
+            all ranks: its degree is 0, it gets no tokens, and what is left of it is idle. False
+            makes that an error.
+
+    Raises:
+        ConfigError: An unknown rounding, negative bytes, or a limit without `rank_bytes`.
+    """
+
+    rounding: Rounding = "max"
+    rank_bytes: int = 0
+    memory_limit: int = 0
+    drops_replicas: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounding not in get_args(Rounding):
+            raise ConfigError(
+                f"Policy: rounding={self.rounding!r}",
+                found=f"known are {', '.join(get_args(Rounding))}",
+                why="The rounding says how many of the surviving ranks are used.",
+                fix=near_misses(self.rounding, get_args(Rounding)),
+            )
+        without_bytes = self.memory_limit > 0 and self.rank_bytes == 0
+        if min(self.rank_bytes, self.memory_limit) < 0 or without_bytes:
+            raise ConfigError(
+                "Policy: memory_limit",
+                found=f"rank_bytes={self.rank_bytes}, memory_limit={self.memory_limit}",
+                why="The bytes at a reduced degree are those at the full degree times the growth.",
+                fix="Give rank_bytes of at least 1 with a limit, or neither.",
+            )
+
 
 # Coordinates of one tensor-parallel group: those on every axis but `tp`, in the order of names.
 Domain = tuple[tuple[str, int], ...]
 
 
-def size_of(topology: Topology, axis: str) -> int:
-    """Size of an axis, 1 if the topology does not have it."""
-    return topology.axes.get(axis, 1)
+# A plan has a line for each replica; a job of more ranks is a mistake of writing.
+_MOST_RANKS = 1 << 22
 
 
 def check_topology(topology: Topology) -> None:
@@ -54,65 +106,9 @@ def check_topology(topology: Topology) -> None:
         )
 
 
-def survivors(topology: Topology, slow: RankSpeeds) -> dict[Domain, Form]:
-    """Speeds of the surviving ranks of each tensor-parallel group, ascending on `tp`.
-
-    Groups without failed or slow ranks are left out. A group without survivors has no speeds.
-    """
-    full, speed_of = topology.axes["tp"], dict(slow)
-    failed: dict[Domain, set[int]] = defaultdict(set)
-    speeds: dict[Domain, dict[int, Fraction]] = defaultdict(dict)
-    for rank in sorted(topology.failed | speed_of.keys()):
-        place = topology.coordinates(rank)
-        index = place.pop("tp")
-        domain = tuple(sorted(place.items()))
-        if rank in topology.failed:
-            failed[domain].add(index)
-        else:
-            speeds[domain][index] = speed_of[rank]
-    equal: dict[int, Form] = {}
-    found = {}
-    for domain in [*failed, *(domain for domain in speeds if domain not in failed)]:
-        lost, own = failed.get(domain, set()), speeds.get(domain)
-        if own is None:
-            found[domain] = equal.setdefault(full - len(lost), plain(full - len(lost)))
-        else:
-            alive = (i for i in range(full) if i not in lost)
-            found[domain] = tuple(own.get(i, Fraction(1)) for i in alive)
-    return found
-
-
-def chosen(units: Sequence[Units], groups: Sequence[Form], full: int, policy: Policy) -> int:
-    """The degree of tensor-parallel groups that hold the same units.
-
-    Args:
-        units: Units of all parameters.
-        groups: Speeds of the surviving ranks of each group that is not whole.
-        full: Tensor-parallel degree without failures.
-        policy: Rounding of the degree.
-    """
-    most = min(map(len, groups))
-    if policy.rounding == "max":
-        return most
-    healthy = min(sum(rate == 1 for rate in rates) for rates in groups)
-    # With more ranks than are healthy, slow ones are used, and may hold the others up.
-    by_degree = {
-        n: relative_speed(units, combined(groups, n), full) for n in range(healthy + 1, most + 1)
-    }
-    if healthy:
-        by_degree[healthy] = relative_speed(units, healthy, full)
-    best = max(by_degree, key=lambda n: (by_degree[n], -n))
-    if best != healthy or healthy == full:
-        return best
-    # More healthy ranks are never slower, so the fewest that are as fast are found by halving.
-    low, high = 1, healthy
-    while low < high:
-        middle = (low + high) // 2
-        if relative_speed(units, middle, full) == by_degree[healthy]:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def size_of(topology: Topology, axis: str) -> int:
+    """Size of an axis, 1 if the topology does not have it."""
+    return topology.axes.get(axis, 1)
 
 
 def degrees(
@@ -189,10 +185,6 @@ def _check_units(units: Mapping[str, Units], full: int) -> None:
             )
 
 
-def _bytes(policy: Policy, growth: Fraction) -> int:
-    return -(-policy.rank_bytes * growth.numerator // growth.denominator)
-
-
 def _within_memory(
     units: Sequence[Units], groups: Sequence[Form], degree: int, full: int, policy: Policy
 ) -> int:
@@ -204,3 +196,119 @@ def _within_memory(
         if _bytes(policy, growth) <= policy.memory_limit:
             return ranks
     return 0
+
+
+def _bytes(policy: Policy, growth: Fraction) -> int:
+    return -(-policy.rank_bytes * growth.numerator // growth.denominator)
+
+
+def chosen(units: Sequence[Units], groups: Sequence[Form], full: int, policy: Policy) -> int:
+    """The degree of tensor-parallel groups that hold the same units.
+
+    Args:
+        units: Units of all parameters.
+        groups: Speeds of the surviving ranks of each group that is not whole.
+        full: Tensor-parallel degree without failures.
+        policy: Rounding of the degree.
+    """
+    most = min(map(len, groups))
+    if policy.rounding == "max":
+        return most
+    healthy = min(sum(rate == 1 for rate in rates) for rates in groups)
+    # With more ranks than are healthy, slow ones are used, and may hold the others up.
+    by_degree = {
+        n: relative_speed(units, combined(groups, n), full) for n in range(healthy + 1, most + 1)
+    }
+    if healthy:
+        by_degree[healthy] = relative_speed(units, healthy, full)
+    best = max(by_degree, key=lambda n: (by_degree[n], -n))
+    if best != healthy or healthy == full:
+        return best
+    # More healthy ranks are never slower, so the fewest that are as fast are found by halving.
+    low, high = 1, healthy
+    while low < high:
+        middle = (low + high) // 2
+        if relative_speed(units, middle, full) == by_degree[healthy]:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def survivors(topology: Topology, slow: RankSpeeds) -> dict[Domain, Form]:
+    """Speeds of the surviving ranks of each tensor-parallel group, ascending on `tp`.
+
+    Groups without failed or slow ranks are left out. A group without survivors has no speeds.
+    """
+    full, speed_of = topology.axes["tp"], dict(slow)
+    failed: dict[Domain, set[int]] = defaultdict(set)
+    speeds: dict[Domain, dict[int, Fraction]] = defaultdict(dict)
+    for rank in sorted(topology.failed | speed_of.keys()):
+        place = topology.coordinates(rank)
+        index = place.pop("tp")
+        domain = tuple(sorted(place.items()))
+        if rank in topology.failed:
+            failed[domain].add(index)
+        else:
+            speeds[domain][index] = speed_of[rank]
+    equal: dict[int, Form] = {}
+    found = {}
+    for domain in [*failed, *(domain for domain in speeds if domain not in failed)]:
+        lost, own = failed.get(domain, set()), speeds.get(domain)
+        if own is None:
+            found[domain] = equal.setdefault(full - len(lost), plain(full - len(lost)))
+        else:
+            alive = (i for i in range(full) if i not in lost)
+            found[domain] = tuple(own.get(i, Fraction(1)) for i in alive)
+    return found
+
+
+@dataclass(frozen=True)
+class FormTable:
+    """Forms by stage, few of which differ.
+
+    Args:
+        slow_rates: Speeds of the ranks of a replica and stage in which a slow rank is used.
+        forms: The distinct forms of each stage, ascending by degree, then by form.
+        indices: The index in `forms` of each stage (first index) and replica (second index); -1 of
+            a replica that is dropped.
+    """
+
+    slow_rates: Mapping[tuple[int, int], Form]
+    forms: tuple[tuple[Form, ...], ...]
+    indices: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(
+        cls, topology: Topology, degrees: Sequence[Sequence[int]], slow: RankSpeeds
+    ) -> FormTable:
+        """Those of the degrees by replica and stage."""
+        rates = _slow_rates(topology, degrees, slow) if slow else {}
+        table, indices = [], []
+        for stage in range(size_of(topology, "pp")):
+            weighted = {at[0]: relative(own) for at, own in rates.items() if at[1] == stage}
+            used = {own[stage] for replica, own in enumerate(degrees) if replica not in weighted}
+            distinct = {*map(plain, used - {0}), *weighted.values()}
+            forms = tuple(sorted(distinct, key=lambda form: (len(form), form)))
+            by_degree = {len(form): index for index, form in enumerate(forms) if is_plain(form)}
+            own = [by_degree.get(each[stage], -1) for each in degrees]
+            for replica, form in weighted.items():
+                own[replica] = forms.index(form)
+            table.append(forms)
+            indices.append(tuple(own))
+        return cls(rates, tuple(table), tuple(indices))
+
+
+def _slow_rates(
+    topology: Topology, degrees: Sequence[Sequence[int]], slow: RankSpeeds
+) -> dict[tuple[int, int], Form]:
+    groups: dict[tuple[int, int], list[Form]] = {}
+    for domain, rates in survivors(topology, slow).items():
+        place = dict(domain)
+        groups.setdefault((place["dp"], place.get("pp", 0)), []).append(rates)
+    found = {
+        (replica, stage): combined(own, degrees[replica][stage])
+        for (replica, stage), own in groups.items()
+        if degrees[replica][stage]
+    }
+    return {at: rates for at, rates in found.items() if min(rates) < 1}

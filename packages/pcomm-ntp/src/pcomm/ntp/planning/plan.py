@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import product
@@ -12,28 +13,92 @@ from itertools import product
 from pcomm.core.errors import ConfigError, LayoutError, TopologyError, near_misses
 from pcomm.core.layout import Layout
 from pcomm.core.topology import Topology
-from pcomm.ntp.planning.cost import Cost, cost_of
-from pcomm.ntp.planning.degrees import check_topology, degrees
-from pcomm.ntp.planning.explanation import explanation
+from pcomm.ntp.planning.cost import (
+    Cost,
+    PackingAdvice,
+    ReplicaCost,
+    changed_lines,
+    first_lines,
+    pack,
+)
+from pcomm.ntp.planning.cuts import (
+    Form,
+    RankSpeeds,
+    Segment,
+    SegmentGroup,
+    fastest,
+    is_plain,
+    least_time_shares,
+    plain,
+    rank_speeds,
+    segment_groups,
+    segments,
+)
+from pcomm.ntp.planning.degrees import FormTable, Policy, check_topology, degrees, size_of
 from pcomm.ntp.planning.failures import Coord, Failures
-from pcomm.ntp.planning.form_table import FormTable
-from pcomm.ntp.planning.forms import Form, plain
-from pcomm.ntp.planning.packing import Packing, pack
-from pcomm.ntp.planning.patterns import find_units
-from pcomm.ntp.planning.place import Place
-from pcomm.ntp.planning.plan_text import agreed_lines, not_a_plan, read_source, written
-from pcomm.ntp.planning.policy import Policy
-from pcomm.ntp.planning.rank_speeds import RankSpeeds, fastest, rank_speeds
-from pcomm.ntp.planning.segments import Segment, SegmentGroup, segment_groups, segments
-from pcomm.ntp.planning.shares import least_time_shares
-from pcomm.ntp.planning.speed import relative_speed
-from pcomm.ntp.planning.units import Units
+from pcomm.ntp.planning.plan_json import VERSION, PlanSource, not_a_plan
+from pcomm.ntp.planning.units import Units, find_units, memory_growth, relative_speed
 
-__all__ = ["Plan", "plan"]
+__all__ = ["NtpPlan", "Place", "plan"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Place:
+    """The position of a surviving rank among the ranks that are used.
+
+    Args:
+        replica: Coordinate on `dp`.
+        stage: Coordinate on `pp`, 0 without that axis.
+        index: Position in its tensor-parallel group, counted from 0 over the ranks that are
+            used; -1 if the rank is idle.
+        degree: Number of ranks that are used in that group.
+        is_idle: True for a rank that survived and has no units.
+    """
+
+    replica: int
+    stage: int
+    index: int
+    degree: int
+    is_idle: bool
+
+
+def plan(
+    topology: Topology,
+    failures: Failures,
+    units: Mapping[str, Units],
+    policy: Policy = Policy(),  # noqa: B008 - frozen
+    *,
+    speeds: Mapping[int, float | Fraction] | None = None,
+) -> NtpPlan:
+    """Decide which degree and which units every rank has. Local; the same on all ranks.
+
+    Args:
+        topology: Axes `tp` and `dp`, and any others; `pp` counts stages. Its failed ranks count.
+        failures: Further failed ranks.
+        units: Units of parameters by name, or by a pattern of `fnmatch` such as `"*.qkv.weight"`.
+            A pattern that matches nothing does no harm.
+        policy: Rounding of degrees, and the limit on memory.
+        speeds: Speed of each slow rank by global rank, relative to a healthy one: above 0 and at
+            most 1. It gets fewer units in proportion. Those of failed ranks are left out. Round
+            measured speeds, such as to tenths: ranks of equal speeds at equal places share cuts,
+            and each further form of a group adds segments.
+
+    Raises:
+        ConfigError: A speed out of range.
+        TopologyError: No `tp` or `dp`, more than 4 million ranks, an unknown failed rank, or a
+            tensor-parallel group without any rank left, unless the policy drops its replica.
+        LayoutError: More ranks than units, or a rank above the limit on memory.
+        UnsupportedError: A topology with views.
+    """
+    check_topology(topology)
+    damaged = topology.with_failed(failures.ranks(topology))
+    slow = rank_speeds(damaged, speeds or {})
+    named = tuple(sorted(units.items()))
+    return NtpPlan(damaged, named, policy, degrees(damaged, slow, dict(named), policy), slow)
+
+
+@dataclass(frozen=True)
+class NtpPlan:
     """What every rank does after failures; made by `plan`, equal and of equal hash on all ranks.
 
     Args:
@@ -237,24 +302,119 @@ class Plan:
         return tuple(n * multiple for n in least_time_shares(tokens // multiple, self.speeds))
 
     @cached_property
-    def packing(self) -> Packing:
-        """Advice for the next restart; see `Packing`."""
+    def packing(self) -> PackingAdvice:
+        """Advice for the next restart; see `PackingAdvice`."""
         kinds = [units for _, units in self.units]
         return pack(self.topology, self.rank_speeds, kinds, self.policy)
 
     def cost(self) -> Cost:
         """Speed, memory and groups of the job; predictions from counts of units."""
-        return cost_of(self)
+        topology = self.topology
+        full, stages = topology.axes["tp"], size_of(topology, "pp")
+        inner = topology.world_size // (full * stages * len(self.degrees))
+        lost = Counter(topology.coordinates(rank)["dp"] for rank in topology.failed)
+        slow = {topology.coordinates(rank)["dp"] for rank, _ in self.rank_speeds}
+        split = [(name, units) for name, units in self.units if units.is_split]
+        kinds = [units for _, units in split]
+        # Most replicas are changed alike.
+        known: dict[int | Form, tuple[Fraction, str, Fraction]] = {}
+
+        def uneven(replica: int, stage: int) -> tuple[Fraction, str, Fraction]:
+            """Least efficiency of a cut, the name of its units, and the growth of memory."""
+            rates = self.rates(replica, stage)
+            over: int | Form = len(rates) if is_plain(rates) and rates[0] == 1 else rates
+            if over not in known:
+                found = ((units.efficiency(over), name) for name, units in split)
+                least = min(found, default=(Fraction(1), ""))
+                known[over] = (*least, memory_growth(kinds, over, full))
+            return known[over]
+
+        changed = []
+        for replica, own in enumerate(self.degrees):
+            if min(own) == full and replica not in slow:
+                continue
+            found = [uneven(replica, stage) for stage in range(stages) if own[stage]]
+            found = found or [(Fraction(0), "", Fraction(0))]
+            efficiency, name, _ = min(found)
+            changed.append(
+                ReplicaCost(
+                    replica=replica,
+                    degrees=own,
+                    forms=tuple(self.form(replica, stage) for stage in range(stages)),
+                    idle=inner * (full * stages - sum(own)) - lost[replica],
+                    speed=self.speeds[replica],
+                    efficiency=efficiency,
+                    uneven=name if efficiency < 1 else "",
+                    memory_growth=max(growth for _, _, growth in found),
+                )
+            )
+        throughput = sum(self.speeds, Fraction(0)) / len(self.speeds)
+        slowness = sum((1 - speed for _, speed in self.rank_speeds), Fraction(0))
+        left = topology.world_size - len(topology.failed) - slowness
+        counts = [len(self.segments(name, stage)) for name, _ in split for stage in range(stages)]
+        ratio = throughput * topology.world_size / left
+        return Cost(tuple(changed), throughput, ratio, max(counts, default=0))
 
     # -- what it says ------------------------------------------------------------------------
 
     def explain(self) -> str:
         """Text for people: degrees, slow ranks, costs and advice."""
-        return explanation(self)
+        cost, topology, slow = self.cost(), self.topology, self.rank_speeds
+
+        def slow_line(pair: tuple[int, Fraction]) -> str:
+            rank, speed = pair
+            at = self.place(rank)
+            form = self.form(at.replica, at.stage)
+            held = ", ".join(
+                f"{name} {units.sizes(form)[at.index]} of {units.count} units"
+                for name, units in self.units
+                if units.is_split and not at.is_idle
+            )
+            where = Coord(**topology.coordinates(rank))
+            use = "idle" if at.is_idle else held or "used"
+            return f"rank {rank} ({where}): speed {float(speed):.3f}, {use}"
+
+        def units_line(pair: tuple[str, Units]) -> str:
+            name, units = pair
+            most = max(len(self.segments(name, stage)) for stage in range(size_of(topology, "pp")))
+            how = f"{most} segments" if units.is_split else "all ranks together"
+            return f"{name}: {units.kind}, {units.count} units, {how}"
+
+        lines = [
+            f"{topology.world_size} ranks, {len(topology.failed)} failed"
+            + (f" and {len(slow)} slow, " if slow else ", ")
+            + f"{len(cost.replicas)} of {len(self.degrees)} replicas "
+            + ("changed" if slow else "at a reduced degree"),
+            f"throughput {float(cost.throughput):.4f} of a whole job, "
+            f"{float(cost.ratio_to_ideal):.4f} of the ranks' that are left (predicted)",
+            *changed_lines(cost.replicas),
+            *first_lines(slow, slow_line, "slow ranks"),
+            *map(units_line, self.units),
+        ]
+        advice = self.packing
+        if advice.swaps:
+            gain = float(advice.speed_after - advice.speed_before)
+            lines.append(f"at the next restart, swap for {gain:.3f} replicas more of speed:")
+            lines += first_lines(advice.swaps, lambda swap: f"  {swap}", "swaps")
+        return "\n".join(lines)
 
     def agreed_lines(self) -> list[str]:
         """Facts that all ranks must share, one field a line, for `Control.agree_on_lines`."""
-        return agreed_lines(self)
+        topology = self.topology
+        return [
+            f"version: {VERSION}",
+            f"topology: {Topology(topology.axes, topology.order).describe()}",
+            f"offset: {topology.offset}",
+            f"failed: {sorted(topology.failed)}",
+            *(f"speed of rank {rank}: {speed}" for rank, speed in self.rank_speeds),
+            *(f"policy.{key}: {value}" for key, value in asdict(self.policy).items()),
+            *(f"units of {name}: {units}" for name, units in self.units),
+            *(
+                f"degrees of dp={replica}: {own}"
+                for replica, own in enumerate(self.degrees)
+                if min(own) < topology.axes["tp"]
+            ),
+        ]
 
     def digest(self) -> str:
         """32 hexadecimal digits of `agreed_lines`; equal in every process for equal plans."""
@@ -263,17 +423,24 @@ class Plan:
 
     def to_json(self) -> str:
         """JSON text that `from_json` reads: what the plan was made from, and its digest."""
-        return written(self)
+        return PlanSource(
+            self.topology,
+            Failures.from_global_ranks(sorted(self.topology.failed)),
+            dict(self.units),
+            self.policy,
+            dict(self.rank_speeds),
+            self.digest(),
+        ).to_json()
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> NtpPlan:
         """Make the plan again from the text of `to_json`.
 
         Raises:
             ConfigError: Text of another form or version, or a plan that is another one than when
                 the text was written.
         """
-        source = read_source(text)
+        source = PlanSource.from_json(text)
         made = plan(
             source.topology, source.failures, source.units, source.policy, speeds=source.speeds
         )
@@ -335,38 +502,3 @@ class Plan:
     @cached_property
     def _forms(self) -> FormTable:
         return FormTable.of(self.topology, self.degrees, self.rank_speeds)
-
-
-def plan(
-    topology: Topology,
-    failures: Failures,
-    units: Mapping[str, Units],
-    policy: Policy = Policy(),  # noqa: B008 - frozen
-    *,
-    speeds: Mapping[int, float | Fraction] | None = None,
-) -> Plan:
-    """Decide which degree and which units every rank has. Local; the same on all ranks.
-
-    Args:
-        topology: Axes `tp` and `dp`, and any others; `pp` counts stages. Its failed ranks count.
-        failures: Further failed ranks.
-        units: Units of parameters by name, or by a pattern of `fnmatch` such as `"*.qkv.weight"`.
-            A pattern that matches nothing does no harm.
-        policy: Rounding of degrees, and the limit on memory.
-        speeds: Speed of each slow rank by global rank, relative to a healthy one: above 0 and at
-            most 1. It gets fewer units in proportion. Those of failed ranks are left out. Round
-            measured speeds, such as to tenths: ranks of equal speeds at equal places share cuts,
-            and each further form of a group adds segments.
-
-    Raises:
-        ConfigError: A speed out of range.
-        TopologyError: No `tp` or `dp`, more than 4 million ranks, an unknown failed rank, or a
-            tensor-parallel group without any rank left, unless the policy drops its replica.
-        LayoutError: More ranks than units, or a rank above the limit on memory.
-        UnsupportedError: A topology with views.
-    """
-    check_topology(topology)
-    damaged = topology.with_failed(failures.ranks(topology))
-    slow = rank_speeds(damaged, speeds or {})
-    named = tuple(sorted(units.items()))
-    return Plan(damaged, named, policy, degrees(damaged, slow, dict(named), policy), slow)

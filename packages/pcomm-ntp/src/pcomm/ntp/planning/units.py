@@ -1,16 +1,21 @@
-"""What a parameter may be split into: units that stay whole, such as attention groups."""
+"""What a parameter may be split into: units that stay whole, such as attention groups.
+
+How fast a replica is, and how much a rank holds, follows from counts of units alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from fractions import Fraction
 
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
-from pcomm.core.layout import Layout
-from pcomm.ntp.planning.forms import busiest, sizes
+from pcomm.core.layout import Layout, Run
+from pcomm.ntp.planning.cuts import busiest, sizes
 
-__all__ = ["KINDS", "Units"]
+__all__ = ["KINDS", "Units", "find_units", "lies_as_planned", "memory_growth", "relative_speed"]
+
 
 KINDS: Mapping[str, int] = {
     "gqa": 3,
@@ -196,3 +201,77 @@ def _blocks(kind: str, length: int, block: int) -> int:
             fix="Give a length that is a multiple of block, both at least 1.",
         )
     return length // block
+
+
+def find_units(units: Sequence[tuple[str, Units]], name: str) -> tuple[str, Units] | None:
+    """The key and the units of the parameter `name`; None if no key is or matches it.
+
+    Args:
+        units: Pairs of a key and its units. A key is a name, or a pattern of `fnmatch` in which
+            `*` stands for any characters, `?` for one, and `[ab]` for one of several.
+        name: Name of a parameter, or a key itself. A key that equals it comes before patterns.
+
+    Returns:
+        The first of the patterns that match, if they all say the same.
+
+    Raises:
+        ConfigError: Two patterns match and say different things.
+    """
+    for key, own in units:
+        if key == name:
+            return key, own
+    found = [(key, own) for key, own in units if fnmatchcase(name, key)]
+    for key, own in found[1:]:
+        if own != found[0][1]:
+            raise ConfigError(
+                f"Plan.units_of: {name!r}",
+                found=f"{found[0][0]!r} says {found[0][1]}, and {key!r} says {own}",
+                why="A parameter is split in one way, and both patterns match its name.",
+                fix=f"Narrow one of the patterns, or add {name!r} itself, which comes before both.",
+            )
+    return found[0] if found else None
+
+
+def relative_speed(units: Sequence[Units], over: int | Sequence[Fraction], full: int) -> Fraction:
+    """Time of a stage at the full degree over its time with the given ranks: 1 for a healthy one.
+
+    The busiest rank sets the time: for each kind of units, its number of units over its speed and
+    over their number, weighted by their work. Without any work, the speeds are added up.
+
+    Args:
+        units: Units of all parameters.
+        over: Number of healthy ranks, or the speed of each rank.
+        full: Tensor-parallel degree without failures.
+    """
+
+    def time(ranks: int | Sequence[Fraction]) -> Fraction:
+        split = [u for u in units if u.is_split and u.work]
+        longest = sum((u.work * busiest(u.count, ranks) / u.count for u in split), Fraction(0))
+        total = Fraction(ranks) if isinstance(ranks, int) else sum(ranks, Fraction(0))
+        return longest or 1 / total
+
+    return time(full) / time(over)
+
+
+def memory_growth(units: Iterable[Units], over: int | Sequence[Fraction], full: int) -> Fraction:
+    """Largest number of units of a rank over that at the full degree, of any kind of units."""
+    grown = (Fraction(u.most_units(over), u.most_units(full)) for u in units if u.is_split)
+    return max(grown, default=Fraction(1))
+
+
+def lies_as_planned(declared: Layout, planned: Layout) -> bool:
+    """Whether every rank holds the same positions in the same order, however cut into runs."""
+    if (declared.length, declared.size) != (planned.length, planned.size):
+        return False
+    return list(map(_joined, declared.runs)) == list(map(_joined, planned.runs))
+
+
+def _joined(runs: tuple[Run, ...]) -> list[Run]:
+    """Runs with neighbours that touch joined into one."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = Run(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    return joined

@@ -1,6 +1,6 @@
-from pcomm.ntp.session.attempt import Attempt as Attempt
-from pcomm.ntp.session.meeting import Patience as Patience
+from pcomm.ntp.session.generation import Transition as Transition
+from pcomm.ntp.session.quorum import Timeouts as Timeouts
+from pcomm.ntp.session.records import StoreLostError as StoreLostError
 from pcomm.ntp.session.session import Session as Session
-from pcomm.ntp.session.store_errors import StoreLostError as StoreLostError
-from pcomm.ntp.session.training_state import Built as Built
-from pcomm.ntp.session.transition import Transition as Transition
+from pcomm.ntp.session.step import Attempt as Attempt
+from pcomm.ntp.session.training_state import TrainState as TrainState

@@ -1,4 +1,4 @@
-"""Who belongs to a job now: entering, meeting, joining, and being left behind. No tensors here."""
+"""Who belongs to a job now: entering, joining, forming quorums, being left behind. No tensors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from pcomm.core.errors import (
     PeerError,
     PeerTimeoutError,
 )
-from pcomm.ntp.session import store_errors
-from pcomm.ntp.session.evidence import Ends
-from pcomm.ntp.session.meeting import Meeting, Patience, states_before
-from pcomm.ntp.session.reach import left_out, unreachable
-from pcomm.ntp.session.records import Decision, Join, Records
-from pcomm.ntp.session.resume_point import Arrival
-from pcomm.ntp.session.watch import Watch
-from pcomm.ntp.session.watched_control import WatchedControl
+from pcomm.ntp.session.failure_detection import ExitReports, Watch, left_out, unreachable
+from pcomm.ntp.session.quorum import Quorum, Timeouts, states_before
+from pcomm.ntp.session.records import Decision, Join, Records, store_lost
+from pcomm.ntp.session.resume_point import RankState
 
 __all__ = ["Membership"]
+
 
 _PAUSE_S = 0.02
 
@@ -39,7 +36,7 @@ class Membership:
         ranks: Ranks of generation 0.
         places: Ranks that the job may ever have.
         facts: Facts that must be the same on all ranks.
-        patience: Time limits.
+        timeouts: Time limits.
         incarnation: Number of processes that had the rank before.
 
     Attributes:
@@ -59,14 +56,14 @@ class Membership:
         ranks: Sequence[int],
         places: Sequence[int],
         facts: Mapping[str, str],
-        patience: Patience,
+        timeouts: Timeouts,
         incarnation: int = 0,
     ) -> None:
         self._incarnation = incarnation
         self._connect, self.rank, self._places = connect, rank, frozenset(places)
-        self._facts, self._patience = dict(facts), patience
+        self._facts, self._timeouts = dict(facts), timeouts
         self.records = Records(connect())
-        self._ends = Ends(self.records.store)
+        self._exits = ExitReports(self.records.store)
         self._token = uuid.uuid4().hex
         self.number, self.ranks = 0, tuple(sorted(ranks))
         self.incarnations: Mapping[int, int] = {}
@@ -79,13 +76,13 @@ class Membership:
         self.watch = Watch(
             connect,
             rank,
-            heartbeat_s=patience.heartbeat_s,
-            dead_after_s=patience.dead_after_s,
+            heartbeat_s=timeouts.heartbeat_s,
+            dead_after_s=timeouts.dead_after_s,
         )
 
     # -- entering ----------------------------------------------------------------------------
 
-    def enter(self) -> dict[int, Arrival]:
+    def enter(self) -> dict[int, RankState]:
         """Take the place in generation 0, or wait until a later one has this process.
 
         Returns:
@@ -97,14 +94,14 @@ class Membership:
             PeerTimeoutError: No generation with this process began in time.
             ClosedError: The job is over.
         """
-        self._ends.read()
-        had_another = self._ends.of(self.rank, {}) is not None
+        self._exits.read()
+        had_another = self._exits.of(self.rank, {}) is not None
         is_first = not had_another and self.rank in self.ranks
         if is_first and self.records.claim_first(self.rank, self._token):
             self._is_member = True
             self._begin()
             return {}
-        end_s = time.monotonic() + self._patience.join_s
+        end_s = time.monotonic() + self._timeouts.join_s
         self._reach_members(end_s)
         decision = self._join(end_s)
         states = states_before(self.records, self.number, decision, self.check_fence)
@@ -127,7 +124,7 @@ class Membership:
             for rank in others:
                 beats.setdefault(rank, self.records.beat_of(self.number, rank))
             addresses = self.records.reach(self.number, others)
-            found = unreachable(addresses, self._patience.dead_after_s)
+            found = unreachable(addresses, self._timeouts.dead_after_s)
             if not found and len(addresses) == len(others):
                 return
             alive = {
@@ -148,7 +145,7 @@ class Membership:
 
     def _join(self, end_s: float) -> Decision:
         # A process that no launcher started comes after all whose ends were told.
-        incarnation = max(self._incarnation, self._ends.next_incarnation(self.rank))
+        incarnation = max(self._incarnation, self._exits.next_incarnation(self.rank))
         join = Join(self.rank, self._token, incarnation, self._facts)
         self.records.ask_to_join(join)
         while True:
@@ -176,7 +173,7 @@ class Membership:
                 self.check_store()
                 raise PeerTimeoutError(
                     f"Session: rank {self.rank} joins",
-                    found=f"generation {self.number} without it, {self._patience.join_s:g} s long",
+                    found=f"generation {self.number} without it, {self._timeouts.join_s:g} s long",
                     why="Ranks are taken in at the end of a step, or when another one has died.",
                     fix="Raise join_s above the length of a step, or look whether the job stands "
                     "still.",
@@ -185,12 +182,12 @@ class Membership:
 
     # -- leaving -----------------------------------------------------------------------------
 
-    def meet(self, reason: str, arrival: Arrival) -> tuple[Decision, dict[int, Arrival]]:
-        """Leave the generation: meet the ranks that live, and enter the next one. Collective.
+    def form_quorum(self, reason: str, state: RankState) -> tuple[Decision, dict[int, RankState]]:
+        """Leave the generation, form a quorum of those that live, and enter the next. Collective.
 
         Args:
             reason: Reason for the others to leave; the first one that is written stays.
-            arrival: State of this rank.
+            state: State of this rank.
 
         Returns:
             What was decided, and the states of those ranks of the next generation that were there.
@@ -201,10 +198,15 @@ class Membership:
         decision = self.records.decision(self.number)
         if decision is None:
             self.records.raise_flag(self.number, reason)
-            meeting = Meeting(
-                self.records, self._ends, self.number, self.ranks, self.incarnations, self._patience
+            quorum = Quorum(
+                self.records,
+                self._exits,
+                self.number,
+                self.ranks,
+                self.incarnations,
+                self._timeouts,
             )
-            decision = meeting.attend(self.rank, arrival, self._propose, self.check_store)
+            decision = quorum.attend(self.rank, state, self._propose, self.check_store)
         self.gone |= decision.gone
         states = {}
         if not decision.is_end:
@@ -225,7 +227,7 @@ class Membership:
             PeerTimeoutError: Ranks did not come in time; names them.
         """
         self.records.say_done(self.number, self.rank, applied)
-        missing, end_s = list(self.ranks), time.monotonic() + self._patience.join_s
+        missing, end_s = list(self.ranks), time.monotonic() + self._timeouts.join_s
         while (decision := self.records.decision(self.number)) is None:
             if self.watch.failure() is not None:
                 return False
@@ -236,7 +238,7 @@ class Membership:
             elif time.monotonic() > end_s:
                 raise PeerTimeoutError(
                     "Session: the end of the job",
-                    found=f"ranks {missing} did not come within {self._patience.join_s:g} s",
+                    found=f"ranks {missing} did not come within {self._timeouts.join_s:g} s",
                     why="A rank that is through stays until all are, to help if one dies.",
                     fix="Give the same number of steps on all ranks, or raise join_s.",
                 )
@@ -255,7 +257,11 @@ class Membership:
         self.records.raise_flag(self.number, f"rank {self.rank} has left: {reason}")
 
     def check_fence(self) -> None:
-        """Raise `FencedError` if the others have gone on without this rank. Local."""
+        """Raise `FencedError` if the others have gone on without this rank. Local.
+
+        A rank also finds out when what it said, or the plan, of its generation is forgotten, and
+        where it takes part in a control operation of the next one.
+        """
         number = self.number
         while (decision := self.records.decision(number)) is not None and not decision.is_end:
             if not self._is_in(decision):
@@ -265,7 +271,7 @@ class Membership:
     def try_connections(self) -> None:
         """Try whether this rank reaches the others, and tell those that it does not. Local."""
         others = [rank for rank in self.ranks if rank != self.rank]
-        found = unreachable(self.records.reach(self.number, others), self._patience.dead_after_s)
+        found = unreachable(self.records.reach(self.number, others), self._timeouts.dead_after_s)
         self.records.say_unreached(self.number, self.rank, found)
 
     def settle(self) -> None:
@@ -278,7 +284,7 @@ class Membership:
     def check_store(self) -> None:
         """Raise if the store is lost. Local."""
         if self.watch.lost is not None:
-            raise store_errors.lost(self.watch.lost)
+            raise store_lost(self.watch.lost)
 
     def control(self) -> Control:
         """A control of this generation, on a connection of its own, that a failure interrupts."""
@@ -289,7 +295,7 @@ class Membership:
             self.watch.check,
             job=self.records.job(),
             generation=self.number,
-            timeout_s=self._patience.agree_s,
+            timeout_s=self._timeouts.agree_s,
         )
 
     def close(self) -> None:
@@ -305,7 +311,7 @@ class Membership:
         """
         if self.rank != self.ranks[0] or self.records.num_joins() <= self._joins_done:
             return False
-        self._ends.read()
+        self._exits.read()
         return bool(self._newcomers(self.ranks))
 
     def _newcomers(self, ranks: Sequence[int]) -> dict[int, Join]:
@@ -326,7 +332,7 @@ class Membership:
         """Whether a request needs no decision any more; answers what is refused."""
         if self.records.is_settled(join.token):
             return True
-        if self._ends.of(join.rank, {join.rank: join.incarnation}) is not None:
+        if self._exits.of(join.rank, {join.rank: join.incarnation}) is not None:
             return True
         problem = self._problem(join)
         if problem:
@@ -401,3 +407,42 @@ class Membership:
             "more.",
             fix="End this process; a new one of the same rank joins again.",
         )
+
+
+class WatchedControl(Control):
+    """A `Control` that raises in the middle of an agreement once a check does.
+
+    Args:
+        store: Store that all ranks share.
+        ranks: Ranks that agree.
+        rank: Rank of this process.
+        check: Function called while waiting; raises when the ranks leave the generation.
+        job: Word that no other job has whose ranks live in this process. Torch names communicators
+            for the whole process, and their names begin with it.
+        generation: Number of changes of membership so far.
+        timeout_s: Seconds to wait for the others.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        ranks: Sequence[int],
+        rank: int,
+        check: Callable[[], None],
+        *,
+        job: str,
+        generation: int,
+        timeout_s: float,
+    ) -> None:
+        self._check_failure, self._job = check, job
+        super().__init__(store, ranks, rank, generation=generation, timeout_s=timeout_s)
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the keys of these ranks in this generation; the same on all of them."""
+        return f"{super().prefix}/{self._job}"
+
+    def check_fence(self) -> None:
+        """Raise if a newer generation has begun, or the ranks leave this one. Local."""
+        super().check_fence()
+        self._check_failure()

@@ -4,8 +4,8 @@
 |---|---|---|
 | `job` | the first rank | a word for the job |
 | `first/RANK` | each process of a rank | which of them is in generation 0 |
-| `flag/G` | the first rank that suspects | that the ranks of generation G meet |
-| `said/G/RANK` | each rank that leaves G | its state (`Arrival`) |
+| `flag/G` | the first rank that suspects | that the ranks of generation G form a quorum |
+| `said/G/RANK` | each rank that leaves G | its state (`RankState`) |
 | `decision/G` | the first that proposes | the ranks after G, or that all is done |
 | `left/G/RANK` | a rank whose program ends | that it is gone, and why |
 | `silent/G/RANK` | its neighbour | that its heartbeat has stopped |
@@ -29,14 +29,25 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
-from pcomm.ntp.session.resume_point import Arrival
+from pcomm.core.errors import PeerError
+from pcomm.ntp.session.resume_point import RankState
 
-__all__ = ["Decision", "Join", "Records"]
+__all__ = [
+    "Decision",
+    "Join",
+    "Records",
+    "StoreLostError",
+    "headline",
+    "store_errors",
+    "store_lost",
+]
+
 
 # What ranks write of themselves, and below their control: agreements, and addresses of groups.
 _OF_A_GENERATION = re.compile(
@@ -148,21 +159,21 @@ class Records:
     # -- leaving a generation ----------------------------------------------------------------
 
     def raise_flag(self, generation: int, message: str) -> None:
-        """Have the ranks of a generation leave their operations and meet."""
+        """Have the ranks of a generation leave their operations and form a quorum."""
         self._first(f"flag/{generation}", message)
 
     def flag(self, generation: int) -> str | None:
         """Why the ranks of a generation leave it, or None."""
         return self._get(f"flag/{generation}")
 
-    def say(self, generation: int, rank: int, arrival: Arrival) -> None:
+    def say(self, generation: int, rank: int, state: RankState) -> None:
         """Write the state of this rank; it must not change before the decision."""
-        self._set(f"said/{generation}/{rank}", json.dumps(asdict(arrival)))
+        self._set(f"said/{generation}/{rank}", json.dumps(asdict(state)))
 
-    def said(self, generation: int, ranks: Sequence[int]) -> dict[int, Arrival]:
+    def said(self, generation: int, ranks: Sequence[int]) -> dict[int, RankState]:
         """The states of those of `ranks` that have arrived."""
         texts = {rank: self._get(f"said/{generation}/{rank}") for rank in ranks}
-        return {r: Arrival(**json.loads(text)) for r, text in texts.items() if text is not None}
+        return {r: RankState(**json.loads(text)) for r, text in texts.items() if text is not None}
 
     def decide(self, generation: int, proposal: Decision) -> Decision:
         """The decision about a generation: `proposal`, or what another rank wrote first."""
@@ -303,3 +314,35 @@ class Records:
     def _get(self, key: str) -> str | None:
         name = f"pcomm/session/{key}"
         return self.store.get(name).decode() if self.store.check([name]) else None
+
+
+def headline(error: BaseException) -> str:
+    """The first line of an error's text, or the name of its class where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class StoreLostError(PeerError):
+    """The store of a session does not answer any more, so that its ranks cannot agree."""
+
+
+def store_lost(error: Exception) -> StoreLostError:
+    """The error for a store that `error` came from."""
+    found = StoreLostError(
+        "Session: the store",
+        found=headline(error),
+        why="Ranks agree through the store, and the process that hosts it has ended or cannot be "
+        "reached. Without it no rank can know who goes on.",
+        fix="Start the job again from its last checkpoint; keep the store in a process that "
+        "outlives the ranks.",
+    )
+    found.__cause__ = error
+    return found
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Raise errors of the store that occur in the block as `StoreLostError`."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise store_lost(error) from error

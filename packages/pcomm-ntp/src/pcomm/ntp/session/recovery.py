@@ -7,35 +7,47 @@ from collections.abc import Mapping
 
 import torch
 
-from pcomm.core.control import Control
+from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    DivergenceError,
+    FencedError,
     LayoutError,
     PeerError,
     PeerTimeoutError,
     TopologyError,
     UnsupportedError,
 )
-from pcomm.core.groups.agreement import agree_in_group
 from pcomm.core.groups.group import Group
-from pcomm.ntp.planning.plan import Plan
-from pcomm.ntp.reshard import Moved, StateLostError, state_tensors
-from pcomm.ntp.reshard.checksums import differing_units
-from pcomm.ntp.session import misuse, store_errors
-from pcomm.ntp.session.headline import headline
-from pcomm.ntp.session.held import Held, KeptBuffers
-from pcomm.ntp.session.job import Job
-from pcomm.ntp.session.left_behind import wait_or_leave
+from pcomm.ntp.planning.plan import NtpPlan
+from pcomm.ntp.redistribute import Moved, StateLostError, state_tensors
+from pcomm.ntp.redistribute.agreement import differing_units
+from pcomm.ntp.session.failure_detection import SuspectedFailure
+from pcomm.ntp.session.generation import (
+    Clock,
+    Job,
+    Opened,
+    Transition,
+    open_generation,
+)
 from pcomm.ntp.session.membership import Membership
-from pcomm.ntp.session.opening import EVERYONE, Opened, open_generation
-from pcomm.ntp.session.resume_point import NONE, Arrival, ResumePoint, resume_point
-from pcomm.ntp.session.setbacks import Setbacks, is_setback
-from pcomm.ntp.session.state_transfer import StateTransfer
-from pcomm.ntp.session.training_state import Built, agreed_lines, check_built, scalars_of
-from pcomm.ntp.session.transition import Clock, Transition
+from pcomm.ntp.session.records import StoreLostError, headline, store_errors
+from pcomm.ntp.session.resume_point import NONE, RankState, ResumePoint, resume_point
+from pcomm.ntp.session.training_state import (
+    BufferSnapshot,
+    GenerationState,
+    StateTransfer,
+    TrainState,
+    agreed_lines,
+    check_built,
+    scalars_of,
+)
 from pcomm.ntp.sync.grad_groups import stage_group
 from pcomm.ntp.sync.grad_sync import GradSync
 
 __all__ = ["Recovery"]
+
 
 # Replicas of different degrees are compared after their first step, and after each so many.
 _DRIFT_STEPS = 100
@@ -62,13 +74,13 @@ class Recovery:
 
     def __init__(self, job: Job, membership: Membership) -> None:
         self._job, self._membership = job, membership
-        self._transfer = StateTransfer(job, membership)
-        self.held: Held | None = None
-        self._complete: Held | None = None
+        self._transfer = StateTransfer(job.device, job.restore, membership)
+        self.held: GenerationState | None = None
+        self._complete: GenerationState | None = None
         self.opened: Opened | None = None
         self.sync: GradSync | None = None
         self.applied, self.is_ready, self.stops = 0, False, False
-        self._buffers, self._setbacks = KeptBuffers(), Setbacks()
+        self._buffers, self._retries = BufferSnapshot(), RetryLimit()
         self._has_state = False
         self._settled = 0
         self.ending: TopologyError | None = None
@@ -107,7 +119,16 @@ class Recovery:
             }
             found = self._differing(made, held.built, split, is_exact=False)
             if found is not None:
-                raise misuse.drifted(found, held.built.optimizer)
+                raise DivergenceError(
+                    "Session: replicas of different degrees, trained by "
+                    f"{type(held.built.optimizer).__name__}",
+                    found=found,
+                    why="Their shards are cut at different places. An optimizer that takes norms "
+                    "or products of a shard, or draws at random, changes the same element "
+                    "differently on each.",
+                    fix="Use an elementwise optimizer, such as AdamW or SGD, with the same "
+                    "settings on all ranks, and go on from a checkpoint of before.",
+                )
 
     def apply(self) -> None:
         """Apply the step whose gradients are summed. Local.
@@ -124,12 +145,39 @@ class Recovery:
         # One statement after the other: a rank that dies between them is gone with its state.
         self.applied, self.is_ready = self.applied + 1, False
 
+    # -- what there is, or an error ----------------------------------------------------------
+
+    def require_state(self) -> GenerationState:
+        """The state that counts."""
+        if self.held is None:
+            raise _without("state")
+        return self.held
+
+    def require_built(self) -> TrainState:
+        """Model and optimizer of this generation."""
+        built = self.require_state().built
+        if built is None:
+            raise _without("model")
+        return built
+
+    def require_opened(self) -> Opened:
+        """The groups of this generation."""
+        if self.opened is None:
+            raise _without("groups")
+        return self.opened
+
+    def require_sync(self) -> GradSync:
+        """The sums of gradients of this generation."""
+        if self.sync is None:
+            raise _without("sync")
+        return self.sync
+
     # -- generations -------------------------------------------------------------------------
 
     def start(self) -> None:
         """Enter the job: as a rank of generation 0, or as a newcomer. Collective."""
         started_s = time.monotonic()
-        with store_errors.told():
+        with store_errors():
             states = self._membership.enter()
             self.stops = self._membership.stops
             reason = "the job starts" if not states else "this process joins"
@@ -153,14 +201,14 @@ class Recovery:
         told: str | None = reason
         while told is not None:
             started_s = time.monotonic()
-            arrival = Arrival(
+            state = RankState(
                 NONE if self.held is None else self.held.generation,
                 NONE if self._complete is None else self._complete.generation,
                 self.applied,
                 self.is_ready,
             )
-            with store_errors.told():
-                decision, states = self._membership.meet(told, arrival)
+            with store_errors():
+                decision, states = self._membership.form_quorum(told, state)
                 if decision.is_end:
                     return
                 self.stops = self._membership.stops
@@ -168,20 +216,25 @@ class Recovery:
                 if told is not None:
                     self._membership.try_connections()
 
-    def setback(self, error: BaseException) -> str | None:
-        """The reason to meet for, of an error that other ranks caused; None for other errors.
+    def recoverable_reason(self, error: BaseException) -> str | None:
+        """The reason to form a quorum, of an error that other ranks caused; None for others.
 
         Raises:
             StoreLostError: The store is lost, of which the error came.
             ConfigError: Another rank has ended before the step that this one attempts.
             PeerError: It has come again and again with the same ranks and at the same step.
         """
-        if not is_setback(error):
+        if not is_recoverable(error):
             return None
         self._membership.check_store()
         if (ended := self._membership.watch.ended()) is not None:
-            raise misuse.ended(ended, self.applied)
-        self._setbacks.count(error, self._membership.ranks, self.applied)
+            raise ConfigError(
+                f"Session.attempts: the attempt at step {self.applied}",
+                found=ended,
+                why="All ranks take part in each step, and that one waits for the others to end.",
+                fix="Give the same `until` on all ranks, and call request_stop() to end earlier.",
+            )
+        self._retries.count(error, self._membership.ranks, self.applied)
         return headline(error)
 
     def close(self) -> None:
@@ -199,20 +252,20 @@ class Recovery:
     # -- how it is done ----------------------------------------------------------------------
 
     def _try_to_settle(
-        self, states: Mapping[int, Arrival], reason: str, started_s: float
+        self, states: Mapping[int, RankState], reason: str, started_s: float
     ) -> str | None:
         """Enter the generation; why another one is needed, or None."""
         try:
             self._settle(resume_point(states), reason, time.monotonic() - started_s)
         except (PeerError, PeerTimeoutError) as error:
-            failed = self.setback(error)
+            failed = self.recoverable_reason(error)
             if failed is None:
                 raise
             return failed
         except (LayoutError, StateLostError, UnsupportedError) as error:
             if self.ending is None:
                 raise
-            raise misuse.cannot_go_on(self.ending, self.applied, is_saved=False) from error
+            raise _cannot_go_on(self.ending, self.applied, is_saved=False) from error
         return None
 
     def _settle(self, point: ResumePoint, reason: str, meet_s: float) -> None:
@@ -223,7 +276,7 @@ class Recovery:
         made = self._plan(point)
         self._transfer.publish(point, self.held)
         control = member.control()
-        self.opened = opened = self._open(made, control)
+        self.opened = opened = open_generation(self._job, made, control, member.watch)
         open_s = clock.lap()
         built = self._build(made, opened, is_start=point.generation == NONE)
         build_s = clock.lap()
@@ -238,7 +291,7 @@ class Recovery:
                 param_layouts=built.layouts,
             )
             self._compare(made, built, opened, is_start=moved is None)
-        self._complete = Held(member.number, made, built)
+        self._complete = GenerationState(member.number, made, built)
         lines = [f"steps: {self.applied}", *made.agreed_lines()]
         lines += [f"{name}: {fact}" for name, fact in self._job.all_facts().items()]
         control.agree("Session: the state has arrived", lines)
@@ -258,7 +311,7 @@ class Recovery:
         self.transitions.append(took)
         member.settle()
 
-    def _plan(self, point: ResumePoint) -> Plan:
+    def _plan(self, point: ResumePoint) -> NtpPlan:
         """The plan of the generation; where there is none, that for `at_end` alone."""
         member, job = self._membership, self._job
         try:
@@ -266,7 +319,7 @@ class Recovery:
         except TopologyError as error:
             if point.generation == NONE:
                 raise
-            self.ending = misuse.cannot_go_on(error, self.applied, is_saved=job.has_end)
+            self.ending = _cannot_go_on(error, self.applied, is_saved=job.has_end)
             if not job.has_end:
                 raise self.ending from error
             made = job.last_plan(member.ranks, member.speeds)
@@ -277,7 +330,10 @@ class Recovery:
         return made
 
     def _take_up(self, point: ResumePoint) -> None:
-        """Hold the state of `point`: follow where this rank is behind."""
+        """Hold the state of `point`: follow where this rank is behind.
+
+        Gradients of a step that is repeated go with the model that they were computed for.
+        """
         complete, self._complete = self._complete, None
         if complete is not None and complete.generation == point.generation:
             self.held = complete
@@ -290,41 +346,7 @@ class Recovery:
         self._buffers.drop()
         self.applied, self.is_ready = point.applied, False
 
-    def _open(self, made: Plan, control: Control) -> Opened:
-        """The groups of the generation; left behind where a rank fails meanwhile."""
-        member, job = self._membership, self._job
-        # To agree, and to connect; gloo itself may try for as long as an operation may take.
-        limit_s = 2 * job.patience.agree_s
-        end_s = time.monotonic() + limit_s
-
-        def check() -> None:
-            member.watch.check()
-            if time.monotonic() > end_s:
-                raise PeerTimeoutError(
-                    "Session: connecting the ranks of a generation",
-                    found=f"no connection between all of ranks {list(member.ranks)} after "
-                    f"{limit_s:g} s",
-                    why="Each rank connects to each other one.",
-                    fix="Nothing: the ranks try their connections, and leave one out that others "
-                    "do not reach.",
-                )
-
-        return wait_or_leave(
-            lambda: open_generation(
-                made,
-                control,
-                job.groups_of(made),
-                job.strategy,
-                member.watch.failure,
-                backend=job.backend,
-                timeout_s=job.patience.operation_s,
-            ),
-            check,
-            Opened.abandon,
-            f"pcomm session: connects generation {member.number}",
-        )
-
-    def _build(self, made: Plan, opened: Opened, *, is_start: bool) -> Built | None:
+    def _build(self, made: NtpPlan, opened: Opened, *, is_start: bool) -> TrainState | None:
         """Model and optimizer of this rank; None if it has no units."""
         rank = self._membership.rank
         if rank in made.idle_ranks:
@@ -336,10 +358,10 @@ class Recovery:
         return built
 
     def _bring(
-        self, point: ResumePoint, made: Plan, built: Built | None, opened: Opened
-    ) -> tuple[Built | None, Moved | None]:
+        self, point: ResumePoint, made: NtpPlan, built: TrainState | None, opened: Opened
+    ) -> tuple[TrainState | None, Moved | None]:
         """Bring a model its state: from other ranks, from a checkpoint, or as it was built."""
-        group = opened.every[EVERYONE]
+        group = opened.everyone
         if point.generation != NONE:
             try:
                 return built, self._transfer.move(point, self.held, made, built, group)
@@ -351,7 +373,7 @@ class Recovery:
         self.applied = self._transfer.restore(made, built, group)
         return built, None
 
-    def _compare(self, made: Plan, built: Built, opened: Opened, *, is_start: bool) -> None:
+    def _compare(self, made: NtpPlan, built: TrainState, opened: Opened, *, is_start: bool) -> None:
         """Compare optimizers and numbers of the ranks of a stage, before the state counts."""
         lines: list[str] = []
         error: Exception | None = None
@@ -367,10 +389,32 @@ class Recovery:
                 tensors.pop(f"model.{name}", None)
         found = self._differing(made, built, tensors, is_exact=is_start)
         if found is not None:
-            raise misuse.unlike(found) if is_start else misuse.not_moved(found)
+            if is_start:
+                raise DivergenceError(
+                    "Session: the state at the start",
+                    found=found,
+                    why="Replicas begin with equal numbers, and what has no units is the same on "
+                    "all ranks and moves as a whole; so it cannot be a copy of a shard.",
+                    fix="Seed alike on all ranks, and cut the initial values of whole tensors. "
+                    "Give units to a buffer that is cut like a parameter, or register it with "
+                    "persistent=False.",
+                )
+            raise DivergenceError(
+                "Session: the state after a change of ranks",
+                found=found,
+                why="The state has moved, and all ranks that hold a range of units should hold the "
+                "same numbers. They were moved wrongly, or replicas had drifted apart before.",
+                fix="Use an elementwise optimizer, such as AdamW or SGD, and settings that are the "
+                "same on all ranks; else start from the last checkpoint, and report this.",
+            )
 
     def _differing(
-        self, made: Plan, built: Built, tensors: Mapping[str, torch.Tensor], *, is_exact: bool
+        self,
+        made: NtpPlan,
+        built: TrainState,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        is_exact: bool,
     ) -> str | None:
         assert self.opened is not None
         return differing_units(
@@ -383,7 +427,64 @@ class Recovery:
             device=self._job.device,
         )
 
-    def _stage(self, made: Plan, opened: Opened) -> Group:
+    def _stage(self, made: NtpPlan, opened: Opened) -> Group:
         """All used ranks of the stage of this rank."""
         stage = made.place(self._membership.rank).stage
         return opened.groups[stage_group(made, stage, self._job.strategy)]
+
+
+def _without(name: str) -> ClosedError:
+    return ClosedError(
+        f"Session: {name}",
+        found=f"no {name}",
+        why="A rank without units has no model, and a session that ended has no groups.",
+        fix="Ask within an attempt; `is_idle` tells whether the rank has units.",
+    )
+
+
+def _cannot_go_on(error: TopologyError, applied: int, *, is_saved: bool) -> TopologyError:
+    """The error of `plan` for the ranks that are left, and what is left of the training."""
+    left = (
+        f"at_end was called with the state after {applied} steps."
+        if is_saved
+        else "its last checkpoint is what is left, and at_end was not called."
+    )
+    return TopologyError(
+        error.asked, found=error.found, why=error.why, fix=f"Start the job again: {left}"
+    )
+
+
+# Generations in a row without a step, of the same ranks, before the error counts as no accident.
+_MOST_IN_VAIN = 5
+
+
+def is_recoverable(error: BaseException) -> bool:
+    """Whether an error means that other ranks are gone, and not that this one cannot go on."""
+    if isinstance(error, FencedError | StoreLostError):
+        return False
+    return isinstance(error, PeerError | PeerTimeoutError)
+
+
+class RetryLimit:
+    """Counts recoverable errors of this rank since the ranks or the step were others. Local."""
+
+    def __init__(self) -> None:
+        self._ranks: tuple[int, ...] = ()
+        self._applied, self._count = -1, 0
+
+    def count(self, error: BaseException, ranks: tuple[int, ...], applied: int) -> None:
+        """Count an error; raises one that has come again and again.
+
+        Args:
+            error: A recoverable error.
+            ranks: Ranks of the generation.
+            applied: Number of steps that are applied.
+        """
+        if not isinstance(error, SuspectedFailure | PeerTimeoutError):
+            # Another rank has met an error, and leaves if it meets the same one for ever.
+            return
+        if (ranks, applied) != (self._ranks, self._applied):
+            self._ranks, self._applied, self._count = ranks, applied, 0
+        self._count += 1
+        if self._count > _MOST_IN_VAIN:
+            raise error

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from pcomm.core.errors import DivergenceError
 
-__all__ = ["NONE", "Arrival", "ResumePoint", "resume_point"]
+__all__ = ["NONE", "RankState", "ResumePoint", "resume_point"]
 
 NONE = -1
 """Generation of a state that is not there."""
 
 
 @dataclass(frozen=True)
-class Arrival:
+class RankState:
     """What a rank says of its state when it leaves a generation.
 
     Args:
@@ -61,33 +61,33 @@ class ResumePoint:
     behind: tuple[int, ...]
 
 
-def resume_point(arrivals: Mapping[int, Arrival]) -> ResumePoint:
-    """The state from which the ranks that arrived go on. Local; equal arrivals, equal result.
+def resume_point(states: Mapping[int, RankState]) -> ResumePoint:
+    """The state from which the ranks that arrived go on. Local; equal states, equal result.
 
     Args:
-        arrivals: The word of each rank that takes part, by rank. A process without a state, such as
+        states: The word of each rank that takes part, by rank. A process without a state, such as
             one that joins, may be left out.
 
     Raises:
         DivergenceError: The states do not belong together, which is a mistake of this package.
     """
-    generation = max((own.confirmed for own in arrivals.values()), default=NONE)
+    generation = max((own.confirmed for own in states.values()), default=NONE)
     if generation == NONE:
         return ResumePoint(NONE, 0, (), ())
-    holders = [r for r, own in arrivals.items() if generation in (own.confirmed, own.complete)]
-    applied = max(arrivals[rank].applied for rank in holders)
-    behind = [rank for rank in holders if arrivals[rank].applied < applied]
-    lost = [r for r, own in arrivals.items() if r not in holders and own.confirmed != NONE]
-    unready = [r for r in behind if arrivals[r].applied < applied - 1 or not arrivals[r].is_ready]
-    _check(arrivals, sorted(lost + unready))
+    holders = [r for r, own in states.items() if generation in (own.confirmed, own.complete)]
+    applied = max(states[rank].applied for rank in holders)
+    behind = [rank for rank in holders if states[rank].applied < applied]
+    lost = [r for r, own in states.items() if r not in holders and own.confirmed != NONE]
+    unready = [r for r in behind if states[r].applied < applied - 1 or not states[r].is_ready]
+    _check(states, sorted(lost + unready))
     return ResumePoint(generation, applied, tuple(sorted(holders)), tuple(sorted(behind)))
 
 
-def _check(arrivals: Mapping[int, Arrival], strays: Iterable[int]) -> None:
+def _check(states: Mapping[int, RankState], strays: Iterable[int]) -> None:
     if stray := list(strays):
         raise DivergenceError(
             "Session: the state to go on from",
-            found=f"rank {stray[0]} with {arrivals[stray[0]]}, of {dict(arrivals)}",
+            found=f"rank {stray[0]} with {states[stray[0]]}, of {dict(states)}",
             why="A rank goes over to a new state only when all ranks have said that they can.",
             fix="Start the job again from its last checkpoint, and report this.",
         )

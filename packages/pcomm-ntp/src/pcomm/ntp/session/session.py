@@ -11,24 +11,25 @@ import torch.distributed as dist
 from torch import nn
 
 from pcomm.core import Groups, Topology
-from pcomm.core.errors import ConfigError
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    FencedError,
+    UnsupportedError,
+)
 from pcomm.core.process import RankPlace
+from pcomm.ntp.planning.degrees import Policy
 from pcomm.ntp.planning.failures import Failures
-from pcomm.ntp.planning.plan import Plan
-from pcomm.ntp.planning.policy import Policy
+from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.planning.units import Units
-from pcomm.ntp.session import misuse, store_errors
-from pcomm.ntp.session.attempt import Attempt
-from pcomm.ntp.session.ending import end_together, leave_alone
-from pcomm.ntp.session.held import Held
-from pcomm.ntp.session.job import Build, Job, Restore
-from pcomm.ntp.session.meeting import Patience
+from pcomm.ntp.redistribute import StateLostError
+from pcomm.ntp.session.generation import Build, Job, Spec, Transition
 from pcomm.ntp.session.membership import Membership
-from pcomm.ntp.session.opening import Spec
+from pcomm.ntp.session.quorum import Timeouts
+from pcomm.ntp.session.records import StoreLostError, headline, store_errors
 from pcomm.ntp.session.recovery import Recovery
-from pcomm.ntp.session.step_end import StepEnd
-from pcomm.ntp.session.training_state import Built
-from pcomm.ntp.session.transition import Transition
+from pcomm.ntp.session.step import Attempt, StepEnd
+from pcomm.ntp.session.training_state import Restore
 from pcomm.ntp.sync.grad_groups import Strategy
 from pcomm.ntp.sync.grad_sync import GradSync
 
@@ -67,10 +68,11 @@ class Session:
             store's host does not answer, those of a function as it makes them.
         topology: Axes and sizes of the whole job; `tp` and `dp` are among them.
         units: Units of parameters by name or pattern, as `plan` takes them.
-        build: Function of a plan, its groups and this rank that returns `Built(model, optimizer)`;
-            called in each generation, on ranks that have units. `groups["tp"]` is the
-            tensor-parallel group. It does not communicate. Initial values must not depend on the
-            plan or rank, such as by the random state of the whole weight: replicas are compared.
+        build: Function of a plan, its groups and this rank that returns
+            `TrainState(model, optimizer)`; called in each generation, on ranks that have units.
+            `groups["tp"]` is the tensor-parallel group. It does not communicate. Initial values
+            must not depend on the plan or rank, such as by the random state of the whole weight:
+            replicas are compared.
         rank: Global rank of this process; that of `place` by default.
         policy: Rounding of degrees, and the limit on memory.
         failures: Ranks that are gone from the start, and may join.
@@ -86,9 +88,10 @@ class Session:
         facts: Facts that must be the same on all ranks, such as a digest of the configuration.
             Versions, topology and units are compared in any case.
         heartbeat_s: Seconds between two heartbeats of a rank.
-        dead_after_s: Seconds without a heartbeat after which a rank is excluded. A process that the
-            launcher tells to have ended is excluded at once.
-        patience: All time limits, in place of the two before.
+        dead_after_s: Seconds without a heartbeat after which a rank is excluded, unless it comes
+            before the others have decided. A process that the launcher tells to have ended is
+            excluded at once.
+        timeouts: All time limits, in place of the two before.
         backend: `"gloo"`; NCCL is refused, whose operations a failure cannot end yet.
         device: Device of this rank's tensors between ranks.
 
@@ -119,19 +122,27 @@ class Session:
         rank: int | None = None,
         policy: Policy | None = None,
         failures: Failures | None = None,
-        groups: Sequence[Spec] | Callable[[Plan], Sequence[Spec]] = (),
+        groups: Sequence[Spec] | Callable[[NtpPlan], Sequence[Spec]] = (),
         strategy: Strategy = "interval",
         restore: Restore | None = None,
         at_end: Callable[[Session], None] | None = None,
         facts: Mapping[str, str] | None = None,
         heartbeat_s: float = 0.5,
         dead_after_s: float = 10.0,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         backend: str = "gloo",
         device: torch.device | str = "cpu",
     ) -> None:
-        misuse.backend(backend)
-        limits = patience or Patience(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
+        if backend != "gloo":
+            raise UnsupportedError(
+                f"Session: backend={backend!r}",
+                found="a backend other than gloo",
+                why="When a rank dies the others leave their operations. Those of NCCL end by an "
+                "abort alone, which is not there yet; the ranks would wait, and torch would end "
+                "them.",
+                fix='Use backend="gloo", with tensors between ranks on the CPU.',
+            )
+        limits = timeouts or Timeouts(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
         if isinstance(place, RankPlace):
             connect: Callable[[], dist.Store] = partial(place.store, timeout_s=limits.agree_s)
             self.rank = place.rank if rank is None else rank
@@ -139,7 +150,14 @@ class Session:
         else:
             incarnation = 0
             connect = place
-            self.rank = misuse.given(rank)
+            if rank is None:
+                raise ConfigError(
+                    "Session: rank",
+                    found="a function that connects to the store, and no rank",
+                    why="The function does not tell which rank this process is.",
+                    fix="Give rank=, or a RankPlace.",
+                )
+            self.rank = rank
         self._job = Job(
             topology=topology,
             units=dict(units),
@@ -152,10 +170,10 @@ class Session:
             restore=restore,
             has_end=at_end is not None,
             facts=dict(facts or {}),
-            patience=limits,
+            timeouts=limits,
             device=torch.device(device),
         )
-        with store_errors.told():
+        with store_errors():
             self._membership = Membership(
                 connect,
                 self.rank,
@@ -193,38 +211,34 @@ class Session:
         return self._membership.ranks
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> NtpPlan:
         """The plan of this generation."""
-        return self._held().plan
+        return self._recovery.require_state().plan
 
     @property
     def groups(self) -> Groups:
         """The groups of this generation; operations end with a `PeerError` when a rank fails."""
-        if self._recovery.opened is None:
-            raise misuse.without("groups")
-        return self._recovery.opened.groups
+        return self._recovery.require_opened().groups
 
     @property
     def model(self) -> nn.Module:
         """The model of this generation."""
-        return self._built().model
+        return self._recovery.require_built().model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of this generation."""
-        return self._built().optimizer
+        return self._recovery.require_built().optimizer
 
     @property
     def sync(self) -> GradSync:
         """The sums of gradients of this generation."""
-        if self._recovery.sync is None:
-            raise misuse.without("sync")
-        return self._recovery.sync
+        return self._recovery.require_sync()
 
     @property
     def is_idle(self) -> bool:
         """Whether this rank has no units now; `attempts` then waits for the others by itself."""
-        return self._held().built is None
+        return self._recovery.require_state().built is None
 
     @property
     def transitions(self) -> tuple[Transition, ...]:
@@ -258,15 +272,20 @@ class Session:
         self._step_end.until = until
         while self.step < until and not self._recovery.stops:
             if self._is_closed:
-                raise misuse.closed("Session.attempts")
+                raise ClosedError(
+                    "Session.attempts",
+                    found="a session that was closed",
+                    why="Its groups are gone.",
+                    fix="Make another session.",
+                )
             if (reason := self.failure) is not None:
                 self._step_end.move(reason)
             elif self.is_idle:
-                with Attempt(self):
-                    self._step_end.agree()
+                with Attempt(self._step_end):
+                    self._step_end.apply_together()
             else:
                 self._recovery.begin()
-                attempt = Attempt(self)
+                attempt = Attempt(self._step_end)
                 yield attempt
                 if not attempt.was_entered:
                     raise ConfigError(
@@ -291,14 +310,20 @@ class Session:
                 most 1.
         """
         if rank not in self._job.topology.ranks or not 0 < speed <= 1:
-            raise misuse.speed(rank, speed)
-        with store_errors.told():
+            raise ConfigError(
+                f"Session.set_speed: rank {rank}, speed {speed}",
+                found="a rank that the job does not have, or a speed that is not above 0 and at "
+                "most 1",
+                why="Units are dealt out in proportion to speeds, relative to the fastest rank.",
+                fix="Give a global rank, and the time of the fastest rank over that of this one.",
+            )
+        with store_errors():
             self._membership.records.set_speed(rank, speed)
         self._step_end.asks_move = True
 
     def request_stop(self) -> None:
         """Have all ranks end after the next step, such as before a time limit. Local."""
-        with store_errors.told():
+        with store_errors():
             self._membership.records.ask_to_stop()
         self._step_end.asks_move = True
 
@@ -307,7 +332,7 @@ class Session:
 
         To be called before anything is written that outlives the process, such as a checkpoint.
         """
-        with store_errors.told():
+        with store_errors():
             self._membership.check_fence()
 
     # -- its end -----------------------------------------------------------------------------
@@ -326,7 +351,7 @@ class Session:
         if self._is_closed:
             return
         try:
-            end_together(self._recovery, self._membership, self._finish)
+            self._end_together()
         except BaseException as error:
             self._leave(error)
             raise
@@ -349,22 +374,45 @@ class Session:
 
     # -- how it is done ----------------------------------------------------------------------
 
-    def _finish(self) -> None:
-        if self._at_end is not None and not self.is_idle:
-            self._at_end(self)
+    def _end_together(self) -> None:
+        """Wait until all ranks have come to the end of the job; help them when one dies."""
+        recovery, applied = self._recovery, self._recovery.applied
+        with store_errors():
+            while not self._membership.is_over:
+                reason = self._failure_at_end()
+                if reason is None and self._membership.finish(recovery.applied):
+                    return
+                recovery.move(reason or self.failure or "other ranks have met")
+                if recovery.applied < applied:
+                    raise StateLostError(
+                        "Session.close",
+                        found=f"step {recovery.applied}, to which the state was restored",
+                        why=f"{applied} steps were applied, the last of them are lost with ranks "
+                        "that died, and a program that closes its session attempts none again.",
+                        fix="Start the job again from its last checkpoint.",
+                    )
+
+    def _failure_at_end(self) -> str | None:
+        """Call `at_end`; the reason to form a quorum if another rank failed meanwhile."""
+        try:
+            if self._at_end is not None and not self.is_idle:
+                self._at_end(self)
+        except Exception as error:
+            reason = self._recovery.recoverable_reason(error)
+            if reason is None:
+                raise
+            return reason
+        return None
 
     def _leave(self, error: BaseException) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            leave_alone(error, self._recovery, self._membership)
-
-    def _held(self) -> Held:
-        if self._recovery.held is None:
-            raise misuse.without("state")
-        return self._recovery.held
-
-    def _built(self) -> Built:
-        built = self._held().built
-        if built is None:
-            raise misuse.without("model")
-        return built
+        """End this rank alone, and tell the others unless they know."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not isinstance(error, FencedError | StoreLostError):
+            try:
+                self._membership.leave(f"{type(error).__name__}: {headline(error)}")
+            except dist.DistError as lost:
+                error.add_note(f"the store was not told: {lost}")
+        self._recovery.abandon()
+        self._membership.close()

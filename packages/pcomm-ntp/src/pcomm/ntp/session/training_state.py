@@ -1,32 +1,49 @@
-"""What moves between generations: parameters, optimizer state of their shape, and scalars.
+"""What moves between generations, and how the model of a new one gets it.
 
-Tensors that have the shape of a parameter are cut like it, and move. Everything else of an
-optimizer, such as its count of steps, learning rate and betas, is the same on all ranks and travels
-as text through the store.
+Tensors that have the shape of a parameter are cut like it, and move from other ranks or come from a
+checkpoint. Everything else of an optimizer, such as its count of steps, learning rate and betas, is
+the same on all ranks and travels as text through the store.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pcomm.core import Topology
 from pcomm.core.errors import ConfigError, UnsupportedError
+from pcomm.core.groups.group import Group
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
-from pcomm.core.tensor_parallel.elementwise import first_mixed, known_mixed
-from pcomm.ntp.planning.plan import Plan
+from pcomm.core.tensor_parallel.optimizers import first_mixed, known_mixed
+from pcomm.ntp.planning.plan import NtpPlan
+from pcomm.ntp.redistribute import Moved, redistribute, state_tensors
+from pcomm.ntp.session.membership import Membership
+from pcomm.ntp.session.resume_point import ResumePoint
 
-__all__ = ["Built", "agreed_lines", "check_built", "scalars_of", "set_scalars"]
+__all__ = [
+    "BufferSnapshot",
+    "GenerationState",
+    "Restore",
+    "StateTransfer",
+    "TrainState",
+    "agreed_lines",
+    "check_built",
+    "scalars_of",
+    "set_scalars",
+    "topology_along_dp",
+]
+
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Built:
+class TrainState:
     """What `build` returns for a generation.
 
     Args:
@@ -50,7 +67,7 @@ class Built:
         return param_layouts_of(self.model) if own is None else own
 
 
-def check_built(found: object, plan: Plan, *, is_start: bool) -> Built:
+def check_built(found: object, plan: NtpPlan, *, is_start: bool) -> TrainState:
     """What `build` has returned, if a session can train it. Local.
 
     Args:
@@ -59,16 +76,16 @@ def check_built(found: object, plan: Plan, *, is_start: bool) -> Built:
         is_start: True to try an optimizer that is not torch's, which takes tenths of a second.
 
     Raises:
-        ConfigError: It is no `Built`.
+        ConfigError: It is no `TrainState`.
         UnsupportedError: The optimizer looks at whole tensors of which ranks hold parts, or nothing
             can tell whether it does; or it spreads its state over ranks.
     """
-    if not isinstance(found, Built):
+    if not isinstance(found, TrainState):
         raise ConfigError(
             "Session: build",
             found=f"a function that returns a {type(found).__name__}",
             why="The session moves the state of both, model and optimizer.",
-            fix="Return Built(model, optimizer).",
+            fix="Return TrainState(model, optimizer).",
         )
     if "ZeroRedundancyOptimizer" in {kind.__name__ for kind in type(found.optimizer).__mro__}:
         raise UnsupportedError(
@@ -102,7 +119,216 @@ def check_built(found: object, plan: Plan, *, is_start: bool) -> Built:
     return found
 
 
-def agreed_lines(built: Built) -> list[str]:
+@dataclass(frozen=True)
+class GenerationState:
+    """The state of one generation on this rank.
+
+    Args:
+        generation: Number of the generation.
+        plan: Plan under which the state lies.
+        built: Model and optimizer; None on a rank without units.
+    """
+
+    generation: int
+    plan: NtpPlan
+    built: TrainState | None
+
+
+class BufferSnapshot:
+    """Copies of a model's persistent buffers from the beginning of a step. Local.
+
+    A forward changes buffers before it is known whether the step counts.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._copies: dict[str, Tensor] = {}
+
+    def keep(self, step: int, model: nn.Module) -> None:
+        """Copy the buffers of `model` at the beginning of `step`."""
+        self._step = step
+        self._copies = {name: one.clone() for name, one in _buffers_of(model).items()}
+
+    def set_back(self, step: int, model: nn.Module) -> None:
+        """Write the copies back if they are those of `step`, which is repeated."""
+        if step == self._step:
+            for name, one in _buffers_of(model).items():
+                if name in self._copies:
+                    one.copy_(self._copies[name])
+
+    def drop(self) -> None:
+        """Forget the copies."""
+        self._step, self._copies = 0, {}
+
+
+def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that move with the state."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: one.detach() for name, one in model.named_buffers() if name in saved}
+
+
+Restore = Callable[[NtpPlan, torch.nn.Module, torch.optim.Optimizer], int]
+
+
+class StateTransfer:
+    """Brings the state that counts to the models of a generation.
+
+    Args:
+        device: Device of tensors between ranks.
+        restore: Function that loads a checkpoint; None where there is none.
+        membership: This process as a member of the job.
+    """
+
+    def __init__(
+        self, device: torch.device, restore: Restore | None, membership: Membership
+    ) -> None:
+        self._device, self._restore, self._membership = device, restore, membership
+
+    def publish(self, point: ResumePoint, held: GenerationState | None) -> None:
+        """Write what newcomers need; for each stage one rank does, that has its state. Local.
+
+        Args:
+            point: State that counts.
+            held: This rank's part of it, or None.
+
+        Raises:
+            UnsupportedError: The optimizer has state that cannot move.
+        """
+        if held is None:
+            return
+        member = self._membership
+        if member.rank == point.holders[0]:
+            member.records.publish(f"plan/{member.number}", held.plan.to_json())
+        speakers: dict[int, int] = {}
+        # A rank that did not hear that all were ready has not run what the program does after that,
+        # such as setting a learning rate; it speaks only where no other one can.
+        ranks = _with_units(point, held.plan)
+        for rank in sorted(ranks, key=lambda one: (one in point.behind, one)):
+            speakers.setdefault(held.plan.place(rank).stage, rank)
+        for stage, rank in speakers.items():
+            if rank == member.rank and held.built is not None:
+                told = scalars_of(held.built)
+                member.records.publish(f"scalars/{member.number}/{stage}", told)
+
+    def move(
+        self,
+        point: ResumePoint,
+        held: GenerationState | None,
+        made: NtpPlan,
+        built: TrainState | None,
+        group: Group,
+    ) -> Moved:
+        """Fill a new model and optimizer from what ranks hold. Collective over `group`.
+
+        Who sends which units is decided by `pcomm.ntp.redistribute.moves`.
+
+        Args:
+            point: State that counts; that of some generation.
+            held: This rank's part of it, or None.
+            made: Plan of the new generation.
+            built: Model and optimizer that are filled; None on a rank without units.
+            group: All ranks of the generation.
+
+        Raises:
+            StateLostError: On every rank, before anything was sent: no rank holds some units.
+        """
+        member = self._membership
+        text = member.records.published(f"plan/{member.number}") or ""
+        if held is None and not text:
+            # Deleted, since a later generation is complete.
+            member.check_fence()
+        old = NtpPlan.from_json(text) if held is None else held.plan
+        if old.topology.axes != made.topology.axes:
+            # The last generation of a job that cannot go on has a topology of its own.
+            old, made = _along_dp(old), _along_dp(made)
+        source = {}
+        layouts: Mapping[str, ParamLayout] = {}
+        if held is not None and held.built is not None:
+            # A rank that has no units any more still has what others get.
+            layouts = held.built.layouts
+            source = state_tensors(held.built.model, held.built.optimizer)
+        target = {}
+        if built is not None:
+            stage = made.place(member.rank).stage
+            told = member.records.published(f"scalars/{member.number}/{stage}")
+            if told is not None:
+                set_scalars(built, told)
+            target = state_tensors(built.model, built.optimizer)
+            layouts = built.layouts
+        return redistribute(
+            old,
+            made,
+            group,
+            rank=member.rank,
+            source=source,
+            target=target,
+            param_layouts=layouts,
+            holders=_with_units(point, old),
+            device=self._device,
+        )
+
+    def restore(self, made: NtpPlan, built: TrainState | None, group: Group) -> int:
+        """Load the checkpoint on all ranks, or begin at step 0. Collective over `group`.
+
+        Args:
+            made: Plan of the generation.
+            built: Model and optimizer that are filled; None on a rank without units.
+            group: All ranks of the generation.
+
+        Returns:
+            The step of the checkpoint, on ranks without units, too.
+
+        Raises:
+            ConfigError: On a rank whose checkpoint is of an earlier step than that of another one.
+        """
+        step = 0
+        if built is not None and self._restore is not None:
+            step = self._restore(made, built.model, built.optimizer)
+        told = torch.tensor([step], dtype=torch.int64, device=self._device)
+        applied = int(group.collectives.all_reduce(told, op="max").item())
+        if built is not None and step != applied:
+            raise ConfigError(
+                "Session: restore",
+                found=f"step {step} on rank {self._membership.rank}, {applied} on another",
+                why="All ranks go on from one step.",
+                fix="Return the same step on all ranks, that of the checkpoint.",
+            )
+        return applied
+
+
+def _with_units(point: ResumePoint, old: NtpPlan) -> list[int]:
+    """The ranks that hold units of the state that counts."""
+    return [rank for rank in point.holders if not old.place(rank).is_idle]
+
+
+def _along_dp(made: NtpPlan) -> NtpPlan:
+    """A plan by which each rank holds what it does by `made`, with all axes but `tp` in `dp`.
+
+    Raises:
+        UnsupportedError: There are pipeline stages or slow ranks, or `tp` is not the fastest axis.
+    """
+    topology = topology_along_dp(made.topology, made.rank_speeds)
+    firsts = topology.ranks[:: topology.axes["tp"]]
+    degrees = tuple(made.degrees[made.topology.coordinates(rank)["dp"]] for rank in firsts)
+    return NtpPlan(topology.with_failed(made.topology.failed), made.units, made.policy, degrees)
+
+
+def topology_along_dp(topology: Topology, speeds: object) -> Topology:
+    """The same ranks and tensor-parallel groups, each of these at another place of `dp`."""
+    size = topology.axes["tp"]
+    # What the groups along cp of a replica hold depends on the slow ranks of all of them.
+    if topology.order[0] != "tp" or topology.axes.get("pp", 1) > 1 or speeds:
+        raise UnsupportedError(
+            f"Session: the end of a job of {topology.describe()}",
+            found="pipeline stages, slow ranks, or tp not as the fastest axis",
+            why="A tensor-parallel group is no replica of its own then.",
+            fix="Start the job again from its last checkpoint.",
+        )
+    axes = dict.fromkeys(topology.axes, 1) | {"tp": size, "dp": topology.world_size // size}
+    return Topology(axes, topology.order, offset=topology.offset)
+
+
+def agreed_lines(built: TrainState) -> list[str]:
     """Kind and settings of the optimizer, a line each; the same on all ranks of a stage. Local.
 
     Raises:
@@ -119,7 +345,7 @@ def agreed_lines(built: Built) -> list[str]:
     return [*lines, *(f"state of {name}: {own}" for name, own in told["state"].items())]
 
 
-def scalars_of(built: Built) -> str:
+def scalars_of(built: TrainState) -> str:
     """Text of all that `set_scalars` needs; the same on ranks with equal state. Local.
 
     Raises:
@@ -146,7 +372,7 @@ def scalars_of(built: Built) -> str:
     return json.dumps({"groups": groups, "state": state})
 
 
-def set_scalars(built: Built, text: str) -> None:
+def set_scalars(built: TrainState, text: str) -> None:
     """Give a fresh optimizer the scalars of another, and room for its state. Local.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from pcomm.core.errors import ConfigError, near_misses
 from pcomm.core.groups.spec import GroupSpec
-from pcomm.ntp.planning.plan import Plan
+from pcomm.ntp.planning.plan import NtpPlan
 
 __all__ = [
     "ALL",
@@ -41,7 +41,7 @@ class TensorGroup:
     ranks: tuple[int, ...]
 
 
-def grad_groups(plan: Plan, strategy: Strategy = "interval") -> tuple[GroupSpec, ...]:
+def grad_groups(plan: NtpPlan, strategy: Strategy = "interval") -> tuple[GroupSpec, ...]:
     """Groups that `GradSync` needs, to be given to `open_groups`. Local; no torch.
 
     `ntp.all` has all used ranks of the job. Others, `ntp.0` and so on, have the ranks that sum the
@@ -59,7 +59,7 @@ def grad_groups(plan: Plan, strategy: Strategy = "interval") -> tuple[GroupSpec,
     return tuple(GroupSpec.of_ranks(ranks, n) for ranks, n in group_names(plan, strategy).items())
 
 
-def group_names(plan: Plan, strategy: Strategy) -> dict[tuple[int, ...], str]:
+def group_names(plan: NtpPlan, strategy: Strategy) -> dict[tuple[int, ...], str]:
     """Name of the group of each set of ranks, in the order in which groups are opened. Local.
 
     Raises:
@@ -85,13 +85,13 @@ def group_names(plan: Plan, strategy: Strategy) -> dict[tuple[int, ...], str]:
     return names
 
 
-def stage_group(plan: Plan, stage: int, strategy: Strategy) -> str:
+def stage_group(plan: NtpPlan, stage: int, strategy: Strategy) -> str:
     """Name of the group of all used ranks of a stage. Local."""
     ranks = tuple(sorted(r for group in tensor_groups(plan, stage) for r in group.ranks))
     return group_names(plan, strategy)[ranks]
 
 
-def all_tensor_groups(plan: Plan) -> list[list[TensorGroup]]:
+def all_tensor_groups(plan: NtpPlan) -> list[list[TensorGroup]]:
     """The tensor-parallel groups of each stage, by their lowest rank. Local."""
     found: list[list[TensorGroup]] = [[] for _ in range(plan.topology.axes.get("pp", 1))]
     for alive in plan.topology.groups("tp"):
@@ -103,24 +103,24 @@ def all_tensor_groups(plan: Plan) -> list[list[TensorGroup]]:
     return found
 
 
-def tensor_groups(plan: Plan, stage: int) -> list[TensorGroup]:
+def tensor_groups(plan: NtpPlan, stage: int) -> list[TensorGroup]:
     """The tensor-parallel groups of a stage, by their lowest rank. Local."""
     return all_tensor_groups(plan)[stage]
 
 
-def core_group(plan: Plan, groups: list[TensorGroup], stage: int) -> TensorGroup:
+def core_group(plan: NtpPlan, groups: list[TensorGroup], stage: int) -> TensorGroup:
     """The group whose layouts all others take on for a reduction: the first of least degree."""
     return min(groups, key=lambda group: plan.degree(group.replica, stage))
 
 
-def _interval(plan: Plan, groups: list[TensorGroup]) -> Iterator[tuple[int, ...]]:
+def _interval(plan: NtpPlan, groups: list[TensorGroup]) -> Iterator[tuple[int, ...]]:
     """Ranks that hold the same range of some units."""
     for name, units in plan.units:
         if units.is_split:
             yield from (one.ranks for one in plan.groups(name, groups[0].ranks[0]))
 
 
-def _gather_core(plan: Plan, groups: list[TensorGroup]) -> Iterator[tuple[int, ...]]:
+def _gather_core(plan: NtpPlan, groups: list[TensorGroup]) -> Iterator[tuple[int, ...]]:
     """Groups that exchange, and the ranks at each index that take part in reductions."""
     stage = plan.place(groups[0].ranks[0]).stage
     core = core_group(plan, groups, stage)

@@ -11,17 +11,20 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.groups.groups import Groups
-from pcomm.core.tensor_parallel.param_layout import ParamLayout
-from pcomm.ntp.planning.plan import Plan
-from pcomm.ntp.sync import errors
-from pcomm.ntp.sync.agreed_params import agreed_params
-from pcomm.ntp.sync.batch_weights import BatchWeights
-from pcomm.ntp.sync.bucket_queue import BucketQueue
-from pcomm.ntp.sync.canonical_norm import NormSlots, canonical_norm
-from pcomm.ntp.sync.grad_groups import ALL, Strategy
-from pcomm.ntp.sync.model_guard import ModelGuard
-from pcomm.ntp.sync.synced_params import SyncedParam
+from pcomm.core.control.agreement import agree_in_group
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    TopologyError,
+    UnsupportedError,
+)
+from pcomm.core.groups.open_groups import Groups
+from pcomm.core.tensor_parallel.split import ParamLayout, param_layouts_of
+from pcomm.ntp.planning.plan import NtpPlan
+from pcomm.ntp.sync.buckets import BatchWeights, BucketQueue
+from pcomm.ntp.sync.grad_groups import ALL, Strategy, group_names
+from pcomm.ntp.sync.params import ModelGuard, SyncedParam, synced_params
+from pcomm.ntp.sync.sums import NormSlots, SumPlan, canonical_norm
 
 __all__ = ["GradSync"]
 
@@ -84,7 +87,7 @@ class GradSync:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: NtpPlan,
         model: nn.Module,
         groups: Groups,
         *,
@@ -94,7 +97,7 @@ class GradSync:
         bucket_bytes: int = 32 * 2**20,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        params, sums = agreed_params(
+        params, sums = _agreed_params(
             plan,
             model,
             groups,
@@ -145,14 +148,14 @@ class GradSync:
         asked = "GradSync.accumulate"
         self._check_open(asked)
         if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
-            raise errors.bad_argument("weight", weight, "a finite number of at least 0")
+            raise _bad_argument("weight", weight, "a finite number of at least 0")
         if self._is_inside:
-            raise errors.wrong_turn(asked, "an accumulate() around it", "Leave that one first.")
+            raise _wrong_turn(asked, "an accumulate() around it", "Leave that one first.")
         if self._state == "last":
             fix = "Call finish(), or give is_last=False to all but the last micro-batch."
-            raise errors.wrong_turn(asked, "a step whose last micro-batch has been", fix)
+            raise _wrong_turn(asked, "a step whose last micro-batch has been", fix)
         if self._state == "torn":
-            raise errors.wrong_turn(asked, "a step that ended by an error", "Call zero_grad().")
+            raise _wrong_turn(asked, "a step that ended by an error", "Call zero_grad().")
         is_first = not self._has_begun
         if is_first:
             self._guard.check_model()
@@ -187,12 +190,12 @@ class GradSync:
         asked = "GradSync.finish"
         self._check_open(asked)
         if self._is_inside:
-            raise errors.wrong_turn(asked, "an accumulate() around it", "Leave that one first.")
+            raise _wrong_turn(asked, "an accumulate() around it", "Leave that one first.")
         if self._state != "last":
             is_done = self._state == "summed"
             found = "gradients that are summed already" if is_done else "no last micro-batch"
             fix = "Call it once, after `with sync.accumulate(is_last=True):` around backward."
-            raise errors.wrong_turn(asked, found, fix)
+            raise _wrong_turn(asked, found, fix)
         try:
             # Training cannot go on with gradients of inference mode, which may be on here.
             with torch.inference_mode(False), torch.no_grad():
@@ -212,7 +215,7 @@ class GradSync:
         self._check_open("GradSync.zero_grad")
         if self._is_inside or self._state == "last":
             found = "gradients that are about to be summed"
-            raise errors.wrong_turn("GradSync.zero_grad", found, "Call finish() first.")
+            raise _wrong_turn("GradSync.zero_grad", found, "Call finish() first.")
         for one in self._params:
             one.parameter.grad = None
         self._begin()
@@ -293,7 +296,7 @@ class GradSync:
         Raises:
             UnsupportedError: Always.
         """
-        raise errors.not_copied("copy.deepcopy: GradSync")
+        raise _not_copied("copy.deepcopy: GradSync")
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be pickled.
@@ -301,7 +304,7 @@ class GradSync:
         Raises:
             UnsupportedError: Always.
         """
-        raise errors.not_copied("pickle: GradSync")
+        raise _not_copied("pickle: GradSync")
 
     # -- how it is done ----------------------------------------------------------------------
 
@@ -309,7 +312,11 @@ class GradSync:
         """The gradient of a parameter was added to, in backward."""
         one = self._params[index]
         if not self._is_inside:
-            raise errors.outside(one.name)
+            raise _wrong_turn(
+                f"backward: gradient of {one.name!r}",
+                "a backward outside of accumulate(), which has added to the gradient",
+                "Call zero_grad(), and run backward inside `with sync.accumulate():`.",
+            )
         gradient = one.parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
             # Those of `nn.Embedding(sparse=True)`; a sum over ranks needs all rows.
@@ -332,14 +339,87 @@ class GradSync:
 
     def _check_open(self, asked: str) -> None:
         if self._state == "closed":
-            raise errors.closed(asked)
+            raise ClosedError(
+                asked,
+                found="a GradSync that was closed, or whose groups were",
+                why="Its hooks are gone, so gradients would stay those of this rank alone.",
+                fix="Make another one with open groups, and close it after the last step.",
+            )
         if self._state == "broken":
-            raise errors.broken(asked)
+            raise ClosedError(
+                asked,
+                found="a step that ended by an error while sums were in flight",
+                why="Other ranks may have, or not have, the sums that this rank has given up.",
+                fix="Close it, and make another one with groups opened anew.",
+            )
 
     def _check_summed(self, asked: str) -> None:
         self._check_open(asked)
         if self._state != "summed":
-            raise errors.not_summed(asked)
+            raise _wrong_turn(asked, "gradients that are not summed", "Call finish() before it.")
+
+
+def _agreed_params(
+    plan: NtpPlan,
+    model: nn.Module,
+    groups: Groups,
+    *,
+    rank: int,
+    strategy: Strategy,
+    param_layouts: Mapping[str, ParamLayout] | None,
+    bucket_bytes: int,
+    reduce_dtype: torch.dtype | None,
+) -> tuple[list[SyncedParam], SumPlan]:
+    """The parameters of this rank that train, and the groups of their sums. Collective.
+
+    Arguments and errors are those of `GradSync`, which calls it on all used ranks.
+    """
+    if plan.place(rank).is_idle:
+        raise ConfigError(
+            f"GradSync: rank {rank}",
+            found="a rank that the plan does not use",
+            why="An idle rank holds no units and is in none of the groups that sum gradients.",
+            fix="Make no model and no GradSync where plan.place(rank).is_idle.",
+        )
+    everyone = groups[ALL]
+    lines = [*plan.agreed_lines(), f"strategy: {strategy}", f"bucket_bytes: {bucket_bytes}"]
+    agree_in_group(everyone, "GradSync: plan", lines)
+    error: Exception | None = None
+    names: dict[tuple[int, ...], str] = {}
+    params: list[SyncedParam] = []
+    try:
+        if not bucket_bytes > 0:
+            raise _bad_argument("bucket_bytes", bucket_bytes, "a size of at least 1 byte")
+        names = group_names(plan, strategy)
+        for ranks, name in names.items():
+            if rank in ranks:
+                _check_group(groups, name, ranks, rank)
+        layouts = param_layouts_of(model) if param_layouts is None else param_layouts
+        params = synced_params(plan, model, rank, layouts, reduce_dtype)
+    except Exception as problem:
+        error = problem
+    agree_in_group(everyone, "GradSync: model", [], error=error)
+    sums = SumPlan(plan, rank, names, lambda ranks: groups[names[ranks]])
+    # Each stage has parameters of its own.
+    stage = sums.open_group(sums.replicated)
+    agree_in_group(stage, "GradSync: parameters", [one.agreed for one in params])
+    return params, sums
+
+
+def _check_group(groups: Groups, name: str, ranks: tuple[int, ...], rank: int) -> None:
+    found = "no such group is open"
+    if name in groups:
+        group = groups[name]
+        if group.ranks == ranks and group.ranks[group.rank] == rank:
+            return
+        found = f"an open group of {list(group.ranks)}, in which this is {group.rank}"
+    raise TopologyError(
+        f"GradSync: group {name!r} of ranks {list(ranks)}",
+        found=found,
+        why="Gradients are summed over the groups that the plan and the strategy name.",
+        fix="Give grad_groups(plan, strategy) to open_groups, with the plan and the strategy given "
+        "here.",
+    )
 
 
 def _hook(sync: weakref.ref[GradSync], index: int) -> Callable[[Tensor], None]:
@@ -356,3 +436,33 @@ def _close(sync: weakref.ref[GradSync]) -> None:
     found = sync()
     if found is not None:
         found.close()
+
+
+def _bad_argument(name: str, value: object, needed: str) -> ConfigError:
+    """A number that cannot be used."""
+    return ConfigError(
+        f"GradSync: {name}={value!r}",
+        found=f"something other than {needed}",
+        why="It is a size, or a factor of gradients.",
+        fix=f"Give {name} as {needed}.",
+    )
+
+
+def _wrong_turn(asked: str, found: str, fix: str) -> ConfigError:
+    """Calls in another order than accumulate, finish."""
+    return ConfigError(
+        asked,
+        found=found,
+        why="A step is: accumulate() around each backward, is_last=True for the last, finish().",
+        fix=fix,
+    )
+
+
+def _not_copied(asked: str) -> UnsupportedError:
+    """A copy of what belongs to one model and one process."""
+    return UnsupportedError(
+        asked,
+        found="a GradSync, which has hooks on one model's parameters and groups of this process",
+        why="A copy would sum the gradients of the same parameters once more.",
+        fix="Copy the model, and make a GradSync for the copy.",
+    )

@@ -1,1 +1,0 @@
-"""`pcomm bench ntp`; start at `command`."""

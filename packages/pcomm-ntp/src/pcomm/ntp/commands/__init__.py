@@ -1,1 +1,0 @@
-"""The subcommands of `pcomm` that come with this package."""

@@ -1,0 +1,11 @@
+from pcomm.ntp.redistribute.named_tensors import StateEntry as StateEntry
+from pcomm.ntp.redistribute.named_tensors import add_state as add_state
+from pcomm.ntp.redistribute.named_tensors import parameter_name as parameter_name
+from pcomm.ntp.redistribute.named_tensors import shard_views as shard_views
+from pcomm.ntp.redistribute.named_tensors import state_entries as state_entries
+from pcomm.ntp.redistribute.named_tensors import state_tensors as state_tensors
+from pcomm.ntp.redistribute.planned_moves import Move as Move
+from pcomm.ntp.redistribute.planned_moves import StateLostError as StateLostError
+from pcomm.ntp.redistribute.planned_moves import moves as moves
+from pcomm.ntp.redistribute.transfer import Moved as Moved
+from pcomm.ntp.redistribute.transfer import redistribute as redistribute

@@ -1,9 +1,0 @@
-from pcomm.ntp.simulate.failure_rates import FailureRates as FailureRates
-from pcomm.ntp.simulate.fleet import Fleet as Fleet
-from pcomm.ntp.simulate.granularity import UnitWork as UnitWork
-from pcomm.ntp.simulate.placements import SimulatedRow as SimulatedRow
-from pcomm.ntp.simulate.placements import simulate as simulate
-from pcomm.ntp.simulate.replay import SimulatedTrace as SimulatedTrace
-from pcomm.ntp.simulate.replay import simulate_trace as simulate_trace
-from pcomm.ntp.simulate.schemes import SCHEMES as SCHEMES
-from pcomm.ntp.simulate.schemes import Scheme as Scheme

@@ -1,1 +1,0 @@
-"""Groups of a plan between threads, and gradients that tell where they belong."""
