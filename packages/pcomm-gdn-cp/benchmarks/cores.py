@@ -8,8 +8,10 @@ Results are compared first. Aim: at most the time of transformers.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,16 +19,20 @@ from torch import Tensor
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
-from pcomm.gdn_cp.ops import chunk_gated_delta_rule, chunk_mamba2_ssd, normalise_queries_keys
-from pcomm.gdn_cp.testing.slow_decay import delta_inputs, relative_error, ssd_inputs
-from pcomm.gdn_cp.testing.transformers_layers import (
+from gdn_cp_bench.slow_decay import delta_inputs, relative_error, ssd_inputs
+from gdn_cp_bench.transformers_layers import (
     LayerRun,
     gated_delta_net_of_cores,
     mamba2_of_cores,
     one_by_one,
     set_slow,
 )
+from pcomm.gdn_cp.ops import chunk_gated_delta_rule, chunk_mamba2_ssd, normalise_queries_keys
+
+# The runner of benchmarks is in no wheel.
+sys.path.append(str(Path(__file__).parents[2] / "pcomm-core" / "benchmarks"))
+
+from core_bench.runner import Row, beside_first, run_benchmark, time_cases
 
 NAME = "cores"
 TOKENS, DIM, CHUNKS = 2048, 64, (16, 32, 64, 128)
@@ -58,10 +64,7 @@ def timed(cases: dict[str, Case]) -> list[Row]:
     for case in others:
         # fp32 against fp32: sums over thousands of tokens, in another order.
         assert relative_error(case(), expected) < 1e-3
-    bare, *ours = time_cases(cases, rounds=9, clock=time.thread_time).values()
-    # Each comparison begins with the row of what it compares with; one of them is enough.
-    rows = [compare(NAME, timing, bare)[:2] for timing in ours]
-    return [rows[0][0], *(row for _, row in rows)]
+    return beside_first(NAME, time_cases(cases, rounds=9, clock=time.thread_time))
 
 
 def with_gradients(run: Callable[[], Tensor], leaves: Iterable[Tensor]) -> Case:

@@ -8,9 +8,15 @@ python packages/pcomm-gdn-cp/benchmarks/full_width_bytes.py --csv docs/benchmark
 
 from __future__ import annotations
 
-from pcomm.core.testing.timing import Row, run_benchmark
-from pcomm.gdn_cp.bench.sent_bytes import COUNTED, QWEN3_NEXT, sent_bytes
-from pcomm.gdn_cp.bench.settings import Settings
+import sys
+from pathlib import Path
+
+# The runner of benchmarks is in no wheel.
+sys.path.append(str(Path(__file__).parents[2] / "pcomm-core" / "benchmarks"))
+
+from core_bench.runner import Row, row, run_benchmark
+from gdn_cp_bench.sent_bytes import COUNTED, QWEN3_NEXT, sent_bytes
+from gdn_cp_bench.settings import Settings
 
 NAME = "full_width_bytes"
 
@@ -24,18 +30,9 @@ def measure() -> list[Row]:
             place = f"cp {size}, {pack.label}"
             sent = {form: sent_bytes(form, QWEN3_NEXT, pack.cu_seqlens, size) for form in COUNTED}
             for form, count in sent.items():
-                is_ours = form != "fused"
-                rows.append(
-                    Row(
-                        NAME,
-                        f"{form} @ {place}",
-                        round(count / 1e6, 3),
-                        "MB by arithmetic",
-                        f"fused @ {place}" if is_ours else "",
-                        round(count / sent["fused"], 3) if is_ours else None,
-                        rounds=0,
-                    )
-                )
+                beside = (f"fused @ {place}", count / sent["fused"]) if form != "fused" else None
+                case, unit = f"{form} @ {place}", "MB by arithmetic"
+                rows.append(row(NAME, case, count / 1e6, unit, 0, beside=beside))
     return rows
 
 

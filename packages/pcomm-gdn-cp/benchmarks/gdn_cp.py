@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pcomm.core.command.main import main
+from pcomm.core.cli import main
 
 
 def with_picture(words: list[str]) -> list[str]:

@@ -10,18 +10,21 @@ It has never run on hardware.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gdn_cp_bench.slow_decay import relative_error
+from gdn_cp_bench.transformers_layers import set_slow
 from pcomm.core.errors import UnsupportedError
-from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
 from pcomm.gdn_cp.ops import (
     Kernels,
     causal_convolution,
@@ -30,8 +33,11 @@ from pcomm.gdn_cp.ops import (
     normalise_queries_keys,
     rms_norm_then_gate,
 )
-from pcomm.gdn_cp.testing.slow_decay import relative_error
-from pcomm.gdn_cp.testing.transformers_layers import set_slow
+
+# The runner of benchmarks is in no wheel.
+sys.path.append(str(Path(__file__).parents[2] / "pcomm-core" / "benchmarks"))
+
+from core_bench.runner import Row, beside_first, run_benchmark, time_cases
 
 NAME = "layer_on_gpu"
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -130,10 +136,7 @@ def timed(cases: dict[str, Case]) -> list[Row]:
     expected = first()
     for other in others:
         assert relative_error(other(), expected) < BOUND
-    bare, *ours = time_cases(cases, rounds=31, round_s=0.05, clock=synchronised).values()
-    # Each comparison begins with the row of what it compares with; one of them is enough.
-    rows = [compare(NAME, timing, bare)[:2] for timing in ours]
-    return [rows[0][0], *(row for _, row in rows)]
+    return beside_first(NAME, time_cases(cases, rounds=31, round_s=0.05, clock=synchronised))
 
 
 def synchronised() -> float:

@@ -8,8 +8,10 @@ compared with torch first, which is timed too. Aim: 85 % of `clone()`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,9 +19,13 @@ from torch import Tensor
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.exchange import ColumnShards, Packing
 from pcomm.core.testing import assert_equal
-from pcomm.core.testing.timing import Row, run_benchmark, time_cases
-from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.packing.backend import choose_packing
+from pcomm.gdn_cp.ops.backend import choose_packing
+from pcomm.gdn_cp.token_layout import TokenLayout
+
+# The runner of benchmarks is in no wheel.
+sys.path.append(str(Path(__file__).parents[2] / "pcomm-core" / "benchmarks"))
+
+from core_bench.runner import Row, run_benchmark, time_cases
 
 NAME, RANKS, SEQUENCES = "pack_bandwidth", 8, 64
 SHARDS = [

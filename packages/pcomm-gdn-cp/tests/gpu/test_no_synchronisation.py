@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gdn_cp_support.planned_mixers import CHUNK, mixer, weights_of
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Spec, make_plan
-from pcomm.gdn_cp.testing.planned_mixers import CHUNK, mixer, weights_of
 
 PACK, DIM, SIZE = (0, 48, 48, 96, 192, 240), 6, 2
 CASES = [

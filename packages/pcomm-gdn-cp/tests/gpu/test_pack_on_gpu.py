@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.testing.close import assert_close, assert_equal
+from pcomm.core.testing.assertions import assert_close, assert_equal
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec, Spec
-from pcomm.gdn_cp.packing.backend import choose_packing
+from pcomm.gdn_cp.ops.backend import choose_packing
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.command.main import main
+from gdn_cp_bench import measure
+from gdn_cp_bench.exchange_case import WIDTHS, CaseTensors, ExchangeCase
+from gdn_cp_bench.measure import check_and_count
+from pcomm.core.cli import main
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.gdn_cp.bench import measure
-from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers
-from pcomm.gdn_cp.bench.measure import check_and_count
 
 PACKS = {1: (0, 64), 5: (0, 8, 24, 32, 56, 64)}
 # W_in with z, and the columns of the output, which come back.
@@ -24,7 +24,7 @@ W_IN, V = sum(WIDTHS), WIDTHS[3]
 def check_counts(num_sequences: int) -> None:
     assert dist.group.WORLD is not None
     group = Group.from_process_group("cp", dist.group.WORLD).collectives
-    numbers = Numbers(PACKS[num_sequences], group.rank, group.size)
+    numbers = CaseTensors(PACKS[num_sequences], group.rank, group.size)
     found = {
         name: check_and_count(name, numbers, group)
         for name in ("loop", "split loop", "fused", "heads", "docs", "gather")
@@ -59,10 +59,10 @@ def test_four_ranks_send_what_the_formulas_say(rank: int, num_sequences: int) ->
 def test_a_wrong_result_on_one_rank_stops_all(rank: int) -> None:
     assert dist.group.WORLD is not None
     group = Group.from_process_group("cp", dist.group.WORLD).collectives
-    numbers = Numbers(PACKS[1], rank, 2)
+    numbers = CaseTensors(PACKS[1], rank, 2)
     build = measure.build_form
 
-    def broken(name: str, of: Numbers, collectives: object) -> Case | None:
+    def broken(name: str, of: CaseTensors, collectives: object) -> ExchangeCase | None:
         case = build(name, of, collectives)  # type: ignore[arg-type]
         if case is not None and rank == 1:
             case.leaves[0].data[0, 0] += 1.0
@@ -78,16 +78,13 @@ def test_a_wrong_result_on_one_rank_stops_all(rank: int) -> None:
     assert float(group.all_reduce(torch.ones(1))) == 2.0
 
 
-def test_the_command_measures_prints_and_writes_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = tmp_path / "gdn_cp.csv"
-    sizes = ["--ranks", "2", "--sequences", "1,3", "--tokens", "64", "--rounds", "3"]
-    line = ["bench", "gdn-cp", *sizes, "--no-plans", "--csv", str(rows)]
+def test_a_quick_run_writes_its_rows_and_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="it draws the picture, and is no requirement")
+    rows, image = tmp_path / "gdn_cp.csv", tmp_path / "new" / "times.png"
+    sizes = ["--quick", "--ranks", "2", "--sequences", "1,3", "--tokens", "64", "--no-plans"]
+    line = ["bench", "gdn-cp", *sizes, "--csv", str(rows), "--plot", str(image)]
     assert main([*line, "--debug"]) == 0
-    shown = capsys.readouterr().out
-    assert "3 random sequences" in shown
-    assert "heads over loop" in shown
+    assert image.read_bytes().startswith(b"\x89PNG")
     with rows.open(newline="") as file:
         found = list(csv.DictReader(file))
     assert {row["benchmark"] for row in found} == {"gdn-cp"}
@@ -104,9 +101,30 @@ def test_the_command_measures_prints_and_writes_rows(
     assert by_case[f"loop @ {place}", "ms"]["ratio_to"] == f"heads @ {place}"
 
 
-def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="it draws the picture, and is no requirement")
-    image = tmp_path / "new" / "times.png"
-    sizes = ["--ranks", "2", "--sequences", "2", "--tokens", "32", "--rounds", "3"]
-    assert main(["bench", "gdn-cp", *sizes, "--no-plans", "--plot", str(image)]) == 0
-    assert image.read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--ranks", "3"], "4 key heads"),
+        (["--ranks", "1"], "above 1 that divide 4"),
+        (["--ranks", "2;4"], "words that are no numbers"),
+        (["--tokens", "100"], "a multiple of 8"),
+        (["--tokens", "64", "--sequences", "9"], "at least 72"),
+        (["--sequences", "0"], "a pack without sequences"),
+        (["--rounds", "2"], "fewer than 3 rounds"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "gdn-cp", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: pcomm bench gdn-cp --")
+    assert told in error
+
+
+def test_torchrun_decides_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["bench", "gdn-cp", "--ranks", "2,4"]) == 2
+    assert "4 processes, started by torchrun" in capsys.readouterr().err

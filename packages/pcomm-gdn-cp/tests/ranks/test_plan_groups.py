@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from gdn_cp_support.planned_mixers import layer_stack, weights_of, world
 from pcomm.core.collectives.distributed import DistributedCollectives
 from pcomm.core.errors import ConfigError, DivergenceError, PeerError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.testing.patience import wait_until
+from pcomm.core.testing.programs import wait_until
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, Plan, Spec, make_plan
-from pcomm.gdn_cp.testing.layer_stack import layer_stack, world
-from pcomm.gdn_cp.testing.planned_mixers import weights_of
 
 PACK, DIM = (0, 48, 48, 96), 6
 GDN, ATTENTION = GdnSpec(2, 4, 3, 5), AttentionSpec(4, 2, 4)

@@ -15,13 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.core.testing.close import assert_as_accurate
-from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
-from pcomm.gdn_cp.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
-from pcomm.gdn_cp.ops.mamba2_ssd.chunk import chunk_mamba2_ssd
-from pcomm.gdn_cp.ops.mamba2_ssd.naive import naive_recurrent_mamba2_ssd
-from pcomm.gdn_cp.ops.norms import normalise_queries_keys
-from pcomm.gdn_cp.testing.slow_decay import (
+from gdn_cp_bench.slow_decay import (
     DeltaInputs,
     SsdInputs,
     delta_inputs,
@@ -30,13 +24,21 @@ from pcomm.gdn_cp.testing.slow_decay import (
     relative_error,
     ssd_inputs,
 )
-from pcomm.gdn_cp.testing.transformers_layers import (
+from gdn_cp_bench.transformers_layers import (
     LayerRun,
     gated_delta_net_of_cores,
     mamba2_of_cores,
     one_by_one,
     set_slow,
 )
+from gdn_cp_support.naive_recurrences import (
+    naive_recurrent_gated_delta_rule,
+    naive_recurrent_mamba2_ssd,
+)
+from pcomm.core.testing.assertions import assert_as_accurate
+from pcomm.gdn_cp.ops.gated_delta_rule import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd import chunk_mamba2_ssd
+from pcomm.gdn_cp.ops.norms import normalise_queries_keys
 
 LENGTHS = (70, 1, 64, 37, 2)
 CU = offsets(LENGTHS)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from gdn_cp_bench.exchange_case import CaseTensors
+from gdn_cp_bench.measure import check_and_count
+from gdn_cp_bench.sent_bytes import COUNTED, QWEN3_NEXT, LayerShape, sent_bytes
+from gdn_cp_bench.settings import HIDDEN_DIM, SPEC, Settings
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
-from pcomm.gdn_cp.bench.exchange_case import Numbers
-from pcomm.gdn_cp.bench.measure import check_and_count
-from pcomm.gdn_cp.bench.sent_bytes import COUNTED, QWEN3_NEXT, Shape, sent_bytes
-from pcomm.gdn_cp.bench.settings import HIDDEN_DIM, SPEC, Settings
 
-MEASURED = Shape(SPEC, HIDDEN_DIM, 4)
+MEASURED = LayerShape(SPEC, HIDDEN_DIM, 4)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -18,7 +18,7 @@ MEASURED = Shape(SPEC, HIDDEN_DIM, 4)
 @pytest.mark.parametrize("form", COUNTED)
 def test_the_arithmetic_is_what_is_counted(form: str, pack: tuple[int, ...], size: int) -> None:
     def on_rank(collectives: VirtualCollectives) -> int:
-        numbers = Numbers(pack, collectives.rank, size)
+        numbers = CaseTensors(pack, collectives.rank, size)
         return check_and_count(form, numbers, collectives).sent_bytes
 
     assert run_virtual(on_rank, size) == [sent_bytes(form, MEASURED, pack, size)] * size
@@ -28,7 +28,7 @@ def test_bytes_of_states_do_not_shrink_like_those_of_activations() -> None:
     """The reason for these figures: one sequence over 2 and 4 ranks, against the fused form."""
     pack = next(pack.cu_seqlens for pack in Settings().packs() if pack.num_sequences == 1)
 
-    def ratio(form: str, shape: Shape, size: int) -> float:
+    def ratio(form: str, shape: LayerShape, size: int) -> float:
         return sent_bytes(form, shape, pack, size) / sent_bytes("fused", shape, pack, size)
 
     assert [round(ratio("state", MEASURED, size), 2) for size in (2, 4)] == [0.02, 0.12]

@@ -11,17 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gdn_cp_bench.exchange_case import (
+    WIDTHS,
+    CaseTensors,
+    ExchangeCase,
+    column_order,
+    fused_exchange,
+    held_rows,
+)
+from gdn_cp_bench.forms import FORMS, build_form, obstacle
+from gdn_cp_bench.measure import time_together
+from gdn_cp_bench.settings import SPEC, Settings, random_lengths
 from pcomm.core.collectives.autograd import differentiable
 from pcomm.core.collectives.protocol import Collectives
-from pcomm.core.command.bench import options
-from pcomm.core.command.main import main
 from pcomm.core.testing.virtual import run_virtual
 from pcomm.gdn_cp import make_plan
-from pcomm.gdn_cp.bench.exchange_case import WIDTHS, Case, Numbers, held_rows
-from pcomm.gdn_cp.bench.forms import FORMS, build_form, obstacle
-from pcomm.gdn_cp.bench.fused_exchange import column_order, fused_exchange
-from pcomm.gdn_cp.bench.rounds import time_together
-from pcomm.gdn_cp.bench.settings import SPEC, Settings, random_lengths
 
 PACK = (0, 16, 24, 64)
 
@@ -55,48 +59,11 @@ def test_rows_of_a_rank_are_those_of_the_known_example_and_of_a_plan() -> None:
         assert torch.equal(held_rows(PACK, rank, 4), plan.shard(torch.arange(64)))
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--ranks", "3"], "4 key heads"),
-        (["--ranks", "1"], "above 1 that divide 4"),
-        (["--ranks", "2;4"], "words that are no numbers"),
-        (["--tokens", "100"], "a multiple of 8"),
-        (["--tokens", "64", "--sequences", "9"], "at least 72"),
-        (["--sequences", "0"], "a pack without sequences"),
-        (["--rounds", "2"], "fewer than 3 rounds"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_anything_starts(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "gdn-cp", *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("ConfigError: pcomm bench gdn-cp --")
-    assert told in error
-
-
-def test_torchrun_decides_the_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert main(["bench", "gdn-cp", "--ranks", "2,4"]) == 2
-    assert "4 processes, started by torchrun" in capsys.readouterr().err
-
-
-def test_a_picture_without_matplotlib_is_refused_before_minutes_of_measuring(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(options, "find_spec", lambda name: None)
-    assert main(["bench", "gdn-cp", "--plot", "x.png"]) == 2
-    assert "python3 -m pip install matplotlib" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_delivers_the_numbers_of_the_pack(form: str, size: int) -> None:
     def run(collectives: Collectives) -> str:
-        case = build_form(form, Numbers(PACK, collectives.rank, size), collectives)
+        case = build_form(form, CaseTensors(PACK, collectives.rank, size), collectives)
         assert case is not None
         return case.differs(case.run())
 
@@ -106,7 +73,7 @@ def test_every_form_delivers_the_numbers_of_the_pack(form: str, size: int) -> No
 @pytest.mark.parametrize("mutant", ["columns", "rows", "gradient"])
 def test_a_form_that_delivers_something_else_is_found(mutant: str) -> None:
     def run(collectives: Collectives) -> str:
-        numbers = Numbers(PACK, collectives.rank, 2)
+        numbers = CaseTensors(PACK, collectives.rank, 2)
         offsets = (0, 24, 64) if mutant == "rows" else PACK
         columns = torch.arange(sum(WIDTHS)) if mutant == "columns" else column_order(2)
 
@@ -131,12 +98,12 @@ def test_a_form_that_delivers_something_else_is_found(mutant: str) -> None:
 def test_slow_forms_have_fewer_turns_and_all_start_together() -> None:
     order: list[str] = []
 
-    class Counted(Case):
+    class Counted(ExchangeCase):
         def run(self) -> tuple[Tensor, ...]:
             order.append(self.forward()[0])  # type: ignore[arg-type]
             return ()
 
-    def case(name: str) -> Case:
+    def case(name: str) -> ExchangeCase:
         return Counted((), lambda: (name,), (), tuple)  # type: ignore[return-value, arg-type]
 
     def run(collectives: Collectives) -> dict[str, int]:

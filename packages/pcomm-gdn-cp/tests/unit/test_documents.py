@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from pcomm.core.errors import LayoutError
 from pcomm.gdn_cp import AttentionSpec, GdnSpec
-from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.strategies.document_cuts import document_cuts
-from pcomm.gdn_cp.strategies.documents import Documents, DocumentsStrategy
+from pcomm.gdn_cp.strategies.documents import DocumentSplit, DocumentsStrategy, document_cuts
+from pcomm.gdn_cp.token_layout import TokenLayout
 
 SPEC, ATTENTION = GdnSpec(1, 2, 2, 2), AttentionSpec(2, 1, 4)
 
@@ -28,7 +27,7 @@ def inside(offsets: list[int], cuts: tuple[int, ...]) -> int:
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=7), size=st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_other_cuts_at_borders_give_the_busiest_rank_less(lengths: list[int], size: int) -> None:
     offsets = list(accumulate(lengths, initial=0))
     cuts = document_cuts(offsets, size, limit=None)
@@ -46,7 +45,7 @@ def test_no_other_cuts_at_borders_give_the_busiest_rank_less(lengths: list[int],
     size=st.integers(1, 4),
     tenths=st.integers(0, 10),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_fewer_cuts_inside_documents_would_do(
     lengths: list[int], size: int, tenths: int
 ) -> None:
@@ -73,17 +72,17 @@ def test_no_fewer_cuts_inside_documents_would_do(
     lengths=st.lists(st.integers(0, 4000), min_size=1, max_size=40),
     size=st.sampled_from([1, 2, 3, 4, 8, 16]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_long_packs_stay_within_the_limit(lengths: list[int], size: int) -> None:
     lengths.append(-sum(lengths) % size)
     offsets = tuple(accumulate(lengths, initial=0))
-    documents = Documents.of(TokenLayout(offsets, size, "contiguous"), are_whole=False)
+    documents = DocumentSplit.of(TokenLayout(offsets, size, "contiguous"), are_whole=False)
     assert documents.imbalance <= 0.1
     assert sum(documents.layout.sizes) == offsets[-1]
     num_cuts = inside(list(offsets), documents.cuts)
     assert documents.num_cut_documents <= num_cuts <= size - 1
     # A cut of a document pays only where whole documents would be too uneven.
-    whole = Documents.of(TokenLayout(offsets, size, "contiguous"), are_whole=True)
+    whole = DocumentSplit.of(TokenLayout(offsets, size, "contiguous"), are_whole=True)
     assert (num_cuts == 0) == (whole.imbalance <= 0.1)
 
 
@@ -93,13 +92,13 @@ def test_long_packs_stay_within_the_limit(lengths: list[int], size: int) -> None
     layout=st.sampled_from(["zigzag", "contiguous"]),
     are_whole=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_moved_rows_are_those_of_a_walk_through_the_pack(
     chunks: list[int], size: int, layout: Literal["zigzag", "contiguous"], are_whole: bool
 ) -> None:
     offsets = tuple(accumulate((c * 2 * size for c in chunks), initial=0))
     tokens = TokenLayout(offsets, size, layout)
-    documents = Documents.of(tokens, are_whole)
+    documents = DocumentSplit.of(tokens, are_whole)
     source, target = (
         [set(one.positions(rank)) for rank in range(size)]
         for one in (tokens.layout, documents.layout)
@@ -128,7 +127,7 @@ def test_cuts_of_a_few_packs(
 ) -> None:
     offsets = tuple(accumulate(lengths, initial=0))
     assert document_cuts(offsets, size) == expected
-    documents = Documents.of(TokenLayout(offsets, size, "contiguous"), are_whole=False)
+    documents = DocumentSplit.of(TokenLayout(offsets, size, "contiguous"), are_whole=False)
     assert documents.num_cut_documents == num_cut_documents
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, LayoutError
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, HeadShare, Mamba2Spec
 
 

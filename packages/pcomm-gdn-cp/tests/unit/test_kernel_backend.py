@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
-from pcomm.gdn_cp.ops import backend
-from pcomm.gdn_cp.ops.backend import Kernels, choose_kernels
-from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
-from pcomm.gdn_cp.testing.slow_decay import (
+from gdn_cp_bench.slow_decay import (
     delta_inputs,
     gradients,
     offsets,
     relative_error,
     ssd_inputs,
 )
+from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
+from pcomm.gdn_cp.ops import backend
+from pcomm.gdn_cp.ops.backend import Kernels, choose_kernels
+from pcomm.gdn_cp.ops.gated_delta_rule import chunk_gated_delta_rule
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OPERATIONS = {"gated_delta_rule": "chunk_gated_delta_rule", "simple_gla": "chunk_simple_gla"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gdn_cp_bench.slow_decay import ssd_inputs
 from pcomm.core.errors import ConfigError, LayoutError
-from pcomm.core.testing.close import assert_equal
-from pcomm.gdn_cp.ops.mamba2_ssd.chunk import chunk_mamba2_ssd
-from pcomm.gdn_cp.testing.slow_decay import ssd_inputs
+from pcomm.core.testing.assertions import assert_equal
+from pcomm.gdn_cp.ops.mamba2_ssd import chunk_mamba2_ssd
 
 
 def test_skip_and_initial_state_may_be_left_out() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.testing.close import assert_close, assert_equal
+from pcomm.core.testing.assertions import assert_close, assert_equal
 from pcomm.gdn_cp.ops.norms import gate_then_rms_norm, l2_normalise, rms_norm_then_gate
 
 

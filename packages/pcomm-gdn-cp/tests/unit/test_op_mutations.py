@@ -14,18 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.gdn_cp.ops.gated_delta_rule import chunk as gated_delta_rule
-from pcomm.gdn_cp.ops.gated_delta_rule.chunk import chunk_gated_delta_rule
-from pcomm.gdn_cp.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
-from pcomm.gdn_cp.ops.mamba2_ssd import chunk as mamba2_ssd
-from pcomm.gdn_cp.ops.mamba2_ssd.chunk import chunk_mamba2_ssd
-from pcomm.gdn_cp.ops.mamba2_ssd.naive import naive_recurrent_mamba2_ssd
-from pcomm.gdn_cp.testing.slow_decay import (
+from gdn_cp_bench.slow_decay import (
     delta_inputs,
     gradients,
     relative_error,
     ssd_inputs,
 )
+from gdn_cp_support.naive_recurrences import (
+    naive_recurrent_gated_delta_rule,
+    naive_recurrent_mamba2_ssd,
+)
+from pcomm.gdn_cp.ops import gated_delta_rule, mamba2_ssd
+from pcomm.gdn_cp.ops.gated_delta_rule import chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd import chunk_mamba2_ssd
 
 CU = (0, 40, 57, 90)
 LENGTHS = (40, 17, 33)

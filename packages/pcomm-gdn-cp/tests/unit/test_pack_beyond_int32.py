@@ -22,8 +22,8 @@ from dataclasses import replace
 import torch
 from triton.runtime import interpreter
 
-from pcomm.gdn_cp.packing import triton_packing as packing
-from pcomm.gdn_cp.packing.triton_packing import Columns
+from pcomm.gdn_cp import triton_packing as packing
+from pcomm.gdn_cp.triton_packing import Columns
 
 # It would copy whole storages onto themselves, and so touch every page.
 interpreter.GridExecutor._restore_args_dev = lambda *given: None

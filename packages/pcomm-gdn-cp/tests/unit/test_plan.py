@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from gdn_cp_bench.slow_decay import offsets
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, make_plan
-from pcomm.gdn_cp.strategies.cost import Link
-from pcomm.gdn_cp.testing.slow_decay import offsets
+from pcomm.gdn_cp.strategies.choice import Link
 
 # The shape of Qwen3-Next, as far as a plan goes.
 GDN, ATTENTION = GdnSpec(16, 32, 128, 128), AttentionSpec(16, 2, 256)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gdn_cp_support.planned_mixers import CHUNK, SequenceStates, continued, mixer, weights_of
 from pcomm.core.errors import ConfigError
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, Spec, make_plan
-from pcomm.gdn_cp.ops.flash_linear_attention import filled_sequences
-from pcomm.gdn_cp.testing.planned_mixers import CHUNK, SequenceStates, continued, mixer, weights_of
+from pcomm.gdn_cp.ops.backend import filled_sequences
 
 GDN, MAMBA, ATTENTION = GdnSpec(2, 4, 3, 5), Mamba2Spec(4, 3, 2, 5), AttentionSpec(4, 2, 4)
 SPECS: list[Spec] = [GDN, MAMBA, ATTENTION]
@@ -58,8 +58,11 @@ def num_tensors() -> int:
     return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "layout"),
+    [("heads", "zigzag"), ("docs", "contiguous"), ("state", "zigzag"), ("gather", "contiguous"),
+     ("heads", "contiguous")],
+)  # fmt: skip
 def test_prepare_makes_every_index_tensor_beforehand(strategy: Any, layout: Any) -> None:
     def on_rank(collectives: VirtualCollectives) -> None:
         plan = make_plan(PACK, collectives, SPECS, strategy=strategy, layout=layout)
@@ -113,7 +116,7 @@ def test_plans_that_are_dropped_leave_nothing_behind() -> None:
     before, num_threads = num_tensors(), threading.active_count()
     gc.disable()
     try:
-        run_virtual(lambda collectives: on_rank(collectives, range(4, 16)), 2)
+        run_virtual(lambda collectives: on_rank(collectives, range(4, 8)), 2)
         assert num_tensors() <= before
         assert threading.active_count() == num_threads
     finally:

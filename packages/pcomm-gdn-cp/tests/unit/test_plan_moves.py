@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pcomm.core.collectives.spy import SpyCollectives
+from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.exchange.exchange import Exchange
 from pcomm.core.layout import Layout
-from pcomm.core.testing.close import assert_equal
+from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Plan, Spec, make_plan
 
@@ -45,7 +45,7 @@ def columns(section: Any, heads: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.parametrize("spec", DIVIDED, ids=lambda spec: type(spec).__name__)
 @given(pack=packs())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_heads_there_and_back_and_the_gradients(
     spec: Spec, pack: tuple[tuple[int, ...], int, str]
 ) -> None:
@@ -109,21 +109,19 @@ def works(spec: Spec, size: int, strategy: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(
     ("spec", "size", "strategy"),
     [
         (spec, size, strategy)
-        for spec in SPECS
-        for size in (2, 3, 4, 8)
+        for spec, sizes in zip(SPECS, [(2, 3, 8), (3, 4), (2, 4)], strict=True)
+        for size in sizes
         for strategy in ("heads", "docs", "state", "gather")
         if works(spec, size, strategy)
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Spec) else str(value),
 )
-def test_a_layer_sends_what_the_plan_says(
-    spec: Spec, size: int, strategy: str, layout: str
-) -> None:
+def test_a_layer_sends_what_the_plan_says(spec: Spec, size: int, strategy: str) -> None:
+    layout = "zigzag" if (size + len(strategy)) % 2 else "contiguous"
     cu_seqlens = tuple(x * 3 for x in PACK)
     hidden_dim = 5
 

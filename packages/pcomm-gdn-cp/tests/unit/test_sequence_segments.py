@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.layout import Layout
-from pcomm.gdn_cp.layout.sequence_segments import SequenceSegments
-from pcomm.gdn_cp.layout.token_layout import TokenLayout
+from pcomm.gdn_cp.sequence_segments import SequenceSegments
+from pcomm.gdn_cp.token_layout import TokenLayout
 
 
 @st.composite
@@ -46,7 +46,7 @@ def walked(cu_seqlens: tuple[int, ...], layout: Layout) -> list[list[list[int]]]
 
 
 @given(pack=packs(), reach=st.integers(0, 5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_slots_tails_and_halos_are_those_of_a_walk_through_the_pack(
     pack: tuple[tuple[int, ...], Layout], reach: int
 ) -> None:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gdn_cp_bench.slow_decay import relative_error
+from gdn_cp_support.planned_mixers import in_pack_order
 from pcomm.core.collectives.identity import IdentityCollectives
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError
@@ -32,8 +34,6 @@ from pcomm.gdn_cp import (
     make_plan,
 )
 from pcomm.gdn_cp.ops import causal_convolution
-from pcomm.gdn_cp.testing.layer_stack import in_pack_order
-from pcomm.gdn_cp.testing.slow_decay import relative_error
 
 DIM, BOUND = 6, 1e-12
 PACK = (0, 8, 8, 20, 48)

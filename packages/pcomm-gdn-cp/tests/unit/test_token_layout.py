@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.layout import Layout
-from pcomm.gdn_cp.layout.token_layout import LayoutName, TokenLayout
+from pcomm.gdn_cp.token_layout import LayoutName, TokenLayout
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 

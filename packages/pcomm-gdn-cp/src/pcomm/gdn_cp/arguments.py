@@ -13,18 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.groups.group import Group
-from pcomm.gdn_cp.layout.token_layout import LayoutName, TokenLayout
-from pcomm.gdn_cp.specs.counts import is_integer
-from pcomm.gdn_cp.specs.spec import Spec, check_spec, is_spec
-from pcomm.gdn_cp.strategies.cost import Link
+from pcomm.gdn_cp.specs import Spec, check_spec, is_integer, is_spec
+from pcomm.gdn_cp.strategies.choice import Link
+from pcomm.gdn_cp.token_layout import LayoutName, TokenLayout
 
-__all__ = ["GroupLike", "Place", "all_specs", "link_of", "pack_of", "place_in"]
+__all__ = ["GroupLike", "all_specs", "link_of", "pack_of", "place_in"]
 
 GroupLike = Group | Collectives | dist.ProcessGroup | DeviceMesh | tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupPlace:
     """This rank's place among those that share a plan.
 
     Args:
@@ -40,7 +39,7 @@ class Place:
     collectives: Collectives | None = None
 
 
-def place_in(group: GroupLike) -> Place:
+def place_in(group: GroupLike) -> GroupPlace:
     """This rank's place in whatever `make_plan` takes as a group. Local.
 
     Raises:
@@ -53,9 +52,9 @@ def place_in(group: GroupLike) -> Place:
     if isinstance(group, dist.ProcessGroup):
         group = Group.from_process_group("cp", group)
     if isinstance(group, Group):
-        return Place(group.rank, group.size, group, group.collectives)
+        return GroupPlace(group.rank, group.size, group, group.collectives)
     if all(hasattr(group, name) for name in ("rank", "size", "all_to_all", "reduce_scatter")):
-        return Place(group.rank, group.size, None, group)
+        return GroupPlace(group.rank, group.size, None, group)
     why = "A plan is made for one place in a group of ranks."
     if group is None:
         why = "For torch None is the default group, for others it is a process alone."
@@ -69,11 +68,11 @@ def place_in(group: GroupLike) -> Place:
     )
 
 
-def _numbers(pair: tuple[int, ...]) -> Place:
+def _numbers(pair: tuple[int, ...]) -> GroupPlace:
     if len(pair) == 2 and all(is_integer(number) for number in pair):
         rank, size = pair
         if 0 <= rank < size:
-            return Place(rank, size)
+            return GroupPlace(rank, size)
         found = f"rank {rank} of {size}"
     else:
         found = f"a tuple of {', '.join(type(number).__name__ for number in pair) or 'nothing'}"

@@ -1,6 +1,9 @@
-"""Which kernels run the cores: flash-linear-attention's on CUDA where it is installed, else ours.
+"""Who runs what: flash-linear-attention or torch the cores, Triton or torch what packs messages.
 
-The choice is an object that a layer makes, keeps and shows; nothing changes behind its back.
+Faster code is taken on CUDA where it is installed. The choice is an object that its user makes,
+keeps and shows; nothing changes behind its back. The Triton kernels of packing are compared with
+torch under Triton's interpreter, and neither they nor the way over flash-linear-attention, written
+after the sources of its version 0.6.0, have been run on hardware.
 """
 
 # T tokens, N sequences, G key heads or groups, H value heads, K key dim, V value dim,
@@ -9,28 +12,39 @@ The choice is an object that a layer makes, keeps and shows; nothing changes beh
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pcomm.core.errors import UnsupportedError
-from pcomm.gdn_cp.backend_choice import reason_for_torch
-from pcomm.gdn_cp.graph_breaks import outside_graphs
-from pcomm.gdn_cp.ops.flash_linear_attention import run_on_pack
-from pcomm.gdn_cp.ops.gated_delta_rule.chunk import check_delta_inputs, chunk_gated_delta_rule
-from pcomm.gdn_cp.ops.input_checks import check_shape
-from pcomm.gdn_cp.ops.mamba2_ssd.chunk import check_ssd_inputs, chunk_mamba2_ssd, time_steps
-from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
+from pcomm.core.errors import ConfigError, UnsupportedError, near_misses
+from pcomm.core.exchange.fast import Packing, TorchPacking
+from pcomm.gdn_cp.ops.entry import check_shape, graph_break
+from pcomm.gdn_cp.ops.gated_delta_rule import check_delta_inputs, chunk_gated_delta_rule
+from pcomm.gdn_cp.ops.mamba2_ssd import check_ssd_inputs, chunk_mamba2_ssd, time_steps
+from pcomm.gdn_cp.pack_offsets import PackOffsets
 
-__all__ = ["Kernels", "choose_kernels"]
+__all__ = [
+    "Kernels",
+    "PackingChoice",
+    "choose_kernels",
+    "choose_packing",
+    "filled_sequences",
+]
 
-# Its kernels carry the state of the delta rule in so many blocks of 64 rows.
+
+# The kernels of fla carry the state of the delta rule in so many blocks of 64 rows.
 _MOST_DELTA_KEY_DIM = 256
+# Those that pack move whole elements, of sizes that a GPU loads at once.
+_PACKED_DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.int16, torch.int32, torch.int64),
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,7 @@ class Kernels:
         )
         return f"gated delta rule: {delta}, state space: {space} ({self.reason})"
 
-    @outside_graphs
+    @graph_break
     def chunk_gated_delta_rule(
         self,
         q_TGK: Tensor,
@@ -89,9 +103,9 @@ class Kernels:
             )
         run = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
         tensors = (q_TGK.to(v_THV), k_TGK.to(v_THV), v_THV, g_TH.float(), beta_TH.float())
-        return run_on_pack(run, tensors, offsets, initial_state)
+        return _run_on_pack(run, tensors, offsets, initial_state)
 
-    @outside_graphs
+    @graph_break
     def chunk_mamba2_ssd(
         self,
         x_THP: Tensor,
@@ -131,7 +145,7 @@ class Kernels:
         repeats = num_heads // b_TGS.shape[1]
         c_THS, b_THS = (x.to(x_THP).repeat_interleave(repeats, 1) for x in (c_TGS, b_TGS))
         run = import_module("fla.ops.simple_gla").chunk_simple_gla
-        y_THP, final = run_on_pack(run, (c_THS, b_THS, values_THP, g_TH), offsets, initial_state)
+        y_THP, final = _run_on_pack(run, (c_THS, b_THS, values_THP, g_TH), offsets, initial_state)
         if d_H is not None:
             skipped = torch.addcmul(y_THP.float(), x_THP.float(), d_H.float().unsqueeze(-1))
             y_THP = skipped.to(x_THP.dtype)
@@ -150,11 +164,11 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, *, wanted: str = "a
         ConfigError: `wanted` is none of these.
         UnsupportedError: `fla` is wanted and cannot run here.
     """
-    reason = reason_for_torch(
+    reason = _reason_for_torch(
         "choose_kernels",
         wanted,
         "fla",
-        lambda: _obstacle(device, dtype),
+        lambda: _fla_obstacle(device, dtype),
         why="Its kernels are written in Triton, for CUDA and for up to 32 bits.",
         fix="Install fla-core[cuda] and move the layer to a GPU",
     )
@@ -163,7 +177,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, *, wanted: str = "a
     return Kernels("fla", f"installed, and values are {dtype} on {device.type}")
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype) -> str:
+def _fla_obstacle(device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cuda":
         return f"tensors are on {device.type}"
     if dtype == torch.float64:
@@ -174,7 +188,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _triton_obstacle(device: torch.device) -> str:
-    """Why its kernels would refuse their backward with this Triton, or an empty string.
+    """Why fla would refuse its backward with this Triton, or an empty string.
 
     Source:
         `chunk_bwd_dqkwg` of fla-core 0.6.0, which names its issue 640; with tilelang it has another
@@ -189,3 +203,160 @@ def _triton_obstacle(device: torch.device) -> str:
     if (3, 4) <= numbers < (3, 7, 1):
         return f"triton {found} is wrong on Hopper for flash-linear-attention, from 3.4 up to 3.7.1"
     return ""
+
+
+def _run_on_pack(
+    run: Callable[..., tuple[Tensor, Tensor]],
+    tensors: tuple[Tensor, ...],
+    offsets: PackOffsets,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What an operation of fla returns for a pack; differentiable, also without tokens.
+
+    Its `chunk_simple_gla` reads the number of chunks from the device, once forward and twice
+    backward, so the host waits there; `chunk_gated_delta_rule` counts them on the host.
+
+    Args:
+        run: The operation.
+        tensors: Queries, keys, `[T, H, K]`, values, `[T, H, V]`, and gates, as `run` takes them
+            without the dimension of a batch; queries and keys may have fewer heads.
+        offsets: Offsets of the sequences, which keep the index tensors.
+        initial_state: `[N, H, K, V]`, the state before each sequence; zeros if None.
+
+    Returns:
+        `[T, H, V]`, and `[N, H, K, V]` in fp32.
+
+    Raises:
+        ConfigError: A state of another shape.
+    """
+    keys, values = tensors[1], tensors[2]
+    shape = (len(offsets) - 1, values.shape[1], keys.shape[2], values.shape[2])
+    if initial_state is None:
+        initial_state = values.new_zeros(shape, dtype=torch.float32)
+    check_shape("Kernels: initial_state", initial_state, shape)
+    initial_state = initial_state.float()
+    if not offsets[-1]:
+        # Backward still passes here, on its way to collectives that every rank takes part in.
+        nothing = sum(x.sum() for x in tensors)
+        return values + nothing, initial_state + nothing
+    # Sequences without tokens never reach the kernels; their states go around them.
+    filled_N, cut, cut_on_host = offsets.derived(filled_sequences, values.device)
+    output, final = run(
+        *(x.unsqueeze(0) for x in tensors),
+        scale=1.0,
+        initial_state=initial_state.index_select(0, filled_N),
+        output_final_state=True,
+        cu_seqlens=cut,
+        cu_seqlens_cpu=cut_on_host,
+    )
+    return output.squeeze(0), initial_state.index_copy(0, filled_N, final)
+
+
+def filled_sequences(
+    offsets: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequences with tokens, on `device`; and their offsets there and on the host.
+
+    Kept by `PackOffsets.derived`, as the kernels find what they made of a tensor by its identity.
+    """
+    filled = [n for n, (a, b) in enumerate(pairwise(offsets)) if b > a]
+    cut = torch.tensor([*dict.fromkeys(offsets)])
+    return torch.tensor(filled, dtype=torch.int64).to(device), cut.to(device), cut
+
+
+@dataclass(frozen=True)
+class PackingChoice:
+    """Which code packs, and why.
+
+    Args:
+        name: `torch`, the reference, or `triton`: one launch for all sections, which reads and
+            writes every element once and adds without atomics, so always in the same order.
+        reason: Why it was chosen, for `describe`.
+    """
+
+    name: Literal["torch", "triton"]
+    reason: str
+
+    def describe(self) -> str:
+        """One line: what packs, and why."""
+        return f"packing: {self.name} ({self.reason})"
+
+    @property
+    def packing(self) -> Packing:
+        """What an exchange takes as its `packing`."""
+        if self.name == "torch":
+            return TorchPacking()
+        from pcomm.gdn_cp.triton_packing import TritonPacking
+
+        return TritonPacking()
+
+
+def choose_packing(
+    device: torch.device, dtype: torch.dtype, *, wanted: str = "auto"
+) -> PackingChoice:
+    """How tensors of this dtype on this device are packed.
+
+    Args:
+        device: Device of the tensors.
+        dtype: Element type of the tensors.
+        wanted: `auto`, or `torch` or `triton` to have just this.
+
+    Raises:
+        ConfigError: `wanted` is none of these.
+        UnsupportedError: `triton` is wanted and cannot run here.
+    """
+    reason = _reason_for_torch(
+        "choose_packing",
+        wanted,
+        "triton",
+        lambda: _packing_obstacle(device, dtype),
+        why="The kernels run on CUDA and move elements of 2, 4 or 8 bytes.",
+        fix="Install pcomm-gdn-cp[triton] and use tensors on a GPU",
+    )
+    if reason:
+        return PackingChoice("torch", reason)
+    return PackingChoice("triton", "triton is installed")
+
+
+def _packing_obstacle(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type != "cuda":
+        return f"tensors are on {device.type}"
+    if dtype not in _PACKED_DTYPES:
+        return f"tensors are {dtype}"
+    return "" if find_spec("triton") else "triton is not installed"
+
+
+def _reason_for_torch(
+    asked: str, wanted: str, name: str, obstacle: Callable[[], str], *, why: str, fix: str
+) -> str:
+    """Reason why torch runs and not the code called `name`; empty if that code runs. Local.
+
+    Args:
+        asked: Name of the call, for errors.
+        wanted: `auto` for the code called `name` where it can run, or `torch` or `name`.
+        name: Name of the faster code.
+        obstacle: Finds the reason why the faster code cannot run; empty if it can.
+        why: Sentence on what the faster code needs, for the error.
+        fix: Way to meet these needs, for the error.
+
+    Raises:
+        ConfigError: `wanted` is none of these.
+        UnsupportedError: `name` is wanted and cannot run.
+    """
+    names = ("auto", "torch", name)
+    if wanted not in names:
+        raise ConfigError(
+            f"{asked}: wanted={wanted!r}",
+            found="no such backend",
+            why=f"Torch runs everywhere, {name} where it can.",
+            fix=near_misses(wanted, names),
+        )
+    found = "asked for" if wanted == "torch" else obstacle()
+    if found and wanted == name:
+        raise UnsupportedError(
+            f"{asked}: wanted={name!r}",
+            found=found,
+            why=why,
+            fix=f"{fix}, or use wanted='auto'.",
+        )
+    return found

@@ -18,16 +18,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from pcomm.gdn_cp.graph_breaks import outside_graphs
-from pcomm.gdn_cp.ops.input_checks import check_shape, check_tokens
-from pcomm.gdn_cp.ops.pack_offsets import PackOffsets
-from pcomm.gdn_cp.ops.precision import compute_dtype
-from pcomm.gdn_cp.ops.recorded import apply
+from pcomm.gdn_cp.ops.entry import (
+    apply_function,
+    check_shape,
+    check_tokens,
+    compute_dtype,
+    graph_break,
+)
+from pcomm.gdn_cp.pack_offsets import PackOffsets
 
-__all__ = ["BoundaryIndices", "boundary_indices", "causal_convolution", "convolution_step"]
+__all__ = ["boundary_indices", "causal_convolution", "convolution_step"]
 
 
-@outside_graphs
+@graph_break
 def causal_convolution(
     x_TD: Tensor,
     weight_DW: Tensor,
@@ -68,7 +71,7 @@ def causal_convolution(
     dtype = compute_dtype(x_TD)
     weight, bias = weight_DW.to(dtype), None if bias_D is None else bias_D.to(dtype)
     inputs = (x_TD.to(dtype), weight, bias, halo.to(dtype), boundaries)
-    y: Tensor = apply(_Convolution, *inputs)
+    y: Tensor = apply_function(_Convolution, *inputs)
     return y.to(x_TD.dtype), _last_inputs(x_TD, halo, boundaries)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pcomm.core.errors import ConfigError
-from pcomm.gdn_cp.ops.precision import compute_dtype
+from pcomm.gdn_cp.ops.entry import compute_dtype
 
 __all__ = [
     "gate_then_rms_norm",

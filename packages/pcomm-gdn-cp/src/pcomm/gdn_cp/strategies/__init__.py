@@ -1,1 +1,1 @@
-"""The four ways to split a mixer over ranks, one file each, and the choice between them."""
+"""The four ways to split a mixer over ranks, and the choice between them."""

@@ -19,11 +19,9 @@ from torch import Tensor
 from pcomm.core.collectives.autograd import differentiable
 from pcomm.core.collectives.protocol import Collectives
 from pcomm.core.errors import ConfigError, LayoutError
-from pcomm.gdn_cp.layout.token_indices import IndexTensors
-from pcomm.gdn_cp.layout.token_layout import TokenLayout
-from pcomm.gdn_cp.ops.transitions import Summary
-from pcomm.gdn_cp.specs.spec import Convolution, RecurrentState
+from pcomm.gdn_cp.specs import Convolution, RecurrentState, Summary
 from pcomm.gdn_cp.strategies.head_share import HeadShare
+from pcomm.gdn_cp.token_layout import IndexTensors, TokenLayout
 
 __all__ = ["BoundaryStates"]
 

@@ -1,4 +1,4 @@
-"""Which heads of each projection a rank works on, and its slices of the parameters.
+"""Which heads of each projection a rank works on, its slices of the parameters, and what it sends.
 
 Value heads are split evenly. A key head (or group) serves several consecutive value heads; where
 those lie on several ranks, each of them gets a copy of the key head. Every rank then has a smaller
@@ -16,10 +16,37 @@ import torch
 from torch import Tensor
 
 from pcomm.core.errors import ConfigError, LayoutError, near_misses
-from pcomm.core.exchange.packing import ColumnShards
-from pcomm.gdn_cp.specs.spec import Section, Spec
+from pcomm.core.exchange.fast import ColumnShards
+from pcomm.gdn_cp.specs import Section, Spec
 
-__all__ = ["HeadShare", "SectionShare"]
+__all__ = ["HeadShare", "SectionShare", "Traffic"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one mixer in one layer, and the bytes that one rank sends in them.
+
+    Args:
+        forward: Names of the collectives of forward, in order.
+        backward: Names of the collectives of backward, in order.
+        forward_bytes: Bytes that this rank has to send to others in forward.
+        backward_bytes: Bytes that this rank has to send to others in backward.
+    """
+
+    forward: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+    @property
+    def num_collectives(self) -> int:
+        """Number of collectives, forward and backward."""
+        return len(self.forward) + len(self.backward)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes, forward and backward."""
+        return self.forward_bytes + self.backward_bytes
 
 
 @dataclass(frozen=True)

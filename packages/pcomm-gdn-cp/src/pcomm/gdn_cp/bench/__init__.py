@@ -1,1 +1,0 @@
-"""`pcomm bench gdn-cp`: what one layer's exchange costs in each form; start at `command`."""

@@ -1,1 +1,0 @@
-"""How the message of an all-to-all is put together and taken apart, by torch or by Triton."""

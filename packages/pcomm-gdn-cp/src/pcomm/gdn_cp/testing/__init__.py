@@ -1,1 +1,0 @@
-"""What tests of the mixers need, here and in other packages."""
