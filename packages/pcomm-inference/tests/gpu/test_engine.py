@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from inference_bench.plain_llama import PlainLlama, Shape, WideWeight
 from pcomm.inference import Engine, Request, SamplingParams
-from pcomm.inference.bench.plain_llama import PlainLlama, WideWeight
-from pcomm.inference.bench.settings import Shape
-from pcomm.inference.engine.runner import model_runner
-from pcomm.inference.engine.runner.decode_graphs import CudaRecorder, Recorder
+from pcomm.inference.engine import runner
+from pcomm.inference.engine.decode_graphs import CudaRecorder, GraphRecorder
 
 SHAPE = Shape("small", 2, 64, 6, 2, 16, 64, 128)
 LENGTHS = (1, 5, 17, 40, 66, 130)
@@ -37,7 +36,7 @@ class NoGraphs:
 class Refuses:
     """Records nothing, after so many recordings of another one."""
 
-    def __init__(self, recorder: Recorder, number: int) -> None:
+    def __init__(self, recorder: GraphRecorder, number: int) -> None:
         self.recorder, self.left = recorder, number
 
     def warm_up(self, body: Callable[[], Tensor]) -> None:
@@ -70,10 +69,10 @@ def model_on(device: torch.device) -> PlainLlama:
 
 
 def written(
-    device: torch.device, recorder: Recorder | None, **limits: int
+    device: torch.device, recorder: GraphRecorder | None, **limits: int
 ) -> tuple[dict[str, list[tuple[int, float]]], tuple[int, ...], str]:
     """Tokens with log-probabilities of requests that come while others decode."""
-    with patch.object(model_runner, "recorder_for", lambda device: recorder):
+    with patch.object(runner, "recorder_for", lambda device: recorder):
         engine = Engine(
             model_on(device),
             vocabulary=SHAPE.vocabulary,
@@ -113,7 +112,7 @@ def test_tokens_are_those_of_the_cpu_however_steps_are_run(kind: str) -> None:
     expected, _, _ = written(torch.device("cpu"), None)
     assert len({token for tokens in expected.values() for token, _ in tokens}) > 8
 
-    forms: list[tuple[Recorder | None, tuple[int, ...], dict[str, int]]] = [(None, (), {})]
+    forms: list[tuple[GraphRecorder | None, tuple[int, ...], dict[str, int]]] = [(None, (), {})]
     if kind == "cuda":
         forms += [
             (CudaRecorder(), (1, 2, 4), {}),

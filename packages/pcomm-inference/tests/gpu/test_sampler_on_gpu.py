@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pcomm.inference.engine.sampling.sampler import Sampler
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling.sampling_row import SamplingRow
-from pcomm.inference.engine.sampling.token_noise import TokenNoise
+from pcomm.inference.sampling.params import SamplingParams, SamplingRow
+from pcomm.inference.sampling.sampler import Sampler, TokenNoise
 
 pytestmark = [
     pytest.mark.gpu,

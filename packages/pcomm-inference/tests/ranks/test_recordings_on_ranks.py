@@ -13,11 +13,11 @@ from torch import Tensor
 from pcomm.core import Topology, open_groups
 from pcomm.core.collectives.instrumented import InstrumentedCollectives
 from pcomm.core.testing.on_ranks import ranks
+from pcomm.inference.engine import runner
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.runner import model_runner
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.model import KVSpec
+from pcomm.inference.sampling.params import SamplingParams
 
 VOCABULARY = 13
 
@@ -83,7 +83,7 @@ class Fails:
 
 
 def run(recorder, group):
-    with patch.object(model_runner, "recorder_for", lambda device: recorder):
+    with patch.object(runner, "recorder_for", lambda device: recorder):
         engine = Engine(
             Shared(group),
             vocabulary=VOCABULARY,

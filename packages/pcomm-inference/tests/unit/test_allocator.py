@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pcomm.inference.engine.engine_settings import EngineSettings
-from pcomm.inference.engine.live_request import LiveRequest
-from pcomm.inference.engine.memory.engine_memory import SNAPSHOT_INTERVAL, STATE_CHUNK, EngineMemory
-from pcomm.inference.engine.request import Request
-from pcomm.inference.testing.toy_model import ToyModel
+from inference_support.toy_model import ToyModel
+from pcomm.inference.engine.allocator import SNAPSHOT_INTERVAL, STATE_CHUNK, Allocator
+from pcomm.inference.engine.limits import EngineSettings
+from pcomm.inference.engine.request import Request, RequestState
+from pcomm.inference.sampling.params import SamplingParams
 
 
 def memory_of(model=None, *, block_size=1, num_blocks=64, num_state_slots=4):
@@ -23,23 +23,23 @@ def memory_of(model=None, *, block_size=1, num_blocks=64, num_state_slots=4):
         speculative_tokens=0,
     )
     specs = (model or ToyModel(state_layers=0)).memory_specs()
-    return EngineMemory(specs, settings, prefix_cache=True, device=torch.device("cpu"))
+    return Allocator(specs, settings, torch.device("cpu"))
 
 
 def request(tokens, *, limit=None):
-    given = Request("a", tuple(tokens))
-    return LiveRequest(given, arrival=0, limit=limit or len(tokens) + 1, stop_ids=())
+    given = Request("a", tuple(tokens), SamplingParams(max_tokens=1000))
+    return RequestState(request=given, max_model_len=limit or len(tokens) + 1)
 
 
 def compute(memory, tokens, *, parts=(), limit=None):
     """Run a request through its tokens, in steps that end at `parts`, and end it."""
     live = request(tokens, limit=limit)
-    assert memory.allocator.admit(live, headroom=0)
+    assert memory.admit(live, headroom=0)
     for stop in [*(part for part in parts if part > live.num_computed), len(tokens)]:
         live.num_computed = stop
-        memory.allocator.keep(live)
+        memory.cache_blocks(live)
     first, cached = live.first_block, live.cached_tokens
-    memory.allocator.release(live)
+    memory.release(live)
     return first, cached
 
 
@@ -47,10 +47,10 @@ def test_a_request_that_grows_keeps_its_neighbours():
     memory = memory_of(num_blocks=40)
     lives = [request([1, 2], limit=11), request([3], limit=11)]
     for live in lives:
-        assert memory.allocator.admit(live, headroom=0)
+        assert memory.admit(live, headroom=0)
     for length in range(3, 11):
         for live in lives:
-            assert memory.allocator.extend(live, length)
+            assert memory.extend(live, length)
     assert [live.first_block for live in lives] == [1, 11]
     assert memory.tables.select(torch.tensor([lives[1].table_row]), 3).tolist() == [[11, 12, 13]]
 
@@ -58,10 +58,10 @@ def test_a_request_that_grows_keeps_its_neighbours():
 def test_a_row_of_the_block_tables_is_zero_behind_its_blocks():
     memory = memory_of()
     live = request(range(5))
-    assert memory.allocator.admit(live, headroom=0)
+    assert memory.admit(live, headroom=0)
     rows = torch.tensor([live.table_row])
     assert memory.tables.select(rows, 7).tolist() == [[1, 2, 3, 4, 5, 0, 0]]
-    memory.allocator.release(live)
+    memory.release(live)
     assert memory.tables.select(rows, 7).tolist() == [[0] * 7]
 
 
@@ -75,28 +75,28 @@ def test_a_full_cache_gives_up_blocks_so_that_a_request_has_neighbours():
     fill(memory, 8, 8)
     assert memory.uses()[0].cached == 64
     live = request([9, 9], limit=9)
-    assert memory.allocator.admit(live, headroom=0)
-    assert live.claim[1] - live.claim[0] == 8
+    assert memory.admit(live, headroom=0)
+    assert live.reservation[1] - live.reservation[0] == 8
     # A request that may take more than an eighth of the pool gets what it needs now.
     other = request([8, 8], limit=10)
-    assert memory.allocator.admit(other, headroom=0)
-    assert other.claim == (0, 0)
+    assert memory.admit(other, headroom=0)
+    assert other.reservation == (0, 0)
 
 
 @pytest.mark.parametrize("num_free", [15, 16])
 def test_a_claim_takes_cached_blocks_while_less_than_a_quarter_is_free(num_free):
     memory = memory_of(num_blocks=64)
     fill(memory, 4, 8)
-    # Free blocks in pieces that no claim of 8 fits into.
-    taken = memory.allocator.blocks.allocate(32)
+    # Free blocks in pieces that no reservation of 8 fits into.
+    taken = memory.blocks.allocate(32)
     for block in taken[::2][:num_free]:
-        memory.allocator.blocks.release(block)
+        memory.blocks.release(block)
     assert memory.uses()[0].free == num_free
     live = request([9], limit=9)
-    assert memory.allocator.admit(live, headroom=0)
+    assert memory.admit(live, headroom=0)
     is_low = num_free < 16
     assert memory.uses()[0].cached == (24 if is_low else 32)
-    assert (live.claim != (0, 0)) == is_low
+    assert (live.reservation != (0, 0)) == is_low
 
 
 def test_a_state_is_copied_behind_the_last_full_chunk_of_a_prompt():
@@ -104,9 +104,9 @@ def test_a_state_is_copied_behind_the_last_full_chunk_of_a_prompt():
     for length, found in [(STATE_CHUNK, 0), (STATE_CHUNK + 1, STATE_CHUNK)]:
         memory = memory_of(ToyModel(attention_layers=0), num_blocks=0)
         live = request(tokens[:length])
-        assert memory.allocator.admit(live, headroom=0)
+        assert memory.admit(live, headroom=0)
         assert live.snapshot_at[0] == (found or SNAPSHOT_INTERVAL)
-        memory.allocator.release(live)
+        memory.release(live)
         compute(memory, tokens[:length], parts=[STATE_CHUNK])
         assert compute(memory, tokens)[1] == found
         assert memory.uses()[1].cached == bool(found)
@@ -127,9 +127,9 @@ def test_a_state_is_copied_where_two_requests_part():
     third = [1] * 70 + [4] * 200
     compute(memory, first, parts=[256])
     live = request(second)
-    assert memory.allocator.admit(live, headroom=0)
+    assert memory.admit(live, headroom=0)
     assert live.snapshot_at == [64, 256]
-    memory.allocator.release(live)
+    memory.release(live)
     assert compute(memory, second, parts=[64, 256])[1] == 0
     assert compute(memory, third, parts=[256])[1] == 64
 
@@ -138,14 +138,14 @@ def test_a_state_is_copied_now_and_then_while_text_is_written():
     memory = memory_of(ToyModel(attention_layers=0), num_blocks=0, num_state_slots=9)
     prompt = list(range(10))
     live = request(prompt, limit=900)
-    assert memory.allocator.admit(live, headroom=0)
+    assert memory.admit(live, headroom=0)
     for _ in range(3 * SNAPSHOT_INTERVAL):
         live.num_computed = len(live.tokens)
-        memory.allocator.keep(live)
+        memory.cache_blocks(live)
         live.tokens.append(5)
     assert memory.uses()[1].cached == 3
     text = list(live.tokens)
-    memory.allocator.release(live)
+    memory.release(live)
     # The next turn of a chat begins from there.
     assert compute(memory, text[: SNAPSHOT_INTERVAL + 9])[1] == SNAPSHOT_INTERVAL
     assert compute(memory, text[:SNAPSHOT_INTERVAL])[1] == 0
@@ -157,7 +157,7 @@ def test_the_only_slot_is_taken_from_the_snapshot_that_would_be_used():
     compute(memory, tokens, parts=[64])
     assert memory.uses()[1].cached == 1
     lives = [request(tokens), request(tokens)]
-    assert all(memory.allocator.admit(live, headroom=0) for live in lives)
+    assert all(memory.admit(live, headroom=0) for live in lives)
     assert [live.num_computed for live in lives] == [64, 0]
     assert memory.uses()[1].used == 2
-    assert not memory.allocator.admit(request(tokens), headroom=0)
+    assert not memory.admit(request(tokens), headroom=0)

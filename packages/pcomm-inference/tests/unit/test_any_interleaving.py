@@ -1,6 +1,7 @@
 """Whatever runs beside it, a request gets the tokens that it gets alone, and pools never leak."""
 
 from collections import Counter
+from functools import cache
 from random import Random
 from unittest.mock import patch
 
@@ -8,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference_support.toy_model import ToyModel, expected_tokens
+from pcomm.inference.engine import allocator
 from pcomm.inference.engine.engine import Engine
-from pcomm.inference.engine.memory import engine_memory as memory_module
-from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.request_queue import QueueFullError
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
+from pcomm.inference.engine.request import QueueFullError, Request
+from pcomm.inference.sampling.params import SamplingParams
 
 # Few tokens, so that requests begin alike and guesses are right now and then.
 MODELS = {
@@ -57,9 +57,12 @@ actions = st.lists(
 )
 
 
-def alone(model, request):
-    if request.params.temperature == request.params.frequency_penalty == 0:
-        return expected_tokens(model, request.prompt, request.params.max_tokens)
+@cache
+def alone(kind, prompt, number, most, seed):
+    """Tokens of one request; `number` is that of its settings."""
+    model = MODELS[kind]
+    if number == 0:
+        return expected_tokens(model, prompt, most)
     engine = Engine(
         model,
         vocabulary=model.vocabulary,
@@ -68,7 +71,8 @@ def alone(model, request):
         num_state_slots=1,
         prefix_cache=False,
     )
-    engine.add(request)
+    params = SamplingParams(**SETTINGS[number], max_tokens=most, seed=seed)
+    engine.add(Request("alone", prompt, params))
     found = []
     while engine.has_work:
         for output in engine.step():
@@ -87,7 +91,7 @@ def check_pools(engine):
 
 def run(kind, settings, extra_blocks, state_chunk, steps):
     model = MODELS[kind]
-    with patch.multiple(memory_module, STATE_CHUNK=state_chunk, SNAPSHOT_INTERVAL=2 * state_chunk):
+    with patch.multiple(allocator, STATE_CHUNK=state_chunk, SNAPSHOT_INTERVAL=2 * state_chunk):
         engine = Engine(
             model,
             vocabulary=model.vocabulary,
@@ -122,14 +126,14 @@ def run(kind, settings, extra_blocks, state_chunk, steps):
                 engine.add(request)
             except QueueFullError:
                 continue
-            requests[request.request_id] = request
+            requests[request.request_id] = tuple(prompt), number, most, params.seed
             found[request.request_id] = []
     while engine.has_work:
         step()
         num_steps += 1
         assert num_steps < 2000, "the engine makes no progress"
     for request_id, request in requests.items():
-        wanted = alone(model, request)
+        wanted = alone(kind, *request)
         if request_id in aborted:
             assert found[request_id] == wanted[: len(found[request_id])]
         else:
@@ -140,23 +144,26 @@ def run(kind, settings, extra_blocks, state_chunk, steps):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@settings(max_examples=200)
-@given(
-    settings=engines,
-    extra_blocks=st.integers(0, 12),
-    state_chunk=st.integers(1, 4),
-    steps=actions,
-)
-def test_each_request_gets_the_tokens_that_it_gets_alone(
-    kind, settings, extra_blocks, state_chunk, steps
-):
-    run(kind, settings, extra_blocks, state_chunk, steps)
+@pytest.mark.parametrize("number", [50, pytest.param(500, marks=pytest.mark.soak)])
+def test_each_request_gets_the_tokens_that_it_gets_alone(kind, number):
+    @settings(max_examples=number)
+    @given(
+        settings=engines,
+        extra_blocks=st.integers(0, 12),
+        state_chunk=st.integers(1, 4),
+        steps=actions,
+    )
+    def check(settings, extra_blocks, state_chunk, steps):
+        run(kind, settings, extra_blocks, state_chunk, steps)
+
+    check()
 
 
-def test_long_runs_meet_all_that_may_happen():
+@pytest.mark.parametrize("number", [40, pytest.param(400, marks=pytest.mark.soak)])
+def test_long_runs_meet_all_that_may_happen(number):
     """Random runs that are longer than those above; what they met is counted."""
     draw, met = Random(7), Counter()
-    for _ in range(120):
+    for _ in range(number):
         settings = {
             "block_size": draw.choice([1, 2, 3, 4, 8]),
             "max_batch_tokens": draw.randint(1, 12),

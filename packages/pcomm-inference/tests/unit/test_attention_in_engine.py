@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
+from inference_bench.plain_llama import PlainLlama, Shape
 from pcomm.inference import Engine, Request, SamplingParams
-from pcomm.inference.bench.plain_llama import PlainLlama
-from pcomm.inference.bench.settings import Shape
 
 SHAPE = Shape("small", 2, 64, 6, 2, 16, 64, 128)
 LENGTHS = (1, 5, 17, 40, 66, 130, 190, 200)

@@ -3,32 +3,32 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.inference.engine.memory.block_manager import BlockManager
+from pcomm.inference.engine.pools import BlockManager
 
 
 def test_requests_get_ascending_neighbours_and_keep_them_while_they_grow():
     blocks = BlockManager(20)
-    claims = [blocks.claim(8), blocks.claim(8)]
-    assert claims == [(1, 9), (9, 17)]
-    own = [blocks.allocate(3, claim=claim) for claim in claims]
+    reservations = [blocks.reserve(8), blocks.reserve(8)]
+    assert reservations == [(1, 9), (9, 17)]
+    own = [blocks.allocate(3, reservation=reservation) for reservation in reservations]
     for _ in range(5):
-        for number, claim in enumerate(claims):
-            own[number] += blocks.allocate(1, after=own[number][-1], claim=claim)
+        for number, reservation in enumerate(reservations):
+            own[number] += blocks.allocate(1, after=own[number][-1], reservation=reservation)
     assert own == [list(range(1, 9)), list(range(9, 17))]
 
 
 def test_claimed_blocks_are_taken_last():
     blocks = BlockManager(6)
-    claim = blocks.claim(4)
+    reservation = blocks.reserve(4)
     assert blocks.allocate(2) == [5, 6]
     assert blocks.allocate(1) == [1]
-    # The claim's own request goes on behind what others took of it.
-    assert blocks.allocate(2, claim=claim) == [2, 3]
+    # The reservation's own request goes on behind what others took of it.
+    assert blocks.allocate(2, reservation=reservation) == [2, 3]
 
 
 def test_a_claim_holds_for_blocks_that_others_took_and_gave_back():
     blocks = BlockManager(5)
-    blocks.claim(2)
+    blocks.reserve(2)
     others = blocks.allocate(4)
     assert others == [1, 2, 3, 4]
     for block in others:
@@ -41,8 +41,8 @@ def test_a_claim_needs_free_neighbours():
     taken = blocks.allocate(5)
     for block in taken[::2]:
         blocks.release(block)
-    assert blocks.claim(2) == (0, 0)
-    assert blocks.claim(0) == (0, 0)
+    assert blocks.reserve(2) == (0, 0)
+    assert blocks.reserve(0) == (0, 0)
     assert blocks.allocate(3) == [1, 3, 5]
 
 
@@ -73,19 +73,19 @@ def test_a_published_block_is_cached_until_the_cache_gives_it_up():
 
 @given(st.lists(st.tuples(st.sampled_from("acurpi"), st.integers(0, 9)), max_size=60))
 def test_counts_are_those_of_a_model_of_sets(steps):
-    blocks, references, published, claims = BlockManager(9), {}, set(), []
+    blocks, references, published, reservations = BlockManager(9), {}, set(), []
     for kind, number in steps:
         used = sorted(block for block, count in references.items() if count)
         if kind == "a" and number <= blocks.num_free:
-            claim = claims[-1] if claims else (0, 0)
-            found = blocks.allocate(number, after=used[-1] if used else 0, claim=claim)
+            reservation = reservations[-1] if reservations else (0, 0)
+            found = blocks.allocate(number, after=used[-1] if used else 0, reservation=reservation)
             assert len(set(found)) == number
             assert all(1 <= b <= 9 and not references.get(b) and b not in published for b in found)
             references |= dict.fromkeys(found, 1)
         elif kind == "c":
-            claims.append(blocks.claim(number))
-        elif kind == "u" and claims:
-            blocks.unclaim(claims.pop())
+            reservations.append(blocks.reserve(number))
+        elif kind == "u" and reservations:
+            blocks.unreserve(reservations.pop())
         elif kind == "r" and used:
             block = used[number % len(used)]
             references[block] -= 1

@@ -6,12 +6,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from pcomm.inference.engine import runner
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.runner import model_runner
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.memory import KVMemory
-from pcomm.inference.model import KVSpec, StateSpec
+from pcomm.inference.model import KVMemory, KVSpec, StateSpec
+from pcomm.inference.sampling.params import SamplingParams
 
 VOCABULARY = 13
 
@@ -33,7 +32,7 @@ class OnDevice:
         tokens = batch.tokens_T.tolist()
         for pools in memory:
             if isinstance(pools, KVMemory):
-                pools.keys.view(-1)[batch.kv_slots_T] = batch.tokens_T.double() + 1
+                pools.keys.view(-1)[batch.slot_mapping_T] = batch.tokens_T.double() + 1
         states = memory[1].read("hash", batch)
         for number in range(batch.num_requests):
             for row in range(*batch.cu_seqlens[number : number + 2]):
@@ -49,9 +48,9 @@ class OnDevice:
     def decode(self, batch, memory):
         # What a step is padded with belongs to no request.
         real = batch.state_slots_N[batch.state_slots_N > 0].tolist()
-        assert len(set(real)) == len(real) == int((batch.kv_slots_T > 0).sum())
+        assert len(set(real)) == len(real) == int((batch.slot_mapping_T > 0).sum())
         keys, size = memory[0].keys.view(-1), memory[0].keys.shape[1]
-        keys.index_copy_(0, batch.kv_slots_T, batch.tokens_T.double() + 1)
+        keys.index_copy_(0, batch.slot_mapping_T, batch.tokens_T.double() + 1)
         width = batch.block_tables_NB.shape[1] * size
         places = batch.block_tables_NB.long()[:, :, None] * size + torch.arange(size)
         is_seen = torch.arange(width) <= batch.context_lens_N[:, None]
@@ -91,7 +90,7 @@ class NoMemory(Replay):
 
 def tokens_of(recorder, prompts, **settings):
     model = OnDevice()
-    with patch.object(model_runner, "recorder_for", lambda device: recorder):
+    with patch.object(runner, "recorder_for", lambda device: recorder):
         engine = Engine(
             model,
             vocabulary=VOCABULARY,

@@ -4,15 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from inference_support.toy_model import ToyModel
 from pcomm.inference import Engine, Request
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.layers import pack_weights
 from pcomm.inference.model import KVSpec, StateSpec
 from pcomm.inference.roofline import BandwidthMeter, ExpertWeights, StepWeights
-from pcomm.inference.roofline.bandwidth import MemoryBandwidth
-from pcomm.inference.roofline.decode_roofline import DecodeCounts, DecodeRoofline
-from pcomm.inference.roofline.step_weights import step_weights_of
-from pcomm.inference.testing.toy_model import ToyModel
+from pcomm.inference.roofline.decode_stats import DecodeCounts, DecodeRoofline, MemoryBandwidth
+from pcomm.inference.roofline.step_bytes import step_weights_of
+from pcomm.inference.sampling.params import SamplingParams
 
 # A token in memory: key and value in fp64. A state: a hash and two tokens of eight bytes each.
 TOKEN, STATE, LOGIT = 16, 24, 8
@@ -32,7 +31,18 @@ class Meter(BandwidthMeter):
         super().__init__(measure)
 
 
-def engine_for(model: ToyModel, meter: BandwidthMeter | None = None, **settings: object) -> Engine:
+def measured() -> Meter:
+    meter = Meter()
+    meter.bandwidth(torch.device("cpu"), 0)
+    return meter
+
+
+MEASURED = measured()
+
+
+def engine_for(
+    model: ToyModel, meter: BandwidthMeter | None = MEASURED, **settings: object
+) -> Engine:
     return Engine(
         model,
         vocabulary=model.vocabulary,
@@ -41,7 +51,7 @@ def engine_for(model: ToyModel, meter: BandwidthMeter | None = None, **settings:
             "block_size": 4,
             "num_blocks": 40,
             "num_state_slots": 8,
-            "meter": meter or Meter(),
+            "meter": meter,
             **settings,
         },
     )
@@ -142,19 +152,22 @@ def test_two_engines_in_one_process_count_their_own_steps():
     assert untouched.stats().decode is None
 
 
-def test_the_memory_is_measured_by_the_first_stats_alone():
+def test_the_engine_measures_nothing():
     meter = Meter()
     engines = [engine_for(ToyModel(), meter) for _ in range(2)]
-    engines[0].add(request("a", [1, 2, 3], 3))
-    run(engines[0])
+    for engine in engines:
+        engine.add(request("a", [1, 2, 3], 3))
+        run(engine)
+        assert engine.stats().decode is None
     assert meter.asked == []
-    for engine in engines * 2:
-        engine.stats()
     # Engines that share a meter share what it has measured; a toy has less than is ever measured.
+    meter.bandwidth(torch.device("cpu"), 7)
+    assert [engine.stats().decode.steps for engine in engines] == [2, 2]
     assert meter.asked == [(2**16, torch.device("cpu"))]
-    other = Meter()
-    engine_for(ToyModel(), other).stats()
-    assert len(other.asked) == 1
+    alone = engine_for(ToyModel(), None)
+    alone.add(request("a", [1, 2, 3], 3))
+    run(alone)
+    assert alone.stats().decode is None
 
 
 def test_a_device_is_measured_once_for_each_number_of_threads(monkeypatch):
@@ -167,23 +180,6 @@ def test_a_device_is_measured_once_for_each_number_of_threads(monkeypatch):
     threads = 2
     meter.bandwidth(torch.device("cpu"), 2**30 + 1)
     assert meter.asked[3] == (2**30, torch.device("cpu"))
-
-
-def test_a_gpu_that_is_full_is_measured_with_fewer_bytes():
-    asked = []
-
-    def measure(num_bytes, device):
-        asked.append(num_bytes)
-        if num_bytes > room:
-            raise torch.OutOfMemoryError("no room")
-        return SPEED
-
-    room = 2**26
-    assert BandwidthMeter(measure).bandwidth(torch.device("cuda"), 2**30) == SPEED
-    assert asked == [2**30, 2**28, 2**26]
-    room = 0
-    with pytest.raises(torch.OutOfMemoryError):
-        BandwidthMeter(measure).bandwidth(torch.device("cuda"), 2**30)
 
 
 class Plain(nn.Module):
@@ -252,7 +248,7 @@ def test_experts_count_as_often_as_tokens_can_meet_them():
 
 def test_the_line_says_what_was_measured():
     roofline = DecodeRoofline(
-        Plain(tied=True), vocabulary=10, device=torch.device("cpu"), meter=Meter(), kept=3
+        Plain(tied=True), vocabulary=10, device=torch.device("cpu"), meter=MEASURED, kept=3
     )
     assert roofline.stats(torch.float32) is None
     for tokens, milliseconds in [(1, 500), (4, 1), (1, 2), (4, 9)]:

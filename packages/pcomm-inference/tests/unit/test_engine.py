@@ -8,15 +8,14 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from inference_support.toy_model import ToyModel, expected_tokens
 from pcomm.core.errors import ClosedError, ConfigError
+from pcomm.inference.engine import allocator
 from pcomm.inference.engine.engine import Engine
-from pcomm.inference.engine.memory import engine_memory
-from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.request_queue import QueueFullError
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.engine.suspects import MOST_FAILURES
+from pcomm.inference.engine.request import QueueFullError, Request
+from pcomm.inference.engine.scheduler import MOST_FAILURES
 from pcomm.inference.model import KVSpec, StateSpec
-from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
+from pcomm.inference.sampling.params import SamplingParams
 
 MODELS = {
     "attention": ToyModel(attention_layers=2, state_layers=0),
@@ -71,6 +70,33 @@ def test_requests_get_the_tokens_that_they_get_alone(kind, max_batch_tokens):
         assert tokens_of(outputs, str(number)) == wanted
         ends = [o.finish_reason for o in outputs if o.request_id == str(number)]
         assert ends == [None] * (len(ends) - 1) + ["length"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "starts"),
+    [
+        ("attention", [0, 100, 200]),
+        *((kind, [*range(0, 257, 64)]) for kind in ("recurrent", "hybrid")),
+    ],
+)
+def test_chunks_of_a_prompt_end_where_kernels_of_recurrent_layers_end_theirs(kind, starts):
+    found, model = [], MODELS[kind]
+
+    class Watched(ToyModel):
+        def step(self, batch, memory):
+            found.append(batch.context_lens[0])
+            return super().step(batch, memory)
+
+    engine = engine_for(
+        Watched(11, model.attention_layers, model.state_layers),
+        max_model_len=400,
+        num_blocks=100,
+        max_batch_tokens=100,
+        prefix_cache=False,
+    )
+    engine.add(greedy("long", [number % 11 for number in range(300)], max_tokens=1))
+    run(engine)
+    assert found == starts
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
@@ -464,9 +490,6 @@ class Grammar:
         if self.accepts < 0:
             raise ValueError("not allowed")
 
-    def rollback(self, num_tokens):
-        raise NotImplementedError
-
 
 @pytest.mark.parametrize("grammar", [Grammar(masks=2), Grammar(accepts=2)])
 def test_a_broken_grammar_ends_its_request_alone(grammar):
@@ -622,7 +645,7 @@ def test_closing_frees_the_pools():
     engine = engine_for(MODELS["hybrid"])
     engine.add(greedy("a", [1, 2, 3], 9))
     engine.step()
-    pools = [engine._memory.pools.memories[0].keys, engine._memory.pools._states[0]]
+    pools = [engine._allocator.pools.memories[0].keys, engine._allocator.pools._states[0]]
     tensors = [weakref.ref(pool) for pool in pools]
     del pools
     engine.close()
@@ -653,7 +676,7 @@ def test_stats_say_how_large_places_are():
 @pytest.mark.parametrize("kind", MODELS)
 def test_continuations_of_one_prompt_that_arrive_together_compute_it_once(kind):
     model, prompt = MODELS[kind], [token % 7 for token in range(19)]
-    with patch.multiple(engine_memory, STATE_CHUNK=4):
+    with patch.multiple(allocator, STATE_CHUNK=4):
         engine = engine_for(model, max_batch_tokens=24)
     for name in ("a", "b", "c"):
         engine.add(greedy(name, prompt, 3))
@@ -675,4 +698,4 @@ def test_continuations_of_one_prompt_that_arrive_together_compute_it_once(kind):
         engine.step()
     assert engine.abort("e")
     assert tokens_of(run(engine), "f") == expected_tokens(model, [9] * 12, 3)
-    assert engine._memory.allocator._coming == {}
+    assert engine._allocator._in_flight == {}

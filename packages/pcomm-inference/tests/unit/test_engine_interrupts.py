@@ -5,16 +5,17 @@ import inspect
 import signal
 import sys
 from collections import Counter
+from functools import cache
 
 import pytest
 
+from inference_support.toy_model import ToyModel, expected_tokens
 from pcomm.core.errors import ClosedError
-from pcomm.core.process import interrupts
+from pcomm.core.process import signals as interrupts
 from pcomm.inference.engine import engine as engine_module
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
+from pcomm.inference.sampling.params import SamplingParams
 
 # Of so few tokens that drafts are tried, of which some are wrong.
 MODEL = ToyModel(3)
@@ -46,6 +47,11 @@ SOURCE, FIRST = inspect.getsourcelines(Engine.step)
 RETURN = FIRST + len(SOURCE) - 1
 
 
+@cache
+def is_watched(path):
+    return any(f"/pcomm/inference/{room}/" in path for room in ("engine", "sampling"))
+
+
 class Lines:
     """Counts the lines of the engine that run, and interrupts at one of them.
 
@@ -67,7 +73,7 @@ class Lines:
         return self
 
     def has(self, frame):
-        return "/pcomm/inference/engine/" in frame.f_code.co_filename
+        return is_watched(frame.f_code.co_filename)
 
     def at(self, place):
         if (place, self.seen[place]) == self.wanted:
@@ -165,7 +171,7 @@ def test_another_exception_at_any_line_gives_no_wrong_tokens():
     places = {(place, count // 2) for place, count in every.seen.items()}
     places = {(p, n) for p, n in places if p[1:] != ("Engine.step", RETURN)}
     met = Counter()
-    for place in sorted(places)[::3]:
+    for place in sorted(places)[::6]:
         lines = Lines(place)
         found, is_refused = run(lines)
         assert lines.is_interrupted, place
@@ -173,4 +179,4 @@ def test_another_exception_at_any_line_gives_no_wrong_tokens():
         for name, tokens in found.items():
             assert tokens == wanted[name][: len(tokens)], place
             assert is_refused or len(tokens) == LENGTH, place
-    assert min(met[False], met[True]) > 20
+    assert min(met[False], met[True]) > 10

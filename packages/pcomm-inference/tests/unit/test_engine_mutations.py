@@ -6,13 +6,13 @@ from unittest.mock import patch
 
 import pytest
 
+from inference_support.toy_model import ToyModel, expected_tokens
+from pcomm.inference.engine import allocator
 from pcomm.inference.engine.engine import Engine
-from pcomm.inference.engine.memory import allocator, block_hashes, engine_memory
-from pcomm.inference.engine.memory.pools import Pools
-from pcomm.inference.engine.memory.prefix_cache import PrefixCache
+from pcomm.inference.engine.pools import Pools
+from pcomm.inference.engine.prefix_cache import PrefixCache, extend_hashes
 from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.testing.toy_model import ToyModel, expected_tokens
+from pcomm.inference.sampling.params import SamplingParams
 
 ATTENTION = ToyModel(attention_layers=2, state_layers=0)
 RECURRENT = ToyModel(attention_layers=0, state_layers=1)
@@ -22,7 +22,7 @@ HYBRID = ToyModel()
 def run_all(model, prompts, **settings):
     """Whether requests that run after each other get the right tokens, and what was counted."""
     given = {"block_size": 2, "num_blocks": 20, "num_state_slots": 8, "max_model_len": 40}
-    with patch.multiple(engine_memory, STATE_CHUNK=2, SNAPSHOT_INTERVAL=8):
+    with patch.multiple(allocator, STATE_CHUNK=2, SNAPSHOT_INTERVAL=8):
         engine = Engine(model, vocabulary=model.vocabulary, **given | settings)
     right = True
     for number, prompt in enumerate(prompts):
@@ -87,21 +87,21 @@ def test_states_are_restored_after_wrong_drafts():
     right, stats = run_all(HYBRID, prompts, speculative_tokens=3)
     assert right
     assert stats.drafted_tokens > stats.accepted_tokens
-    original = engine_memory.Allocator.drop_saved
+    original = allocator.Allocator.drop_saved
 
     def kept(self, live, slot, *, restore):
         original(self, live, slot, restore=False)
 
-    with patch.object(engine_memory.Allocator, "drop_saved", kept):
+    with patch.object(allocator.Allocator, "drop_saved", kept):
         assert not run_all(HYBRID, prompts, speculative_tokens=3)[0]
 
 
 def test_hashes_of_different_begins_differ():
     first, second = [], []
-    block_hashes.extend_hashes(first, array("q", [1, 2, 3, 4]), block_size=2, count=2)
-    block_hashes.extend_hashes(second, array("q", [5, 2, 3, 4]), block_size=2, count=2)
+    extend_hashes(first, array("q", [1, 2, 3, 4]), block_size=2, count=2)
+    extend_hashes(second, array("q", [5, 2, 3, 4]), block_size=2, count=2)
     assert len({*first, *second}) == 4
     again = []
     for count in (1, 2):
-        block_hashes.extend_hashes(again, array("q", [1, 2, 3, 4]), block_size=2, count=count)
+        extend_hashes(again, array("q", [1, 2, 3, 4]), block_size=2, count=count)
     assert again == first

@@ -14,8 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from pcomm.core.errors import ConfigError
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
 from pcomm.inference.model import KVSpec, LayerSpec
+from pcomm.inference.sampling.params import SamplingParams
 
 TEXT = "the cat sat on the mat, and the dog did not sit there 🙂 at all"
 SCHEMA = {

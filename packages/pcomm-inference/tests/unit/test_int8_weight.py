@@ -15,7 +15,7 @@ from pcomm.core.layout import Layout
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.inference.layers import Int8Weight, quantize_int8
-from pcomm.inference.layers.int8_rows import quantize_rows
+from pcomm.inference.layers.int8_weight import quantize_rows
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 

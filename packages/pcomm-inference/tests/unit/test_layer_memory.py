@@ -8,8 +8,7 @@ import torch
 
 from pcomm.core.errors import ConfigError
 from pcomm.inference.attention.paged_attention import paged_attention
-from pcomm.inference.memory import KVMemory, StateMemory
-from pcomm.inference.step_batch import StepBatch
+from pcomm.inference.model import KVMemory, StateMemory, StepBatch
 
 SLOTS = (3, 1)
 
@@ -32,7 +31,7 @@ def batch():
         context_lens=(0, 0),
         context_lens_N=numbers.int(),
         block_tables_NB=torch.zeros(2, 0, dtype=torch.int32),
-        kv_slots_T=numbers,
+        slot_mapping_T=numbers,
         first_blocks=(None, None),
         state_slots_N=torch.tensor(SLOTS),
         logits_rows=numbers,

@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from pcomm.inference.engine.sampling.logit_edits import edit_logits, edits
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling.sampling_row import SamplingRow
+from pcomm.inference.sampling.filters import edit_logits, edits
+from pcomm.inference.sampling.params import SamplingParams, SamplingRow
 
 PROMPT, OUTPUT = [3, 3, 16, 0], [5, 3, 5, 5, 1]
 

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-import pcomm.inference.engine.sampling.logprobs as module
-from pcomm.inference.engine.sampling.logprobs import token_logprobs
-from pcomm.inference.engine.sampling.sampler import Sampler
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling.sampling_row import SamplingRow
+import pcomm.inference.sampling.sampler as module
+from pcomm.inference.sampling.params import SamplingParams, SamplingRow
+from pcomm.inference.sampling.sampler import Sampler, token_logprobs
 
 
 @pytest.mark.parametrize("vocabulary", [17, 151_936])

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.inference.engine.speculation.n_gram import draft_tokens
-from pcomm.inference.engine.speculation.verification import count_accepted
+from pcomm.inference.engine.engine import count_accepted
+from pcomm.inference.engine.scheduler import draft_tokens
 
 
 def by_comparing(tokens, most):

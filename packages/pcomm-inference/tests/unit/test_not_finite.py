@@ -7,10 +7,9 @@ import torch
 
 from pcomm.inference.engine.engine import Engine
 from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.sampling.not_finite import NotFiniteError
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.memory import KVMemory, StateMemory
-from pcomm.inference.model import KVSpec, StateSpec
+from pcomm.inference.model import KVMemory, KVSpec, StateMemory, StateSpec
+from pcomm.inference.sampling.params import SamplingParams
+from pcomm.inference.sampling.sampler import NotFiniteLogitsError
 
 # Longer than two of the pieces behind which states are copied.
 PROMPT = (1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5) * 11
@@ -56,7 +55,7 @@ def _kept_by(pools, batch, values):
         return found
     assert isinstance(pools, KVMemory)
     flat, size = pools.keys.view(-1), pools.keys.shape[1]
-    flat[batch.kv_slots_T] = values
+    flat[batch.slot_mapping_T] = values
     for number, (start, stop) in enumerate(spans):
         blocks = batch.block_tables_NB[number].tolist()
         places = [blocks[at // size] * size + at % size for at in range(batch.context_lens[number])]
@@ -121,7 +120,7 @@ def test_what_a_request_left_that_ended_so_is_served_to_no_other(kinds, ends) ->
     else:
         _, error, _ = run(engine)["first"]
         model.bad = -1
-    assert isinstance(error, NotFiniteError)
+    assert isinstance(error, NotFiniteLogitsError)
     engine.add(asked("again"))
     assert run(engine)["again"] == (expected, None, 0)
     # What gave tokens is kept as ever.
@@ -141,7 +140,7 @@ def test_what_others_hang_on_stays_in_the_cache(kinds) -> None:
         run(engine)
     model.bad = 10
     engine.add(asked("bad", (*shared, 10, *[6] * 70)))
-    assert isinstance(run(engine)["bad"][1], NotFiniteError)
+    assert isinstance(run(engine)["bad"][1], NotFiniteLogitsError)
     engine.add(asked("other", (*shared, *[5] * 70)))
     assert run(engine)["other"][2] == 2 * PIECE
 
@@ -156,7 +155,7 @@ def test_log_probabilities_of_a_prompt_that_are_no_numbers_end_their_request(pla
     engine.add(asked("does not", prompt))
     engine.add(asked("other", prompt_logprobs=0))
     found = run(engine)
-    assert isinstance(found["asks"][1], NotFiniteError)
+    assert isinstance(found["asks"][1], NotFiniteLogitsError)
     assert found["asks"][0] == ()
     for name in ("does not", "other"):
         assert found[name][1] is None
@@ -169,7 +168,7 @@ def test_a_prompt_with_such_a_row_is_computed_no_further() -> None:
     model.bad_rows = 10
     engine.add(asked("asks", (1, 10, *PROMPT), prompt_logprobs=2))
     (output,) = engine.step()
-    assert isinstance(output.error, NotFiniteError)
+    assert isinstance(output.error, NotFiniteLogitsError)
     assert not engine.has_work
 
 

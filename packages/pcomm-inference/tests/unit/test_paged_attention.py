@@ -12,17 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from pcomm.core.errors import ConfigError
-from pcomm.core.testing.close import assert_as_accurate, assert_close, assert_equal
-from pcomm.inference.attention import planner
-from pcomm.inference.attention.decode_on_device import decode_on_device
-from pcomm.inference.attention.paged_attention import paged_attention
-from pcomm.inference.attention.planner import plan_of, tokens_of_a_call
-from pcomm.inference.attention.rounding import MOST_ADDED, rounded_keys
-from pcomm.inference.memory import KVMemory
-from pcomm.inference.step_batch import StepBatch
+from pcomm.core.testing.assertions import assert_as_accurate, assert_close, assert_equal
+from pcomm.inference.attention import plan as planner
+from pcomm.inference.attention.paged_attention import decode_on_device, paged_attention
+from pcomm.inference.attention.plan import MOST_ADDED, plan_of, rounded_keys, tokens_of_a_call
+from pcomm.inference.model import KVMemory, StepBatch
 
 # Query heads and key heads.
 HEADS = {"no groups": (2, 2), "three share": (6, 2), "eight on one": (8, 1)}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # On both sides of where the number of keys is rounded to another number.
 LENGTHS = (1, 2, 64, 65, 192, 193, 384, 385, 512, 513, 710)
 
@@ -98,7 +96,7 @@ class Pool:
             context_lens=contexts,
             context_lens_N=torch.tensor(contexts, dtype=torch.int32),
             block_tables_NB=torch.tensor(tables, dtype=torch.int32),
-            kv_slots_T=torch.tensor(slots),
+            slot_mapping_T=torch.tensor(slots),
             first_blocks=(None,) * len(parts),
             state_slots_N=nothing[: len(parts)],
             logits_rows=nothing[:0],
@@ -129,9 +127,15 @@ def random_cuts(length: int, chance: random.Random) -> list[int]:
     return cuts
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block_size", [1, 16, 256])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+# Each two values of heads, blocks and dtype once.
+@pytest.mark.parametrize(
+    ("heads", "block_size", "dtype"),
+    [
+        (heads, block_size, DTYPES[(i + j) % 3])
+        for i, heads in enumerate(HEADS.values())
+        for j, block_size in enumerate((1, 16, 256))
+    ],
+)
 def test_each_token_attends_to_its_request_so_far(
     heads: tuple[int, int], block_size: int, dtype: torch.dtype
 ) -> None:
@@ -240,7 +244,7 @@ def on_device(pool: Pool, requests: Sequence[Tokens], q: Tensor, k: Tensor, v: T
     """What `paged_attention` does with blocks that are not in the memory of the host."""
     batch = pool.batch([(one, 1) for one in requests])
     for blocks, new in ((pool.memory.keys, k), (pool.memory.values, v)):
-        blocks.view(-1, *blocks.shape[2:]).index_copy_(0, batch.kv_slots_T, new)
+        blocks.view(-1, *blocks.shape[2:]).index_copy_(0, batch.slot_mapping_T, new)
     return decode_on_device(q, pool.memory, batch, None)
 
 
@@ -295,7 +299,7 @@ def test_requests_share_a_call_up_to_half_a_mebibyte_of_keys_and_values() -> Non
         batch = pool.batch([(one, 1) for one in requests[:count]])
         plan = plan_of(batch, pool.memory, requests[0].q)
         assert plan_of(batch, pool.memory, requests[0].q) is plan
-        return [call.places.num_requests for call in plan.one_token_calls]
+        return [call.indices.num_requests for call in plan.decode_calls]
 
     assert calls(16) == [16]
     assert calls(17) == [16, 1]

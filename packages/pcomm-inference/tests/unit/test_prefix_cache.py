@@ -2,11 +2,8 @@
 
 from array import array
 
-from pcomm.inference.engine.memory.block_hashes import extend_hashes
-from pcomm.inference.engine.memory.block_manager import BlockManager
-from pcomm.inference.engine.memory.eviction_queue import EvictionQueue
-from pcomm.inference.engine.memory.prefix_cache import PrefixCache, PrefixHit
-from pcomm.inference.engine.memory.state_slots import StateSlots
+from pcomm.inference.engine.pools import BlockManager, StateSlots
+from pcomm.inference.engine.prefix_cache import EvictionQueue, PrefixCache, PrefixHit, extend_hashes
 
 
 class Cache:
@@ -30,7 +27,7 @@ class Cache:
     def keep(self, tokens, *, snapshots=()):
         """Publish a prompt that nobody uses any more, with snapshots behind some tokens."""
         hashes = self.hashes(tokens)
-        own = self.blocks.allocate(len(tokens)) if self.blocks.num_blocks else []
+        own = self.blocks.allocate(len(tokens)) if self.blocks.size else []
         for number, block in enumerate(own, start=1):
             self.cache.publish_block(hashes[:number][-2:], number, block)
         for number in snapshots:

@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pcomm.core.errors import ConfigError
-from pcomm.inference.engine.sampling.sampler import Sampler
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling.sampling_row import SamplingRow
+from pcomm.inference.sampling.params import SamplingParams, SamplingRow
+from pcomm.inference.sampling.sampler import Sampler
 
 KINDS = [
     {"temperature": 0},
@@ -51,8 +49,11 @@ def too_far(counts_V: torch.Tensor, probabilities_V: torch.Tensor) -> bool:
 DISTRIBUTIONS = [{}, {"temperature": 2.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}]
 
 
-@pytest.mark.parametrize("settings", DISTRIBUTIONS, ids=str)
-@pytest.mark.parametrize("varied", ["seed", "position"])
+@pytest.mark.parametrize(
+    ("varied", "settings"),
+    [*(("position", one) for one in DISTRIBUTIONS), ("seed", {}), ("seed", {"top_k": 4})],
+    ids=str,
+)
 def test_draws_have_the_distribution_of_the_logits(settings: dict, varied: str) -> None:
     number, vocabulary = 20_000, 17
     one = logits(1, vocabulary)[0]
@@ -86,7 +87,7 @@ def test_draws_have_the_distribution_of_the_logits(settings: dict, varied: str) 
 
 
 def test_draws_of_a_large_vocabulary_have_the_distribution_of_the_logits() -> None:
-    number, vocabulary = 400, 151_936
+    number, vocabulary = 200, 151_936
     one = logits(1, vocabulary)[0]
     # 16 classes of tokens that lie far apart.
     classes = torch.arange(vocabulary) % 16
@@ -101,7 +102,7 @@ def test_draws_of_a_large_vocabulary_have_the_distribution_of_the_logits() -> No
 
 # Two threads share the sums of one row alone; few rows, for a machine whose cores are busy.
 @pytest.mark.parametrize(
-    ("vocabulary", "number", "threads"), [(17, 64, 1), (151_936, 64, 1), (151_936, 5, 2)]
+    ("vocabulary", "number", "threads"), [(17, 64, 1), (151_936, 18, 1), (151_936, 5, 2)]
 )
 def test_a_row_gets_in_a_batch_what_it_gets_alone(vocabulary, number, threads) -> None:
     rows = [row(n, [5, 5, n % 17], seed=n // 3, **KINDS[n % len(KINDS)]) for n in range(number)]
@@ -228,10 +229,3 @@ def test_logits_are_not_changed_and_no_rows_give_no_tokens() -> None:
     sampler.sample(logits_LV, [row(output=[1], **kind) for kind in KINDS])
     assert torch.equal(logits_LV, logits(len(KINDS), 17))
     assert sampler.sample(logits_LV[:0], []).token_ids == []
-
-
-def test_logits_of_another_shape_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"\[2, 16\]"):
-        Sampler(17, "cpu").sample(torch.zeros(2, 16), [row(), row()])
-    with pytest.raises(ConfigError, match="1 rows"):
-        Sampler(17, "cpu").sample(torch.zeros(2, 17), [row()])

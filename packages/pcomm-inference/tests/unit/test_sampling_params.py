@@ -3,8 +3,7 @@
 import pytest
 
 from pcomm.core.errors import ConfigError
-from pcomm.inference.engine.sampling.sampling_checks import check_token_ids
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
+from pcomm.inference.sampling.params import SamplingParams, check_token_ids
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {

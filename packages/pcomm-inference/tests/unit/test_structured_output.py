@@ -14,12 +14,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.inference.engine.request import Request
-from pcomm.inference.engine.sampling.grammar_masks import mask_by_grammar
-from pcomm.inference.engine.sampling.sampler import Sampler
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling.sampling_row import SamplingRow
-from pcomm.inference.engine.sampling.structured import grammar_compiler
-from pcomm.inference.engine.sampling.structured.grammar_compiler import GrammarCompiler
+from pcomm.inference.sampling import grammars
+from pcomm.inference.sampling.filters import mask_by_grammar
+from pcomm.inference.sampling.grammars import GrammarCompiler
+from pcomm.inference.sampling.params import SamplingParams, SamplingRow
+from pcomm.inference.sampling.sampler import Sampler
 
 # Not 0, which is what the largest of equal logits gives.
 END = 1
@@ -85,7 +84,14 @@ def written(tokens, compiler, params: list[SamplingParams], most: int = 300) -> 
     sampler, generator = Sampler(VOCABULARY, "cpu"), torch.Generator().manual_seed(0)
     for _ in range(most):
         rows = [
-            SamplingRow(params[n], [1], outputs[n], len(outputs[n]), (END,), states[n])
+            SamplingRow(
+                params[n],
+                [1],
+                outputs[n],
+                len(outputs[n]),
+                (END,),
+                states[n] and states[n].allowed_words(),
+            )
             for n in live
         ]
         logits = torch.randn(len(rows), VOCABULARY, generator=generator) * 2
@@ -139,10 +145,6 @@ def test_an_end_is_allowed_exactly_where_the_text_may_end(tokens, vocabulary) ->
     assert allowed() == {"b"}
     state.accept(tokens.encode("b")[0])
     assert allowed() == {"b", "end"}
-    state.rollback(2)
-    assert allowed() == {"a"}
-    for letter in "ab":
-        state.accept(tokens.encode(letter)[0])
     assert not state.is_finished
     state.accept(END)
     assert state.is_finished
@@ -157,21 +159,15 @@ def test_an_end_comes_behind_min_tokens_where_the_grammar_has_more(tokens, compi
 
 
 def test_min_tokens_gives_way_to_a_grammar_that_allows_nothing_but_an_end() -> None:
-    class Fixed:
-        is_finished = False
-
-        def __init__(self, *ids: int) -> None:
-            self.ids = ids
-
-        def allowed_words(self) -> torch.Tensor:
-            words = torch.zeros(2, dtype=torch.int64)
-            for token_id in self.ids:
-                words[token_id // 32] |= 1 << (token_id % 32)
-            return words.to(torch.int32)
+    def mask(*ids: int) -> torch.Tensor:
+        words = torch.zeros(2, dtype=torch.int64)
+        for token_id in ids:
+            words[token_id // 32] |= 1 << (token_id % 32)
+        return words.to(torch.int32)
 
     params = SamplingParams(min_tokens=4)
     allowed = [(31, 33), (31,), (5, 31), (31, 33, 40)]
-    rows = [SamplingRow(params, [1], [2], 2, (31, 33), Fixed(*ids)) for ids in allowed]
+    rows = [SamplingRow(params, [1], [2], 2, (31, 33), mask(*ids)) for ids in allowed]
     logits = torch.zeros(4, 41)
     mask_by_grammar(logits, rows)
     found = [row.isfinite().nonzero()[:, 0].tolist() for row in logits]
@@ -315,7 +311,7 @@ def test_what_is_missing_is_an_error_of_requests_with_a_grammar_alone(tokens, mo
         with pytest.raises(kind, match=text):
             compiler.compile(SamplingParams(regex="a"))
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    compiler = grammar_compiler.GrammarCompiler(tokens, VOCABULARY)
+    compiler = grammars.GrammarCompiler(tokens, VOCABULARY)
     assert compiler.compile(SamplingParams()) is None
     with pytest.raises(
         UnsupportedError, match=r"pip install \./packages/.*pcomm-inference\[structured\]'"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from pcomm.inference.text.text_stream import TextStream
+from pcomm.inference.text import TextStream
 
 CORPUS = [
     "the cat sat on the mat, and the dog did not",
@@ -118,7 +118,7 @@ texts = (
 ).filter(lambda text: "����" not in text)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=texts)
 def test_deltas_together_are_the_decoded_text(tokens, text) -> None:
     ids = tokens.encode(text)
@@ -128,7 +128,7 @@ def test_deltas_together_are_the_decoded_text(tokens, text) -> None:
     assert sum(one.count("�") for one in found) == whole.count("�")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), words=st.lists(st.sampled_from([*CORPUS, "x", "🙂"]), min_size=1))
 def test_prompt_and_text_together_are_the_decoded_whole(tokens, data, words) -> None:
     ids = tokens.encode(" ".join(words))
@@ -159,7 +159,7 @@ def test_tokens_without_text_change_nothing(tokens, number) -> None:
     assert "".join(deltas(tokens, ids)) == tokens.decode(ids) == tokens.decode([*begin, *end])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), text=texts)
 def test_nothing_of_a_stop_string_is_shown(tokens, data, text) -> None:
     ids = tokens.encode(text)
@@ -175,7 +175,7 @@ def test_nothing_of_a_stop_string_is_shown(tokens, data, text) -> None:
     assert shown == expected
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_tokens_give_the_decoded_text_also_bytes_that_are_no_characters(
     byte_tokens, data

@@ -10,13 +10,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from pcomm.inference.engine.sampling.likeliest_tokens import (
+from pcomm.inference.sampling.filters import (
     candidates,
+    filter_tokens,
+    filters,
     least_of_top,
     likeliest_first,
 )
-from pcomm.inference.engine.sampling.sampling_params import SamplingParams
-from pcomm.inference.engine.sampling.token_filters import filter_tokens, filters
+from pcomm.inference.sampling.params import SamplingParams
 
 SETTINGS = [
     {"top_k": 1},
@@ -77,6 +78,12 @@ def test_of_equal_tokens_the_lowest_ids_are_kept() -> None:
     # A quarter of 500 * (e + 1), in tokens of mass e.
     assert kept[2] == list(range(500, 500 + 171))
     assert kept[3] == list(range(1000))
+
+
+def test_tokens_whose_mass_is_exactly_top_p_are_enough() -> None:
+    params = [SamplingParams(top_p=one) for one in (0.25, 0.5, 0.75)]
+    kept = [row.isfinite().nonzero()[:, 0].tolist() for row in by_us(torch.zeros(3, 4), params)]
+    assert kept == [[0], [0, 1], [0, 1, 2]]
 
 
 def test_tokens_that_are_forbidden_are_not_kept() -> None:

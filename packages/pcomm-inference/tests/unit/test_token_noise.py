@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pcomm.inference.engine.sampling.token_noise import TokenNoise
+from pcomm.inference.sampling.sampler import TokenNoise
 
 VOCABULARY = 151_936
 

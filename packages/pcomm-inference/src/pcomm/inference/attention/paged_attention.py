@@ -1,19 +1,29 @@
 """Attention of one layer over a ragged batch, whose keys and values lie in blocks of a pool."""
 
-# Shape suffixes: T tokens of the step, H query heads, G key and value heads, K head dim.
+# Shape suffixes: T tokens of the step, H query heads, G key and value heads, R query heads of a key
+# head, K head dim, N requests of one call, M rows for each key head, L keys, t tokens of one call.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pcomm.core.errors import ConfigError
-from pcomm.inference.attention.attend import attend_chunk, attend_one_token
-from pcomm.inference.attention.decode_on_device import decode_on_device
-from pcomm.inference.attention.planner import plan_of
-from pcomm.inference.memory import KVMemory
-from pcomm.inference.step_batch import StepBatch
+from pcomm.inference.attention.plan import (
+    CausalMask,
+    DecodeCall,
+    KVIndices,
+    PromptChunk,
+    plan_of,
+    rounded_keys,
+    rounded_rows,
+    tokens_of_a_call,
+    units_of,
+)
+from pcomm.inference.model import KVMemory, StepBatch
 
-__all__ = ["paged_attention"]
+__all__ = ["decode_on_device", "paged_attention"]
 
 
 def paged_attention(
@@ -61,30 +71,22 @@ def paged_attention(
         _write(k_TGK, v_TGK, memory, batch)
         return decode_on_device(q_THK, memory, batch, scale)
     plan = plan_of(batch, memory, q_THK)
-    if plan.begun_blocks is not None:
-        memory.keys.index_fill_(0, plan.begun_blocks, 0)
-        memory.values.index_fill_(0, plan.begun_blocks, 0)
+    if plan.partial_blocks is not None:
+        memory.keys.index_fill_(0, plan.partial_blocks, 0)
+        memory.values.index_fill_(0, plan.partial_blocks, 0)
     _write(k_TGK, v_TGK, memory, batch)
-    calls = plan.one_token_calls
+    calls = plan.decode_calls
     if calls and calls[0].rows_N is None:
-        return attend_one_token(q_THK, memory, calls[0], scale)
+        return _attend_decodes(q_THK, memory, calls[0], scale)
     out_THK = q_THK.new_empty(q_THK.shape)
     for call in calls:
         assert call.rows_N is not None
         q_NHK = q_THK.index_select(0, call.rows_N)
-        out_THK.index_copy_(0, call.rows_N, attend_one_token(q_NHK, memory, call, scale))
+        out_THK.index_copy_(0, call.rows_N, _attend_decodes(q_NHK, memory, call, scale))
     for chunk in plan.chunks:
         assert plan.causal_mask is not None
-        attend_chunk(q_THK, memory, chunk, plan.causal_mask, out_THK, scale)
+        _attend_chunk(q_THK, memory, chunk, plan.causal_mask, out_THK, scale)
     return out_THK
-
-
-def _write(k_TGK: Tensor, v_TGK: Tensor, memory: KVMemory, batch: StepBatch) -> None:
-    keys, values = memory.by_token
-    if k_TGK.dtype != keys.dtype:
-        k_TGK, v_TGK = k_TGK.to(keys.dtype), v_TGK.to(keys.dtype)
-    keys.index_copy_(0, batch.kv_slots_T, k_TGK)
-    values.index_copy_(0, batch.kv_slots_T, v_TGK)
 
 
 def _check(q_THK: Tensor, k_TGK: Tensor, memory: object) -> None:
@@ -108,3 +110,131 @@ def _check(q_THK: Tensor, k_TGK: Tensor, memory: object) -> None:
             fix="Declare the layer's key heads and their width in its KVSpec, and pass a number "
             "of query heads that is a multiple of that of key heads.",
         )
+
+
+def _write(k_TGK: Tensor, v_TGK: Tensor, memory: KVMemory, batch: StepBatch) -> None:
+    keys, values = memory.by_token
+    if k_TGK.dtype != keys.dtype:
+        k_TGK, v_TGK = k_TGK.to(keys.dtype), v_TGK.to(keys.dtype)
+    keys.index_copy_(0, batch.slot_mapping_T, k_TGK)
+    values.index_copy_(0, batch.slot_mapping_T, v_TGK)
+
+
+def _attend_decodes(
+    q_NHK: Tensor, memory: KVMemory, call: DecodeCall, scale: float | None
+) -> Tensor:
+    """`[N, H, K]`, contiguous, of the requests of one call, whose new tokens are in memory."""
+    k_NGLK, v_NGLK = _keys_and_values(memory, call.indices, q_NHK)
+    num_requests, num_heads, head_dim = q_NHK.shape
+    q_NGRK = q_NHK.view(num_requests, k_NGLK.shape[1], -1, head_dim)
+    mixed_NGRK = _attend_rows(q_NGRK, k_NGLK, v_NGLK, call.mask_N11L, scale)
+    # With one row for each key head, a cut of the rows that were added is a view with gaps.
+    return mixed_NGRK.reshape(num_requests, num_heads, head_dim).contiguous()
+
+
+def _attend_chunk(
+    q_THK: Tensor,
+    memory: KVMemory,
+    chunk: PromptChunk,
+    mask: CausalMask,
+    out_THK: Tensor,
+    scale: float | None,
+) -> None:
+    """Write the rows of one chunk, a few tokens a call, each with the keys up to its last token."""
+    k_1GLK, v_1GLK = _keys_and_values(memory, chunk.indices, q_THK)
+    num_heads, head_dim = k_1GLK.shape[1], k_1GLK.shape[3]
+    rows_per_token = q_THK.shape[1] // num_heads
+    most = tokens_of_a_call(rows_per_token)
+    for done in range(0, chunk.num_new, most):
+        num_tokens = min(most, chunk.num_new - done)
+        first, start = chunk.context + done, chunk.start + done
+        num_keys = rounded_keys(first + num_tokens)
+        q_tGRK = q_THK[start : start + num_tokens].view(num_tokens, num_heads, -1, head_dim)
+        q_1GMK = q_tGRK.transpose(0, 1).reshape(1, num_heads, -1, head_dim)
+        num_rows = rounded_rows(q_1GMK.shape[2], q_THK.dtype)
+        mixed_1GMK = _attend_rows(
+            q_1GMK,
+            k_1GLK[:, :, :num_keys],
+            v_1GLK[:, :, :num_keys],
+            mask.of_call(first, num_rows, num_keys),
+            scale,
+        )
+        mixed_GtRK = mixed_1GMK.view(num_heads, num_tokens, rows_per_token, head_dim)
+        out_THK[start : start + num_tokens].view_as(q_tGRK).copy_(mixed_GtRK.transpose(0, 1))
+
+
+def decode_on_device(
+    q_NHK: Tensor, memory: KVMemory, batch: StepBatch, scale: float | None
+) -> Tensor:
+    """`[N, H, K]`, contiguous: one new token of every request. No wait for the device.
+
+    Shapes depend on the shapes of the batch alone, so that a captured graph serves every step with
+    as many requests and as wide block tables. Keys up to the end of the tables are copied, so the
+    engine hands tables no wider than the longest request of the step (or of the graph) needs.
+
+    Tested on a CPU, and with tensors that have no numbers; it has not run on a GPU yet.
+
+    Args:
+        q_NHK: Queries of the new tokens.
+        memory: Blocks of the layer, which hold the new tokens already.
+        batch: Tokens of the step.
+        scale: Factor of the scores; None for torch's.
+    """
+    num_requests, num_blocks = batch.block_tables_NB.shape
+    block_size, num_heads, head_dim = memory.keys.shape[1:]
+    num_keys = num_blocks * block_size
+    lengths_N1 = batch.context_lens_N.unsqueeze(1) + 1
+    slots_NL = units_of(batch.block_tables_NB, lengths_N1, num_keys, block_size, is_by_block=False)
+    is_behind_NL = torch.arange(num_keys, device=slots_NL.device) >= lengths_N1
+    mask_NL = q_NHK.new_zeros(num_requests, num_keys).masked_fill_(is_behind_NL, -torch.inf)
+
+    def copied(pool: Tensor) -> Tensor:
+        found = pool.view(-1, num_heads, head_dim).index_select(0, slots_NL.flatten())
+        tokens = found.view(num_requests, num_keys, num_heads, head_dim)
+        return tokens.transpose(1, 2).to(q_NHK.dtype)
+
+    mixed_NGRK = _attend_rows(
+        q_NHK.view(num_requests, num_heads, -1, head_dim),
+        copied(memory.keys),
+        copied(memory.values),
+        mask_NL[:, None, None],
+        scale,
+    )
+    return mixed_NGRK.reshape(q_NHK.shape).contiguous()
+
+
+def _attend_rows(
+    q_NGMK: Tensor,
+    k_NGLK: Tensor,
+    v_NGLK: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """`[N, G, M, K]`: torch's attention, in a call with `rounded_rows` rows.
+
+    Queries that read one key head are rows of one matrix. The mask has as many rows as the call, or
+    one for all.
+    """
+    num_rows = q_NGMK.shape[2]
+    num_added = rounded_rows(num_rows, q_NGMK.dtype) - num_rows
+    if num_added:
+        q_NGMK = F.pad(q_NGMK, (0, 0, 0, num_added))
+    mixed = F.scaled_dot_product_attention(q_NGMK, k_NGLK, v_NGLK, mask, scale=scale)
+    return mixed[:, :, :num_rows] if num_added else mixed
+
+
+def _keys_and_values(memory: KVMemory, indices: KVIndices, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies `[N, G, L, K]` from the pools, in the dtype of the queries."""
+    keys, values = (memory.keys, memory.values) if indices.is_by_block else memory.by_token
+    k_NGLK, v_NGLK = _copied(keys, indices), _copied(values, indices)
+    if k_NGLK.dtype != q.dtype:
+        return k_NGLK.to(q.dtype), v_NGLK.to(q.dtype)
+    return k_NGLK, v_NGLK
+
+
+def _copied(pool: Tensor, indices: KVIndices) -> Tensor:
+    # Tokens side by side, whatever a unit is.
+    tokens = pool.index_select(0, indices.units).view(indices.num_requests, -1, *pool.shape[-2:])
+    if tokens.shape[1] > indices.num_keys:
+        tokens = tokens[:, : indices.num_keys]
+    return tokens.transpose(1, 2)

@@ -1,20 +1,48 @@
-"""Which calls serve the requests of a step, and where their keys lie."""
+"""Which calls of torch's attention serve the requests of a step, and where their keys lie.
 
-# Shape suffixes: N requests that one call serves, U units of the pool that hold their keys, L keys.
+The plan is made in the first attention layer of a step, which keeps it for the others. A row has
+the same bits in each call because numbers of keys and rows are rounded. Torch's attention on a CPU
+reads keys in parts of 512 from the first one on, and adds up the values of a part in an order that
+depends on the number of its keys: with other numbers than those below a row of a long chunk differs
+in the last bit from the same row of a short one. It handles rows in parts of 32 or 64, and
+multiplies fewer than four rows by another routine, which takes longer than the one for four.
+
+Seen with torch 2.13 on a processor with AVX-512 BF16. On one with AVX-512 alone, and with AVX2,
+single elements of long chunks differ from those of short ones. A row still does not depend on the
+rest of the batch, since requests share a call only where their numbers are equal.
+"""
+
+# Shape suffixes: N requests of one call, U units of the pool that hold their keys, L keys, M rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
-from pcomm.inference.attention.masks import CausalMask
+from pcomm.inference.model import KVMemory, StepBatch
 
-__all__ = ["AttentionPlan", "KeyPlaces", "OneTokenCall", "PromptChunk"]
+__all__ = [
+    "MOST_ADDED",
+    "AttentionPlan",
+    "CausalMask",
+    "DecodeCall",
+    "KVIndices",
+    "PromptChunk",
+    "TailMasks",
+    "plan_of",
+    "rounded_keys",
+    "rounded_rows",
+    "tokens_of_a_call",
+    "units_of",
+]
 
 
 @dataclass(frozen=True)
-class KeyPlaces:
+class KVIndices:
     """Where the keys of some requests lie in the pool.
 
     Attributes:
@@ -32,17 +60,17 @@ class KeyPlaces:
 
 
 @dataclass(frozen=True)
-class OneTokenCall:
+class DecodeCall:
     """Requests with one new token each, served by one call of torch's attention.
 
     Attributes:
         rows_N: int64, their places among the tokens of the step; None if they are all of them.
-        places: Places of their keys.
+        indices: Places of their keys.
         mask_N11L: Mask of keys behind the last token; None if there are none.
     """
 
     rows_N: Tensor | None
-    places: KeyPlaces
+    indices: KVIndices
     mask_N11L: Tensor | None
 
 
@@ -54,13 +82,13 @@ class PromptChunk:
         start: Place of the first new token among the tokens of the step.
         num_new: Number of new tokens.
         context: Number of tokens before them.
-        places: Places of the keys of all of them.
+        indices: Places of the keys of all of them.
     """
 
     start: int
     num_new: int
     context: int
-    places: KeyPlaces
+    indices: KVIndices
 
 
 @dataclass(frozen=True)
@@ -68,13 +96,242 @@ class AttentionPlan:
     """What one step does in every attention layer with blocks and heads of one shape.
 
     Attributes:
-        begun_blocks: int, blocks that are begun and not filled; None if there are none.
-        one_token_calls: Calls for the requests with one new token.
+        partial_blocks: int, blocks that are begun and not filled; None if there are none.
+        decode_calls: Calls for the requests with one new token.
         chunks: Requests with several new tokens.
         causal_mask: Masks of the calls for the chunks; None if there are none.
     """
 
-    begun_blocks: Tensor | None
-    one_token_calls: tuple[OneTokenCall, ...]
+    partial_blocks: Tensor | None
+    decode_calls: tuple[DecodeCall, ...]
     chunks: tuple[PromptChunk, ...]
     causal_mask: CausalMask | None
+
+
+# Bytes of keys and values that requests with one new token share a call for: a copy of so many
+# stays in the cache of a core until it is read. Fewer bytes are more calls.
+_CALL_BYTES = 512 << 10
+# Rows of a call for a chunk. With more of them more is computed behind the diagonal, with fewer the
+# keys are read more often.
+_CHUNK_ROWS = 256
+
+
+def plan_of(batch: StepBatch, memory: KVMemory, q_THK: Tensor) -> AttentionPlan:
+    """The plan for layers with such blocks and queries, kept in `batch` for the next layer."""
+    keys = memory.keys
+    key = (plan_of, keys.shape[1:], keys.dtype, q_THK.shape[1:], q_THK.dtype)
+    plan: AttentionPlan | None = batch.prepared.get(key)
+    if plan is None:
+        plan = batch.prepared[key] = _Planner(batch, memory, q_THK).plan()
+    return plan
+
+
+def tokens_of_a_call(rows_per_token: int) -> int:
+    """Number of new tokens of a chunk that one call serves, by the query heads of a key head."""
+    return max(1, _CHUNK_ROWS // rows_per_token)
+
+
+def units_of(
+    tables_NB: Tensor, lengths_N1: Tensor, num_keys: int, block_size: int, *, is_by_block: bool
+) -> Tensor:
+    """Units `[N, U]` of the pool that hold `num_keys` keys of each request. No wait for the device.
+
+    Args:
+        tables_NB: int, blocks of the requests in the order of their tokens.
+        lengths_N1: int, number of tokens of each request, at least 1.
+        num_keys: Number of keys to read of each. Behind the last unit that has a token of the
+            request stands its first once more, whose keys are its own.
+        block_size: Number of tokens of a block.
+        is_by_block: True for blocks, false for tokens.
+    """
+    units_NU, unit = tables_NB, block_size
+    if not is_by_block:
+        offsets = torch.arange(block_size, device=tables_NB.device)
+        units_NU, unit = (tables_NB.unsqueeze(-1) * block_size + offsets).flatten(1), 1
+    num_units = -(-num_keys // unit)
+    if (missing := num_units - units_NU.shape[1]) > 0:
+        units_NU = torch.nn.functional.pad(units_NU, (0, missing))
+    starts_U = torch.arange(0, num_units * unit, unit, device=tables_NB.device)
+    return torch.where(starts_U < lengths_N1, units_NU[:, :num_units], units_NU[:, :1])
+
+
+class _Planner:
+    def __init__(self, batch: StepBatch, memory: KVMemory, q_THK: Tensor) -> None:
+        self.batch, self.like, self.block_size = batch, q_THK, memory.keys.shape[1]
+        self.token_bytes = 2 * memory.keys[0, 0].nbytes
+        self.rows_per_token = q_THK.shape[1] // memory.keys.shape[2]
+        # On a GPU nothing clears the rest of a block, so blocks are not read whole.
+        self.is_by_block = memory.keys.is_cpu
+        self.news = [stop - start for start, stop in pairwise(batch.cu_seqlens)]
+        self.totals = [c + new for c, new in zip(batch.context_lens, self.news, strict=True)]
+        self.num_keys = [rounded_keys(total) for total in self.totals]
+        if len(self.totals) == 1 and self.is_by_block:
+            self.units_NU = self._blocks_of_one()
+        else:
+            self.units_NU = units_of(
+                batch.block_tables_NB,
+                self._tensor(self.totals).unsqueeze(1),
+                max(self.num_keys),
+                self.block_size,
+                is_by_block=self.is_by_block,
+            )
+
+    def _blocks_of_one(self) -> Tensor:
+        """`units_of` for one request, whose length is known here: fewer small operations."""
+        blocks_1B, size = self.batch.block_tables_NB, self.block_size
+        num_used, num_read = -(-self.totals[0] // size), -(-self.num_keys[0] // size)
+        used_1U = blocks_1B[:, :num_used]
+        if num_used == num_read:
+            return used_1U
+        return torch.cat([used_1U, blocks_1B[:, :1].expand(1, num_read - num_used)], 1)
+
+    def plan(self) -> AttentionPlan:
+        chunked = [i for i, new in enumerate(self.news) if new > 1]
+        ones = [i for i, new in enumerate(self.news) if new == 1]
+        masks = TailMasks([self.totals[i] for i in ones], like=self.like)
+        return AttentionPlan(
+            self._partial_blocks() if self.is_by_block else None,
+            tuple(self._decode_call(group, masks) for group in self._groups(ones)),
+            tuple(map(self._chunk, chunked)),
+            self._causal_mask(chunked) if chunked else None,
+        )
+
+    def _partial_blocks(self) -> Tensor | None:
+        places = []
+        for i, (context, total) in enumerate(
+            zip(self.batch.context_lens, self.totals, strict=True)
+        ):
+            index, used = divmod(total, self.block_size)
+            if used and index * self.block_size >= context:
+                places.append((i, index))
+        if not places:
+            return None
+        rows, columns = self._tensor(places).unbind(1)
+        return self.batch.block_tables_NB[rows, columns].long()
+
+    def _groups(self, ones: Sequence[int]) -> Iterator[list[int]]:
+        """Requests that read the same number of keys, as many as may share a call."""
+        by_keys: dict[int, list[int]] = {}
+        for i in ones:
+            by_keys.setdefault(self.num_keys[i], []).append(i)
+        for num_keys, members in by_keys.items():
+            most = max(1, _CALL_BYTES // (num_keys * self.token_bytes))
+            for start in range(0, len(members), most):
+                yield members[start : start + most]
+
+    def _decode_call(self, members: Sequence[int], masks: TailMasks) -> DecodeCall:
+        rows = None
+        if len(members) < len(self.news):
+            rows = self._tensor([self.batch.cu_seqlens[i] for i in members])
+        return DecodeCall(
+            rows,
+            self._indices(members),
+            masks.of_call([self.totals[i] for i in members], self.num_keys[members[0]]),
+        )
+
+    def _chunk(self, i: int) -> PromptChunk:
+        batch = self.batch
+        return PromptChunk(
+            batch.cu_seqlens[i], self.news[i], batch.context_lens[i], self._indices([i])
+        )
+
+    def _indices(self, members: Sequence[int]) -> KVIndices:
+        num_keys = self.num_keys[members[0]]
+        num_units = -(-num_keys // (self.block_size if self.is_by_block else 1))
+        if len(members) == 1:
+            units = self.units_NU[members[0], :num_units]
+        else:
+            units = self.units_NU[self._tensor(members), :num_units].flatten()
+        return KVIndices(units, len(members), num_keys, self.is_by_block)
+
+    def _causal_mask(self, chunked: Sequence[int]) -> CausalMask:
+        most = tokens_of_a_call(self.rows_per_token)
+        num_rows = min(most, max(self.news[i] for i in chunked)) * self.rows_per_token
+        # Rows that are added to a call have a place in the mask, too, even if the chunk is short.
+        num_rows += rounded_rows(1, self.like.dtype)
+        num_tokens = -(-num_rows // self.rows_per_token)
+        firsts = [self.batch.context_lens[i] + (self.news[i] - 1) // most * most for i in chunked]
+        return CausalMask(num_tokens, self.rows_per_token, max(firsts), like=self.like)
+
+    def _tensor(self, values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
+        return torch.tensor(values, device=self.like.device)
+
+
+class TailMasks:
+    """Masks of requests whose keys end before those that are read, as parts of one tensor.
+
+    Args:
+        lengths: Number of keys of each request.
+        like: Tensor whose dtype and device the masks get.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, like: Tensor) -> None:
+        self.longest = max(lengths, default=0)
+        self.mask = like.new_zeros(self.longest + MOST_ADDED)
+        self.mask[self.longest :] = -torch.inf
+
+    def of_call(self, lengths: Sequence[int], num_keys: int) -> Tensor | None:
+        """`[N, 1, 1, L]`; None if every request has L keys.
+
+        Args:
+            lengths: Number of keys of each request of the call.
+            num_keys: L.
+        """
+        if all(length == num_keys for length in lengths):
+            return None
+        starts = [self.longest - length for length in lengths]
+        rows = [self.mask[start : start + num_keys] for start in starts]
+        return (rows[0][None] if len(rows) == 1 else torch.stack(rows))[:, None, None]
+
+
+class CausalMask:
+    """The masks of all calls for chunks of a step, as parts of one tensor.
+
+    It grows with the length of the longest prompt, and not with its square.
+
+    Args:
+        num_tokens: Most tokens that a call has.
+        rows_per_token: Number of rows that belong to one token, one after the other.
+        last_first: Largest position that the first token of a call has in its request.
+        like: Tensor whose dtype and device the mask gets.
+    """
+
+    def __init__(
+        self, num_tokens: int, rows_per_token: int, last_first: int, *, like: Tensor
+    ) -> None:
+        self.last_first = last_first
+        # Row i begins with `last_first + i + 1` zeros.
+        mask = like.new_zeros(num_tokens, last_first + num_tokens + MOST_ADDED)
+        is_behind = torch.ones_like(mask, dtype=torch.bool).triu_(last_first + 1)
+        self.mask = mask.masked_fill_(is_behind, -torch.inf).repeat_interleave(rows_per_token, 0)
+
+    def of_call(self, first: int, num_rows: int, num_keys: int) -> Tensor:
+        """`[M, L]`, a view: the token at position `first + i` sees the keys up to its own.
+
+        Args:
+            first: Position of the first token of the call in its request.
+            num_rows: M.
+            num_keys: L.
+        """
+        start = self.last_first - first
+        return self.mask[:num_rows, start : start + num_keys]
+
+
+_PART = 512
+_LAST_PARTS = (64, 128, 192, 384, 448, 512)
+_ROWS_PART = 32
+_FEWEST_ROWS = 4
+MOST_ADDED = max(longer - shorter for shorter, longer in pairwise((0, *_LAST_PARTS))) - 1
+"""Most keys that `rounded_keys` adds."""
+
+
+def rounded_keys(num_keys: int) -> int:
+    """The number of keys that a call reads for a request that has `num_keys`, at least one."""
+    full, rest = divmod(num_keys - 1, _PART)
+    return full * _PART + next(length for length in _LAST_PARTS if length > rest)
+
+
+def rounded_rows(num_rows: int, dtype: torch.dtype) -> int:
+    """The number of rows for each key head that a call has for `num_rows`: up to three more."""
+    is_short = dtype.itemsize == 2 and 0 < num_rows % _ROWS_PART < _FEWEST_ROWS
+    return num_rows // _ROWS_PART * _ROWS_PART + _FEWEST_ROWS if is_short else num_rows

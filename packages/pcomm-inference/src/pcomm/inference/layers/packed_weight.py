@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from pcomm.inference.layers.linear_layers import linear_layers
-from pcomm.inference.layers.replace_weights import replace_weights
+from pcomm.inference.layers.linear_layers import linear_layers, replace_weights
 
 __all__ = [
     "PackedWeight",
@@ -83,9 +82,19 @@ class PackedWeight:
             UnsupportedError: It is being compiled.
         """
         if x.dtype != self._dtype or not x.is_cpu:
-            raise self._other(x)
+            raise ConfigError(
+                f"a linear layer with a packed weight of {self._dtype}",
+                found=f"an input of {x.dtype} on {x.device}",
+                why="The weight was packed for a CPU and for this dtype, and is not converted.",
+                fix="Move and convert the model before pack_weights, and give inputs of its dtype.",
+            )
         if torch.compiler.is_compiling():
-            raise _not_compiled()
+            raise UnsupportedError(
+                "torch.compile of a linear layer with a packed weight",
+                found="a graph that is being traced",
+                why="Inductor packs weights by itself and does not take those that are packed.",
+                fix="Compile the model with its weights as they are.",
+            )
         if self._is_in_blocks and x.shape[:-1].numel() > _MOST_ROWS_OF_TILES:
             rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).split(_MOST_ROWS_OF_TILES)
             return torch.cat([self(part, bias) for part in rows]).view(*x.shape[:-1], -1)
@@ -95,14 +104,6 @@ class PackedWeight:
             return one
         y: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
         return y
-
-    def _other(self, x: Tensor) -> ConfigError:
-        return ConfigError(
-            f"a linear layer with a packed weight of {self._dtype}",
-            found=f"an input of {x.dtype} on {x.device}",
-            why="The weight was packed for a CPU and for this dtype, and is not converted.",
-            fix="Move and convert the model before pack_weights, and give inputs of its dtype.",
-        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedWeight:
         """The same: nothing changes it."""
@@ -120,15 +121,6 @@ class PackedWeight:
             why="That layout is made for one processor.",
             fix="Load the model where it is needed, and pack its weights there.",
         )
-
-
-def _not_compiled() -> UnsupportedError:
-    return UnsupportedError(
-        "torch.compile of a linear layer with a packed weight",
-        found="a graph that is being traced",
-        why="Inductor packs weights by itself and does not take those that are packed.",
-        fix="Compile the model with its weights as they are.",
-    )
 
 
 def has_bf16_tiles() -> bool:

@@ -1,4 +1,4 @@
-"""How far a step is from the limit of the machine's memory, and where the host's time goes."""
+"""How far a step is from the limit of the machine's memory."""
 
 from pcomm.core.face import face
 

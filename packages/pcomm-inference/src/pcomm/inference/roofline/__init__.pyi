@@ -1,6 +1,6 @@
-from pcomm.inference.roofline.bandwidth import MemoryBandwidth as MemoryBandwidth
-from pcomm.inference.roofline.bandwidth_meter import BandwidthMeter as BandwidthMeter
+from pcomm.inference.roofline.decode_stats import BandwidthMeter as BandwidthMeter
 from pcomm.inference.roofline.decode_stats import DecodeStats as DecodeStats
+from pcomm.inference.roofline.decode_stats import MemoryBandwidth as MemoryBandwidth
+from pcomm.inference.roofline.step_bytes import ExpertWeights as ExpertWeights
 from pcomm.inference.roofline.step_bytes import StepBytes as StepBytes
-from pcomm.inference.roofline.step_weights import ExpertWeights as ExpertWeights
-from pcomm.inference.roofline.step_weights import StepWeights as StepWeights
+from pcomm.inference.roofline.step_bytes import StepWeights as StepWeights

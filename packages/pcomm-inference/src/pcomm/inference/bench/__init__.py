@@ -1,1 +1,0 @@
-"""`pcomm bench inference`: what a step costs beside what it must do; start at `command`."""

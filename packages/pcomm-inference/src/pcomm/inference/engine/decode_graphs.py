@@ -1,0 +1,170 @@
+"""Steps of decoding that were recorded once and are replayed: CUDA graphs by padded size."""
+
+# Shape suffixes: V token ids.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pcomm.core import Group
+from pcomm.core.control.agreement import agree_in_group, vote
+from pcomm.inference.engine.request import RequestState
+
+__all__ = ["CudaRecorder", "DecodeGraphs", "GraphRecorder", "recorder_for"]
+
+
+class GraphRecorder(Protocol):
+    """Records what a function does on a device."""
+
+    def warm_up(self, body: Callable[[], Tensor]) -> None:
+        """Run a function as `record` will, so that it need not allocate or compile any more."""
+        ...
+
+    def record(self, body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Place of the result of a function, and a function that computes it there."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, body: Callable[[], Tensor]) -> None:
+        """Run it on a stream of its own."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            body()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def record(self, body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Capture it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = body()
+        return result, graph.replay
+
+
+def recorder_for(device: torch.device) -> GraphRecorder | None:
+    """What records steps on a device; None for one on which they always run eagerly."""
+    return CudaRecorder() if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    packed: Tensor
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+class DecodeGraphs:
+    """Recorded steps for 1, 2, 4, 8, ... requests, each recorded when it is needed first.
+
+    All that changes between two steps are integers. They are copied into one static tensor; the
+    block tables are looked up on the device, within the graph.
+
+    Args:
+        step: Logits of a step of so many requests, whose integers lie on the device.
+        pack: Integers `[7 * size]` of a step of decoding, on the host, padded to so many requests.
+        recorder: Records a step.
+        max_requests: Largest number of requests.
+        device: Device of the model.
+        group: Ranks that share the model and make the same steps; None for one rank.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Tensor, int], Tensor],
+        pack: Callable[[list[RequestState], int], Tensor],
+        recorder: GraphRecorder,
+        *,
+        max_requests: int,
+        device: torch.device,
+        group: Group | None = None,
+    ) -> None:
+        self._step = step
+        self._pack = pack
+        self._recorder = recorder
+        self._max_requests = max_requests
+        self._device = device
+        self._group = Group("tp", (0,), None) if group is None else group
+        self._recorded: dict[int, _Recorded] = {}
+        self.refusal = ""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of requests of the steps that are recorded."""
+        return tuple(sorted(self._recorded))
+
+    def run(self, decodes: list[RequestState]) -> Tensor | None:
+        """Logits of a step of decoding, `[N, V]`, valid until the next one; None to run eagerly.
+
+        A model whose step cannot be recorded, on any of the ranks that share it, runs eagerly from
+        then on, on all of them; `refusal` says why.
+
+        Raises:
+            Exception: That of the warm-up, where ranks share the model: as in any step, they may
+                have come to different collectives.
+            PeerError: The warm-up of another rank has failed.
+        """
+        if self.refusal:
+            return None
+        size = min(1 << (len(decodes) - 1).bit_length(), self._max_requests)
+        found = self._recorded.get(size)
+        if found is None:
+            try:
+                found = self._recorded[size] = self._record(size)
+            except Exception as error:
+                self.refusal = str(error)
+                if isinstance(error, _RefusedError):
+                    return None
+                raise
+        found.packed.copy_(self._pack(decodes, size))
+        found.replay()
+        return found.logits[: len(decodes)]
+
+    def _record(self, size: int) -> _Recorded:
+        # All requests of the recording are padding: it writes where no request reads.
+        packed = torch.zeros(7 * size, dtype=torch.int64, device=self._device)
+        body = partial(self._step, packed, size)
+        error = _error_of(lambda: self._recorder.warm_up(body))
+        if self._group.size == 1:
+            if error is not None:
+                raise _RefusedError(_text(error))
+        else:
+            agree_in_group(self._group, "inference: warm-up of a step", (), error=error)
+        # Not known to all ranks before each has tried. Until then nothing of it has run.
+        with self._group.collectives.recording():
+            made: list[_Recorded] = []
+            error = _error_of(lambda: made.append(_Recorded(packed, *self._recorder.record(body))))
+            told = "" if error is None else _text(error)
+            found = vote(self._group, "inference: recording of a step", len(made), told)
+            if not found.minimum:
+                place = found.values.index(0)
+                where = f"rank {self._group.ranks[place]}: " if self._group.size > 1 else ""
+                raise _RefusedError(where + found.reasons[place])
+        return made[0]
+
+
+class _RefusedError(Exception):
+    """A step cannot be recorded, and has not run."""
+
+
+def _error_of(attempt: Callable[[], object]) -> Exception | None:
+    try:
+        attempt()
+    except Exception as error:
+        return error
+    return None
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

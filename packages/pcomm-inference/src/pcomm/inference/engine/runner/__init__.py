@@ -1,1 +1,0 @@
-"""One step of the model: its tensors, and graphs that replay it."""

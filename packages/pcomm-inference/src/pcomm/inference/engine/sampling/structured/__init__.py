@@ -1,1 +1,0 @@
-"""Text that follows a JSON schema or a regular expression, by the library llguidance."""

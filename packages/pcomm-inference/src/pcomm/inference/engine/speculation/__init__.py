@@ -1,1 +1,0 @@
-"""Guesses of the next tokens, and what becomes of them."""

@@ -1,1 +1,0 @@
-"""Models for tests of engines: small, exact, and with an oracle of their own."""

@@ -1,1 +1,0 @@
-"""Tokens to text while they are written."""
