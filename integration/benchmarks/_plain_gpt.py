@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pcomm.integration.config_resolved import ResolvedModel
+from pcomm.integration.config.sections import ResolvedModel
 from pcomm.integration.models.language_model import LanguageModel
-
-__all__ = ["PlainGPT"]
 
 
 class PlainGPT(nn.Module):

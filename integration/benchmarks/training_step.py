@@ -9,7 +9,9 @@ through the Trainer, with everything that a step of `pcomm train` does; one proc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,12 +19,16 @@ from _plain_gpt import PlainGPT
 from torch.optim import AdamW
 
 from pcomm.core import connect
-from pcomm.core.testing.timing import Row, compare, run_benchmark, time_cases
 from pcomm.integration import build_model, open_run_groups, recipes, validate
 from pcomm.integration.data.batches import TrainBatches
 from pcomm.integration.data.token_cache import TokenCorpus
-from pcomm.integration.train.schedule import learning_rate
+from pcomm.integration.train.run_state import learning_rate
 from pcomm.integration.train.trainer import Trainer, names_that_decay
+
+# The runner of benchmarks is in no wheel.
+sys.path.append(str(Path(__file__).parents[2] / "packages" / "pcomm-core" / "benchmarks"))
+
+from core_bench.runner import Row, compare, run_benchmark, time_cases
 
 ROUNDS = 15
 

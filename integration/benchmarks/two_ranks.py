@@ -8,18 +8,25 @@ a few steps, and the losses of a turn must agree before its times count.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from training_step import random_corpus
 
 from pcomm.core import connect
 from pcomm.core.process import LocalRanks
-from pcomm.core.testing.timing import Row, Timing, compare, run_benchmark
 from pcomm.integration import Trainer, build_model, open_run_groups, recipes, validate
 from pcomm.integration.data.batches import TrainBatches
 
+# The runner of benchmarks is in no wheel.
+sys.path.append(str(Path(__file__).parents[2] / "packages" / "pcomm-core" / "benchmarks"))
+
+from core_bench.runner import Row, compare, run_benchmark, take_turns
+
 ROUNDS = 7
 STEPS = 5
+ONE, TWO = "one process, two threads", "two ranks, one thread"
 
 
 def train() -> list[tuple[float, float]]:
@@ -49,17 +56,18 @@ def turn(ranks: LocalRanks) -> tuple[list[float], float]:
 
 def measure() -> Sequence[Row]:
     """Both in turns."""
-    times: dict[str, list[float]] = {"one process, two threads": [], "two ranks, one thread": []}
+    losses: dict[str, list[float]] = {}
     with LocalRanks(1, threads=2) as one, LocalRanks(2, threads=1) as two:
-        for _ in range(ROUNDS):
-            expected, one_us = turn(one)
-            losses, two_us = turn(two)
-            worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-            assert worst < 1e-3, f"losses {losses} and {expected}"
-            times["one process, two threads"].append(one_us)
-            times["two ranks, one thread"].append(two_us)
-    one_timing, two_timing = (Timing(case, tuple(found)) for case, found in times.items())
-    return compare("two_ranks", two_timing, one_timing)
+
+        def of(case: str, ranks: LocalRanks) -> float:
+            losses[case], time_us = turn(ranks)
+            worst = max(abs(a - b) for a, b in zip(losses[case], losses[ONE], strict=True))
+            assert worst < 1e-3, f"losses {losses}"
+            return time_us
+
+        turns = {ONE: lambda: of(ONE, one), TWO: lambda: of(TWO, two)}
+        found = take_turns(turns, ROUNDS, warm_up=False)
+    return compare("two_ranks", found[TWO], found[ONE])
 
 
 if __name__ == "__main__":

@@ -18,13 +18,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from pcomm.core.testing.timing import Row, Timing, save_rows
 from pcomm.inference import Request, SamplingParams
 from pcomm.integration.llm import LLM
+
+# The runner of benchmarks is in no wheel.
+sys.path.append(str(Path(__file__).parents[3] / "packages" / "pcomm-core" / "benchmarks"))
+
+from core_bench.runner import Row, Timing, lines_of, row, save_rows, take_turns
 
 _PROMPT, _MOST_STREAMS = 32, 32
 _SCRIPT = Path(__file__).with_name("streams.mjs")
@@ -73,13 +78,14 @@ def main() -> None:
         cases = {"llama.cpp": theirs, "pcomm": ours(plain), "pcomm, int8": ours(int8)}
         for threads in (1, 2):
             for streams in (1, 8, _MOST_STREAMS):
-                found: dict[str, list[float]] = {name: [] for name in cases}
-                for _ in range(arguments.rounds):
-                    for name, run in cases.items():
-                        found[name].append(run(threads, streams))
+                # Microseconds for a token of all streams.
+                turns = {
+                    name: partial(lambda run, *place: 1e6 / run(*place), run, threads, streams)
+                    for name, run in cases.items()
+                }
+                found = take_turns(turns, arguments.rounds, warm_up=False)
                 rows += _rows(found, f"threads {threads}, streams {streams}")
-    for row in rows:
-        print(f"{row.case}: {row.value:.1f} {row.unit}, {row.ratio or 1:.2f}")
+    print("\n".join(lines_of(rows, width=40)))
     if arguments.csv is not None:
         save_rows(arguments.csv, rows)
 
@@ -109,25 +115,13 @@ def tokens_per_s(llm: LLM, prompts: Sequence[Sequence[int]], count: int) -> floa
     return len(prompts) * (count - 1) / (time.perf_counter() - start)
 
 
-def _rows(found: dict[str, list[float]], place: str) -> list[Row]:
-    timings = {
-        name: Timing(name, tuple(1e6 / rate for rate in rates)) for name, rates in found.items()
-    }
-    theirs = timings["llama.cpp"]
-    rows = []
-    for name, timing in timings.items():
-        is_theirs = timing is theirs
-        rows.append(
-            Row(
-                "llama_cpp",
-                f"{name} @ {place}",
-                round(1e6 / timing.median_us, 1),
-                "tokens/s",
-                "" if is_theirs else f"llama.cpp @ {place}",
-                None if is_theirs else round(theirs.ratio_to(timing), 3),
-                len(timing.rounds_us),
-            )
-        )
+def _rows(found: dict[str, Timing], place: str) -> list[Row]:
+    theirs, rows = found["llama.cpp"], []
+    for name, timing in found.items():
+        beside = (f"llama.cpp @ {place}", theirs.ratio_to(timing))
+        rate, rounds, case = 1e6 / timing.median_us, len(timing.rounds_us), f"{name} @ {place}"
+        other = None if timing is theirs else beside
+        rows.append(row("llama_cpp", case, rate, "tokens/s", rounds, beside=other))
     return rows
 
 

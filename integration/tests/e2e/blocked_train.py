@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from pcomm.core.command.main import main
+from pcomm.core.cli import main
 from pcomm.integration.checkpoint import saver
 
 PLACE, FOLDER = sys.argv[1], Path(sys.argv[2])

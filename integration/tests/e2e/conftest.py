@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pcomm.core.command.main import main
+from integration_support.short_runs import write_words
+from pcomm.core.cli import main
 from pcomm.core.testing.programs import Programs
-from pcomm.integration.testing.short_runs import write_words
 
 CONFIG = """
 [model]

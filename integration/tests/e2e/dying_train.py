@@ -1,8 +1,9 @@
-"""Runs `pcomm train`, whose rank 1 is killed: when it starts, or before its second batch.
+"""Runs `pcomm train` twice; its rank 1 is killed when it starts, then before its second batch.
 
-    python dying_train.py import|batch ARGUMENTS...
+    python dying_train.py MOMENT ARGUMENTS...
 
-A process that is started as a local rank imports this file too, and so carries out its own death.
+prints the exit codes. A process that is started as a local rank imports this file too, with the
+arguments that the command has then, and so carries out its own death.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import sys
 from typing import Any
 
-from pcomm.core.command.main import main
+from pcomm.core.cli import main
 from pcomm.integration.data.batches import TrainBatches
 
 batch = TrainBatches.batch
@@ -35,4 +36,5 @@ if multiprocessing.current_process().name.startswith("rank 1 "):
     TrainBatches.batch = batch_or_die
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:]))
+    for sys.argv[1] in ("import", "batch"):
+        print(sys.argv[1], main(sys.argv[2:]))

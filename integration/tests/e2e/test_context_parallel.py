@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.integration.checkpoint.folders import checkpoints
-from pcomm.integration.testing.run_numbers import (
+from integration_support.short_runs import (
     allowed_by_rounding,
     assert_same_numbers,
     settings,
 )
+from pcomm.integration.checkpoint.folders import checkpoints
 
 Train = Callable[..., int]
 
@@ -34,7 +34,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("pattern", ["A", "GMGA"])
+@pytest.mark.parametrize("pattern", [pytest.param("A", marks=pytest.mark.soak), "GMGA"])
 def test_cp_2_gives_the_numbers_of_one_process(train: Train, tmp_path: Path, pattern: str) -> None:
     one, two, sums = (tmp_path / name for name in ("one", "two", "sums"))
     shared = settings(SETTINGS, f"model.pattern={pattern}")

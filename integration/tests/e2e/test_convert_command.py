@@ -12,14 +12,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from pcomm.core.command.main import main
+from integration_support.huggingface_directories import write_directory, write_tokenizer
+from pcomm.core.cli import main
 from pcomm.integration.checkpoint.folders import newest
-from pcomm.integration.generate.writer import Writer
-from pcomm.integration.huggingface import convert
+from pcomm.integration.commands import conversion
+from pcomm.integration.llm import load_model
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
-from pcomm.integration.testing.huggingface_models import write_directory
-from pcomm.integration.testing.huggingface_tokenizer import write_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers reads what is written")
 
@@ -45,14 +44,14 @@ def test_transformers_loads_what_a_run_becomes(
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {dtype}  # noqa: SIM118
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(out)
-    writer = Writer.load(run)
+    loaded = load_model(run)
     text = "word1 word2 wörd"
     ids = tokenizer(text)["input_ids"]
-    assert ids == writer.tokenizer.encode(text)
-    assert theirs.generation_config.eos_token_id == writer.tokenizer.eos_ids[0]
+    assert ids == loaded.tokenizer.encode(text)
+    assert theirs.generation_config.eos_token_id == loaded.tokenizer.eos_ids[0]
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0]
-        logits = writer.model(torch.tensor(ids), plan_sequences(writer.model, (0, len(ids))))
+        logits = loaded.model(torch.tensor(ids), plan_sequences(loaded.model, (0, len(ids))))
     # A weight of 16 bits is off by up to 2^-8 of itself; the logits of this model are below 1.
     tolerance = 1e-5 if option is None else 3e-2
     torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
@@ -137,7 +136,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_or_written_when_asked_f
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read = convert._model_of
+    read = conversion._model_of
 
     def diverged(*given: Any) -> LanguageModel:
         model = read(*given)
@@ -145,7 +144,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_or_written_when_asked_f
             next(p for name, p in model.named_parameters() if "norm" in name)[3] = number
         return model
 
-    monkeypatch.setattr(convert, "_model_of", diverged)
+    monkeypatch.setattr(conversion, "_model_of", diverged)
     out = tmp_path / "out"
     said = refused(capsys, run, "--out", out)
     assert "model.layers.0.input_layernorm.weight" in said

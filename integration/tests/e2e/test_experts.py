@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.core.command.main import main
-from pcomm.integration.checkpoint.folders import checkpoints
-from pcomm.integration.testing.run_numbers import (
+from integration_support.short_runs import (
     allowed_by_rounding,
     assert_same_numbers,
     numbers,
     settings,
 )
+from pcomm.core.cli import main
+from pcomm.integration.checkpoint.folders import checkpoints
 
 Train = Callable[..., int]
 
@@ -34,25 +34,31 @@ def options(*overrides: str) -> list[str]:
     return settings(SETTINGS, *overrides)
 
 
+@pytest.fixture(scope="module")
+def one(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """The run on one process, and how far rounding may move its numbers."""
+    folder = tmp_path_factory.mktemp("one")
+    assert train(folder / "whole", *options()) == 0
+    assert train(folder / "parts", *options("train.micro_batch_tokens=32")) == 0
+    return folder / "whole", allowed_by_rounding(folder / "whole", folder / "parts")
+
+
 @pytest.mark.parametrize(
     "parallel",
     [["dp=2", "ep=2"], ["tp=2", "ep=2"], ["cp=2"]],
     ids=["dp2 ep2", "tp2 ep2", "cp2 ep1"],
 )
 def test_ranks_that_share_experts_give_the_numbers_of_one_process(
-    train: Train, tmp_path: Path, parallel: list[str]
+    train: Train, tmp_path: Path, parallel: list[str], one: tuple[Path, float]
 ) -> None:
-    one, two, sums = (tmp_path / name for name in ("one", "two", "sums"))
-    assert train(one, *options()) == 0
-    assert train(sums, *options("train.micro_batch_tokens=32")) == 0
-    allowed = allowed_by_rounding(one, sums)
+    two = tmp_path / "two"
     shared = options(*(f"parallel.{size}" for size in parallel))
     assert train(two, *shared, "--ranks", "2") == 0
-    assert_same_numbers(two, one, allowed)
+    assert_same_numbers(two, *one)
     # What two ranks saved half-way is read by one, which goes on to the same end.
     shutil.rmtree(checkpoints(two)[-1].folder)
     assert train(two, *options()) == 0
-    assert_same_numbers(two, one, allowed)
+    assert_same_numbers(two, *one)
 
 
 def test_bf16_trains_and_writes(

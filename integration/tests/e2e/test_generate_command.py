@@ -7,22 +7,23 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.command.main import main
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s
+from integration_support.huggingface_directories import write_directory
+from integration_support.step_pools import StepPools
+from pcomm.core.cli import main
+from pcomm.core.testing.programs import PATIENCE_S, scaled_s
 from pcomm.inference import SamplingParams
-from pcomm.integration.generate.writer import Writer
+from pcomm.integration.llm import LLM, LoadedModel
+from pcomm.integration.llm.loading import load_text
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
-from pcomm.integration.testing.huggingface_models import write_directory
-from pcomm.integration.testing.step_pools import StepPools
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,8 @@ def test_the_installed_command_prints_one_json_object(
     assert decode["ratio"] == pytest.approx(floor_ms / decode["step_ms"])
     assert text["prompt"] == "word1"
     params = SamplingParams(max_tokens=5, temperature=0.5, seed=3)
-    written = Writer.load(run).write("word1", params)
+    with LLM(run) as llm:
+        (written,) = llm.generate("word1", params)
     assert (text["text"], text["token_ids"]) == (written.text, list(written.token_ids))
 
 
@@ -86,18 +88,18 @@ def test_temperature_0_leaves_nothing_to_chance(
 
 
 def test_the_text_ends_at_the_end_of_the_document_or_at_the_limit(run: Path) -> None:
-    writer = Writer.load(run)
-    texts = [
-        writer.write("word1 word2", SamplingParams(max_tokens=40, seed=seed)) for seed in range(12)
-    ]
+    settings = [SamplingParams(max_tokens=40, seed=seed) for seed in range(12)]
+    with LLM(run) as llm:
+        texts = llm.generate(["word1 word2"] * len(settings), settings)
+        tokenizer = llm.loaded.tokenizer
     assert {text.finish_reason for text in texts} == {"stop", "length"}
     for text in texts:
         assert "<|end|>" not in text.text
         if text.finish_reason == "length":
-            assert text.num_tokens == 40
+            assert len(text.token_ids) == 40
         else:
-            assert 1 <= text.num_tokens <= 40
-            assert len(writer.tokenizer.encode(text.text)) <= text.num_tokens - 1
+            assert 1 <= len(text.token_ids) <= 40
+            assert len(tokenizer.encode(text.text)) <= len(text.token_ids) - 1
 
 
 @pytest.mark.parametrize("limit", [1, 7])
@@ -124,7 +126,7 @@ def test_token_ids_are_a_prompt_like_the_text_they_stand_for(
     settings = ["--max-tokens", 12, "--temperature", 0, "--json"]
     from_text = json.loads(generate(capsys, run, "--prompt", "word1 word2", *settings))
     del from_text["speed"]
-    tokenizer = Writer.load(run).tokenizer
+    tokenizer = load_text(run).tokenizer
     ids = ",".join(map(str, tokenizer.encode("word1 word2")))
     from_ids = json.loads(generate(capsys, run, "--prompt-ids", ids, *settings))
     del from_ids["speed"]
@@ -164,14 +166,14 @@ def test_text_is_shown_while_it_is_written(run: Path, monkeypatch: pytest.Monkey
     assert all(parts)
 
 
-def test_two_ranks_write_what_one_does(
-    run: Path, start: Callable[..., subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [run, "--prompt", "word1", "--max-tokens", 20, "--temperature", 0.5]
-    process = start("pcomm", "generate", *words, "--ranks", 2)
-    printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
-    assert process.returncode == 0
-    assert printed == generate(capsys, *words)
+def test_two_ranks_write_what_one_does(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = "--prompt word1 --max-tokens 20 --temperature 0.5"
+    words = ["generate", str(run), *settings.split()]
+    assert main(words) == 0
+    alone = capfd.readouterr().out
+    assert main([*words, "--ranks", "2"]) == 0
+    printed, logged = capfd.readouterr()
+    assert printed == alone
     # One rank says how fast it was, and of its share alone.
     (line,) = logged.splitlines()
     assert re.fullmatch(
@@ -220,19 +222,24 @@ def logits_with_cache(
 
 
 @pytest.fixture
-def sharp(run: Path) -> Writer:
+def sharp(run: Path) -> Iterator[LLM]:
     """The run's model with other weights, so large that each token decides all that follow.
 
     A model that has learnt little would write the same text with a broken cache.
     """
-    writer = Writer.load(run)
-    config = dataclasses.replace(writer.model.config, init_std=0.3)
-    initialise(writer.model, config, seed=0)
-    return writer
+    with LLM(run) as llm:
+        model = model_of(llm)
+        initialise(model, dataclasses.replace(model.config, init_std=0.3), seed=0)
+        yield llm
 
 
-def test_the_cache_does_not_change_the_logits(sharp: Writer) -> None:
-    model, tokens = sharp.model, sharp.tokenizer.encode("word1 word24 word7 word19 word3")
+def model_of(llm: LLM) -> LanguageModel:
+    assert isinstance(llm.loaded, LoadedModel)
+    return llm.loaded.model
+
+
+def test_the_cache_does_not_change_the_logits(sharp: LLM) -> None:
+    model, tokens = model_of(sharp), sharp.loaded.prompt_ids("word1 word24 word7 word19 word3")
     rounded = logits_at_once(model, tokens).double()
     cached = logits_with_cache(model, tokens, prompt=5).double()
     exact = logits_at_once(model.double(), tokens)
@@ -247,16 +254,17 @@ def test_the_cache_does_not_change_the_logits(sharp: Writer) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["w", "word1 word2", "word3 word14 word15 word9 word26"])
-def test_the_cache_does_not_change_the_text(sharp: Writer, prompt: str) -> None:
-    tokens = sharp.tokenizer.encode(prompt)
+def test_the_cache_does_not_change_the_text(sharp: LLM, prompt: str) -> None:
+    model, tokenizer = model_of(sharp), sharp.loaded.tokenizer
+    tokens = tokenizer.encode(prompt)
     start = len(tokens)
     for _ in range(24):
-        tokens.append(int(logits_at_once(sharp.model, tokens)[-1].argmax()))
-        if tokens[-1] == sharp.tokenizer.eos_ids[0]:
+        tokens.append(int(logits_at_once(model, tokens)[-1].argmax()))
+        if tokens[-1] == tokenizer.eos_ids[0]:
             break
-    written = sharp.write(prompt, SamplingParams(max_tokens=24, temperature=0))
-    assert written.text == sharp.tokenizer.decode(tokens[start:])
-    assert written.num_tokens == len(tokens) - start
+    (written,) = sharp.generate(prompt, SamplingParams(max_tokens=24, temperature=0))
+    assert written.text == tokenizer.decode(tokens[start:])
+    assert len(written.token_ids) == len(tokens) - start
 
 
 # -- what cannot be written from -------------------------------------------------------------
@@ -317,6 +325,8 @@ def test_a_prompt_that_fills_the_context_is_refused_and_a_text_ends_with_it(
     assert found["num_tokens"] == 1
     message = refused(capsys, run, f"--prompt-ids={ids},5")
     assert "prompt: 2048 tokens, and a context of 2048" in message
+    message = refused(capsys, run, "--prompt-ids=5,5,5,5", "--max-model-len=4")
+    assert "prompt: 4 tokens, and a context of 4" in message
 
 
 def test_a_seed_that_no_generator_takes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

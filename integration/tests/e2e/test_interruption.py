@@ -7,120 +7,128 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s, wait_until
-from pcomm.core.testing.programs import Programs
+from integration_support.short_runs import settings
+from pcomm.core.testing.programs import PATIENCE_S, Programs, scaled_s, wait_until
 from pcomm.integration.checkpoint.folders import checkpoints
 
 # Far more steps than are done before the signal, and no checkpoint before it.
 ENDLESS = ["train.steps=1000000", "checkpoint.every=end", "train.eval_every=end"]
 
 
-def interrupt_parent(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGINT)
-
-
-def interrupt_group(process: subprocess.Popen[str]) -> None:
-    """As a terminal does it: every process gets the signal, and the ranks once more by theirs."""
-    os.killpg(process.pid, signal.SIGINT)
-
-
-def terminate_parent(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGTERM)
-
-
 WAYS = {
-    "SIGINT to one process": (1, interrupt_parent),
-    "SIGTERM to one process": (1, terminate_parent),
-    "SIGINT to the parent of two ranks": (2, interrupt_parent),
-    "SIGINT to the whole group": (2, interrupt_group),
-    "SIGTERM to the parent of two ranks": (2, terminate_parent),
+    # As a terminal does it: every process gets the signal, and the ranks once more by theirs.
+    "SIGINT to the whole group": lambda process: os.killpg(process.pid, signal.SIGINT),
+    "SIGTERM to the parent": lambda process: process.send_signal(signal.SIGTERM),
+    "SIGINT to the parent": lambda process: process.send_signal(signal.SIGINT),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_it_saves_and_goes_on(
-    way: str,
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_process_saves_and_goes_on(
+    number: signal.Signals,
+    train: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "run"
+
+    def send() -> None:
+        wait_until(lambda: has_steps(out), "three steps")
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    code = train(out, *settings({}, *ENDLESS))
+    sender.join()
+    printed = capsys.readouterr()
+    assert_saved(out, code, printed.out, printed.err)
+    assert_goes_on(out, train, capsys)
+
+
+# Runs one after another, so that their ranks come from one server.
+RUNS = """
+import sys
+from pcomm.core.cli import main
+for out in sys.argv[1].split(","):
+    print(main(["train", "--out", out, *sys.argv[2:]]), flush=True)
+"""
+
+
+def test_two_ranks_save_and_go_on(
     start: Callable[..., subprocess.Popen[str]],
     train: Callable[..., int],
     config_file: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ranks, send = WAYS[way]
-    out = tmp_path / "run"
-    overrides = [word for item in ENDLESS for word in ("--set", item)]
-    process = start(
-        "pcomm", "train", "--config", config_file, "--out", out, "--ranks", ranks, *overrides
-    )
-    wait_for_steps(out, process)
-    send(process)
-    printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
-    assert process.returncode == 130, logged
-    assert "Traceback" not in logged
+    runs = [tmp_path / way.replace(" ", "-") for way in WAYS]
+    words = ["--config", config_file, "--ranks", 2, *settings({}, *ENDLESS)]
+    process = start("python", "-c", RUNS, ",".join(map(str, runs)), *words)
+    for out, send in zip(runs, WAYS.values(), strict=True):
 
+        def has_done_some(out: Path = out) -> bool:
+            if process.poll() is not None:
+                pytest.fail(f"ended with {process.returncode}:\n{process.communicate()}")
+            return has_steps(out)
+
+        wait_until(has_done_some, "three steps")
+        send(process)
+    printed, logged = process.communicate(timeout=scaled_s(PATIENCE_S))
+    lines = printed.splitlines()
+    assert len(lines) == 2 * len(runs)
+    for out, message, code in zip(runs, lines[::2], lines[1::2], strict=True):
+        assert_saved(out, int(code), message, logged)
+    # On one process, to save time.
+    assert_goes_on(runs[0], train, capsys)
+
+
+def assert_saved(out: Path, code: int, printed: str, logged: str) -> None:
+    assert code == 130, logged
+    assert "Traceback" not in logged
     [saved] = checkpoints(out)
     assert saved.step == steps(out)[-1]
     assert steps(out) == list(range(1, saved.step + 1))
     message = f"stopped after step {saved.step}; the same command goes on from there"
     assert printed.splitlines() == [message]
 
-    # The same command, but for an end that can be waited for; on one process, to save time.
-    more = ["train.steps=" + str(saved.step + 2), *ENDLESS[1:]]
-    assert train(out, *(word for item in more for word in ("--set", item))) == 0
+
+def assert_goes_on(
+    out: Path, train: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the same command, but for an end that can be waited for."""
+    [saved] = checkpoints(out)
+    more = settings({"train.steps": str(saved.step + 2)}, *ENDLESS[1:])
+    assert train(out, *more) == 0
     assert f"after step {saved.step}" in capsys.readouterr().err
     assert steps(out) == list(range(1, saved.step + 3))
 
 
-def test_a_killed_launcher_leaves_no_rank(
-    start: Callable[..., subprocess.Popen[str]],
-    started: Programs,
-    config_file: Path,
-    tmp_path: Path,
-) -> None:
-    """`kill -9`, of which no process can tell its children."""
-    out = tmp_path / "run"
-    overrides = [word for item in ENDLESS for word in ("--set", item)]
-    words = ["--config", config_file, "--out", out, "--ranks", 2, *overrides]
-    process = start("pcomm", "train", *words)
-    wait_for_steps(out, process)
-    # The command, what its multiprocessing starts, and two ranks.
-    assert len(started.running()) >= 4
-    process.kill()
-    wait_until(lambda: not started.running(), "the end of what was started")
-
-
-def test_what_a_test_leaves_running_ends_with_it(config_file: Path, tmp_path: Path) -> None:
+def test_what_a_test_leaves_running_ends_with_it() -> None:
     """Workers of torchrun are in sessions of their own, and hold the pipes of the launcher."""
-    out = tmp_path / "run"
-    overrides = [word for item in ENDLESS for word in ("--set", item)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    script = Path(sysconfig.get_path("scripts"), "pcomm")
-    command = [*launcher, script, "train", "--config", config_file, "--out", out, *overrides]
     with Programs() as programs:
-        process = programs.start(sys.executable, *command)
-        wait_for_steps(out, process)
-        assert len(programs.running()) >= 3
+        process = programs.start(sys.executable, *launcher, "--no-python", "sleep", 600)
+
+        def workers() -> int:
+            names = [Path(f"/proc/{pid}/comm") for pid in programs.running()]
+            return sum(name.exists() and name.read_text() == "sleep\n" for name in names)
+
+        wait_until(lambda: workers() == 2, "two workers")
         # As a time limit of the test does; the workers do not hear of it.
         process.kill()
         programs.stop()
         assert programs.running() == []
 
 
-def wait_for_steps(out: Path, process: subprocess.Popen[str]) -> None:
+def has_steps(out: Path) -> bool:
     metrics = out / "metrics.jsonl"
-
-    def has_done_some() -> bool:
-        if process.poll() is not None:
-            pytest.fail(f"ended with {process.returncode}:\n{process.communicate()}")
-        return metrics.exists() and metrics.read_bytes().count(b"\n") >= 3
-
-    wait_until(has_done_some, "three steps")
+    return metrics.exists() and metrics.read_bytes().count(b"\n") >= 3
 
 
 def steps(out: Path) -> list[int]:

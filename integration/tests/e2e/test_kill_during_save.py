@@ -12,11 +12,10 @@ import torch
 
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.tensor_parallel import param_layouts_of
-from pcomm.core.testing.patience import wait_until
-from pcomm.core.testing.programs import is_running
+from pcomm.core.testing.programs import Programs, is_running, wait_until
 from pcomm.integration.checkpoint.folders import checkpoints
-from pcomm.integration.checkpoint.reader import read
-from pcomm.integration.generate.writer import Writer
+from pcomm.integration.checkpoint.state import read
+from pcomm.integration.llm import load_model
 
 BLOCKED = Path(__file__).with_name("blocked_train.py")
 
@@ -37,13 +36,21 @@ def uninterrupted(
     return run
 
 
-# One process saves by the same code, without ranks that could be left over.
-@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.soak), "2"])
-@pytest.mark.parametrize("place", ["write", "commit"])
+# All ranks write, and the first one alone gives the name.
+@pytest.mark.parametrize(
+    ("place", "ranks"),
+    [
+        ("write", "2"),
+        ("commit", "1"),
+        pytest.param("write", "1", marks=pytest.mark.soak),
+        pytest.param("commit", "2", marks=pytest.mark.soak),
+    ],
+)
 def test_killed_during_a_save(
     place: str,
     ranks: str,
     start: Callable[..., subprocess.Popen[str]],
+    started: Programs,
     train: Callable[..., int],
     uninterrupted: Callable[[str], Path],
     config_file: Path,
@@ -60,7 +67,9 @@ def test_killed_during_a_save(
     assert len(pids) == (1 if ranks == "1" else 3)
     process.kill()
     process.wait()
-    wait_until(lambda: not any(map(is_running, pids)), "the end of all processes")
+    # Neither a rank nor what multiprocessing starts outlives the command.
+    wait_until(lambda: not started.running(), "the end of all processes")
+    assert not any(map(is_running, pids))
 
     folders = [path.name for path in sorted((out / "checkpoints").iterdir())]
     assert folders == ["step-00000002", "step-00000004.partial"]
@@ -102,7 +111,7 @@ def assert_same_weights(mine: Path, other: Path) -> None:
 
 def tensors(run: Path) -> list[torch.Tensor]:
     """Weights and optimizer averages of the last checkpoint."""
-    model = Writer.load(run).model
+    model = load_model(run).model
     found = [parameter.detach() for parameter in model.parameters()]
     for moment in ("exp_avg", "exp_avg_sq"):
         views = {

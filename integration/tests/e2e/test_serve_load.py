@@ -13,19 +13,18 @@ from typing import Any
 
 import pytest
 
-from pcomm.core.testing.patience import wait_until
+from integration_support.short_runs import tiny_run
+from pcomm.core.testing.programs import wait_until
 from pcomm.inference import SamplingParams
 from pcomm.integration.llm import LLM
-from pcomm.integration.testing.tiny_runs import tiny_run
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
 
+from integration_support.live_server import LiveServer  # noqa: E402
 from pcomm.integration.serve.app import create_app  # noqa: E402
-from pcomm.integration.serve.service import Service  # noqa: E402
-from pcomm.integration.serve.settings import ServeSettings  # noqa: E402
-from pcomm.integration.testing.live_server import LiveServer  # noqa: E402
+from pcomm.integration.serve.service import ServeSettings, Service  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +316,7 @@ def _app_of(service: Service) -> Any:
     """The route of completions alone, over a service of the test's own."""
     from fastapi import FastAPI, Request, Response
 
-    from pcomm.integration.serve.completion_request import CompletionRequest
+    from pcomm.integration.serve.request_bodies import CompletionRequest
 
     app = FastAPI()
 

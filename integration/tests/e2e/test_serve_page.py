@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from pcomm.core.testing.patience import wait_until
-from pcomm.core.testing.programs import Programs
+from integration_support.short_runs import tiny_run
+from pcomm.core.testing.programs import Programs, wait_until
 from pcomm.integration.llm import LLM
-from pcomm.integration.testing.tiny_runs import tiny_run
 
 pytest.importorskip("uvicorn")
 
-from pcomm.integration.testing.live_server import LiveServer
+from integration_support.live_server import LiveServer
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -8,14 +8,14 @@ from typing import Any
 import hypothesis
 import pytest
 
+from integration_support.short_runs import tiny_run
 from pcomm.integration.llm import LLM
-from pcomm.integration.testing.tiny_runs import tiny_run
 
 schemathesis = pytest.importorskip("schemathesis")
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
 
-from pcomm.integration.testing.live_server import LiveServer  # noqa: E402
+from integration_support.live_server import LiveServer  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.core.command.main import main
-from pcomm.integration.checkpoint.folders import checkpoints
-from pcomm.integration.testing.run_numbers import (
+from integration_support.short_runs import (
     allowed_by_rounding,
     assert_same_numbers,
     settings,
 )
+from pcomm.core.cli import main
+from pcomm.integration.checkpoint.folders import checkpoints
 
 Train = Callable[..., int]
 

@@ -7,7 +7,7 @@ import torch
 
 from pcomm.core.testing import assert_as_accurate
 from pcomm.integration import recipes
-from pcomm.integration.config_rules import validate
+from pcomm.integration.config.rules import validate
 from pcomm.integration.models.initialisation import initialise
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.integration.testing.short_runs import prepare_words
+from integration_support.short_runs import prepare_words
 
 
 @pytest.fixture(scope="session")

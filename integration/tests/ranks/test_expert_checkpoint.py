@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcomm.core.checkpoint import ShardView
-from pcomm.core.testing import RankPool, ranks
-from pcomm.integration.checkpoint.folders import checkpoints, newest
-from pcomm.integration.checkpoint.reader import read
-from pcomm.integration.checkpoint.saver import Saver
-from pcomm.integration.config import Config, ParallelConfig
-from pcomm.integration.parallelize import ALL_RANKS
-from pcomm.integration.testing.short_runs import (
+from integration_support.short_runs import (
     open_trainer,
     tiny_config,
     train_steps,
     worst_difference,
 )
+from pcomm.core.checkpoint import ShardView
+from pcomm.core.testing import RankPool, ranks
+from pcomm.integration.checkpoint.folders import checkpoints, newest
+from pcomm.integration.checkpoint.saver import Saver
+from pcomm.integration.checkpoint.state import read
+from pcomm.integration.config.sections import Config, ParallelConfig
+from pcomm.integration.parallelize import ALL_RANKS
 
 STEPS = 2
 

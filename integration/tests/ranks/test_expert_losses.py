@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from pcomm.core.testing import ranks
-from pcomm.fsdp import Scope
-from pcomm.integration import parallelize as parallelize_module
-from pcomm.integration.config import Config, ParallelConfig
-from pcomm.integration.models.moe import balance as balance_module
-from pcomm.integration.models.moe.dispatch import Dispatch
-from pcomm.integration.testing.short_runs import (
+from integration_support.short_runs import (
     Steps,
     open_trainer,
     tiny_config,
     train_steps,
     worst_difference,
 )
-from pcomm.integration.train import data_parallel
+from pcomm.core.testing import ranks
+from pcomm.fsdp import Scope
+from pcomm.integration import parallelize as parallelize_module
+from pcomm.integration import replicas
+from pcomm.integration.config.sections import Config, ParallelConfig
+from pcomm.integration.models import moe as moe_module
+from pcomm.integration.models.moe import Dispatch
 
-STEPS = 4
+STEPS = 3
 ROW = 64
 MODELS = {
     "all": {"experts": 4, "shared_expert_width": 16},
@@ -96,20 +96,32 @@ def test_the_models_differ_and_learn(single: dict) -> None:
         assert any(all(expert.any() for expert in average) for average in averages)
 
 
-@pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
+# What only adds one division to another runs with the long tests.
+SOAKED = ("tp2 ep2", "tp2+sequence", "dp4 ep4", "cp2 x dp2 ep2", "tp2 x dp2 ep2", "cp2 x tp2 ep1")
+
+
+def divisions(of: dict[str, ParallelConfig]) -> list[Any]:
+    """Parameters of a test, some of them with the mark of long ones."""
+    marks = {name: [pytest.mark.soak] if name in SOAKED else [] for name in of}
+    return [pytest.param(of[name], id=name, marks=marks[name]) for name in of]
+
+
+@pytest.mark.parametrize("parallel", divisions(ON_TWO))
 @ranks(2)
 def test_two_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
     assert_as_alone(parallel, "all", run_dir, single)
 
 
-@pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
+@pytest.mark.parametrize("parallel", divisions(ON_FOUR))
 @ranks(4)
 def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
     assert_as_alone(parallel, "all", run_dir, single)
 
 
-@pytest.mark.parametrize("kind", ["every second", "hybrid", "no balance loss"])
-@pytest.mark.parametrize("name", ["dp2 ep2", "tp2 ep2", "cp2 ep2"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("every second", "tp2 ep2"), ("hybrid", "cp2 ep2"), ("no balance loss", "dp2 ep2")],
+)
 @ranks(2)
 def test_other_models(rank: int, name: str, kind: str, run_dir: Path, single: dict) -> None:
     assert_as_alone(ON_TWO[name], kind, run_dir, single)
@@ -183,8 +195,8 @@ _BRING_BACK = Dispatch.bring_back
 BREAKS = {
     "divisor": (parallelize_module, "Scope", _mean_over_replicas, "dp2"),
     "dropped tokens": (Dispatch, "bring_back", _drop_an_expert, "dp2 ep2"),
-    "balance loss ignored": (balance_module, "with_side_loss", _ignore, "dp2 ep2"),
-    "router's gradient partial": (data_parallel, "sum_partial_gradients", _keep_partial, "tp2"),
+    "balance loss ignored": (moe_module, "with_side_loss", _ignore, "dp2 ep2"),
+    "router's gradient partial": (replicas, "sum_partial_gradients", _keep_partial, "tp2"),
     "norm of one rank's experts": (parallelize_module, "Scope", _not_spread, "dp2 ep2"),
 }
 

@@ -18,8 +18,8 @@ from pcomm.core.tensor_parallel import (
     param_layouts_of,
     take_shard,
 )
-from pcomm.core.testing.patience import scaled_s
-from pcomm.ntp import Built, Plan, Session, Units
+from pcomm.core.testing.programs import scaled_s
+from pcomm.ntp import NtpPlan, Session, TrainState, Units
 
 PRELOAD = ("torch._dynamo", "transformers.models.llama.modeling_llama")
 QUERIES, KEYS, DIM, WIDTH, HIDDEN, VOCABULARY = 6, 3, 2, 12, 10, 11
@@ -51,7 +51,7 @@ def llama() -> nn.Module:
     return model
 
 
-def swap_linears(model: nn.Module, plan: Plan, groups: Groups, rank: int) -> None:
+def swap_linears(model: nn.Module, plan: NtpPlan, groups: Groups, rank: int) -> None:
     """Replace each linear layer that has units by this rank's part of it."""
     place, over = plan.place(rank), groups["tp"].collectives
     for name, whole in list(model.named_modules()):
@@ -82,10 +82,10 @@ def loss_of(model: nn.Module, ids_SL: Tensor) -> Tensor:
     return F.cross_entropy(logits, ids_SL[:, 1:].flatten(), reduction="sum") / SEQUENCES / LENGTH
 
 
-def build(plan: Plan, groups: Groups, rank: int) -> Built:
+def build(plan: NtpPlan, groups: Groups, rank: int) -> TrainState:
     model = llama()
     swap_linears(model, plan, groups, rank)
-    return Built(model, optimizer_of(model))
+    return TrainState(model, optimizer_of(model))
 
 
 def train(place: RankPlace) -> tuple[tuple[tuple[int, ...], ...], list[float], float]:

@@ -10,23 +10,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from integration_support.short_runs import tiny_config, train_steps
 from pcomm.core import connect
 from pcomm.core.errors import ClosedError
 from pcomm.core.testing import Living, left_behind, ranks
-from pcomm.core.testing.living import num_parameters
+from pcomm.core.testing.assertions import num_parameters
 from pcomm.integration import recipes
-from pcomm.integration.config import Config, ParallelConfig
-from pcomm.integration.config_rules import validate
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Config, ParallelConfig
 from pcomm.integration.parallelize import (
     build_model,
     open_run_groups,
     plan_sequences,
     shard_parameters,
 )
-from pcomm.integration.testing.short_runs import tiny_config, train_steps
 from pcomm.integration.train.run import run_training
 
-RUNS = 3
+RUNS = 2
 
 
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_width": 32}

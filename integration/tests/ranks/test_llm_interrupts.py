@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from integration_support.short_runs import tiny_run
 from pcomm.core.errors import UnsupportedError
-from pcomm.core.process import interrupts, rank_session
+from pcomm.core.process import local_ranks as rank_session
+from pcomm.core.process import signals as interrupts
 from pcomm.inference import SamplingParams
 from pcomm.inference.engine import engine as engine_module
-from pcomm.integration.llm import LLM, caller, engine_on_ranks, open_requests
+from pcomm.integration.llm import LLM, engine_on_ranks, open_requests
 from pcomm.integration.llm import llm as llm_module
-from pcomm.integration.testing.tiny_runs import tiny_run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -62,7 +63,6 @@ class CtrlC:
         for module in (
             llm_module,
             open_requests,
-            caller,
             engine_on_ranks,
             rank_session,
             interrupts,
@@ -85,14 +85,18 @@ class CtrlC:
                 os.kill(os.getpid(), signal.SIGINT)
 
 
+# Some of the places, for time; two ranks have more of them.
+SOME, MORE = (3, 11), pytest.param((2, 5), id="more", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("strides", [pytest.param(SOME, id="some"), MORE])
 @pytest.mark.parametrize("begins", [False, True], ids=["goes on", "begins"])
 def test_a_ctrl_c_at_any_call_costs_another_stream_no_token_and_repeats_none(
-    begins: bool, llm: LLM
+    begins: bool, strides: tuple[int, int], llm: LLM
 ) -> None:
     (expected,) = llm.generate("word2", SHORT)
     num_interrupts = 0
-    # Some of the places, for time; two ranks have more of them.
-    stride = 2 if llm._on_ranks is None else 7
+    stride = strides[llm._on_ranks is not None]
     for place in range(1, 10**4, stride):
         other, mine = llm.stream("word2", SHORT), llm.stream("word1", LONG)
         tokens = [*next(other).token_ids]
@@ -120,7 +124,7 @@ def test_a_ctrl_c_at_any_call_costs_another_stream_no_token_and_repeats_none(
 def test_a_ctrl_c_within_generate_leaves_the_llm_as_it_was(llm: LLM) -> None:
     expected = [one.token_ids for one in llm.generate(["word1", "word2"], SHORT)]
     num_interrupts = 0
-    for place in range(1, 10**4, 29):
+    for place in range(1, 10**4, 41):
         ctrl_c = CtrlC(place)
         sys.setprofile(ctrl_c)
         try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
+import json
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,24 +19,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from integration_support.short_runs import tiny_run
 from pcomm.core import Topology, connect, open_groups
-from pcomm.core.command.main import main
+from pcomm.core.cli import main
 from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, PeerError
-from pcomm.core.process import LocalRanks, rank_session
+from pcomm.core.process import LocalRanks, local_ranks
 from pcomm.core.testing import ranks
-from pcomm.core.testing.living import Living
-from pcomm.core.testing.patience import wait_until
+from pcomm.core.testing.assertions import Living
+from pcomm.core.testing.programs import wait_until
 from pcomm.core.testing.virtual import VirtualCollectives
 from pcomm.inference import SamplingParams
 from pcomm.integration.llm import LLM, engine_on_ranks, loading
 from pcomm.integration.llm.loading import load_model
-from pcomm.integration.testing.tiny_runs import tiny_run
 
-KINDS = {
-    "gpt": ("A", "model.kv_heads=2"),
-    "mamba": ("M", "model.mamba_groups=2"),
-    "hybrid": ("GA",),
-}
+# Every mixer, each with two units that ranks can share.
+MODEL = ("GMA", "model.layers=3", "model.kv_heads=2", "model.mamba_groups=2")
 OPTIONS: dict[str, Any] = {"max_model_len": 96, "memory_bytes": 2**21, "max_requests": 3}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_tokens=80, ignore_eos=True)
@@ -55,34 +55,22 @@ PARAMS = [
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`runs(kind)`: the folder of a tiny run, made once."""
-    made: dict[str, Path] = {}
-
-    def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tiny_run(tmp_path_factory.mktemp(kind), *KINDS[kind])
-        return made[kind]
-
-    return get
-
-
-@pytest.fixture(scope="session")
-def hybrid_run(runs: Callable[[str], Path]) -> Path:
-    return runs("hybrid")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny run."""
+    return tiny_run(tmp_path_factory.mktemp("run"), *MODEL)
 
 
 @pytest.fixture(scope="module")
-def alone(runs: Callable[[str], Path]) -> Iterator[LLM]:
+def alone(run: Path) -> Iterator[LLM]:
     """The same hybrid in this process."""
-    with LLM(runs("hybrid"), **OPTIONS) as found:
+    with LLM(run, **OPTIONS) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def llm(runs: Callable[[str], Path]) -> Iterator[LLM]:
+def llm(run: Path) -> Iterator[LLM]:
     """A hybrid on two ranks, for the tests that leave it as it was."""
-    with LLM(runs("hybrid"), ranks=2, **OPTIONS) as found:
+    with LLM(run, ranks=2, **OPTIONS) as found:
         yield found
 
 
@@ -98,11 +86,10 @@ def is_idle(llm: LLM) -> bool:
     return uses == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_write_the_texts_of_one(kind: str, runs: Callable[[str], Path]) -> None:
+def test_two_ranks_write_the_texts_of_one(run: Path) -> None:
     """In one process at the same time, with drafts, cached prefixes, grammars and preemption."""
     options = {**OPTIONS, "max_batch_tokens": 8, "speculative_tokens": 2}
-    with LLM(runs(kind), **options) as one, LLM(runs(kind), ranks=2, **options) as two:
+    with LLM(run, **options) as one, LLM(run, ranks=2, **options) as two:
         expected = one.generate(PROMPTS, PARAMS)
         found = two.generate(PROMPTS, PARAMS)
         assert len({*(token for text in expected for token in text.token_ids)}) > 20
@@ -164,7 +151,7 @@ def test_an_interrupt_while_ranks_compute_loses_no_token(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (expected,) = llm.generate("word1", GREEDY)
-    wait, calls = rank_session.connection.wait, [0]
+    wait, calls = local_ranks.connection.wait, [0]
 
     def interrupted(*arguments: Any) -> list[Any]:
         calls[0] += 1
@@ -172,7 +159,7 @@ def test_an_interrupt_while_ranks_compute_loses_no_token(
             raise KeyboardInterrupt
         return wait(*arguments)
 
-    monkeypatch.setattr(rank_session.connection, "wait", interrupted)
+    monkeypatch.setattr(local_ranks.connection, "wait", interrupted)
     engine, tokens, num_interrupts = llm.engine, [], 0
     request = llm._request(llm._ids("word1"), GREEDY)
     while True:
@@ -193,9 +180,7 @@ def test_an_interrupt_while_ranks_compute_loses_no_token(
     assert is_idle(llm)
 
 
-def test_what_a_closed_one_had_is_gone(
-    runs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_closed_one_had_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[str] = []
     make = LocalRanks.__init__
 
@@ -208,7 +193,7 @@ def test_what_a_closed_one_had_is_gone(
     gc.collect()
     before, files = Living.now(), len(os.listdir("/proc/self/fd"))
     children = {child.pid for child in multiprocessing.active_children()}
-    found = LLM(runs("hybrid"), ranks=2, **OPTIONS)
+    found = LLM(run, ranks=2, **OPTIONS)
     stream = found.stream("word1", LONG)
     next(stream)
     assert len({child.pid for child in multiprocessing.active_children()} - children) == 2
@@ -267,17 +252,19 @@ class Failing:
 
 
 @pytest.fixture
-def failing(runs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+def failing(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(engine_on_ranks, "serve_engine", Failing())
-    with LLM(runs("hybrid"), ranks=2, **OPTIONS) as found:
+    with LLM(run, ranks=2, **OPTIONS) as found:
         yield found
 
 
 def test_a_step_that_fails_on_all_ranks_ends_the_request_it_fails_for(
     failing: LLM, llm: LLM
 ) -> None:
-    prompts = [[5, 6], [7, 301, 8], [9]]
+    prompts = [[5, 6], [7, 301, 8], [11]]
     expected = llm.generate([prompts[0], prompts[2]], GREEDY)
+    # The model writes no token that is poison.
+    assert not {token for one in expected for token in one.token_ids} & {*range(301, 306)}
     first, poisoned, last = failing.generate(prompts, GREEDY)
     assert poisoned.finish_reason == "error"
     assert isinstance(poisoned.error, ValueError)
@@ -285,7 +272,7 @@ def test_a_step_that_fails_on_all_ranks_ends_the_request_it_fails_for(
     assert [one.token_ids for one in (first, last)] == [one.token_ids for one in expected]
     assert is_idle(failing)
     # It is found among others that were written before, too.
-    assert failing.generate([9], GREEDY)[0].token_ids == expected[1].token_ids
+    assert failing.generate([11], GREEDY)[0].token_ids == expected[1].token_ids
 
 
 @pytest.mark.parametrize(
@@ -304,7 +291,7 @@ def test_ranks_that_no_longer_do_the_same_are_an_error_of_the_caller(
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank_session, "_GRACE_S", 0.2)
+    monkeypatch.setattr(local_ranks, "_ANSWER_GRACE_S", 0.2)
     monkeypatch.setattr(engine_on_ranks, "_MEETING_S", 0.2)
     stream = failing.stream([5], LONG)
     next(stream)
@@ -321,12 +308,12 @@ def test_ranks_that_no_longer_do_the_same_are_an_error_of_the_caller(
 
 
 def test_a_rank_that_is_killed_while_idle_is_told_at_once_and_disturbs_no_other_model(
-    llm: LLM, runs: Callable[[str], Path]
+    llm: LLM, run: Path
 ) -> None:
     (expected,) = llm.generate("word1", GREEDY)
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
-    with LLM(runs("hybrid"), ranks=2, **OPTIONS) as other:
+    with LLM(run, ranks=2, **OPTIONS) as other:
         os.kill(pids_of(other)[1], signal.SIGKILL)
         wait_until(lambda: other.failure == "rank 1 of 2 died", "the end of rank 1")
         with pytest.raises(PeerError, match="rank 1 of 2 died: killed by SIGKILL") as caught:
@@ -337,13 +324,13 @@ def test_a_rank_that_is_killed_while_idle_is_told_at_once_and_disturbs_no_other_
     assert llm.generate("word1", GREEDY)[0].token_ids == expected.token_ids
 
 
-def test_health_of_a_server_tells_that_a_rank_has_died(runs: Callable[[str], Path]) -> None:
+def test_health_of_a_server_tells_that_a_rank_has_died(run: Path) -> None:
     httpx = pytest.importorskip("httpx2")
     pytest.importorskip("uvicorn")
-    from pcomm.integration.testing.live_server import LiveServer
+    from integration_support.live_server import LiveServer
 
     body = {"model": "tiny", "prompt": "word1", "max_tokens": 5, "temperature": 0, "seed": 1}
-    with LLM(runs("hybrid"), ranks=2, **OPTIONS) as found, LiveServer(found) as server:
+    with LLM(run, ranks=2, **OPTIONS) as found, LiveServer(found) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 5
         assert httpx.get(f"{server.url}/health").status_code == 200
@@ -370,59 +357,70 @@ def test_health_of_a_server_tells_that_a_rank_has_died(runs: Callable[[str], Pat
 # -- numbers of ranks -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["generate", "serve", "chat"])
 @pytest.mark.parametrize(
-    ("kind", "number", "words"),
+    ("command", "number", "words"),
     [
-        ("hybrid", 0, "at least 1"),
-        ("hybrid", -2, "at least 1"),
-        ("hybrid", 3, "Give --ranks one of 1, 2."),
-        ("gpt", 4, "model.kv_heads is 2"),
-        ("mamba", 5, "Give --ranks one of 1, 2."),
-        ("gpt", 10**6, "Give --ranks one of 1, 2."),
+        ("generate", 0, "at least 1"),
+        ("serve", -2, "at least 1"),
+        ("chat", 0, "at least 1"),
+        ("generate", 3, "Give --ranks one of 1, 2."),
+        ("serve", 4, "model.kv_heads is 2"),
+        ("chat", 10**6, "Give --ranks one of 1, 2."),
     ],
 )
 def test_a_number_of_ranks_that_cannot_be_is_an_error_before_any_is_started(
     command: str,
-    kind: str,
     number: int,
     words: str,
-    runs: Callable[[str], Path],
+    run: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(LocalRanks, "__init__", lambda *_, **__: pytest.fail("ranks are started"))
     port = ["--port", "0"] if command == "serve" else []
-    assert main([command, str(runs(kind)), "--ranks", str(number), *port]) == 2
+    assert main([command, str(run), "--ranks", str(number), *port]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert words in printed.err
     assert "Traceback" not in printed.err
 
 
-def test_ranks_and_a_group_or_devices_that_are_not_there(runs: Callable[[str], Path]) -> None:
+def test_ranks_and_a_group_or_devices_that_are_not_there(run: Path) -> None:
     with pytest.raises(ConfigError, match="LLM: ranks and group"):
-        LLM(runs("hybrid"), ranks=2, group=_place(0))
+        LLM(run, ranks=2, group=_place(0))
     # Where the device is there, it is one for all ranks.
     with pytest.raises(ConfigError, match=r"one device for all ranks|0 CUDA devices"):
-        LLM(runs("hybrid"), ranks=2, device="cuda:0")
+        LLM(run, ranks=2, device="cuda:0")
     with pytest.raises(ConfigError, match="LLM: quantization"):
-        LLM(runs("hybrid"), ranks=2, quantization="int4")
+        LLM(run, ranks=2, quantization="int4")
 
 
 # -- ranks that the program has already -----------------------------------------------------
 
 
 @ranks(2)
-def test_a_group_of_the_program_shares_a_model(rank: int, hybrid_run: Path) -> None:
+def test_a_group_of_the_program_shares_a_model(rank: int, run: Path) -> None:
     with connect() as world, open_groups(Topology({"tp": world.size}), ["tp"]) as groups:
-        with LLM(hybrid_run, **OPTIONS) as alone:
+        with LLM(run, **OPTIONS) as alone:
             expected = alone.generate(["word1", "word2 word3"], GREEDY)
         # Whatever memory each rank finds free, all take the same.
         options = {"max_model_len": 96, "max_requests": 2}
-        with LLM(hybrid_run, group=groups["tp"], **options) as found:
+        with LLM(run, group=groups["tp"], **options) as found:
             texts = found.generate(["word1", "word2 word3"], GREEDY)
             assert [one.token_ids for one in texts] == [one.token_ids for one in expected]
+
+
+@ranks(2)
+def test_pcomm_generate_on_the_ranks_of_a_launcher_writes_one_text(rank: int, run: Path) -> None:
+    words = ["--prompt", "word1", "--max-tokens", "6", "--temperature", "0", "--json"]
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(["generate", str(run), *words]) == 0
+    if rank:
+        assert not printed.getvalue()
+        return
+    with LLM(run, **OPTIONS) as alone:
+        (expected,) = alone.generate("word1", SamplingParams(max_tokens=6, temperature=0))
+    assert json.loads(printed.getvalue())["token_ids"] == list(expected.token_ids)
 
 
 # -- memory of one rank ---------------------------------------------------------------------
@@ -444,12 +442,11 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_allocates_its_share_of_the_weights_and_no_more(
-    kind: str, runs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = load_model(runs(kind)).model
-    own = [load_model(runs(kind), group=_place(rank)).model.state_dict() for rank in range(2)]
+    whole = load_model(run).model
+    own = [load_model(run, group=_place(rank)).model.state_dict() for rank in range(2)]
     for name, parameter in whole.state_dict().items():
         shards = [shard[name] for shard in own]
         assert shards[0].shape == shards[1].shape
@@ -461,7 +458,7 @@ def test_a_rank_allocates_its_share_of_the_weights_and_no_more(
     assert sum(map(torch.Tensor.numel, own[0].values())) < 0.52 * whole.num_parameters()
     monkeypatch.setattr(loading, "read", lambda *_: None)
     with Allocations() as seen:
-        load_model(runs(kind), group=_place(1))
+        load_model(run, group=_place(1))
     assert seen.largest == max(shard.nbytes for shard in own[1].values())
 
 

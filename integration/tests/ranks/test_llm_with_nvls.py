@@ -10,34 +10,33 @@ from typing import Any
 import pytest
 import torch
 
+from integration_support.short_runs import tiny_run
 from pcomm.core import Topology, connect, open_groups
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.testing import ranks
 from pcomm.inference import SamplingParams
-from pcomm.integration.llm import LLM, engine_on_ranks, installed_collectives
-from pcomm.integration.llm.installed_collectives import GROUP
-from pcomm.integration.llm.installed_collectives import installed_collectives as installed
-from pcomm.integration.testing.tiny_runs import tiny_run
+from pcomm.integration.llm import LLM, engine_on_ranks, rank_engine
+from pcomm.integration.llm.rank_engine import GROUP
+from pcomm.integration.llm.rank_engine import installed_collectives as installed
 
-KINDS = {
-    "gpt": ("A", "model.kv_heads=2"),
-    "mamba": ("M", "model.mamba_groups=2"),
-    "hybrid": ("GA",),
-}
 OPTIONS: dict[str, Any] = {"max_model_len": 96, "memory_bytes": 2**21, "max_requests": 3}
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 PROMPTS = ["word1 word2 word3", "word3"]
+# Two sums a layer of mixer and MLP, embedding and logits: for each of three steps.
+LAUNCHES = 3 * 8
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {kind: tiny_run(tmp_path_factory.mktemp(kind), *KINDS[kind]) for kind in KINDS}
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with every mixer."""
+    keys = ("model.layers=3", "model.kv_heads=2", "model.mamba_groups=2")
+    return tiny_run(tmp_path_factory.mktemp("run"), "GMA", *keys)
 
 
 @ranks(2)
-def test_tokens_are_those_of_torch_distributed(rank: int, runs: dict[str, Path]) -> None:
-    from pcomm.nvls.testing.emulation import emulate
+def test_tokens_are_those_of_torch_distributed(rank: int, run: Path) -> None:
+    from nvls_support.emulation import emulate
 
     emulate()
     from pcomm.nvls._nvls_collectives import nvls_collectives
@@ -49,16 +48,14 @@ def test_tokens_are_those_of_torch_distributed(rank: int, runs: dict[str, Path])
         open_groups(topology, ["tp"], collectives=make) as ours,
     ):
         made: Any = ours["tp"].collectives
-        for kind, run in runs.items():
-            before = made.workspace.num_launches
-            with LLM(run, group=plain["tp"], **options) as llm:
-                expected = llm.generate(PROMPTS, GREEDY)
-            assert made.workspace.num_launches == before
-            with LLM(run, group=ours["tp"], **options) as llm:
-                found = llm.generate(PROMPTS, GREEDY)
-            assert [one.token_ids for one in found] == [one.token_ids for one in expected], kind
-            # Two sums a layer of mixer and MLP, embedding and logits: for each of six steps.
-            assert made.workspace.num_launches - before >= 6 * 5, kind
+        before = made.workspace.num_launches
+        with LLM(run, group=plain["tp"], **options) as llm:
+            expected = llm.generate(PROMPTS, GREEDY)
+        assert made.workspace.num_launches == before
+        with LLM(run, group=ours["tp"], **options) as llm:
+            found = llm.generate(PROMPTS, GREEDY)
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert made.workspace.num_launches - before >= LAUNCHES
 
 
 # The package of this checkout, as if it were installed, and counted.
@@ -66,12 +63,12 @@ INSTALLED = """
 import json, os
 from importlib.metadata import EntryPoint, EntryPoints
 # The server that forks ranks may have imported the kernels already, without the interpreter.
-from pcomm.nvls.testing.emulation import emulate
+from nvls_support.emulation import emulate
 emulate()
-from pcomm.integration.llm import installed_collectives, rank_engine
+from pcomm.integration.llm import rank_engine
 from pcomm.nvls.workspace.workspace import Workspace
 point = EntryPoint("nvls", "pcomm.nvls._nvls_collectives:nvls_collectives", "pcomm.collectives")
-installed_collectives.entry_points = lambda group: EntryPoints([point]).select(group=group)
+rank_engine.entry_points = lambda group: EntryPoints([point]).select(group=group)
 close = Workspace.close
 
 def counted(self):
@@ -98,16 +95,16 @@ class Installed:
 
 
 def test_ranks_of_an_llm_take_what_is_installed(
-    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(runs["hybrid"], **OPTIONS) as alone:
+    with LLM(run, **OPTIONS) as alone:
         expected = alone.generate(PROMPTS, GREEDY)
     monkeypatch.setattr(engine_on_ranks, "serve_engine", Installed(tmp_path))
-    with LLM(runs["hybrid"], ranks=2, **OPTIONS) as llm:
+    with LLM(run, ranks=2, **OPTIONS) as llm:
         found = llm.generate(PROMPTS, GREEDY)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     counts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert counts[0] == counts[1] >= 6 * 5
+    assert counts[0] == counts[1] >= LAUNCHES
 
 
 def test_on_a_cpu_nothing_is_looked_for_and_nothing_is_imported(
@@ -120,7 +117,7 @@ def test_on_a_cpu_nothing_is_looked_for_and_nothing_is_imported(
         asked.append(group)
         return EntryPoints(found).select(group=group)
 
-    monkeypatch.setattr(installed_collectives, "entry_points", entry_points)
+    monkeypatch.setattr(rank_engine, "entry_points", entry_points)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert installed(CPU) is None
     assert asked == []

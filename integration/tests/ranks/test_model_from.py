@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -12,16 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pcomm.core.command.main import main
+from integration_support.huggingface_directories import write_directory, write_tokenizer
+from integration_support.short_runs import train_quietly, write_words
+from pcomm.core.cli import main
 from pcomm.core.errors import ConfigError, PcommError
 from pcomm.core.testing import RankPool, ranks
-from pcomm.integration.config_file import apply_overrides, load_config
-from pcomm.integration.huggingface.convert import directory_to_run, run_to_directory
-from pcomm.integration.huggingface.run_start import start_config
-from pcomm.integration.testing.huggingface_models import write_directory
-from pcomm.integration.testing.huggingface_tokenizer import write_tokenizer
-from pcomm.integration.testing.short_runs import write_words
-from pcomm.integration.train.run import Outcome, run_training
+from pcomm.integration.commands.conversion import directory_to_run, run_to_directory
+from pcomm.integration.config.toml import apply_overrides, load_config
+from pcomm.integration.huggingface.model_from import start_config
+from pcomm.integration.train.run import Outcome
 
 # Nothing is learnt at a rate of 0, so the weights come out as they went in.
 SHORT = [
@@ -65,7 +63,7 @@ def directory(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(run_dir: Path, text: str, *overrides: str) -> Outcome:
     """A run of a new configuration, in which the shape of the model is not said."""
     config = load_config(overrides=[f"data.path=['{text}']", *SHORT, *overrides])
-    return run_training(config, run_dir, stream=io.StringIO())
+    return train_quietly(config, run_dir)
 
 
 def assert_same_weights(first: Path, second: Path) -> None:
@@ -116,7 +114,7 @@ def test_a_run_goes_on_when_the_directory_is_gone(
     shutil.rmtree(source)
     assert train(run, text, start, "train.steps=2").steps == 2
     saved = load_config(run / "config.toml")
-    assert run_training(saved, run, stream=io.StringIO()).steps == 2
+    assert train_quietly(saved, run).steps == 2
     with pytest.raises(ConfigError, match="no such folder"):
         train(tmp_path / "another", text, start)
     assert not (tmp_path / "another").exists()
@@ -134,12 +132,12 @@ def test_a_converted_directory_is_a_run_of_no_steps(
     config = apply_overrides(load_config(run / "config.toml"), [f"data.path=['{text}']", *SHORT])
     # Any batches and any seed: the run has seen none.
     config = apply_overrides(config, ["train.seed=5", "train.steps=2"])
-    assert run_training(config, run, stream=io.StringIO()).steps == 2
+    assert train_quietly(config, run).steps == 2
     run_to_directory(run, tmp_path / "trained", dtype=torch.float32, max_shard_bytes=200_000)
     assert len(list((tmp_path / "trained").glob("model-*.safetensors"))) > 1
     # From now on the batches are those of the run.
     with pytest.raises(ConfigError, match=r"train\.seed was 5 and is 6"):
-        run_training(apply_overrides(config, ["train.seed=6"]), run, stream=io.StringIO())
+        train_quietly(apply_overrides(config, ["train.seed=6"]), run)
 
 
 def test_a_refused_restart_leaves_tokenizer_and_settings(
@@ -160,12 +158,12 @@ def test_a_refused_restart_leaves_tokenizer_and_settings(
     before = kept()
     config = load_config(overrides=["data.path=['/nowhere/*.txt']", *SHORT, f"model.from={other}"])
     with pytest.raises(ConfigError, match=r"data\.path"):
-        run_training(config, run, must_restart=True, stream=io.StringIO())
+        train_quietly(config, run, must_restart=True)
     assert kept() == before
     assert train(run, text, f"model.from={directory}", "train.steps=2").steps == 2
     new = ["model.layers=1", "model.width=32", "data.vocabulary=300"]
     config = load_config(overrides=[f"data.path=['{text}']", *SHORT, *new])
-    assert run_training(config, run, must_restart=True, stream=io.StringIO()).steps == 1
+    assert train_quietly(config, run, must_restart=True).steps == 1
     assert not (run / "huggingface").exists()
     assert run_to_directory(run, tmp_path / "out") == "llama"
 

@@ -1,4 +1,4 @@
-"""Twenty steps on several ranks give the losses of twenty steps on one."""
+"""Steps on several ranks give the losses of the same steps on one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration_support.short_runs import tiny_config, train_steps
 from pcomm.core.testing import ranks
 from pcomm.fsdp import Sharded
 from pcomm.gdn_cp import Plan, Spec
-from pcomm.integration import recipes
-from pcomm.integration.config import Config, ParallelConfig
-from pcomm.integration.testing.short_runs import tiny_config, train_steps
-from pcomm.integration.train import data_parallel
+from pcomm.integration import recipes, replicas
+from pcomm.integration.config.sections import Config, ParallelConfig
 
-STEPS = 20
-# Enough for a wrong gradient to be seen in the losses, and four ranks share two cores here.
-CONTEXT_STEPS = 4
+# Through the warm-up and a few more; the long run is for what grows slowly.
+STEPS, LONG = 8, 20
+# Enough for a wrong gradient to be seen in the losses.
+CONTEXT_STEPS = 2
 ON_TWO = {
     "dp2": ParallelConfig(dp=2),
     "tp2": ParallelConfig(tp=2),
@@ -42,9 +42,17 @@ ON_FOUR_CONTEXT = {
 }
 # Norms shared by heads are part of what has to agree, and groups that ranks share.
 MODEL = {"qk_norm": True, "mamba_groups": 2, "mamba_state_dim": 16}
-PATTERNS = ["A", "GM", "G", "M", "GGGA"]
+FP64, FP32 = torch.float64, torch.float32
+# Every mixer, and so every strategy of each of them, in one model.
+MIXED = "GMA"
+# The pattern of the mixers, the dtype and the number of steps of what runs on one process.
+SINGLE = [("A", FP64, STEPS), ("A", FP32, STEPS)]
+SINGLE += [("GM", FP64, CONTEXT_STEPS), ("M", FP64, CONTEXT_STEPS)]
+SINGLE += [(MIXED, FP64, CONTEXT_STEPS), (MIXED, FP32, CONTEXT_STEPS)]
+SINGLE_LONG = [("A", FP64, LONG), ("A", FP32, LONG), ("GM", FP64, LONG)]
+SINGLE_LONG += [(pattern, FP64, CONTEXT_STEPS) for pattern in ("M", "G", "GGGA")]
 ROW = 64
-TRAIN = {"steps": STEPS, "sequence_length": ROW, "learning_rate": 1e-2, "warmup_steps": 5}
+Runs = dict[tuple[str, torch.dtype], list[list[float]]]
 
 
 def config(parallel: ParallelConfig, pattern: str) -> Config:
@@ -54,98 +62,139 @@ def config(parallel: ParallelConfig, pattern: str) -> Config:
     micro = share if dp * parallel.tp > 2 else share // 2
     # Alone in its micro-batch, a row is cut where no document ends.
     micro = ROW if parallel.cp > 1 else micro
-    model = {**MODEL, "pattern": pattern, "layers": len(pattern)}
-    return tiny_config(parallel, model=model, micro_batch_tokens=micro, **TRAIN)
+    model = {**MODEL, "pattern": pattern, "layers": max(2, len(pattern))}
+    train = {"steps": LONG, "sequence_length": ROW, "learning_rate": 1e-2, "warmup_steps": 5}
+    return tiny_config(parallel, model=model, micro_batch_tokens=micro, **train)
 
 
 def losses(
-    parallel: ParallelConfig, run_dir: Path, dtype: torch.dtype, pattern: str, steps: int = STEPS
+    parallel: ParallelConfig, run_dir: Path, dtype: torch.dtype, pattern: str, steps: int
 ) -> list[list[float]]:
     """Loss and gradient norm of each step, on this rank of whatever world there is."""
     return train_steps(config(parallel, pattern), run_dir, dtype, steps).rows
 
 
-@pytest.fixture(scope="module")
-def single(run_dir: Path) -> dict[tuple[str, torch.dtype], list[list[float]]]:
-    """The run on one process, which never touches torch.distributed."""
-    kinds = (torch.float64, torch.float32)
+def alone(run_dir: Path, runs: list[tuple[str, torch.dtype, int]]) -> Runs:
     return {
-        (pattern, dtype): losses(ParallelConfig(), run_dir, dtype, pattern)
-        for pattern in PATTERNS
-        for dtype in kinds
+        (pattern, dtype): losses(ParallelConfig(), run_dir, dtype, pattern, steps)
+        for pattern, dtype, steps in runs
     }
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_training_learns_something(single: dict, pattern: str) -> None:
+@pytest.fixture(scope="module")
+def single(run_dir: Path) -> Runs:
+    """Runs on one process, which never touches torch.distributed."""
+    return alone(run_dir, SINGLE)
+
+
+@pytest.fixture(scope="module")
+def single_long(run_dir: Path) -> Runs:
+    """More and longer ones."""
+    return alone(run_dir, SINGLE_LONG)
+
+
+def test_training_learns_something(single: Runs) -> None:
     """Otherwise equal losses would say little."""
-    rows = single[pattern, torch.float64]
+    rows = single["A", FP64]
     assert rows[-1][0] < rows[0][0] - 1.0
 
 
 def assert_as_alone(
-    parallel: ParallelConfig, run_dir: Path, single: dict, dtype: torch.dtype, pattern: str = "A"
+    parallel: ParallelConfig,
+    run_dir: Path,
+    single: Runs,
+    dtype: torch.dtype = FP64,
+    pattern: str = "A",
 ) -> None:
-    steps = CONTEXT_STEPS if parallel.cp > 1 else STEPS
-    mine = torch.tensor(losses(parallel, run_dir, dtype, pattern, steps), dtype=torch.float64)
-    exact = torch.tensor(single[pattern, torch.float64][:steps], dtype=torch.float64)
-    # In fp32 the yardstick is how far the run on one process is from the exact one: the order of
-    # additions differs, so the parallel run has rounding of its own, of the same size. Both are one
-    # draw of what training makes of it, so there is room between them, as in `run_numbers`.
-    in_fp32 = torch.tensor(single[pattern, torch.float32][:steps], dtype=torch.float64)
-    own_error = (in_fp32 - exact).abs().max()
-    allowed = 1e-10 if dtype == torch.float64 else 8 * float(own_error)
+    exact = torch.tensor(single[pattern, FP64], dtype=FP64)
+    mine = torch.tensor(losses(parallel, run_dir, dtype, pattern, len(exact)), dtype=FP64)
+    allowed = 1e-10
+    if dtype == FP32:
+        # The yardstick is how far the run on one process is from the exact one: the order of
+        # additions differs, so the parallel run has rounding of its own, of the same size. Both
+        # are one draw of what training makes of it, so there is room between them.
+        in_fp32 = torch.tensor(single[pattern, FP32], dtype=FP64)
+        allowed = 8 * float((in_fp32 - exact).abs().max())
     worst = float((mine - exact).abs().max())
     assert worst <= allowed, f"off by {worst:.2e}, allowed are {allowed:.2e}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
 @ranks(2)
-def test_two_ranks(
-    rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single: dict
-) -> None:
-    assert_as_alone(parallel, run_dir, single, dtype)
+def test_two_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs) -> None:
+    assert_as_alone(parallel, run_dir, single)
 
 
-@pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
+@pytest.mark.parametrize("parallel", [ON_TWO["dp2"], ON_TWO["tp2+sequence"]], ids=["dp", "tp"])
 @ranks(2)
 def test_recurrent_mixers_on_two_ranks(
-    rank: int, parallel: ParallelConfig, run_dir: Path, single: dict
+    rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs
 ) -> None:
-    assert_as_alone(parallel, run_dir, single, torch.float64, "GM")
+    assert_as_alone(parallel, run_dir, single, pattern="GM")
 
 
-@pytest.mark.parametrize("pattern", ["A", "M", "G", "GGGA"])
 @pytest.mark.parametrize("parallel", ON_TWO_CONTEXT.values(), ids=ON_TWO_CONTEXT)
 @ranks(2)
 def test_two_ranks_share_sequences(
-    rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single: dict
+    rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs
 ) -> None:
-    assert_as_alone(parallel, run_dir, single, torch.float64, pattern)
+    assert_as_alone(parallel, run_dir, single, pattern=MIXED)
 
 
 @ranks(2)
-def test_two_ranks_share_sequences_in_fp32(rank: int, run_dir: Path, single: dict) -> None:
-    assert_as_alone(ParallelConfig(cp=2), run_dir, single, torch.float32, "GGGA")
+def test_two_ranks_share_sequences_in_fp32(rank: int, run_dir: Path, single: Runs) -> None:
+    assert_as_alone(ParallelConfig(cp=2), run_dir, single, FP32, MIXED)
 
 
-@pytest.mark.parametrize("pattern", ["A", "GM"])
 @pytest.mark.parametrize("parallel", ON_FOUR_CONTEXT.values(), ids=ON_FOUR_CONTEXT)
 @ranks(4)
 def test_four_ranks_share_sequences(
-    rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single: dict
+    rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs
 ) -> None:
-    assert_as_alone(parallel, run_dir, single, torch.float64, pattern)
+    assert_as_alone(parallel, run_dir, single, pattern=MIXED)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
 @ranks(4)
-def test_four_ranks(
-    rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single: dict
+def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs) -> None:
+    assert_as_alone(parallel, run_dir, single)
+
+
+@ranks(4)
+def test_four_ranks_in_fp32(rank: int, run_dir: Path, single: Runs) -> None:
+    assert_as_alone(ON_FOUR["tp2+sequence x dp2"], run_dir, single, FP32)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", [FP64, FP32], ids=str)
+@pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
+@ranks(2)
+def test_long_runs_on_two_ranks(
+    rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single_long: Runs
 ) -> None:
-    assert_as_alone(parallel, run_dir, single, dtype)
+    assert_as_alone(parallel, run_dir, single_long, dtype)
+    assert_as_alone(parallel, run_dir, single_long, pattern="GM")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", [FP64, FP32], ids=str)
+@pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
+@ranks(4)
+def test_long_runs_on_four_ranks(
+    rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single_long: Runs
+) -> None:
+    assert_as_alone(parallel, run_dir, single_long, dtype)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pattern", ["M", "G", "GGGA"])
+@pytest.mark.parametrize("parallel", ON_TWO_CONTEXT.values(), ids=ON_TWO_CONTEXT)
+@ranks(2)
+def test_two_ranks_share_sequences_of_other_models(
+    rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single_long: Runs
+) -> None:
+    """The cheapest strategy depends on all mixers of a model."""
+    assert_as_alone(parallel, run_dir, single_long, pattern=pattern)
 
 
 def skip_partial_sum(model: object, collectives: object) -> None:
@@ -165,15 +214,15 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 @ranks(2)
-def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: dict) -> None:
+def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: Runs) -> None:
     attribute, broken, parallel = MUTANTS[name]
-    whole = getattr(data_parallel, attribute)
-    setattr(data_parallel, attribute, broken)
+    whole = getattr(replicas, attribute)
+    setattr(replicas, attribute, broken)
     try:
         with pytest.raises(AssertionError, match="off by"):
-            assert_as_alone(ON_TWO[parallel], run_dir, single, torch.float64)
+            assert_as_alone(ON_TWO[parallel], run_dir, single)
     finally:
-        setattr(data_parallel, attribute, whole)
+        setattr(replicas, attribute, whole)
 
 
 def drop_states(plan: Plan, spec: Spec, summary: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -199,13 +248,13 @@ CONTEXT_MUTANTS = {
 @pytest.mark.parametrize("name", CONTEXT_MUTANTS)
 @ranks(2)
 def test_a_plan_that_is_not_followed_is_noticed(
-    rank: int, name: str, run_dir: Path, single: dict
+    rank: int, name: str, run_dir: Path, single: Runs
 ) -> None:
     attribute, broken, parallel, pattern = CONTEXT_MUTANTS[name]
     whole = getattr(Plan, attribute)
     setattr(Plan, attribute, broken)
     try:
         with pytest.raises(AssertionError, match="off by"):
-            assert_as_alone(ON_TWO_CONTEXT[parallel], run_dir, single, torch.float64, pattern)
+            assert_as_alone(ON_TWO_CONTEXT[parallel], run_dir, single, pattern=pattern)
     finally:
         setattr(Plan, attribute, whole)

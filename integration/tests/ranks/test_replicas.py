@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration_support.short_runs import open_trainer, tiny_config
 from pcomm.core.collectives import SpyCollectives
 from pcomm.core.testing import ranks
-from pcomm.integration.config import ParallelConfig
-from pcomm.integration.testing.short_runs import open_trainer, tiny_config
+from pcomm.integration.config.sections import ParallelConfig
 
 UNITS = {
     False: ["(root)", "blocks.0", "blocks.1", "head"],

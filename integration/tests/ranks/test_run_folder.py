@@ -16,17 +16,16 @@ from unittest.mock import patch
 
 import pytest
 
+from integration_support.short_runs import prepare_words, run_words
 from pcomm.core import PcommError, connect
 from pcomm.core.errors import ConfigError, PeerError
 from pcomm.core.testing import ranks
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.data import tokenizer
-from pcomm.integration.testing.short_runs import prepare_words, run_words
 from pcomm.integration.train import run as run_module
-from pcomm.integration.train.interrupt import Interrupt
+from pcomm.integration.train.interrupt import Interrupt, RankBarrier, Stopped
 from pcomm.integration.train.run import Outcome
-from pcomm.integration.train.run_lock import lock_run
-from pcomm.integration.train.together import Stopped, Together
+from pcomm.integration.train.run_folder import lock_run
 
 Files = dict[str, tuple[bytes, int]]
 
@@ -120,7 +119,7 @@ HOLDER = """
 import sys
 import threading
 from pathlib import Path
-from pcomm.integration.train.run_lock import lock_run
+from pcomm.integration.train.run_folder import lock_run
 with lock_run(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -235,7 +234,7 @@ def test_a_request_ends_an_attempt_on_all_ranks_and_hides_no_error(rank: int) ->
 
     interrupt = Interrupt()
     with connect() as world:
-        together = Together(world, interrupt)
+        together = RankBarrier(world, interrupt)
         assert together("attempt", lambda: rank) == rank
         interrupt.is_requested = rank == 1
         with pytest.raises(PeerError if rank else ConfigError, match="key: broken"):

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from pcomm.core.testing import ranks
-from pcomm.fsdp import Sharded
-from pcomm.integration.config import Config, ParallelConfig
-from pcomm.integration.testing.short_runs import (
+from integration_support.short_runs import (
     Steps,
     tiny_config,
     train_steps,
     worst_difference,
 )
-from pcomm.integration.train import data_parallel
+from pcomm.core.testing import ranks
+from pcomm.fsdp import Sharded
+from pcomm.integration import replicas
+from pcomm.integration.config.sections import Config, ParallelConfig
 
-STEPS = 4
+# The second one has averages and parameters of the first.
+STEPS = 2
 ROW = 64
 MODEL = {"qk_norm": True, "mamba_groups": 2, "mamba_state_dim": 16, "moe_every": 1}
 EXPERTS = {"experts": 4, "experts_per_token": 2, "balance_loss": 0.01}
-# A GPT, both recurrent mixers, a hybrid, and one whose blocks all have experts.
-PATTERNS = {"A": {}, "GM": {}, "GGGA": {}, "experts": EXPERTS}
+# All mixers, and a model whose blocks all have experts.
+MIXED = "GMA"
+PATTERNS = {MIXED: {}, "experts": EXPERTS}
+SOAKED = {"A": {}, "GGGA": {}}
 
 SHARD = {"data": "shard"}
 ON_TWO = {
@@ -44,7 +48,6 @@ ON_FOUR = {
 }
 WITH_EXPERTS = {
     "ep1": ParallelConfig(dp=2, cp=2, **SHARD),
-    "ep2": ParallelConfig(dp=4, ep=2, **SHARD),
     "ep4": ParallelConfig(dp=4, ep=4, **SHARD),
     "ep2 x tp2": ParallelConfig(dp=2, tp=2, ep=2, **SHARD),
     "hybrid ep2": ParallelConfig(dp=4, ep=2, data="hybrid", shard_ranks=2),
@@ -54,7 +57,8 @@ WITH_EXPERTS = {
 def config(parallel: ParallelConfig, pattern: str) -> Config:
     """The tiny recipe with two rows in a micro-batch of a replica, one where ranks share it."""
     letters = "A" if pattern == "experts" else pattern
-    shape = {**MODEL, **PATTERNS[pattern], "pattern": letters, "layers": max(2, len(letters))}
+    own = {**PATTERNS, **SOAKED}[pattern]
+    shape = {**MODEL, **own, "pattern": letters, "layers": max(2, len(letters))}
     return tiny_config(
         parallel,
         model=shape,
@@ -65,13 +69,23 @@ def config(parallel: ParallelConfig, pattern: str) -> Config:
     )
 
 
+def alone(run_dir: Path, names: Iterable[str]) -> dict[str, Steps]:
+    return {
+        name: train_steps(config(ParallelConfig(), name), run_dir, torch.float64, STEPS)
+        for name in names
+    }
+
+
 @pytest.fixture(scope="module")
 def single(run_dir: Path) -> dict[str, Steps]:
     """The runs on one process, with whole parameters."""
-    return {
-        name: train_steps(config(ParallelConfig(), name), run_dir, torch.float64, STEPS)
-        for name in PATTERNS
-    }
+    return alone(run_dir, PATTERNS)
+
+
+@pytest.fixture(scope="module")
+def single_soaked(run_dir: Path) -> dict[str, Steps]:
+    """The same of other models."""
+    return alone(run_dir, SOAKED)
 
 
 def assert_as_alone(
@@ -86,25 +100,26 @@ def assert_as_alone(
     assert worst <= 1e-9, f"{name} is off by {worst:.1e}"
 
 
-@pytest.mark.parametrize("pattern", ["A", "GM", "GGGA"])
 @pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
 @ranks(2)
-def test_two_ranks(
-    rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single: dict
-) -> None:
-    assert_as_alone(parallel, run_dir, single, pattern)
+def test_two_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
+    assert_as_alone(parallel, run_dir, single, MIXED)
 
 
 @pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
 @ranks(4)
 def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: dict) -> None:
-    assert_as_alone(parallel, run_dir, single, "GM")
+    assert_as_alone(parallel, run_dir, single, MIXED)
 
 
-@pytest.mark.parametrize("pattern", ["A", "GGGA"])
-@ranks(4)
-def test_other_models_on_four_ranks(rank: int, pattern: str, run_dir: Path, single: dict) -> None:
-    assert_as_alone(ON_FOUR["zero3"], run_dir, single, pattern)
+@pytest.mark.soak
+@pytest.mark.parametrize("pattern", SOAKED)
+@pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
+@ranks(2)
+def test_other_models(
+    rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single_soaked: dict
+) -> None:
+    assert_as_alone(parallel, run_dir, single_soaked, pattern)
 
 
 @ranks(2)
@@ -152,7 +167,7 @@ def test_a_norm_of_own_shards_alone_is_noticed(rank: int, run_dir: Path, single:
         )
 
     with (
-        patch.object(data_parallel, "global_norm", own),
+        patch.object(replicas, "global_norm", own),
         pytest.raises(AssertionError, match="rows are off"),
     ):
-        assert_as_alone(ON_TWO["zero3"], run_dir, single, "A")
+        assert_as_alone(ON_TWO["zero3"], run_dir, single, MIXED)

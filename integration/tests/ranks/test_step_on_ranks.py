@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from integration_support.short_runs import tiny_config
+from integration_support.step_pools import StepPools
 from pcomm.core import connect
 from pcomm.core.testing import ranks
 from pcomm.inference import Engine, Request, SamplingParams
-from pcomm.integration.config import ParallelConfig
-from pcomm.integration.config_rules import validate
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import ParallelConfig
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import build_model, open_run_groups
-from pcomm.integration.testing.short_runs import tiny_config
-from pcomm.integration.testing.step_pools import StepPools
 
 KINDS = {
     "hybrid": {"pattern": "GMA", "layers": 3, "qk_norm": True},

@@ -14,19 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pcomm.core.tensor_parallel import join_shards
-from pcomm.core.testing import ranks
-from pcomm.integration.config import Config, ParallelConfig
-from pcomm.integration.data import batches as batches_module
-from pcomm.integration.data.batches import dealt_rows
-from pcomm.integration.data.packing import Batch, padded
-from pcomm.integration.testing.short_runs import (
+from integration_support.short_runs import (
     UNEVEN_SIZES,
     Steps,
     tiny_config,
     train_steps,
     worst_difference,
 )
+from pcomm.core.tensor_parallel import join_shards
+from pcomm.core.testing import ranks
+from pcomm.integration.config.sections import Config, ParallelConfig
+from pcomm.integration.data import batches as batches_module
+from pcomm.integration.data.batches import Batch, dealt_rows, padded
 from pcomm.integration.train import trainer as trainer_module
 
 # The second one has moments and parameters of the first.
@@ -36,8 +35,7 @@ ROW = 31
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"qk_norm": True, "attention_gate": True, "qkv_bias": True},
     "tied": {"tie_embeddings": True},
-    "gdn": {"pattern": "G"},
-    "mamba": {"pattern": "M"},
+    "recurrent": {"pattern": "GM"},
     "hybrid": {"pattern": "GGGA", "layers": 4},
     "experts": {"experts": 4, "moe_every": 2, "shared_expert_width": 9, "shared_expert_gate": True},
 }
@@ -106,7 +104,7 @@ ON_SIX = {
 }
 
 
-@pytest.mark.parametrize("model", ["gpt", "gdn", "mamba"])
+@pytest.mark.parametrize("model", ["gpt", "recurrent"])
 @ranks(5)
 def test_degrees_three_and_two(rank: int, model: str, run_dir: Path, single: dict) -> None:
     assert_as_alone(model, FIVE, run_dir, single)

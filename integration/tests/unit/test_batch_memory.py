@@ -7,10 +7,10 @@ import torch
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration import recipes
-from pcomm.integration.config_file import apply_overrides
-from pcomm.integration.config_resolved import Resolved
-from pcomm.integration.config_rules import validate
-from pcomm.integration.train.batch_memory import check_batch_memory, largest_memory
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Resolved
+from pcomm.integration.config.toml import apply_overrides
+from pcomm.integration.train.trainer import check_batch_memory, largest_memory
 
 
 def config(ranks: int, *overrides: str) -> Resolved:

@@ -14,17 +14,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from core_bench.runner import Row
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.core.testing.timing import Row
-from pcomm.integration.bench import server, theirs
-from pcomm.integration.bench.command import command
-from pcomm.integration.bench.kernels_alone import AttentionCalls, Products
-from pcomm.integration.bench.ours import begin, loaded, open_engine
-from pcomm.integration.bench.plain_tokenizer import write_plain_tokenizer
-from pcomm.integration.bench.rows import Found
-from pcomm.integration.bench.settings import PARTS, QUICK, Settings
-from pcomm.integration.bench.stream_client import Stream
-from pcomm.integration.bench.turns import take_turns
+from serving_bench import server
+from serving_bench import sides as theirs
+from serving_bench.command import command
+from serving_bench.results import PartResults
+from serving_bench.settings import PARTS, QUICK, Settings, write_plain_tokenizer
+from serving_bench.sides import AttentionCalls, Products, begin, loaded, open_engine
+from serving_bench.stream_client import Stream
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -143,21 +141,12 @@ def test_the_report_has_a_line_for_each_goal_and_part(quick: Path) -> None:
 
 
 def test_a_goal_is_met_on_its_side_of_the_limit() -> None:
-    found = Found("tiny")
+    found = PartResults("tiny")
     found.at_most("a ratio", 1.2, 1.2)
     found.at_most("a ratio", 1.2, 1.3)
     found.at_least("a ratio", 2.5, 2.5)
     found.at_least("a ratio", 2.5, 2.4)
     assert [goal.is_met for goal in found.goals] == [True, False, True, False]
-
-
-def test_the_first_round_does_not_count() -> None:
-    first, second = iter(range(4)), iter(range(10, 14))
-    times = take_turns([lambda: {"a": next(first)}, lambda: {"b": next(second)}], 3)
-    assert {name: timing.rounds_us for name, timing in times.items()} == {
-        "a": (1, 2, 3),
-        "b": (11, 12, 13),
-    }
 
 
 @pytest.mark.parametrize("vocabulary", [62, 63, 62 + 62**2 + 7])
@@ -216,7 +205,7 @@ class Linears(TorchFunctionMode):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers", reason="it writes the model")
-    from pcomm.integration.bench.directories import Directories
+    from serving_bench.settings import Directories
 
     return Directories(tmp_path_factory.mktemp("models")).of(Settings().models.tiny)
 

@@ -21,11 +21,10 @@ from pcomm.core.checkpoint import SafeReader, ShardView
 from pcomm.core.errors import ConfigError
 from pcomm.core.tensor_parallel import ParamLayout
 from pcomm.integration import recipes
-from pcomm.integration.checkpoint.checksums import check_files
-from pcomm.integration.checkpoint.folders import Checkpoint, newest
-from pcomm.integration.checkpoint.reader import check_index, read
+from pcomm.integration.checkpoint.folders import Checkpoint, check_files, newest
 from pcomm.integration.checkpoint.saver import Saver
-from pcomm.integration.config_rules import validate
+from pcomm.integration.checkpoint.state import check_index, read
+from pcomm.integration.config.rules import validate
 from pcomm.integration.parallelize import ALL_RANKS, open_run_groups
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)

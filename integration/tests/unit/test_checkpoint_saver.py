@@ -15,13 +15,13 @@ from pcomm.core import Group, connect
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.errors import ConfigError
 from pcomm.core.tensor_parallel import ParamLayout
-from pcomm.core.testing.patience import PATIENCE_S
+from pcomm.core.testing.programs import PATIENCE_S
 from pcomm.integration import recipes
 from pcomm.integration.checkpoint import folders
 from pcomm.integration.checkpoint.folders import checkpoints, newest, remove_partial
-from pcomm.integration.checkpoint.reader import read
 from pcomm.integration.checkpoint.saver import Saver
-from pcomm.integration.config_rules import validate
+from pcomm.integration.checkpoint.state import read
+from pcomm.integration.config.rules import validate
 from pcomm.integration.parallelize import ALL_RANKS, open_run_groups
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pcomm.integration import recipes
-from pcomm.integration.config import Config, keys
-from pcomm.integration.config_file import load_config
-from pcomm.integration.config_rules import validate
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Config, keys
+from pcomm.integration.config.toml import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -9,10 +9,10 @@ import pytest
 
 from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
 from pcomm.integration import recipes
-from pcomm.integration.config import Config, ModelConfig, keys
-from pcomm.integration.config_file import apply_overrides
-from pcomm.integration.config_rules import validate
-from pcomm.integration.model_rules import expert_blocks, mixers
+from pcomm.integration.config.model_rules import expert_blocks, mixers
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Config, ModelConfig, keys
+from pcomm.integration.config.toml import apply_overrides
 
 
 def _tiny(*overrides: str) -> Config:
@@ -290,7 +290,7 @@ def test_every_number_has_a_lower_bound():
 
 def test_configuration_needs_neither_torch_nor_numpy():
     code = (
-        "import sys, pcomm.integration.config_rules, pcomm.integration.config_file\n"
+        "import sys, pcomm.integration.config.rules, pcomm.integration.config.toml\n"
         "import pcomm.integration.recipes\n"
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )

@@ -16,14 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.data.batches import TrainBatches, evaluation_batches
-from pcomm.integration.data.document_order import DocumentOrder
-from pcomm.integration.data.packing import IGNORE, Batch, Segment, pack
-from pcomm.integration.data.row_order import RowOrder
+from pcomm.integration.data.batches import (
+    IGNORE,
+    Batch,
+    DocumentOrder,
+    DocumentSlice,
+    ShuffledRows,
+    TrainBatches,
+    evaluation_batches,
+    pack,
+)
 from pcomm.integration.data.token_cache import TokenCorpus
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
-COMMON = settings(max_examples=100, deadline=None)
+COMMON = settings(max_examples=40, deadline=None)
 FILLING = 0
 
 
@@ -138,7 +144,7 @@ def test_each_epoch_of_the_stream_holds_every_document_once(lengths, length, see
 @COMMON
 @given(window=st.integers(1, 50), seed=st.integers(0, 2**64 - 1), first=st.integers(0, 200))
 def test_the_rows_of_a_window_are_read_once_each(window, seed, first):
-    order = RowOrder(seed, window)
+    order = ShuffledRows(seed, window)
     # Asked for out of turn, as a resumed run does.
     assert order.row(first) // window == first // window
     for number in range(3):
@@ -333,4 +339,4 @@ def test_an_id_that_the_vocabulary_does_not_have_is_named(place: int) -> None:
     corpus = _corpus([4])
     corpus.tokens[place] = 60_000
     with pytest.raises(ConfigError, match="the id 60000, and a vocabulary of 5"):
-        pack(corpus, [Segment(0, 4, ends_document=True)])
+        pack(corpus, [DocumentSlice(0, 4, ends_document=True)])

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.atomic_file import atomic_write
-from pcomm.integration.config import DataConfig
+from pcomm.integration.config.sections import DataConfig
 from pcomm.integration.data import building
 from pcomm.integration.data.preparation import build_beside, open_prepared, prepare
 from pcomm.integration.data.token_cache import write_tokens
+from pcomm.integration.files import atomic_write
 
 TEXTS = {f"{i}.txt": f"Text number {i} of all.\n" * (i + 1) for i in range(30)}
 

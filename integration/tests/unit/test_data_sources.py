@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.integration.config import DataConfig
-from pcomm.integration.data.documents import Document
-from pcomm.integration.data.sources import content_hash, find_files
-from pcomm.integration.data.standard_library import standard_library_files
+from pcomm.integration.config.sections import DataConfig
+from pcomm.integration.data.sources import (
+    Document,
+    content_hash,
+    find_files,
+    standard_library_files,
+)
 
 
 def _documents(*patterns: object, text_key: str = "text") -> list[Document]:

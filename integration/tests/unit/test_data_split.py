@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcomm.integration.data.split import cut_text, held_out_mask
+from pcomm.integration.data.building import cut_text, held_out_mask
 
 NAMES = st.lists(st.text(), min_size=2, max_size=60, unique=True)
 

@@ -10,8 +10,8 @@ import torch
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.llm import LLM
-from pcomm.integration.llm.devices import device_of
-from pcomm.integration.train.precision import tell_device
+from pcomm.integration.llm.weight_form import device_of
+from pcomm.integration.precision import tell_device
 
 
 def test_devices_that_are_here_are_taken() -> None:

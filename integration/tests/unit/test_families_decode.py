@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from integration_support.huggingface_directories import SMALL_CONFIGS, write_directory
+from integration_support.step_pools import StepPools
 from pcomm.inference import Engine, Request, SamplingParams
+from pcomm.integration.huggingface.config_json import read_model
 from pcomm.integration.huggingface.directory import open_directory
-from pcomm.integration.huggingface.model_config import read_model
 from pcomm.integration.huggingface.weights import load_weights
 from pcomm.integration.models.attention import Attention
 from pcomm.integration.models.gated_delta_net import GatedDeltaNet
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.models.mamba2 import Mamba2
-from pcomm.integration.testing.huggingface_models import SMALL_CONFIGS, write_directory
-from pcomm.integration.testing.step_pools import StepPools
 
 pytest.importorskip("transformers", reason="transformers is the oracle here")
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pcomm.integration.config import Config, ModelConfig
-from pcomm.integration.config_rules import validate
-from pcomm.integration.models import attention, block
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Config, ModelConfig
+from pcomm.integration.models import attention, language_model
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.norm import RMSNorm
+from pcomm.integration.models.layers import RMSNorm
 from pcomm.integration.parallelize import plan_sequences
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
@@ -175,7 +175,7 @@ def test_logits_loss_and_gradients_equal_transformers(changes: dict[str, object]
 
 BREAKS = {
     "no mixer": (attention.Attention, "forward", lambda self, x, context: torch.zeros_like(x)),
-    "no mlp": (block.SwiGLU, "forward", lambda self, x: torch.zeros_like(x)),
+    "no mlp": (language_model.SwiGLU, "forward", lambda self, x: torch.zeros_like(x)),
     "no rotation": (attention, "rotate", lambda x, turn: x),
     "sees the document before": (
         attention,

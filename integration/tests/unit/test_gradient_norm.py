@@ -9,7 +9,7 @@ from torch import nn
 from pcomm.core import IdentityCollectives, Topology, open_groups
 from pcomm.core.tensor_parallel import param_layouts_of
 from pcomm.fsdp import Roles, fully_shard
-from pcomm.integration.train.gradient_norm import global_norm
+from pcomm.integration.replicas import global_norm
 
 
 def test_it_is_clipped_by_the_norm_that_fp64_gives() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from integration_support.huggingface_directories import SMALL_CONFIGS
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.integration.config import ModelConfig
+from pcomm.integration.config.model_rules import resolve_model
+from pcomm.integration.config.sections import ModelConfig
 from pcomm.integration.huggingface import open_directory, read_model, write_config
-from pcomm.integration.huggingface.families.all import FAMILIES
-from pcomm.integration.huggingface.families.layer_kinds import pattern_of
-from pcomm.integration.huggingface.model_config import effective
-from pcomm.integration.model_rules import resolve_model
-from pcomm.integration.testing.huggingface_models import SMALL_CONFIGS
+from pcomm.integration.huggingface.config_json import effective
+from pcomm.integration.huggingface.families import FAMILIES
+from pcomm.integration.huggingface.families.decoder import pattern_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
 

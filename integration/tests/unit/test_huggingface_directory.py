@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from integration_support.huggingface_directories import write_directory, write_tokenizer
 from pcomm.core import PcommError
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.integration import llm
@@ -23,8 +24,6 @@ from pcomm.integration.huggingface import (
     weights,
     write_config,
 )
-from pcomm.integration.testing.huggingface_models import write_directory
-from pcomm.integration.testing.huggingface_tokenizer import write_tokenizer
 
 pytest.importorskip("transformers", reason="transformers writes the directories here")
 

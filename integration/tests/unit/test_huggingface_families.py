@@ -12,24 +12,23 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from integration_support.huggingface_directories import SMALL_CONFIGS, write_directory
 from pcomm.core.tensor_parallel import param_layouts_of, take_shard
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
+from pcomm.integration.config.model_rules import resolve_model
 from pcomm.integration.huggingface import (
     export_model,
     load_model,
     open_directory,
     read_model,
-    tensor_files,
+    tensors,
     write_config,
 )
 from pcomm.integration.huggingface.directory import ModelDirectory
-from pcomm.integration.huggingface.tensor_files import TensorFiles
+from pcomm.integration.huggingface.tensors import TensorFiles
 from pcomm.integration.huggingface.weights import tensor_map
-from pcomm.integration.model_rules import resolve_model
-from pcomm.integration.models.block import Block
-from pcomm.integration.models.language_model import LanguageModel
+from pcomm.integration.models.language_model import Block, LanguageModel
 from pcomm.integration.parallelize import plan_sequences
-from pcomm.integration.testing.huggingface_models import SMALL_CONFIGS, write_directory
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
 
@@ -215,7 +214,7 @@ def test_a_rank_reads_its_own_bytes_and_no_others(
 ) -> None:
     write_directory(tmp_path, family)
     whole = dict(load_model(tmp_path).named_parameters())
-    monkeypatch.setattr(tensor_files, "safe_open", CountedFile)
+    monkeypatch.setattr(tensors, "safe_open", CountedFile)
     for rank in range(2):
         # Building and reading are local: nobody else is asked.
         place = VirtualCollectives(rank, 2, [], threading.Barrier(1))

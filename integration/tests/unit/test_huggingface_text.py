@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from integration_support.huggingface_directories import CHAT_TEMPLATE, write_tokenizer
 from pcomm.core.errors import ConfigError
 from pcomm.inference import Tokenizer
 from pcomm.integration.huggingface import (
@@ -17,7 +18,6 @@ from pcomm.integration.huggingface import (
     read_chat_template,
     read_tokenizer,
 )
-from pcomm.integration.testing.huggingface_tokenizer import CHAT_TEMPLATE, write_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
 

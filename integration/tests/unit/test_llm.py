@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from integration_support.short_runs import PATTERNS, tiny_run
 from pcomm.core.errors import ClosedError, ConfigError, UnsupportedError
 from pcomm.inference import KVSpec, SamplingParams, StateSpec
-from pcomm.integration import Writer
-from pcomm.integration.huggingface.convert import run_to_directory
+from pcomm.integration import plan_sequences
+from pcomm.integration.commands.conversion import run_to_directory
 from pcomm.integration.llm import LLM, load_model
-from pcomm.integration.llm.memory_size import memory_size, rank_bytes
-from pcomm.integration.testing.tiny_runs import PATTERNS, tiny_run
+from pcomm.integration.llm.engine_size import memory_size, rank_bytes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 MEMORY = 2**21
@@ -42,13 +42,19 @@ def llm(run: Callable[[str], Path]) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_it_writes_what_pcomm_generate_writes(name: str, run: Callable[[str], Path]) -> None:
-    expected = Writer.load(run(name)).write("word1 word2", GREEDY)
+def test_it_writes_the_likeliest_tokens(name: str, run: Callable[[str], Path]) -> None:
+    alone = load_model(run(name))
+    tokens = list(prompt := alone.prompt_ids("word1 word2"))
+    for _ in range(GREEDY.max_tokens):
+        sequence = plan_sequences(alone.model, (0, len(tokens)))
+        tokens.append(int(alone.model(torch.tensor(tokens), sequence)[-1].argmax()))
+    expected = tokens[len(prompt) :]
     with LLM(run(name), memory_bytes=MEMORY, max_model_len=128) as llm:
         (found,) = llm.generate("word1 word2", GREEDY)
-        assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+        assert list(found.token_ids) == expected
+        assert found.text == llm.loaded.tokenizer.decode(expected)
         assert found.finish_reason == "length"
-        assert found.prompt_ids == tuple(llm.loaded.tokenizer.encode("word1 word2"))
+        assert found.prompt_ids == tuple(prompt)
 
 
 def test_a_hugging_face_directory_writes_what_the_run_it_came_from_writes(
@@ -121,9 +127,9 @@ def test_with_batch_invariant_a_prompt_has_the_bits_that_it_has_alone(
                 (one.token_id, one.logprob) for one in expected.logprobs
             ]
         assert llm.engine.stats().cached_tokens == 0
-    # As the command writes it, whose engine has other sizes.
-    writer = Writer.load(run(name), dtype=getattr(torch, dtype), batch_invariant=True)
-    assert writer.write(prompts[3], params).token_ids == together[3].token_ids
+    # As `pcomm generate` writes it, whose engine has other sizes.
+    with LLM(run(name), max_model_len=220, max_requests=1, **options) as llm:
+        assert llm.generate(prompts[3], params)[0].token_ids == together[3].token_ids
 
 
 @pytest.mark.parametrize(

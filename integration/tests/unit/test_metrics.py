@@ -12,14 +12,18 @@ import pytest
 import torch
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.metrics import tensorboard
-from pcomm.integration.metrics.bits_per_byte import bits_per_byte
-from pcomm.integration.metrics.json_lines import JsonLinesSink, read_rows
-from pcomm.integration.metrics.plot import plot_loss
-from pcomm.integration.metrics.progress import ProgressSink, duration
-from pcomm.integration.metrics.run_sinks import open_sinks
-from pcomm.integration.metrics.sink import SinkGroup
-from pcomm.integration.train.memory import memory_mib
+from pcomm.integration import metrics
+from pcomm.integration.metrics import (
+    JsonLinesSink,
+    ProgressSink,
+    SinkGroup,
+    duration,
+    open_sinks,
+    plot_loss,
+    read_rows,
+)
+from pcomm.integration.train.loop import bits_per_byte
+from pcomm.integration.train.trainer import memory_mib
 
 
 class Recorder:
@@ -201,36 +205,36 @@ class Writer:
 
 def test_tensorboard_gets_each_number_at_its_step():
     writer = Writer()
-    sink = tensorboard.TensorBoardSink(writer)
+    sink = metrics.TensorBoardSink(writer)
     sink.write(_row(3, lr=0.1))
     sink.close()
     assert writer.calls == [("loss", 2.0, 3), ("lr", 0.1, 3), "closed"]
 
 
 def test_without_tensorboard_there_is_no_sink(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
-    assert tensorboard.open_tensorboard(tmp_path / "tensorboard") is None
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    assert metrics.open_tensorboard(tmp_path / "tensorboard") is None
     assert not (tmp_path / "tensorboard").exists()
 
 
 def test_a_broken_tensorboard_is_told_and_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with caplog.at_level(logging.WARNING, logger="pcomm"):
-        assert tensorboard.open_tensorboard(tmp_path) is None
+        assert metrics.open_tensorboard(tmp_path) is None
     assert "cannot be imported" in caplog.text
 
 
 def test_tensorboard_writes_event_files_where_it_is_installed(tmp_path):
     pytest.importorskip("tensorboard")
-    sink = tensorboard.open_tensorboard(tmp_path / "tensorboard", keep_through=2)
+    sink = metrics.open_tensorboard(tmp_path / "tensorboard", keep_through=2)
     sink.write(_row(3))
     sink.close()
     assert [path.name.startswith("events.") for path in (tmp_path / "tensorboard").iterdir()]
 
 
 def test_the_first_rank_writes_and_the_others_do_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     other = io.StringIO()
     sinks = open_sinks(tmp_path, rank=1, total_steps=4, stream=other)
     sinks.write(_row(1))

@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from integration_support.step_pools import StepPools
 from pcomm.core.errors import UnsupportedError
 from pcomm.core.tensor_parallel import param_layouts_of, take_shard
 from pcomm.core.testing import run_virtual
 from pcomm.core.testing.virtual import VirtualCollectives
 from pcomm.inference import Engine, Request, SamplingParams, StateMemory
 from pcomm.inference.layers import pack_weights
-from pcomm.integration.config import Config, ModelConfig
-from pcomm.integration.config_rules import validate
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Config, ModelConfig
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
-from pcomm.integration.testing.step_pools import StepPools
 
 VOCABULARY = 64
 SHAPES = {
@@ -331,9 +331,16 @@ def written(
 
 
 @pytest.mark.instructions
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("name", "head_dim"), [("A with everything", 128), ("M", 16), ("GGGA", 128)]
+    ("name", "head_dim", "dtype"),
+    [
+        ("A with everything", 128, torch.bfloat16),
+        ("A with everything", 128, torch.float32),
+        ("M", 16, torch.bfloat16),
+        ("M", 16, torch.float32),
+        ("GGGA", 128, torch.bfloat16),
+        pytest.param("GGGA", 128, torch.float32, marks=pytest.mark.soak),
+    ],
 )
 def test_a_batch_invariant_request_gets_the_bits_that_it_gets_alone(
     name: str, head_dim: int, dtype: torch.dtype

@@ -25,18 +25,13 @@ from pcomm.core.errors import LayoutError
 from pcomm.core.tensor_parallel import join_shards, param_layouts_of, take_shard
 from pcomm.core.testing import run_virtual
 from pcomm.core.testing.virtual import VirtualCollectives
-from pcomm.integration.config import Config, ModelConfig
-from pcomm.integration.config_rules import validate
-from pcomm.integration.models.layer_builder import LayerBuilder
-from pcomm.integration.models.moe import balance as balance_module
-from pcomm.integration.models.moe import dispatch as dispatch_module
-from pcomm.integration.models.moe import grouped_linear as grouped_module
-from pcomm.integration.models.moe import mixture as mixture_module
-from pcomm.integration.models.moe.balance import Balance
-from pcomm.integration.models.moe.dispatch import Dispatch, count
-from pcomm.integration.models.moe.grouped_linear import kernel_linear, loop_linear
-from pcomm.integration.models.moe.mixture import MixtureOfExperts
-from pcomm.integration.models.moe.token_shares import token_layout
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Config, ModelConfig
+from pcomm.integration.models import experts as experts_module
+from pcomm.integration.models import moe as moe_module
+from pcomm.integration.models.experts import kernel_linear, loop_linear
+from pcomm.integration.models.layers import LayerBuilder
+from pcomm.integration.models.moe import Balance, Dispatch, MixtureOfExperts, count, token_layout
 
 WIDTH, EXPERTS, ROW = 6, 4, 4
 COEFFICIENT, ROWS_IN_BATCH = 0.3, 5
@@ -308,32 +303,32 @@ def test_tensor_parallel_ranks_equal_the_dense_computation(
 
 BREAKS: dict[str, tuple[object, str, object]] = {
     "weights not renormalised": (
-        mixture_module.Router,
+        moe_module.Router,
         "forward",
         lambda self, x: _unscaled(self, x),
     ),
     "a rank's last token dropped": (
-        dispatch_module.Dispatch,
+        moe_module.Dispatch,
         "bring_back",
         lambda self, y: _zero_last(_BRING_BACK(self, y)),
     ),
-    "balance loss ignored": (balance_module, "with_side_loss", lambda x, loss: x),
+    "balance loss ignored": (moe_module, "with_side_loss", lambda x, loss: x),
     "experts mixed up": (
-        dispatch_module.Dispatch,
+        moe_module.Dispatch,
         "send",
         lambda self, x: _SEND(self, x).flip(0),
     ),
 }
 _BRING_BACK: Callable[..., Tensor] = Dispatch.bring_back
 _SEND: Callable[..., Tensor] = Dispatch.send
-_ROUTE = mixture_module.Router.forward
+_ROUTE = moe_module.Router.forward
 
 
 def _zero_last(y_TKD: Tensor) -> Tensor:
     return torch.cat([y_TKD[:-1], torch.zeros_like(y_TKD[-1:])])
 
 
-def _unscaled(router: mixture_module.Router, x_TD: Tensor) -> object:
+def _unscaled(router: moe_module.Router, x_TD: Tensor) -> object:
     routing = _ROUTE(router, x_TD)
     return routing._replace(weights_TK=routing.probabilities_TE.gather(1, routing.experts_TK))
 
@@ -483,7 +478,7 @@ def test_a_block_runs_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TD = torch.randn(9, 16, generator=generator)
     found = []
     for has_kernel in (False, True):
-        monkeypatch.setattr(grouped_module, "has_grouped_kernel", lambda *_, has=has_kernel: has)
+        monkeypatch.setattr(experts_module, "has_grouped_kernel", lambda *_, has=has_kernel: has)
         block.zero_grad()
         y_TD = block(x_TD)
         y_TD.sum().backward()

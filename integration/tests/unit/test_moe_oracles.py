@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from integration_support.step_pools import StepPools
 from pcomm.core import IdentityCollectives
-from pcomm.integration.config import Config, ModelConfig
-from pcomm.integration.config_rules import validate
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Config, ModelConfig
+from pcomm.integration.models import moe as moe_module
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.layer_builder import LayerBuilder
-from pcomm.integration.models.moe import mixture
-from pcomm.integration.models.moe.balance import Balance
-from pcomm.integration.models.moe.mixture import MixtureOfExperts
+from pcomm.integration.models.layers import LayerBuilder
+from pcomm.integration.models.moe import Balance, MixtureOfExperts
 from pcomm.integration.parallelize import plan_sequences
-from pcomm.integration.testing.step_pools import StepPools
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
 
@@ -131,13 +130,13 @@ def test_a_block_and_its_balance_loss_equal_mixtral() -> None:
 
 
 def test_the_oracle_notices_another_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    route = mixture.Router.forward
+    route = moe_module.Router.forward
 
-    def swap(self: mixture.Router, x_TD: Tensor) -> object:
+    def swap(self: moe_module.Router, x_TD: Tensor) -> object:
         routing = route(self, x_TD)
         return routing._replace(weights_TK=routing.weights_TK.flip(1))
 
-    monkeypatch.setattr(mixture.Router, "forward", swap)
+    monkeypatch.setattr(moe_module.Router, "forward", swap)
     with pytest.raises(AssertionError, match="not close"):
         compare_block()
 

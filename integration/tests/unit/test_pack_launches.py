@@ -18,8 +18,8 @@ pytest.importorskip("pcomm.nvls", reason="pcomm-nvls, which has the driver, is n
 PROGRAM = """
 import torch
 from pcomm.gdn_cp import GdnSpec, HeadShare
-from pcomm.gdn_cp.packing.triton_packing import TritonPacking
-from pcomm.nvls.testing.fake_device import fake_driver
+from pcomm.gdn_cp.triton_packing import TritonPacking
+from nvls_support.fake_device import fake_driver
 
 launches, packing = [], TritonPacking()
 with fake_driver(launches=launches):

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from integration_support.huggingface_directories import write_directory, write_tokenizer
+from integration_support.short_runs import tiny_run
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.inference import SamplingParams
@@ -21,9 +23,6 @@ from pcomm.integration.huggingface import load_model as load_directory
 from pcomm.integration.llm import LLM, load_model, weight_form
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
-from pcomm.integration.testing.huggingface_models import write_directory
-from pcomm.integration.testing.huggingface_tokenizer import write_tokenizer
-from pcomm.integration.testing.tiny_runs import tiny_run
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
 

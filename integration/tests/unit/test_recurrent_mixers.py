@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.gdn_cp.ops import Kernels
-from pcomm.integration.config import Config, ModelConfig
-from pcomm.integration.config_rules import validate
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Config, ModelConfig
 from pcomm.integration.models import gated_delta_net
-from pcomm.integration.models.context import Context
+from pcomm.integration.models.forward_context import Context
 from pcomm.integration.models.language_model import LanguageModel
 from pcomm.integration.parallelize import plan_sequences
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration_support.short_runs import run_words, write_words
 from pcomm.core.errors import ConfigError, PeerTimeoutError
 from pcomm.core.process import RankPlace, RankReport, ResilientRanks
 from pcomm.integration.checkpoint.folders import newest
 from pcomm.integration.commands import train_resilient
-from pcomm.integration.config_file import apply_overrides, load_config
-from pcomm.integration.testing.short_runs import run_words, write_words
+from pcomm.integration.config.toml import apply_overrides, load_config
 from pcomm.integration.train.resilient import cause
 from pcomm.ntp.session import Transition
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcomm.integration.data.batches import dealt_rows
-from pcomm.integration.data.packing import IGNORE, Batch, padded
+from pcomm.integration.data.batches import IGNORE, Batch, dealt_rows, padded
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))

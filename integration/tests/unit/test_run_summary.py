@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from inference_support.toy_model import ToyModel
 from pcomm.core.errors import PeerError
 from pcomm.inference import Engine, Request, SamplingParams
 from pcomm.inference.engine import EngineStats
 from pcomm.inference.roofline import BandwidthMeter, MemoryBandwidth
-from pcomm.inference.testing.toy_model import ToyModel
+from pcomm.integration.commands.llm_options import RunSummary, print_summary
 from pcomm.integration.llm import LLM
-from pcomm.integration.llm.run_summary import RunSummary, print_summary
 
 
 def slow_memory(num_bytes: int, device: torch.device) -> MemoryBandwidth:
@@ -24,6 +24,7 @@ def slow_memory(num_bytes: int, device: torch.device) -> MemoryBandwidth:
 
 def stats_after(num_steps: int) -> EngineStats:
     meter = BandwidthMeter(slow_memory)
+    meter.bandwidth(torch.device("cpu"), 0)
     engine = Engine(
         ToyModel(), vocabulary=11, max_model_len=16, num_blocks=4, num_state_slots=2, meter=meter
     )

@@ -11,9 +11,8 @@ import pytest
 
 from pcomm.core.errors import ConfigError
 from pcomm.integration.checkpoint.folders import Checkpoint
-from pcomm.integration.config import TrainConfig
-from pcomm.integration.train.progress import Progress
-from pcomm.integration.train.schedule import Rewarm, learning_rate
+from pcomm.integration.config.sections import TrainConfig
+from pcomm.integration.train.run_state import Progress, Rewarm, learning_rate
 
 COSINE = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate_ratio=0.1)
 CONSTANT = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, schedule="constant")

@@ -1,4 +1,4 @@
-"""Numbers that JSON does not have, on their way to a client."""
+"""Logprobs on their way to a client: where their tokens stand, and numbers that JSON lacks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from pcomm.inference import RequestOutput
-from pcomm.inference.engine import TokenLogprobs
+from pcomm.inference.sampling import TokenLogprobs
 
 pytest.importorskip("fastapi")
 
-from pcomm.integration.serve.replies import ChatReply, CompletionReply
+from pcomm.integration.serve.response_bodies import ChatReply, CompletionReply
 
 
 class Texts:
@@ -24,6 +24,17 @@ class Texts:
 
     def text_of(self, token_id: int) -> str:
         return "x"
+
+
+def test_offsets_of_tokens_go_on_over_chunks_of_each_text() -> None:
+    made = CompletionReply("x", "m", Texts(), num_texts=2, has_usage=False, has_logprobs=True)
+    entries = tuple(TokenLogprobs(1, -0.5, {}) for _ in range(3))
+    offsets = []
+    for place, count in ((0, 2), (1, 1), (0, 3), (1, 2)):
+        output = RequestOutput("x-0", (1,) * count, text="x" * count, logprobs=entries[:count])
+        ((choice,),) = (part["choices"] for part in made.chunks(place, output))
+        offsets.append(choice["logprobs"]["text_offset"])
+    assert offsets == [[0, 1], [0], [2, 3, 4], [1, 2]]
 
 
 @pytest.mark.parametrize("reply", [CompletionReply, ChatReply])

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from pcomm.core.testing import run_virtual
 from pcomm.core.testing.virtual import VirtualCollectives
 from pcomm.inference import Engine, KVMemory, Request, SamplingParams
-from pcomm.inference.roofline import DecodeStats
-from pcomm.integration.config import Config, ModelConfig
-from pcomm.integration.config_rules import validate
+from pcomm.inference.roofline import BandwidthMeter, DecodeStats, MemoryBandwidth
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Config, ModelConfig
 from pcomm.integration.models.language_model import LanguageModel
 
 VOCABULARY = 96
@@ -103,9 +103,12 @@ def model_of(kind: str, collectives: VirtualCollectives | None = None) -> Langua
 
 def decoding(model: LanguageModel, prompts: Sequence[int]) -> Engine:
     """An engine whose requests have had their first token."""
+    meter = BandwidthMeter(lambda num_bytes, device: MemoryBandwidth(1.0, 1.0, 1.0))
+    meter.bandwidth(torch.device("cpu"), 0)
     engine = Engine(
         model,
         vocabulary=VOCABULARY,
+        meter=meter,
         max_model_len=64,
         num_blocks=20,
         num_state_slots=6,
@@ -124,7 +127,7 @@ def observed(model: LanguageModel, prompts: Sequence[int]) -> tuple[DecodeStats,
     engine = decoding(model, prompts)
     weights = Reads([*model.named_parameters(), *model.named_buffers()])
     pools = []
-    for layer, memory in enumerate(engine._memory.pools.memories):
+    for layer, memory in enumerate(engine._allocator.pools.memories):
         if isinstance(memory, KVMemory):
             pools += [(f"kv {layer} k", memory.keys), (f"kv {layer} v", memory.values)]
         else:

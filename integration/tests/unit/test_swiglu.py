@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from pcomm.core.testing import assert_as_accurate, assert_close
-from pcomm.integration.models.mlp import swiglu
+from pcomm.integration.models.layers import swiglu
 
 
 def plain(gate_up: torch.Tensor) -> torch.Tensor:

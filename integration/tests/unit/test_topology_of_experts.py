@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pcomm.integration.config import ParallelConfig
-from pcomm.integration.config_rules import validate
+from integration_support.short_runs import tiny_config
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import ParallelConfig
 from pcomm.integration.parallelize import topology_of
-from pcomm.integration.testing.short_runs import tiny_config
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from integration_support.short_runs import UNEVEN_SIZES
 from pcomm.core import IdentityCollectives, Topology
 from pcomm.core.tensor_parallel import param_layouts_of
-from pcomm.integration.config import ModelConfig
-from pcomm.integration.model_rules import resolve_model
+from pcomm.integration.config.model_rules import resolve_model
+from pcomm.integration.config.sections import ModelConfig
+from pcomm.integration.config.units import units_of_model
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.units import units_of_model
-from pcomm.integration.testing.short_runs import UNEVEN_SIZES
 from pcomm.ntp import Failures, plan
 
 VOCABULARY = 29

@@ -17,18 +17,23 @@ from pcomm.core.process import World
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.fsdp import ReshardPolicy, Roles, Scope, Sharded, fully_shard
 from pcomm.gdn_cp import Plan, StrategyName, make_plan
-from pcomm.integration.config_resolved import Resolved, ResolvedParallel
-from pcomm.integration.models.block import Block
+from pcomm.integration.config.nonuniform import plan_of
+from pcomm.integration.config.sections import Resolved, ResolvedParallel
+from pcomm.integration.models.experts import Experts
 from pcomm.integration.models.initialisation import initialise
-from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.moe.experts import Experts
-from pcomm.integration.nonuniform_rules import plan_of
-from pcomm.integration.planned_groups import group_names, group_specs, numbered, used_ranks
-from pcomm.integration.run_place import RunPlace
-from pcomm.integration.train.data_parallel import DataParallel, PlannedReplicas, ShardedReplicas
-from pcomm.integration.train.precision import precision_of, scope_in_fp32
-from pcomm.ntp import GradSync, grad_groups
-from pcomm.ntp import Plan as NtpPlan
+from pcomm.integration.models.language_model import Block, LanguageModel
+from pcomm.integration.precision import precision_of, scope_in_fp32
+from pcomm.integration.replicas import (
+    DataParallel,
+    PlannedReplicas,
+    RunPlace,
+    ShardedReplicas,
+    group_names,
+    group_specs,
+    numbered,
+    used_ranks,
+)
+from pcomm.ntp import GradSync, NtpPlan, grad_groups
 
 __all__ = ["ALL_RANKS", "PLANNED_NAMES", "SAME_ROWS", "build_model", "open_run_groups", "place_of"]
 __all__ += ["plan_sequences", "shard_parameters", "share_gradients", "splitting_groups"]

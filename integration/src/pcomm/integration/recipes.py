@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pcomm.integration.config import (
+from pcomm.integration.config.sections import (
     CheckpointConfig,
     Config,
     DataConfig,

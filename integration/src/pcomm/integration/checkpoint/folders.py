@@ -1,26 +1,29 @@
-"""Where checkpoints lie in a run's folder, and which of them are whole.
-
-A checkpoint is written under a name that ends in `.partial` and renamed when every rank has
-written its part, and loses its name again before it is removed; a rename happens or does not. So
-what has its final name is whole, whenever a process died.
-"""
+"""Which checkpoints are whole: their folders, and the checksums of what was written."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
+
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.checkpoint.hashing import new_hash
+from pcomm.integration.files import new_hash
 
 __all__ = [
-    "CHECKSUMS",
     "Checkpoint",
+    "HashingFileSystem",
+    "check_files",
     "checkpoints",
     "commit",
     "discard",
@@ -29,6 +32,7 @@ __all__ = [
     "remove_partial",
 ]
 
+_log = logging.getLogger("pcomm.train")
 _PARTIAL = ".partial"
 _DISCARDED = ".discarded"
 _STATE = "state.json"
@@ -105,7 +109,7 @@ def commit(
     Args:
         partial: The folder, in which every rank has written and synced its part.
         state: Values to save beside the tensors, as JSON.
-        digests: Digest of every file in the folder, by name; see `checksums`.
+        digests: Digest of every file in the folder, by name.
         keep: Number of newest checkpoints that stay; None keeps all.
     """
     described = json.dumps(state, indent=1).encode()
@@ -164,3 +168,146 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class HashingFileSystem(FileSystem):
+    """The local file system; knows afterwards the digest of each file that was written through it.
+
+    A file must be written from its beginning to its end, as torch does it.
+    """
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+        """Name of a file, without its folder, to the digest of its content."""
+        self.error: OSError | None = None
+        """What the operating system said when a file could not be written."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file as torch's own class does."""
+        with super().create_stream(path, mode) as stream:
+            if "w" not in mode:
+                yield stream
+                return
+            hashing = _HashingStream(cast(IO[bytes], stream))
+            try:
+                yield cast(io.IOBase, hashing)
+            finally:
+                self.error = self.error or hashing.error
+            self.digests[Path(path).name] = hashing.digest()
+
+
+class _HashingStream:
+    """Passes on what is written to it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._hash = stream, new_hash()
+        self.error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        self._hash.update(content)
+        try:
+            return self._stream.write(content)
+        except OSError as error:
+            # torch's writer of archives replaces it by an error of its own.
+            self.error = error
+            raise
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def __getattr__(self, name: str) -> Any:
+        # tell, flush, fileno and close: whatever else torch does with a file that it writes.
+        if name in ("seek", "truncate", "writelines"):
+            raise AttributeError(f"{name}: what is hashed is written in order")
+        return getattr(self._stream, name)
+
+
+# Hashing is as fast as a core, and files are hashed side by side.
+_MAX_THREADS = 8
+
+
+def check_files(checkpoint: Checkpoint, *, rank: int = 0, size: int = 1) -> None:
+    """Compare files of a checkpoint with the checksums that were written beside them. Local.
+
+    Reads the whole files. The ranks of a run share them: each calls it with its place, and the
+    verdict of all counts.
+
+    Args:
+        checkpoint: A whole one.
+        rank: Number of the share of the files to read, from 0.
+        size: Number of shares.
+
+    Raises:
+        ConfigError: A file is missing or has other content; names it, and the newest checkpoint
+            before this one whose files are as they were written.
+    """
+    problem = _problem(checkpoint, rank, size)
+    if problem is None:
+        return
+    raise ConfigError(
+        f"checkpoint {checkpoint.folder}",
+        found=problem,
+        why="The file has changed since it was written, so the weights would not be those saved.",
+        fix=_way_on(checkpoint),
+    )
+
+
+def _problem(checkpoint: Checkpoint, rank: int, size: int) -> str | None:
+    """The first file that is not as it was written, or None."""
+    try:
+        expected = _expected(checkpoint.folder)
+    except (OSError, ValueError) as error:
+        return f"{CHECKSUMS} cannot be read: {error}"
+    if expected is None:
+        if rank == 0:
+            _log.warning("%s has no %s, so damage would go unseen", checkpoint.folder, CHECKSUMS)
+        return None
+    mine = sorted(expected)[rank::size]
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        found = threads.map(lambda name: _digest(checkpoint.folder / name), mine)
+        for name, digest in zip(mine, found, strict=True):
+            if digest != expected[name]:
+                return f"the file {name} {_difference(digest)}"
+    return None
+
+
+def _expected(folder: Path) -> Mapping[str, str] | None:
+    """File name to digest; None without a file of them."""
+    try:
+        content = json.loads((folder / CHECKSUMS).read_text())
+    except FileNotFoundError:
+        return None
+    files = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(Path(name).name == name for name in files):
+        raise ValueError("no list of files")
+    return files
+
+
+def _digest(path: Path) -> str | OSError | ValueError:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, new_hash).hexdigest()
+    # The list of names may be damaged, too: a name with a zero byte in it is a ValueError.
+    except (OSError, ValueError) as error:
+        return error
+
+
+def _difference(digest: str | OSError | ValueError) -> str:
+    if not isinstance(digest, str):
+        return f"cannot be read: {type(digest).__name__}: {digest}"
+    return "does not have the content that was written: its checksum differs"
+
+
+def _way_on(checkpoint: Checkpoint) -> str:
+    run_dir = checkpoint.folder.parent.parent
+    for earlier in reversed(checkpoints(run_dir)):
+        if earlier.step < checkpoint.step and _problem(earlier, 0, 1) is None:
+            return (
+                f"Remove {checkpoint.folder} to go on from {earlier.folder}, whose files are as "
+                "they were written, or copy the file from a backup."
+            )
+    return (
+        "Copy the file from a backup; there is no earlier checkpoint that is whole, so otherwise "
+        "start over with --restart."
+    )

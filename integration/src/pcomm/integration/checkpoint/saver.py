@@ -1,4 +1,4 @@
-"""Writing checkpoints while training goes on."""
+"""Checkpoints are written while training goes on, and never hold a NaN."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -18,14 +19,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pcomm.core import Group
+from pcomm.core import Group, PcommError
 from pcomm.core.checkpoint import ShardSavePlanner, ShardView
 from pcomm.core.errors import ConfigError
-from pcomm.integration.checkpoint.folders import commit, newest, partial_folder
-from pcomm.integration.checkpoint.hashing import HashingFileSystem
-from pcomm.integration.finite import NotFiniteError, is_finite
+from pcomm.integration.checkpoint.folders import (
+    HashingFileSystem,
+    commit,
+    newest,
+    partial_folder,
+)
 
-__all__ = ["Saver"]
+__all__ = ["NotFiniteError", "Saver", "is_finite"]
 
 
 class Saver:
@@ -128,27 +132,6 @@ class Saver:
             ) from failed
 
 
-class _FinitePlanner(ShardSavePlanner):
-    """Refuses to save what is not finite; torch tells all ranks before any of them writes."""
-
-    def __init__(self, partial: Path) -> None:
-        super().__init__()
-        self._partial = partial
-
-    def create_local_plan(self) -> SavePlan:
-        for name, view in self.state_dict.items():
-            if not is_finite(view.tensor):
-                good = newest(self._partial.parent.parent)
-                raise NotFiniteError(
-                    f"checkpoint {self._partial.stem}",
-                    found=f"NaN or infinity in {name}",
-                    why="A checkpoint with it would in time take the place of the good ones.",
-                    fix="Lower train.learning_rate; the same command goes on "
-                    + (f"from {good.folder}, which is good." if good else "from the beginning."),
-                )
-        return super().create_local_plan()
-
-
 @dataclass(frozen=True)
 class _FileResult(WriteResult):
     """What was written where, with the digest of the file; the first rank gets those of all."""
@@ -193,3 +176,38 @@ class _Writer(FileSystemWriter):
                 assert isinstance(result, _FileResult)
                 digests[result.storage_data.relative_path] = result.digest
         commit(self._partial, self._state, digests, keep=self._keep)
+
+
+class _FinitePlanner(ShardSavePlanner):
+    """Refuses to save what is not finite; torch tells all ranks before any of them writes."""
+
+    def __init__(self, partial: Path) -> None:
+        super().__init__()
+        self._partial = partial
+
+    def create_local_plan(self) -> SavePlan:
+        for name, view in self.state_dict.items():
+            if not is_finite(view.tensor):
+                good = newest(self._partial.parent.parent)
+                raise NotFiniteError(
+                    f"checkpoint {self._partial.stem}",
+                    found=f"NaN or infinity in {name}",
+                    why="A checkpoint with it would in time take the place of the good ones.",
+                    fix="Lower train.learning_rate; the same command goes on "
+                    + (f"from {good.folder}, which is good." if good else "from the beginning."),
+                )
+        return super().create_local_plan()
+
+
+class NotFiniteError(PcommError, ArithmeticError):
+    """A loss, a gradient or a weight is NaN or infinite, so the run would train on nothing."""
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every element is a finite number. Local; waits for the tensor's device."""
+    # A gradient of a sharded model is asked about this rank's part, which is meant here.
+    tensor = tensor.as_subclass(Tensor)
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    # A sum needs no memory, and is finite only where all its terms are; it may itself overflow.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())

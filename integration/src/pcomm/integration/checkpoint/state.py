@@ -1,26 +1,101 @@
-"""Everything in a run that a checkpoint holds, by name."""
+"""What a checkpoint holds, of which run it is, and how it is read on any number of ranks."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from pcomm import fsdp
-from pcomm.core.checkpoint import ShardView
+from pcomm.core import Group, PcommError
+from pcomm.core.checkpoint import SafeReader, ShardLoadPlanner, ShardView
+from pcomm.core.errors import ConfigError
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
 from pcomm.fsdp import Sharded
-from pcomm.ntp import Plan
-from pcomm.ntp.reshard import shard_views, state_tensors
+from pcomm.integration.checkpoint.folders import (
+    Checkpoint,
+)
+from pcomm.integration.config.sections import Config
+from pcomm.integration.config.toml import to_dict
+from pcomm.ntp import NtpPlan
+from pcomm.ntp.redistribute import shard_views, state_tensors
 
 __all__ = [
+    "check_index",
+    "check_same_run",
+    "identity_of",
     "model_shard_views",
     "planned_shard_views",
+    "read",
     "set_optimizer_step",
     "training_shard_views",
 ]
+
+# What decides the weights and the batches. The rest (length of the run, learning rate, parallel
+# sizes, precision, evaluation, checkpoints) may change between one start and the next.
+_TRAIN = ("seed", "sequence_length", "global_batch_tokens")
+
+# What no key of the configuration is called.
+_WORDS = {"data.fingerprint": "the text of data.path, or its split (a hash of both)"}
+
+
+def identity_of(config: Config, corpus: str | None = None) -> dict[str, Any]:
+    """What must not change when a run is resumed; goes into every checkpoint.
+
+    Args:
+        config: The validated configuration, in which derived sizes are numbers and not `auto`.
+        corpus: Fingerprint of the tokenised text; None to compare the rest before there is one.
+    """
+    sections = to_dict(config)
+    data = {"vocabulary": config.data.vocabulary}
+    # Where the first weights came from does not matter to those that are saved.
+    sections["model"].pop("from")
+    return {
+        "model": sections["model"],
+        "data": data if corpus is None else {**data, "fingerprint": corpus},
+        "train": {name: sections["train"][name] for name in _TRAIN},
+    }
+
+
+def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
+    """Refuse to go on from a checkpoint of another model or other batches. Local.
+
+    Raises:
+        ConfigError: Names every key that differs, with both values.
+    """
+    saved = _keys(checkpoint.state().get("identity"))
+    differences = [
+        f"{_WORDS.get(key, key)} was {saved.get(key)!r} and is {value!r}"
+        for key, value in _keys(identity).items()
+        # What was converted has seen no batch yet, so it says nothing of them.
+        if saved.get(key) != value and (checkpoint.step or key in saved)
+    ]
+    if differences:
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder}",
+            found="; ".join(differences),
+            why="These decide the weights and the batches, so the run would not be the same one.",
+            fix="Go back to the run's configuration, choose another --out, or start over "
+            "with --restart.",
+        )
+
+
+def _keys(identity: object) -> dict[str, object]:
+    """`section.key` to value; of a damaged file, what can be made out."""
+    sections = identity.items() if isinstance(identity, dict) else ()
+    return {
+        f"{section}.{name}": value
+        for section, values in sections
+        if isinstance(values, dict)
+        for name, value in values.items()
+    }
+
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -67,7 +142,7 @@ def training_shard_views(
 
 
 def planned_shard_views(
-    model: nn.Module, optimizer: Optimizer, plan: Plan, rank: int
+    model: nn.Module, optimizer: Optimizer, plan: NtpPlan, rank: int
 ) -> dict[str, ShardView]:
     """The same of a replica whose degree is its own, under the same names. Local.
 
@@ -103,3 +178,63 @@ def set_optimizer_step(optimizer: Optimizer, step: int) -> None:
     for state in optimizer.state.values():
         counted: Tensor = state["step"]
         counted.fill_(float(step))
+
+
+def check_index(checkpoint: Checkpoint) -> None:
+    """Make sure that the list of what a checkpoint holds can be read. Local.
+
+    To be called before `read`, in which a rank that cannot read it would leave the others alone.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        SafeReader(checkpoint.folder).read_metadata()
+    except Exception as error:  # whatever unpickling a damaged file may raise
+        raise _damaged(checkpoint, error) from error
+
+
+def read(
+    checkpoint: Checkpoint, views: Mapping[str, ShardView], group: Group | None = None
+) -> None:
+    """Fill `views` in place from a checkpoint written by any number of ranks.
+
+    Runs nothing that the files name: see `SafeReader`. Whether they are as they were written is
+    checked by `check_files`.
+
+    Args:
+        checkpoint: A whole one.
+        views: This rank's tensors, with the logical shapes that were saved.
+        group: All ranks, which then read together; without it this process reads alone.
+
+    Raises:
+        ConfigError: On every rank, if on one of them a tensor is missing, has another logical
+            shape, or lies in a damaged file.
+    """
+    alone, planner = group is None or group.is_identity, ShardLoadPlanner()
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # One process reads without torch.distributed, which torch warns about each time.
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(
+                dict(views),
+                storage_reader=SafeReader(checkpoint.folder),
+                planner=planner,
+                process_group=None if group is None else group.process_group,
+                no_dist=alone,
+            )
+    except CheckpointException as failed:
+        error = failed.failures[min(failed.failures)][0]
+        if isinstance(error, PcommError):
+            raise error from failed
+        raise _damaged(checkpoint, error) from failed
+    planner.put()
+
+
+def _damaged(checkpoint: Checkpoint, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"checkpoint {checkpoint.folder}",
+        found=f"a file that cannot be read: {type(error).__name__}: {error}",
+        why="The weights cannot be put together without all of its files.",
+        fix="Remove this folder to go on from the checkpoint before it.",
+    )

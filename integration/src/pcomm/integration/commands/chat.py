@@ -8,13 +8,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from pcomm.core.errors import PcommError
-from pcomm.integration.commands.llm_options import add_llm_options, llm_options
+from pcomm.integration.commands.llm_options import add_llm_options, llm_options, print_summary
 
 if TYPE_CHECKING:
     from pcomm.inference import SamplingParams
     from pcomm.integration.llm import LLM
 
-__all__ = ["ChatCommand", "command"]
+__all__ = ["command"]
 
 _NEW = "/new"
 
@@ -50,7 +50,6 @@ class ChatCommand:
         # Imported late, so that --help does not wait for torch.
         from pcomm.inference import SamplingParams
         from pcomm.integration.llm import LLM
-        from pcomm.integration.llm.run_summary import print_summary
 
         params = SamplingParams(
             max_tokens=arguments.max_tokens,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pcomm.core.errors import ConfigError
 
-__all__ = ["ConvertCommand", "command"]
+__all__ = ["command"]
+
 
 _DTYPES = ("fp32", "bf16", "fp16")
 
@@ -60,8 +61,8 @@ class ConvertCommand:
                 fix="Leave --allow-not-finite away.",
             )
         # Imported late, so that a mistake above does not wait for torch.
-        from pcomm.integration.huggingface.convert import directory_to_run, run_to_directory
-        from pcomm.integration.huggingface.dtypes import SHORT_NAMES
+        from pcomm.integration.commands.conversion import directory_to_run, run_to_directory
+        from pcomm.integration.huggingface.tensors import SHORT_NAMES
 
         if is_directory:
             kind = directory_to_run(source, out)

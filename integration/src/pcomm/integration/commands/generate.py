@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import os
 import sys
 import time
+from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.commands.llm_options import add_placement_options
+from pcomm.integration.commands.llm_options import RunSummary, add_llm_options, llm_options
 
 if TYPE_CHECKING:
     from pcomm.inference import SamplingParams
-    from pcomm.integration.generate.writer import Writer
+    from pcomm.integration.llm import LLM
 
-__all__ = ["GenerateCommand", "command"]
+__all__ = ["command"]
 
 
 class GenerateCommand:
@@ -29,10 +27,8 @@ class GenerateCommand:
     help = "Write text with the newest weights of a run, or a Hugging Face model."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """`DIR`, the prompt, how tokens are drawn, when the text ends, and `--json`."""
-        parser.add_argument(
-            "run", type=Path, metavar="DIR", help="a run of `pcomm train`, or a Hugging Face folder"
-        )
+        """`DIR`, how it is loaded, the prompt, how tokens are drawn, the end, and `--json`."""
+        add_llm_options(parser)
         prompt = parser.add_mutually_exclusive_group()
         prompt.add_argument("--prompt", default="", metavar="TEXT", help="what to continue")
         prompt.add_argument(
@@ -61,7 +57,6 @@ class GenerateCommand:
         )
         parser.add_argument("--seed", type=int, default=0, metavar="S")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
-        add_placement_options(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the prompt and what follows it, while it is written, and how fast that was."""
@@ -84,88 +79,73 @@ class GenerateCommand:
         prompt: str | list[int] = arguments.prompt
         if arguments.prompt_ids is not None:
             prompt = _ids(arguments.prompt_ids)
-        words = (arguments, prompt)
-        if arguments.ranks == 1:
-            write_on_rank(*words)
-            return 0
         # Imported late, so that a mistake above does not wait for torch.
-        from pcomm.core import run_local
-        from pcomm.core.process import RankError
+        from pcomm.core import Topology, connect, open_groups
+        from pcomm.inference import SamplingParams
+        from pcomm.integration.llm import LLM
         from pcomm.integration.llm.loading import load_text
 
-        # Before any rank is started.
-        load_text(arguments.run, ranks=arguments.ranks)
-        try:
-            run_local(
-                write_on_rank,
-                arguments.ranks,
-                words,
-                threads=max(1, (os.cpu_count() or 1) // arguments.ranks),
-                preload=("pcomm.integration.generate.writer",),
+        params = SamplingParams(
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            seed=arguments.seed,
+            max_tokens=arguments.max_tokens,
+            stop=tuple(arguments.stop),
+        )
+        # Before the weights: memory is taken for this one text.
+        loaded, options = load_text(arguments.model, ranks=arguments.ranks), llm_options(arguments)
+        ids = loaded.prompt_ids(prompt) if isinstance(prompt, str) else prompt
+        most = arguments.max_model_len or loaded.max_tokens
+        if len(ids) >= most:
+            raise ConfigError(
+                "prompt",
+                found=f"{len(ids)} tokens, and a context of {most}",
+                why="The model was not made for texts that are longer.",
+                fix="Shorten the prompt; --max-model-len N reads more at your risk.",
             )
-        except RankError as error:
-            print(error, file=sys.stderr)
-            return 1
+        options["max_model_len"] = min(most, len(ids) + arguments.max_tokens)
+        with connect() as world, open_groups(Topology({"tp": world.size}), ["tp"]) as groups:
+            # The ranks of a launcher such as torchrun share the model, and all write the text.
+            group = groups["tp"] if world.size > 1 else None
+            with LLM(**options, group=group, max_requests=1, prefix_cache=False) as llm:
+                begun, is_first = time.perf_counter(), world.rank == 0
+                shown = prompt if isinstance(prompt, str) else loaded.tokenizer.decode(prompt)
+                text = _write(llm, shown, ids, params, shows=is_first and not arguments.json)
+                seconds = time.perf_counter() - begun
+                # On every rank, since they share the memory that is measured.
+                summary = RunSummary(text["num_tokens"], seconds, llm.stats())
+        if is_first and arguments.json:
+            print(json.dumps(text | {"speed": summary.fields()}))
+        elif is_first:
+            print(summary, file=sys.stderr)
         return 0
 
 
-def write_on_rank(arguments: argparse.Namespace, prompt: str | list[int]) -> None:
-    """One rank of `pcomm generate`; the first one prints. Collective over all ranks."""
-    from pcomm.core import Topology, connect, open_groups
-    from pcomm.inference import SamplingParams
-    from pcomm.integration.generate.writer import Writer
-    from pcomm.integration.llm.devices import device_of
-    from pcomm.integration.llm.dtypes import dtype_of
-    from pcomm.integration.llm.run_summary import RunSummary
-
-    params = SamplingParams(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        max_tokens=arguments.max_tokens,
-        stop=tuple(arguments.stop),
-    )
-    with connect() as world, open_groups(Topology({"tp": world.size}), ["tp"]) as groups:
-        group = groups["tp"] if world.size > 1 else None
-        writer = Writer.load(
-            arguments.run,
-            dtype=dtype_of(arguments.dtype),
-            device=device_of(arguments.device),
-            group=group,
-            quantization=arguments.quantization,
-            batch_invariant=arguments.batch_invariant,
-        )
-        begun = time.perf_counter()
-        if world.rank or arguments.json:
-            text = dataclasses.asdict(writer.write(prompt, params))
-            num_tokens = text["num_tokens"]
-        else:
-            num_tokens = _show(writer, prompt, params)
-        seconds = time.perf_counter() - begun
-        # On every rank, since they share the memory that is measured.
-        stats = writer.stats()
-        assert stats is not None, "a text was written"
-        summary = RunSummary(num_tokens, seconds, stats)
-        if world.rank:
-            return
-        if arguments.json:
-            print(json.dumps(text | {"speed": summary.fields()}))
-        else:
-            print(summary, file=sys.stderr)
-
-
-def _show(writer: Writer, prompt: str | list[int], params: SamplingParams) -> int:
-    """Print the text while it is written, and return the number of its tokens."""
-    num_tokens, parts = 0, writer.stream(prompt, params)
+def _write(
+    llm: LLM, prompt: str, ids: Sequence[int], params: SamplingParams, *, shows: bool
+) -> dict[str, Any]:
+    """Continue the prompt, printed while it is written if `shows`; returns the fields of JSON."""
+    text, tokens, reason = "", list[int](), None
+    parts = llm.stream(ids, params)
     # What is wrong with the prompt is said before a part of it is shown.
     first = next(parts)
-    print(writer.text_of(prompt), end="")
+    if shows:
+        print(prompt, end="")
     for part in chain((first,), parts):
-        print(part.text, end="", flush=True)
-        num_tokens += len(part.token_ids)
-    print()
-    return num_tokens
+        text, reason = text + part.text, part.finish_reason
+        tokens += part.token_ids
+        if shows:
+            print(part.text, end="", flush=True)
+    if shows:
+        print()
+    return {
+        "prompt": prompt,
+        "text": text,
+        "num_tokens": len(tokens),
+        "finish_reason": reason,
+        "token_ids": tokens,
+    }
 
 
 def _ids(text: str) -> list[int]:

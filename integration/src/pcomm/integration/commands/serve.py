@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from pcomm.core.command.checkout import what_to_install
+from pcomm.core.cli import what_to_install
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.integration.commands.llm_options import add_llm_options, llm_options
+from pcomm.integration.commands.llm_options import add_llm_options, llm_options, print_summary
 
 __all__ = ["ServeCommand", "command"]
 
@@ -79,8 +79,7 @@ class ServeCommand:
                 f"{what_to_install('pcomm-integration', 'serve')}`.",
             ) from error
         from pcomm.integration.llm import LLM
-        from pcomm.integration.llm.run_summary import print_summary
-        from pcomm.integration.serve.settings import ServeSettings
+        from pcomm.integration.serve.service import ServeSettings
 
         settings = ServeSettings(
             model_name=arguments.model_name or arguments.model.resolve().name,

@@ -8,14 +8,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pcomm.core import environment
 from pcomm.core.errors import ConfigError
-from pcomm.core.process import environment, logs
+from pcomm.core.process import logs
 
 if TYPE_CHECKING:
-    from pcomm.integration.config import Config
-    from pcomm.integration.train.outcome import Outcome
+    from pcomm.integration.config.sections import Config
+    from pcomm.integration.train.loop import Outcome
 
-__all__ = ["TrainCommand", "command"]
+__all__ = ["command"]
 
 _INTERRUPTED = 130
 # What a rank imports late. Its optimizer asks for Dynamo.
@@ -73,9 +74,9 @@ class TrainCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         """Train, then print bits per byte, a sample, and where everything is."""
         # Imported late: other commands do not wait for pydantic.
-        from pcomm.integration.config_file import given_keys, load_config
-        from pcomm.integration.config_rules import validate
-        from pcomm.integration.huggingface.run_start import start_config
+        from pcomm.integration.config.rules import validate
+        from pcomm.integration.config.toml import given_keys, load_config
+        from pcomm.integration.huggingface.model_from import start_config
         from pcomm.integration.train.interrupt import terminate_as_interrupt
 
         _check_resilient(arguments)
@@ -203,7 +204,7 @@ def train_rank(config: Config, run_dir: Path, must_restart: bool, trace: Path | 
 def _report(config: Config, run_dir: Path, outcome: Outcome) -> None:
     """Print how the run ended, a sample, and where everything is."""
     from pcomm.inference import SamplingParams
-    from pcomm.integration.generate.writer import Writer
+    from pcomm.integration.llm import LLM
 
     if outcome.is_interrupted:
         print(
@@ -225,8 +226,9 @@ def _report(config: Config, run_dir: Path, outcome: Outcome) -> None:
             temperature=sample.temperature,
             seed=config.train.seed,
         )
-        text = Writer.load(run_dir).write(sample.prompt, params)
-        print(f"\n{text.prompt}{text.text}\n")
+        with LLM(run_dir, max_requests=1, prefix_cache=False) as llm:
+            text = "".join(part.text for part in llm.stream(sample.prompt, params))
+        print(f"\n{sample.prompt}{text}\n")
     for file, what in (
         ("checkpoints", "weights and optimizer"),
         ("metrics.jsonl", "one row a step"),

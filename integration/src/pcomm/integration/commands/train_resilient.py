@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pcomm.core import environment
 from pcomm.core.errors import ConfigError, PcommError
-from pcomm.core.process import environment, logs
+from pcomm.core.process import logs
 
 if TYPE_CHECKING:
     from pcomm.core.process import RankPlace, RankReport
-    from pcomm.integration.config import Config
-    from pcomm.integration.config_resolved import Resolved
-    from pcomm.integration.train.outcome import Outcome
+    from pcomm.integration.config.sections import Config, Resolved
+    from pcomm.integration.train.loop import Outcome
 
 __all__ = ["join_resilient", "launch_resilient", "resilient_rank"]
 
@@ -51,10 +51,10 @@ def launch_resilient(config: Config, run_dir: Path, ranks: int, *, must_restart:
     import torch
 
     from pcomm.core.process import ResilientRanks
-    from pcomm.integration.config_file import to_dict
-    from pcomm.integration.metrics.plot import draw_loss
-    from pcomm.integration.resilient_rules import validate_resilient
-    from pcomm.integration.train.precision import tell_device
+    from pcomm.integration.config.rules import validate_resilient
+    from pcomm.integration.config.toml import to_dict
+    from pcomm.integration.metrics import draw_loss
+    from pcomm.integration.precision import tell_device
     from pcomm.integration.train.run_folder import hold_folder, prepare_folder, write_config
 
     resolved = validate_resilient(config, ranks)
@@ -103,10 +103,9 @@ def _check_start(config: Resolved, run_dir: Path, *, must_restart: bool) -> None
     """Refuse what cannot begin, before anything in the folder changes. Reads the checkpoint."""
     import torch
 
-    from pcomm.integration.checkpoint.checksums import check_files
-    from pcomm.integration.checkpoint.folders import newest
-    from pcomm.integration.train.batch_memory import check_batch_memory, largest_memory
+    from pcomm.integration.checkpoint.folders import check_files, newest
     from pcomm.integration.train.run_folder import check_resumable
+    from pcomm.integration.train.trainer import check_batch_memory, largest_memory
 
     check_batch_memory(config, largest_memory(torch.device("cpu")))
     if must_restart:
@@ -118,7 +117,7 @@ def _check_start(config: Resolved, run_dir: Path, *, must_restart: bool) -> None
 
 def resilient_rank(place: RankPlace, config: Config, run_dir: Path) -> Outcome:
     """One rank of a resilient run; the task of `ResilientRanks`."""
-    from pcomm.integration.resilient_rules import validate_resilient
+    from pcomm.integration.config.rules import validate_resilient
     from pcomm.integration.train.resilient import ResilientRun
 
     logs.configure(environment.log_level(), place.rank)
@@ -139,7 +138,7 @@ def join_resilient(address: str, rank: int, run_dir: Path) -> Outcome:
         ConfigError: There is no run at the address, or it has no such rank or another folder.
     """
     from pcomm.core.process import RankPlace
-    from pcomm.integration.config_file import from_dict
+    from pcomm.integration.config.toml import from_dict
 
     host, _, port = address.rpartition(":")
     run, found = None, "no HOST:PORT"

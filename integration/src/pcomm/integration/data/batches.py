@@ -1,18 +1,69 @@
-"""Batches for training and for evaluation, found by their index: to resume is to go on counting."""
+"""Batch number i of a run: a stream of documents, packed into rows, in a shuffled order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pcomm.core import Layout
 from pcomm.core.errors import ConfigError
-from pcomm.integration.data.document_order import DocumentOrder
-from pcomm.integration.data.packing import PADDING, Batch, Segment, pack
-from pcomm.integration.data.row_order import RowOrder
 from pcomm.integration.data.token_cache import TokenCorpus
 
-__all__ = ["TrainBatches", "dealt_rows", "evaluation_batches"]
+__all__ = [
+    "IGNORE",
+    "PADDING",
+    "Batch",
+    "DocumentOrder",
+    "DocumentSlice",
+    "ShuffledRows",
+    "TrainBatches",
+    "dealt_rows",
+    "evaluation_batches",
+    "pack",
+    "padded",
+]
+
+IGNORE = -100
+"""The target of a token that predicts nothing; torch's cross-entropy leaves it out by default."""
+
+PADDING = -1
+"""The `start` of a segment that only fills a row."""
+
+
+class DocumentSlice(NamedTuple):
+    """A part of one document within one row."""
+
+    start: int
+    """First token, counted in the corpus; or `PADDING`."""
+
+    length: int
+    """How many tokens, at least 1."""
+
+    ends_document: bool
+    """Whether its last token is the document's last, which predicts nothing."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens that one rank computes at once. T tokens in S segments."""
+
+    tokens: NDArray[np.int64]
+    """`[T]`, inputs."""
+
+    targets: NDArray[np.int64]
+    """`[T]`, the next token of the same document, or `IGNORE`."""
+
+    cu_seqlens: tuple[int, ...]
+    """`S + 1` boundaries: segment s is `cu_seqlens[s]:cu_seqlens[s + 1]`; from 0 to T."""
+
+    num_bytes: int
+    """Bytes of text that the targets stand for; a document's end counts as a target of 0 bytes."""
+
 
 # Fixed, so that every evaluation of a corpus reads the same documents.
 _EVALUATION_SEED = 0
@@ -21,7 +72,7 @@ _EVALUATION_SEED = 0
 class TrainBatches:
     """The training batches of a run. Batch i depends on the corpus, `seed` and i alone.
 
-    The stream of documents is cut into rows, which are mixed (see `RowOrder`); the global batch
+    The stream of documents is cut into rows, which are mixed (see `ShuffledRows`); the global batch
     of step i is the next `rows_per_batch` of them. Data-parallel rank r of n has every n-th from
     the r-th on, so the ranks share a batch without overlap, and the batch is the same for every n.
     Ranks that take unequal shares of it are dealt its rows by `dealt_rows`.
@@ -50,7 +101,7 @@ class TrainBatches:
         _check_whole("train.micro_batch_tokens", micro_batch_tokens or 0, sequence_length)
         self._corpus = corpus
         self._order = DocumentOrder(corpus, seed)
-        self._rows = RowOrder(seed, max(1, corpus.num_tokens // sequence_length))
+        self._rows = ShuffledRows(seed, max(1, corpus.num_tokens // sequence_length))
         self._sequence_length = sequence_length
         self._micro_rows = (micro_batch_tokens or 0) // sequence_length
         self.rows_per_batch = global_batch_tokens // sequence_length
@@ -108,7 +159,7 @@ class TrainBatches:
         local = dealt_rows(shares or equal)[dp_rank]
         layout = Layout.balanced(len(local), num_micro)
         first = step * self.rows_per_batch
-        segments: list[Segment] = []
+        segments: list[DocumentSlice] = []
         for index in (local[i] for i in layout.positions(micro)):
             start = self._rows.row(first + index) * self._sequence_length
             segments += self._order.segments(start, start + self._sequence_length)
@@ -185,14 +236,14 @@ def evaluation_batches(
     rows_per_batch = batch_tokens // sequence_length
     order = DocumentOrder(corpus, _EVALUATION_SEED)
     for first in range(0, num_rows, rows_per_batch * dp_size):
-        segments: list[Segment] = []
+        segments: list[DocumentSlice] = []
         for row in range(first + dp_rank, first + rows_per_batch * dp_size, dp_size):
             start = min(row * sequence_length, num_tokens)
             stop = min(start + sequence_length, num_tokens)
             segments += order.segments(start, stop)
             if stop - start < sequence_length:
                 filling = sequence_length - (stop - start)
-                segments.append(Segment(PADDING, filling, ends_document=True))
+                segments.append(DocumentSlice(PADDING, filling, ends_document=True))
         yield pack(corpus, segments)
 
 
@@ -204,3 +255,149 @@ def _check_whole(asked: str, size: int, part: int) -> None:
             why="Batches consist of whole rows, and every rank computes as many of them.",
             fix="Choose sizes that divide; `validate` names the key.",
         )
+
+
+class ShuffledRows:
+    """A shuffle of the rows of each window of the stream; a permutation of all rows.
+
+    Neighbouring rows of the stream are mostly of one document, and a batch of one document says
+    little about the others: the quick-start model learns much less from as many of them (see
+    `docs/decisions/0005-mixed-rows.md`). So the rows of a window, which is about an epoch long,
+    are mixed.
+
+    Args:
+        seed: Decides the order, in [0, 2**64).
+        window: Rows that are mixed with each other, at least 1.
+    """
+
+    def __init__(self, seed: int, window: int) -> None:
+        self._seed, self._window = seed, window
+        self._windows: dict[int, NDArray[np.int64]] = {}
+
+    def row(self, index: int) -> int:
+        """Which row of the stream is the `index`-th to be read; a pure function of the seed."""
+        window, within = divmod(index, self._window)
+        return window * self._window + int(self._order(window)[within])
+
+    def _order(self, window: int) -> NDArray[np.int64]:
+        if window not in self._windows:
+            # The counter sets it apart from the order of the documents, which has the same key.
+            key = np.array([self._seed, window], dtype=np.uint64)
+            bits = np.random.Philox(key=key, counter=np.array([0, 0, 0, 1], dtype=np.uint64))
+            order = np.argsort(bits.random_raw(self._window), kind="stable")
+            # A batch touches two windows at most, unless the corpus is smaller than the batch.
+            while len(self._windows) >= 2:
+                self._windows.pop(next(iter(self._windows)))
+            self._windows[window] = order
+        return self._windows[window]
+
+
+class DocumentOrder:
+    """Where each token of the stream stands in the corpus, found without reading what is before.
+
+    All epochs are as long, so a position in the stream names its epoch, and the order of an epoch
+    follows from `seed` and its number alone.
+
+    Args:
+        corpus: The documents, at least one.
+        seed: Decides the order of every epoch, in [0, 2**64).
+    """
+
+    def __init__(self, corpus: TokenCorpus, seed: int) -> None:
+        self._corpus = corpus
+        self._seed = seed
+        self._lengths = np.diff(corpus.offsets)
+        self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def segments(self, start: int, stop: int) -> Iterator[DocumentSlice]:
+        """The parts of documents that make up the positions `start` to `stop` of the stream."""
+        while start < stop:
+            epoch, offset = divmod(start, self._corpus.num_tokens)
+            documents, ends = self._epoch(epoch)
+            index = int(np.searchsorted(ends, offset, side="right"))
+            left = int(ends[index]) - offset
+            length = min(left, stop - start)
+            document_end = int(self._corpus.offsets[documents[index] + 1])
+            yield DocumentSlice(document_end - left, length, ends_document=length == left)
+            start += length
+
+    def num_ends(self, start: int, stop: int) -> int:
+        """How many documents end at the positions `start` to `stop`: a few look-ups, no reading."""
+        return self._ends_before(stop) - self._ends_before(start)
+
+    def _ends_before(self, position: int) -> int:
+        epoch, offset = divmod(position, self._corpus.num_tokens)
+        _, ends = self._epoch(epoch)
+        within = int(np.searchsorted(ends, offset, side="right"))
+        return epoch * self._corpus.num_documents + within
+
+    def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The epoch's documents in order, and the position within it where each one ends."""
+        if epoch not in self._epochs:
+            # numpy keeps the raw numbers of a bit generator stable over versions, but not
+            # `permutation`, so the order is that of the raw numbers.
+            bits = np.random.Philox(key=np.array([self._seed, epoch], dtype=np.uint64))
+            documents = np.argsort(bits.random_raw(len(self._lengths)), kind="stable")
+            # A batch touches two epochs at most, unless the corpus is smaller than the batch.
+            while len(self._epochs) >= 2:
+                self._epochs.pop(next(iter(self._epochs)))
+            self._epochs[epoch] = documents, np.cumsum(self._lengths[documents])
+        return self._epochs[epoch]
+
+
+def pack(corpus: TokenCorpus, segments: Sequence[DocumentSlice]) -> Batch:
+    """The batch that consists of `segments`, one after the other.
+
+    Raises:
+        ConfigError: A token is none of the vocabulary: its file has been damaged.
+    """
+    cu_seqlens = [0]
+    for segment in segments:
+        cu_seqlens.append(cu_seqlens[-1] + segment.length)
+    tokens = np.full(cu_seqlens[-1], corpus.end_id, dtype=np.int64)
+    targets = np.full(cu_seqlens[-1], IGNORE, dtype=np.int64)
+    for segment, begin, end in zip(segments, cu_seqlens, cu_seqlens[1:], strict=False):
+        if segment.start == PADDING:
+            continue
+        stop = segment.start + segment.length
+        tokens[begin:end] = corpus.tokens[segment.start : stop]
+        # A document that goes on in the next row gives this row its last target as well.
+        known = segment.length - 1 if segment.ends_document else segment.length
+        targets[begin : begin + known] = corpus.tokens[segment.start + 1 : stop + 1][:known]
+    num_ids = len(corpus.bytes_per_id)
+    if (largest := max(tokens.max(initial=0), targets.max(initial=0))) >= num_ids:
+        raise ConfigError(
+            "tokens of the run",
+            found=f"the id {largest}, and a vocabulary of {num_ids}",
+            why="The file of the tokens has changed since it was written.",
+            fix="Start the run again: its first rank compares the files with their checksums.",
+        )
+    predicted = targets[targets != IGNORE]
+    return Batch(
+        tokens=tokens,
+        targets=targets,
+        cu_seqlens=tuple(cu_seqlens),
+        num_bytes=int(corpus.bytes_per_id[predicted].sum(dtype=np.int64)),
+    )
+
+
+def padded(batch: Batch, multiple: int) -> Batch:
+    """`batch` with a document of ignored targets behind it, so that `multiple` divides its tokens.
+
+    Args:
+        batch: Tokens of any number.
+        multiple: Number of ranks that have to hold as many tokens each.
+
+    Returns:
+        `batch` itself where nothing is missing.
+    """
+    missing = -len(batch.tokens) % multiple
+    if not missing:
+        return batch
+    # Any id will do: the document is read by no other, and nothing is learnt from it.
+    return Batch(
+        tokens=np.concatenate([batch.tokens, np.zeros(missing, np.int64)]),
+        targets=np.concatenate([batch.targets, np.full(missing, IGNORE, np.int64)]),
+        cu_seqlens=(*batch.cu_seqlens, batch.cu_seqlens[-1] + missing),
+        num_bytes=batch.num_bytes,
+    )

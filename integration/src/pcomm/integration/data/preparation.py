@@ -13,13 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.config import DataConfig
-from pcomm.integration.data.building import Built, build
-from pcomm.integration.data.manifest import check_files, hash_of, read_manifest, unusable
+from pcomm.integration.config.sections import DataConfig
+from pcomm.integration.data.building import (
+    BuiltTokens,
+    build,
+    check_files,
+    hash_of,
+    read_manifest,
+    unusable,
+)
 from pcomm.integration.data.sources import content_hash, find_files
 from pcomm.integration.data.token_cache import TokenCorpus, open_tokens
 from pcomm.integration.data.tokenizer import BytePairTokenizer, load_tokenizer
-from pcomm.integration.huggingface.run_files import has_directory
+from pcomm.integration.huggingface.model_from import has_directory
 
 __all__ = ["Prepared", "build_beside", "open_prepared", "prepare"]
 
@@ -63,7 +69,7 @@ def build_beside(
     *,
     keep_tokenizer: bool = False,
     check: Callable[[str], None] | None = None,
-) -> Built | None:
+) -> BuiltTokens | None:
     """The first half of `prepare`, after which `run_dir` still has the tokens that it had. Local.
 
     Args:

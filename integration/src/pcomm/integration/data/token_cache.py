@@ -13,9 +13,9 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from pcomm.integration.atomic_file import atomic_write
+from pcomm.integration.files import atomic_write
 
-__all__ = ["TokenCorpus", "TokenWriter", "open_tokens", "write_tokens"]
+__all__ = ["TokenCorpus", "open_tokens", "write_tokens"]
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,14 @@
-"""Byte-level BPE, trained once on the train split and kept beside the run.
-
-Every byte is a token, so any text can be encoded and comes back as it was; merges make it short.
-"""
+"""A byte-level BPE tokenizer, trained once, and a wait for threads that Ctrl-C ends."""
 
 from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import tokenizers
@@ -17,21 +16,22 @@ from numpy.typing import NDArray
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.atomic_file import atomic_write
-from pcomm.integration.data.waiting import Beside, every
-from pcomm.integration.huggingface.run_files import end_ids_of_run
+from pcomm.integration.files import atomic_write
+from pcomm.integration.huggingface.model_from import end_ids_of_run
 
-__all__ = ["END", "BytePairTokenizer", "load_tokenizer", "train_tokenizer"]
+__all__ = ["END", "Beside", "BytePairTokenizer", "every", "load_tokenizer", "train_tokenizer"]
+
+_log = logging.getLogger("pcomm.train")
 
 END = "<|end|>"
 """The special token that ends every document."""
 
-_log = logging.getLogger("pcomm.train")
-
 _SAY_S = 5.0
+
 # Merges are found within words, and the time for a word grows with the square of its length. What
 # is longer than this many letters, digits, signs or blanks in a row is cut, which words are not.
 _LONGEST_WORD = 256
+
 _BLANK, _BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -176,3 +176,80 @@ def _unusable(path: Path, found: str) -> ConfigError:
         why="Token ids mean nothing without the tokenizer that the model was trained with.",
         fix="Give the folder of a run that `pcomm train` wrote, or train anew in an empty folder.",
     )
+
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+# How long a signal may stay unheard.
+_LOOK_S = 0.1
+
+
+class Beside(Generic[T]):
+    """A call that a thread makes, while this one waits for it and hears signals.
+
+    Python delivers signals between two steps of its own, in the main thread alone, and a library
+    that computes for minutes takes no such step.
+    """
+
+    def __init__(self) -> None:
+        self._is_abandoned = threading.Event()
+
+    def run(self, call: Callable[[], T], tick: Callable[[], None]) -> T:
+        """What `call` returns, or the exception that it raises. Local.
+
+        An exception here, such as KeyboardInterrupt, leaves the thread behind: it ends with the
+        process, or as soon as it comes to `fed`.
+
+        Args:
+            call: Runs in a thread of its own.
+            tick: Is called about ten times a second while it runs.
+        """
+        results: list[T] = []
+        errors: list[BaseException] = []
+        is_done = threading.Event()
+
+        def work() -> None:
+            try:
+                results.append(call())
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                is_done.set()
+
+        # The interpreter does not wait for it at its end.
+        thread = threading.Thread(target=work, name="pcomm beside", daemon=True)
+        thread.start()
+        try:
+            while not is_done.wait(_LOOK_S):
+                tick()
+        except BaseException:
+            self._is_abandoned.set()
+            raise
+        thread.join()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def fed(self, items: Iterable[Item]) -> Iterator[Item]:
+        """`items`, until nothing waits for the call any more; then an error ends it."""
+        for item in items:
+            if self._is_abandoned.is_set():
+                raise InterruptedError("nothing waits for this call any more")
+            yield item
+
+
+def every(
+    seconds: float, clock: Callable[[], float], say: Callable[[float], None]
+) -> Callable[[], None]:
+    """A `tick` that calls `say` with the seconds since now, each time `seconds` have passed."""
+    start = last = clock()
+
+    def tick() -> None:
+        nonlocal last
+        now = clock()
+        if now - last >= seconds:
+            last = now
+            say(now - start)
+
+    return tick

@@ -1,12 +1,12 @@
 from pcomm.integration.huggingface.chat_template import ChatTemplate as ChatTemplate
 from pcomm.integration.huggingface.chat_template import read_chat_template as read_chat_template
+from pcomm.integration.huggingface.config_json import DirectoryModel as DirectoryModel
+from pcomm.integration.huggingface.config_json import read_model as read_model
+from pcomm.integration.huggingface.config_json import write_config as write_config
 from pcomm.integration.huggingface.directory import ModelDirectory as ModelDirectory
 from pcomm.integration.huggingface.directory import open_directory as open_directory
-from pcomm.integration.huggingface.export import export_model as export_model
-from pcomm.integration.huggingface.loading import load_model as load_model
-from pcomm.integration.huggingface.model_config import DirectoryModel as DirectoryModel
-from pcomm.integration.huggingface.model_config import read_model as read_model
-from pcomm.integration.huggingface.model_config import write_config as write_config
 from pcomm.integration.huggingface.tokenizer import DirectoryTokenizer as DirectoryTokenizer
 from pcomm.integration.huggingface.tokenizer import read_tokenizer as read_tokenizer
+from pcomm.integration.huggingface.weights import export_model as export_model
+from pcomm.integration.huggingface.weights import load_model as load_model
 from pcomm.integration.huggingface.weights import load_weights as load_weights

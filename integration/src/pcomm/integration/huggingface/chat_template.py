@@ -1,8 +1,4 @@
-"""The template that turns messages into a prompt, rendered in a sandbox.
-
-A template is a program that a stranger wrote. jinja2's sandbox lets it see plain values alone, and
-has the functions that templates of transformers expect, with the same results.
-"""
+"""Chat templates: those of a directory, rendered in a sandbox, and a plain one."""
 
 from __future__ import annotations
 
@@ -21,10 +17,9 @@ from jinja2.utils import Namespace
 from pcomm.core.errors import ConfigError
 from pcomm.integration.huggingface.directory import ModelDirectory
 
-__all__ = ["ChatTemplate", "read_chat_template", "special_tokens"]
+__all__ = ["ChatTemplate", "plain_chat", "read_chat_template", "special_tokens"]
 
 Message = Mapping[str, Any]
-
 _FILE, _OLD_FILE, _TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -237,3 +232,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return f"<{type(value).__name__}>"
+
+
+_PLAIN_SOURCE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+_PLAIN_STOP = ("\nuser:", "\nsystem:")
+
+
+def plain_chat() -> tuple[ChatTemplate, tuple[str, ...]]:
+    """A template, and the strings that end an answer under it. Local.
+
+    A model that was trained on text alone continues the conversation like any text, and would go on
+    with the next question by itself.
+    """
+    return ChatTemplate(_PLAIN_SOURCE, where="for models without one"), _PLAIN_STOP

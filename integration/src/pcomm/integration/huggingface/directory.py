@@ -1,8 +1,4 @@
-"""A Hugging Face directory: which of its files are read, and that they lie inside of it.
-
-Everything in it is data: JSON, safetensors and a template that is rendered in a sandbox. Pickles
-and Python files are never opened.
-"""
+"""A Hugging Face directory: its files, of which JSON is read. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from typing import Any
 from pcomm.core.errors import ConfigError
 
 __all__ = ["CONFIG", "ModelDirectory", "inside", "open_directory"]
+
 
 CONFIG = "config.json"
 """The file that says which model it is."""

@@ -11,14 +11,8 @@ from pcomm.core.errors import ConfigError
 from pcomm.integration.huggingface.chat_template import special_tokens
 from pcomm.integration.huggingface.directory import CONFIG, ModelDirectory
 
-__all__ = [
-    "GENERATION",
-    "SETTINGS",
-    "TOKENIZER",
-    "DirectoryTokenizer",
-    "end_ids",
-    "read_tokenizer",
-]
+__all__ = ["GENERATION", "SETTINGS", "TOKENIZER", "DirectoryTokenizer", "end_ids", "read_tokenizer"]
+
 
 TOKENIZER = "tokenizer.json"
 """The file of the tokenizer."""

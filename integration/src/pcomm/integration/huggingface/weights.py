@@ -1,29 +1,106 @@
-"""Weights of a directory, read slice by slice into the shards that this rank holds."""
+"""Weights both ways, slice by slice, with their numbers checked."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from pcomm.core import Layout
+from pcomm.core import Collectives, IdentityCollectives, Layout
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.tensor_parallel import ParamLayout, param_layouts_of
-from pcomm.integration.huggingface.directory import ModelDirectory
-from pcomm.integration.huggingface.dtypes import DTYPES
-from pcomm.integration.huggingface.families.family import Family
-from pcomm.integration.huggingface.number_checks import check_numbers
-from pcomm.integration.huggingface.tensor_files import TensorFiles
-from pcomm.integration.huggingface.tensor_table import Segment, TensorMap, map_tensors
+from pcomm.integration.checkpoint.saver import is_finite
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import ParallelConfig
+from pcomm.integration.huggingface.config_json import read_model
+from pcomm.integration.huggingface.directory import CONFIG, ModelDirectory, open_directory
+from pcomm.integration.huggingface.families.family import Family, RowRange, TensorMap, map_tensors
+from pcomm.integration.huggingface.model_from import directory_config
+from pcomm.integration.huggingface.tensors import DTYPES, NAMES, TensorFiles, dtypes_of
+from pcomm.integration.models.initialisation import SkipInit
 from pcomm.integration.models.language_model import LanguageModel
 
-__all__ = ["load_weights", "tensor_map"]
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "export_model",
+    "load_first_weights",
+    "load_model",
+    "load_weights",
+    "overflows",
+    "tensor_map",
+]
 
 _HEAD = "lm_head.weight"
+
 # Rows of two tensors that are compared at once.
 _ROWS = 4096
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Bytes of tensors in one file, as transformers has them, unless one tensor alone is larger."""
+
+
+def load_model(
+    folder: Path,
+    *,
+    collectives: Collectives | None = None,
+    experts: Collectives | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> LanguageModel:
+    """The model of a directory with this rank's part of its weights, to compute with. Local.
+
+    Args:
+        folder: The directory.
+        collectives: Collectives of the tensor-parallel group; None for one rank.
+        experts: Collectives of the expert-parallel group; None where this rank has all experts.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters; None for the most frequent one of the directory.
+
+    Raises:
+        ConfigError: The directory is damaged, or the ranks cannot share the model.
+        UnsupportedError: Its model is not supported.
+    """
+    tensor_parallel = collectives or IdentityCollectives()
+    directory, config = open_directory(folder), directory_config(folder)
+    ranks = tensor_parallel.size
+    config = replace(config, parallel=ParallelConfig(tp=ranks))
+    if dtype is None:
+        # One that is not read is refused with its tensor's name, below.
+        dtype = DTYPES.get(dtypes_of(directory)["default"], torch.float32)
+    resolved = validate(config, ranks)
+    with SkipInit():
+        model = LanguageModel(
+            resolved.model,
+            resolved.data.vocabulary,
+            collectives,
+            device=device,
+            dtype=dtype,
+            experts=experts,
+        )
+    scopes = {"dense": tensor_parallel.rank, "expert": experts.rank if experts else 0}
+    load_weights(model, read_model(directory).family, directory, ranks=scopes)
+    return model.requires_grad_(False).eval()
+
+
+def load_first_weights(model: LanguageModel, folder: Path, ranks: Mapping[str, int]) -> None:
+    """Fill the model of a run with the weights that it starts from; see `load_weights`. Local.
+
+    Args:
+        model: This rank's part of the model.
+        folder: The directory.
+        ranks: Rank of this process by the scope of `ParamLayout`.
+    """
+    directory = open_directory(folder)
+    load_weights(model, read_model(directory).family, directory, ranks=ranks)
 
 
 def load_weights(
@@ -86,7 +163,7 @@ def tensor_map(model: LanguageModel, family: Family) -> TensorMap:
 
 def _fill(
     parameter: nn.Parameter,
-    segments: Sequence[Segment],
+    segments: Sequence[RowRange],
     layout: ParamLayout,
     rank: int,
     files: TensorFiles,
@@ -130,7 +207,7 @@ def _runs(
     return [(run.start * unit, run.stop * unit) for run in layout.runs[rank]]
 
 
-def _within(segments: Sequence[Segment], start: int, stop: int | None) -> Iterator[Segment]:
+def _within(segments: Sequence[RowRange], start: int, stop: int | None) -> Iterator[RowRange]:
     """The parts of segments that lie in a range of our rows."""
     for segment in segments:
         first = max(start, segment.start)
@@ -138,7 +215,7 @@ def _within(segments: Sequence[Segment], start: int, stop: int | None) -> Iterat
         last = last if stop is None else min(stop, last)
         if first < last:
             shift = first - segment.start
-            yield Segment(first, segment.theirs, segment.their_start + shift, last - first)
+            yield RowRange(first, segment.theirs, segment.their_start + shift, last - first)
 
 
 def _check(files: TensorFiles, tensors: TensorMap, family: Family, model: LanguageModel) -> None:
@@ -184,7 +261,7 @@ def _check(files: TensorFiles, tensors: TensorMap, family: Family, model: Langua
             )
 
 
-def _check_head(files: TensorFiles, users: Mapping[str, Sequence[tuple[str, Segment]]]) -> None:
+def _check_head(files: TensorFiles, users: Mapping[str, Sequence[tuple[str, RowRange]]]) -> None:
     """Refuse a head of its own beside tied weights. Whole, so that every rank finds the same."""
     if _HEAD not in files.infos:
         return
@@ -215,3 +292,205 @@ def _is_ignored(name: str, family: Family, model: LanguageModel) -> bool:
 
 def _and_others(names: Sequence[str]) -> str:
     return f", and {len(names) - 1} others are missing" if len(names) > 1 else ""
+
+
+def check_numbers(read: Tensor, dtype: torch.dtype, *, file: Path, name: str) -> None:
+    """Refuse what was read of a tensor if the model would not have its numbers. Local.
+
+    Infinities of the file are weights like others. One pass over the tensor, without a copy.
+
+    Args:
+        read: A slice of the tensor, in the dtype of the file.
+        dtype: Dtype that the model has it in.
+        file: File that it was read from, for the error.
+        name: Its name there, for the error.
+
+    Raises:
+        ConfigError: The slice has NaN, or a finite number that is infinite in `dtype`.
+    """
+    if read.numel() and torch.aminmax(read)[0].isnan():
+        raise ConfigError(
+            f"model directory {file.parent}",
+            found=f"{file.name}: NaN in {name}",
+            why="Every token that this weight takes part in would be NaN.",
+            fix=f"Copy {file.name} again from where the directory came from; if it is the same "
+            "there, the training that wrote it had diverged.",
+        )
+    if overflows(read, dtype):
+        raise ConfigError(
+            f"model directory {file.parent}",
+            found=f"{file.name}: numbers in {name} that are infinite as {_short(dtype)}",
+            why=f"The file has it as {_short(read.dtype)}, and {_short(dtype)} ends at "
+            f"{torch.finfo(dtype).max:g}.",
+            fix="Load the weights as float32 or bfloat16: `--dtype float32`.",
+        )
+
+
+def overflows(values: Tensor, dtype: torch.dtype) -> bool:
+    """True if a finite number of `values` is infinite in `dtype`. Local."""
+    if not values.numel() or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
+        return False
+    ends = torch.stack(torch.aminmax(values))
+    if ends.isinf().any():
+        # An infinity hides the largest finite number.
+        return bool((values.to(dtype).isinf() & values.isfinite()).any())
+    return bool(ends.to(dtype).isinf().any())
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def export_model(
+    model: LanguageModel,
+    family: Family,
+    config: Mapping[str, Any],
+    out: Path,
+    *,
+    files: Mapping[str, bytes],
+    dtype: torch.dtype,
+    exceptions: Mapping[str, torch.dtype] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    allow_not_finite: bool = False,
+) -> None:
+    """Write a directory, whole or not at all. Local, on a process that holds the whole model.
+
+    Args:
+        model: The model, on one rank.
+        family: Tables of the family that it is written as, from `write_config`.
+        config: Content of `config.json`; the dtype in it is replaced.
+        out: The directory, which does not exist yet or is empty.
+        files: Content of the other files, by name: tokenizer, generation settings.
+        dtype: Dtype of the weights.
+        exceptions: Dtypes of single tensors, by their names in the family.
+        max_shard_bytes: Bytes of tensors in one file.
+        allow_not_finite: True to write NaN and infinities as they are.
+
+    Raises:
+        ConfigError: The directory has something in it, or cannot be written; or a weight is NaN or
+            infinite, in the model or in the dtype that it is written in; names the tensor.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            f"convert --out {out}",
+            found="a file" if not out.is_dir() else "a folder with something in it",
+            why="A directory is written whole, and nothing is overwritten.",
+            fix="Choose a folder that does not exist yet, or remove this one.",
+        )
+    partial = out.with_name(out.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        tensors = _tensors(model, family, dtype, exceptions or {}, allow_not_finite)
+        _write_weights(tensors, partial, max_shard_bytes)
+        _write_json(partial / CONFIG, _with_dtype(config, NAMES[dtype]))
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    except ConfigError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ConfigError(
+            f"convert --out {out}",
+            found=str(error),
+            why="The directory cannot be written.",
+            fix="Choose a folder that can be written, on a disk with room for the weights.",
+        ) from error
+
+
+def _tensors(
+    model: LanguageModel,
+    family: Family,
+    dtype: torch.dtype,
+    exceptions: Mapping[str, torch.dtype],
+    allow_not_finite: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    """Their tensors one by one, each put together from rows of ours."""
+    tensors, parameters = tensor_map(model, family), dict(model.named_parameters())
+    for name in sorted(tensors.shapes, key=_natural):
+        shape = tensors.shapes[name]
+        whole = torch.empty(shape, dtype=exceptions.get(name, dtype))
+        rows = whole.view(shape[0], -1) if len(shape) > 1 else whole
+        for ours, segment in tensors.users[name]:
+            value = parameters[ours].detach()
+            own = value.view(-1, value.shape[-1]) if value.dim() > 1 else value
+            taken = own.narrow(0, segment.start, segment.length)
+            if not allow_not_finite and not is_finite(taken):
+                raise _not_finite(name, taken)
+            if overflows(taken, whole.dtype):
+                raise _overflow(name, whole.dtype)
+            rows.narrow(0, segment.their_start, segment.length).copy_(taken)
+        yield name, whole
+
+
+def _not_finite(name: str, values: Tensor) -> ConfigError:
+    wrong = int((~values.isfinite()).sum())
+    return ConfigError(
+        f"convert: {name}",
+        found=f"{wrong} of {values.numel()} numbers are NaN or infinite",
+        why="A model with such weights gives no text, wherever it is loaded.",
+        fix="Go back to a checkpoint before the training diverged; or write them as they are: "
+        "`--allow-not-finite`.",
+    )
+
+
+def _overflow(name: str, dtype: torch.dtype) -> ConfigError:
+    return ConfigError(
+        f"convert: {name}",
+        found=f"numbers that are infinite as {NAMES[dtype]}",
+        why=f"The largest number of {NAMES[dtype]} is {torch.finfo(dtype).max:g}.",
+        fix="Write the weights as bf16 or fp32: `--dtype bf16`.",
+    )
+
+
+def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, limit: int) -> None:
+    """One file, or several with an index."""
+    shard: dict[str, Tensor] = {}
+    size = total = 0
+    written: list[list[str]] = []
+
+    def flush() -> None:
+        # Metadata that transformers asks for before it loads a file.
+        name = f"{len(written)}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        os.chmod(folder / name, 0o644)
+        written.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > limit:
+            flush()
+            size = 0
+        shard[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    if len(written) == 1:
+        (folder / "0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(written):
+        file = f"model-{number + 1:05d}-of-{len(written):05d}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    # Under the name of transformers 4 where the configuration has that one.
+    names = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    return {**config, **dict.fromkeys(names, name)}
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Layers in the order of their numbers, so that a file holds neighbours."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in name.split("."))

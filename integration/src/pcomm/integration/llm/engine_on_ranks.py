@@ -1,31 +1,76 @@
-"""An engine on each of several ranks of this machine, all of which make the same calls."""
+"""An engine on several ranks, as its caller sees it: one message a call, one answer for all."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, PcommError, PeerError
+from pcomm.core.errors import (
+    ClosedError,
+    ConfigError,
+    DivergenceError,
+    PcommError,
+    PeerError,
+)
 from pcomm.core.process import Answer, LocalRanks, RankError
 from pcomm.inference import Request, RequestOutput
 from pcomm.inference.engine import EngineStats
-from pcomm.integration.llm.caller import claim
-from pcomm.integration.llm.engine_options import EngineOptions
-from pcomm.integration.llm.leftover import NOTHING_LEFT, Leftover, PendingCall
-from pcomm.integration.llm.memory_size import rank_bytes
+from pcomm.integration.llm.engine_size import EngineOptions, rank_bytes
+from pcomm.integration.llm.open_requests import claim
 from pcomm.integration.llm.rank_engine import MEET, serve_engine
 
 __all__ = ["EngineOnRanks"]
 
-_PRELOADED = ("pcomm.integration.llm.rank_engine", "torch._dynamo", "torch.distributed.checkpoint")
+_PRELOADED = (
+    "pcomm.integration.llm.rank_engine",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+)
+
 # How long the ranks may take for the one collective after a step that failed on all of them.
 _MEETING_S = 10.0
+
+
+@dataclass(frozen=True)
+class PendingCall:
+    """A call whose result was not taken yet.
+
+    Attributes:
+        number: Number of its message; the session has sent as many messages if this one was sent.
+        method: Name of the method, or `MEET`.
+        arguments: Arguments of the method.
+        is_owed: True for a call that is sent although the caller no longer waits for it.
+        cause: Error of the step that a meeting follows; None for another call.
+    """
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...] = ()
+    is_owed: bool = False
+    cause: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What the next call finds: replaced by one assignment, so that an interrupt cuts nothing.
+
+    Attributes:
+        pending: Call to be finished first; None for none.
+        outputs: Outputs of steps that were not handed over yet.
+    """
+
+    pending: PendingCall | None = None
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+
+NOTHING_LEFT = Leftover()
+"""No call and no outputs."""
 
 
 class EngineOnRanks:

@@ -1,9 +1,10 @@
-"""`LLM`: a model that is loaded once and continues prompts for its caller."""
+"""`LLM`: a model loaded once, then asked with `generate`, `stream` and `chat`."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -13,19 +14,13 @@ from pcomm.core import Group
 from pcomm.core.errors import ClosedError, ConfigError
 from pcomm.inference import Request, RequestOutput, SamplingParams
 from pcomm.inference.engine import EngineStats, QueueFullError
-from pcomm.integration.llm.devices import device_of
-from pcomm.integration.llm.dtypes import dtype_of
 from pcomm.integration.llm.engine_on_ranks import EngineOnRanks
-from pcomm.integration.llm.engine_options import EngineOptions
-from pcomm.integration.llm.generation import Delta, Generation, joined
+from pcomm.integration.llm.engine_size import EngineOptions, agreed_bytes
 from pcomm.integration.llm.loading import LoadedText, load_model, load_text
-from pcomm.integration.llm.memory_size import agreed_bytes
-from pcomm.integration.llm.open_requests import OpenRequests
-from pcomm.integration.llm.settings import checked, settings_of, with_stop
-from pcomm.integration.llm.step_engine import StepEngine
-from pcomm.integration.llm.weight_form import weight_form
+from pcomm.integration.llm.open_requests import Delta, Generation, OpenRequests, StepEngine, joined
+from pcomm.integration.llm.weight_form import device_of, dtype_of, weight_form
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "checked", "settings_of"]
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -383,6 +378,52 @@ def _no_prompt(found: object) -> ConfigError:
         why="A prompt is a text, or a list of token ids.",
         fix="Give a string, a list of integers such as `array.tolist()`, or a list of prompts.",
     )
+
+
+def settings_of(
+    params: SamplingParams | Sequence[SamplingParams] | None, number: int
+) -> list[SamplingParams]:
+    """Settings for each of `number` prompts. Local.
+
+    Args:
+        params: Settings for all, one for each, or None for the defaults.
+        number: Number of prompts.
+
+    Raises:
+        ConfigError: There are settings for another number of prompts, or they are something else.
+    """
+    if not isinstance(params, list | tuple):
+        return [checked(params)] * number
+    if len(params) != number:
+        raise ConfigError(
+            "LLM.generate: params",
+            found=f"{len(params)} settings for {number} prompts",
+            why="Each prompt is continued with one of them.",
+            fix="Give one SamplingParams for all prompts, or one for each.",
+        )
+    return [checked(one) for one in params]
+
+
+def checked(params: object) -> SamplingParams:
+    """`params`, or the defaults for None. Local.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return params or SamplingParams()
+    raise ConfigError(
+        "LLM: params",
+        found=f"{params!r:.100}, a {type(params).__name__}",
+        why="Settings are checked together, when a SamplingParams is made of them.",
+        fix="Give for example `SamplingParams(max_tokens=3)` of pcomm.inference.",
+    )
+
+
+def with_stop(params: SamplingParams, stop: tuple[str, ...]) -> SamplingParams:
+    """`params` with more strings that end the text. Local."""
+    more = tuple(text for text in stop if text not in params.stop)
+    return replace(params, stop=params.stop + more) if more else params
 
 
 def _check_messages(messages: object) -> None:

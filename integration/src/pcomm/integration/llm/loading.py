@@ -1,7 +1,8 @@
-"""A model that is ready to write: from a run of `pcomm train`, or from a Hugging Face directory."""
+"""A model that is ready to write, from the folder of a run or a Hugging Face directory."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +13,13 @@ import torch
 
 from pcomm.core import Group
 from pcomm.core.errors import ConfigError, UnsupportedError
-from pcomm.integration.checkpoint.checksums import check_files
-from pcomm.integration.checkpoint.folders import newest
-from pcomm.integration.checkpoint.reader import check_index, read
-from pcomm.integration.checkpoint.state import model_shard_views
-from pcomm.integration.config import ParallelConfig
-from pcomm.integration.config_file import load_config
-from pcomm.integration.config_resolved import ResolvedModel
-from pcomm.integration.config_rules import validate
-from pcomm.integration.data.tokenizer import load_tokenizer
+from pcomm.integration.checkpoint.folders import check_files, newest
+from pcomm.integration.checkpoint.state import check_index, model_shard_views, read
+from pcomm.integration.config.model_rules import resolve_model
+from pcomm.integration.config.rules import check_shards, validate
+from pcomm.integration.config.sections import ParallelConfig, ResolvedModel, ResolvedParallel
+from pcomm.integration.config.toml import load_config
+from pcomm.integration.data.tokenizer import BytePairTokenizer, load_tokenizer
 from pcomm.integration.huggingface import (
     ChatTemplate,
     DirectoryTokenizer,
@@ -30,19 +29,23 @@ from pcomm.integration.huggingface import (
     read_model,
     read_tokenizer,
 )
+from pcomm.integration.huggingface.chat_template import plain_chat
 from pcomm.integration.huggingface.directory import CONFIG
-from pcomm.integration.huggingface.dtypes import DTYPES, dtypes_of
-from pcomm.integration.huggingface.run_files import check_one_model, kept_directory
+from pcomm.integration.huggingface.model_from import check_one_model, kept_directory
+from pcomm.integration.huggingface.tensors import DTYPES, dtypes_of
 from pcomm.integration.huggingface.tokenizer import TOKENIZER, end_ids
-from pcomm.integration.llm.plain_chat import plain_chat
-from pcomm.integration.llm.rank_checks import check_ranks
-from pcomm.integration.llm.run_tokenizer import RunTokenizer
 from pcomm.integration.llm.weight_form import WeightForm, weight_form
-from pcomm.integration.model_rules import resolve_model
+from pcomm.integration.models.initialisation import SkipInit
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.without_draws import WithoutDraws
 
-__all__ = ["LoadedModel", "LoadedText", "PromptTokenizer", "load_model", "load_text"]
+__all__ = [
+    "LoadedModel",
+    "LoadedText",
+    "PromptTokenizer",
+    "RunTokenizer",
+    "load_model",
+    "load_text",
+]
 
 # A model says how long its context is; one that does not is a run, or has no limit.
 _LEAST_CONTEXT = 2048
@@ -139,17 +142,6 @@ class LoadedModel(LoadedText):
     model: LanguageModel
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A folder whose model can be built, and how its weights are read into it."""
-
-    path: Path
-    text: LoadedText
-    shape: ResolvedModel
-    dtype: torch.dtype
-    fill: Callable[[LanguageModel, Group | None, WeightForm | None], object]
-
-
 def load_model(
     path: Path,
     *,
@@ -190,7 +182,7 @@ def load_model(
         )
     if group is not None:
         check_ranks(path, source.shape, source.text.vocabulary, group.size)
-    with WithoutDraws():
+    with SkipInit():
         model = LanguageModel(
             source.shape,
             source.text.vocabulary,
@@ -222,19 +214,15 @@ def load_text(path: Path, *, ranks: int = 1) -> LoadedText:
     return source.text
 
 
-def check_unicode(text: str) -> None:
-    """Refuse a text that no tokenizer reads. Local.
+@dataclass(frozen=True)
+class _Source:
+    """A folder whose model can be built, and how its weights are read into it."""
 
-    Raises:
-        ConfigError: It has halves of surrogate pairs, as JSON can write them.
-    """
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConfigError(
-            "prompt",
-            found="half of a surrogate pair, or bytes that are no UTF-8",
-            why="It stands for no character, and a tokenizer reads characters.",
-            fix="Send the text as UTF-8, or both halves of the pair.",
-        )
+    path: Path
+    text: LoadedText
+    shape: ResolvedModel
+    dtype: torch.dtype
+    fill: Callable[[LanguageModel, Group | None, WeightForm | None], object]
 
 
 def _source(path: Path) -> _Source:
@@ -318,3 +306,89 @@ def _text(
     return LoadedText(
         name, tokenizer, template or plain, () if template else stop, max_tokens, vocabulary
     )
+
+
+def check_ranks(path: Path, shape: ResolvedModel, vocabulary: int, ranks: int) -> None:
+    """Refuse ranks that cannot share a model, and say which can. Local; nothing is read.
+
+    Args:
+        path: Folder of the model, for the message.
+        shape: Shape of the model.
+        vocabulary: Number of token ids.
+        ranks: Number of ranks, at least 1.
+
+    Raises:
+        ConfigError: Heads, key and value heads, the width of the MLP or the vocabulary is no
+            multiple of `ranks`.
+    """
+    cause = _unshared(shape, vocabulary, ranks)
+    if cause is None:
+        return
+    # The rows of the embedding are shared too, so no other number can do.
+    divisors = [number for number in range(1, vocabulary + 1) if vocabulary % number == 0]
+    fitting = [number for number in divisors if _unshared(shape, vocabulary, number) is None]
+    raise ConfigError(
+        f"model {path}: --ranks {ranks}",
+        found=cause.found.replace("parallel.tp", "the number of ranks"),
+        why=cause.why.replace("Each rank of tp", "Each rank"),
+        fix=f"Give --ranks one of {', '.join(map(str, fitting))}.",
+    )
+
+
+def _unshared(shape: ResolvedModel, vocabulary: int, ranks: int) -> ConfigError | None:
+    """The reason why so many ranks cannot share the layers; None if they can."""
+    try:
+        check_shards(shape, vocabulary, ResolvedParallel(tp=ranks, dp=1, shard_ranks=1))
+    except ConfigError as error:
+        return error
+    return None
+
+
+def check_unicode(text: str) -> None:
+    """Refuse a text that no tokenizer reads. Local.
+
+    Raises:
+        ConfigError: It has halves of surrogate pairs, as JSON can write them.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(
+            "prompt",
+            found="half of a surrogate pair, or bytes that are no UTF-8",
+            why="It stands for no character, and a tokenizer reads characters.",
+            fix="Send the text as UTF-8, or both halves of the pair.",
+        )
+
+
+class RunTokenizer:
+    """Text to token ids and back with the tokenizer that `pcomm train` has made.
+
+    Args:
+        tokenizer: The run's.
+    """
+
+    def __init__(self, tokenizer: BytePairTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Id of the end of a document."""
+        return self._tokenizer.eos_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; names of special tokens in it are text like any other."""
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens give none."""
+        return self._tokenizer.decode(ids)
+
+    def to_json(self) -> str:
+        """The vocabulary as `tokenizer.json`, without the rule that cuts very long words.
+
+        Grammars need the bytes of each token alone, and their library cannot compile that rule.
+        """
+        content = json.loads(self._tokenizer.to_json())
+        steps = (content.get("pre_tokenizer") or {}).get("pretokenizers")
+        if steps:
+            content["pre_tokenizer"]["pretokenizers"] = [s for s in steps if s["type"] != "Split"]
+        return json.dumps(content)

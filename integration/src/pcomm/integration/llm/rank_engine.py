@@ -1,32 +1,37 @@
-"""One rank of an `LLM` on several: its part of the model, and an engine that is told what to do."""
+"""One rank of an engine on several: loads its part of the model, and makes the calls that come."""
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pcomm.core import Group, Topology, connect, open_groups
+from pcomm.core.collectives import Collectives
+from pcomm.core.errors import (
+    ConfigError,
+    UnsupportedError,
+)
 from pcomm.core.process import Messages, portable_error
 from pcomm.inference import Engine, RequestOutput
 from pcomm.inference.engine import EngineStats
-from pcomm.integration.llm.engine_options import EngineOptions
-from pcomm.integration.llm.installed_collectives import installed_collectives
+from pcomm.integration.llm.engine_size import EngineOptions, free_bytes
 from pcomm.integration.llm.loading import load_model
-from pcomm.integration.llm.memory_size import free_bytes
 
-__all__ = ["MEET", "Reply", "serve_engine"]
+__all__ = ["GROUP", "MEET", "installed_collectives", "serve_engine"]
 
 MEET = "meet"
 """The message after a step that failed: the ranks enter one collective, and say what it gave."""
 
 
 @dataclass(frozen=True)
-class Reply:
+class RankReply:
     """What one rank says to a call.
 
     Attributes:
@@ -105,7 +110,7 @@ def _answer_calls(messages: Messages, engine: Engine, group: Group, device: torc
         has_work = engine.has_work
         digest = _digest((type(error).__name__ if has_raised else _common(value), has_work))
         carried = _carried(value) if group.rank == 0 else None
-        reply = Reply(carried, digest, has_work, has_raised)
+        reply = RankReply(carried, digest, has_work, has_raised)
         messages.answer(reply, error)
 
 
@@ -144,3 +149,46 @@ def _carried(value: Any) -> Any:
 
 def _digest(value: object) -> int:
     return zlib.crc32(repr(value).encode(errors="backslashreplace"))
+
+
+GROUP = "pcomm.collectives"
+"""Entry points: each names a function without arguments that returns what `open_groups` takes."""
+
+
+def installed_collectives(device: torch.device) -> Callable[[Group], Collectives] | None:
+    """The argument `collectives` of `open_groups`, for an engine whose tensors are on `device`.
+
+    Local; equal on ranks with the same packages. None where no package brings any. They are made
+    for GPUs, so on a CPU nothing is looked for or imported, unless Triton's interpreter is turned
+    on. The package itself decides whether the ranks of a group can use them, or keep theirs.
+
+    Args:
+        device: Device of the model.
+
+    Raises:
+        ConfigError: Several packages bring some.
+        UnsupportedError: The package cannot be imported.
+    """
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    # One distribution is found twice where its source folder is on the path as well.
+    entries = {entry.value: entry for entry in entry_points(group=GROUP)}
+    if len(entries) > 1:
+        raise ConfigError(
+            "collectives of an engine on several ranks",
+            found=f"{', '.join(sorted(entry.name for entry in entries.values()))} are installed",
+            why="The operations of a group have one implementation.",
+            fix="Uninstall all but one.",
+        )
+    for value, entry in entries.items():
+        try:
+            make: Callable[[Group], Collectives] = entry.load()()
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedError(
+                f"collectives {entry.name!r} of an engine on several ranks",
+                found=f"{type(error).__name__}: {error}",
+                why=f"An installed package brings them as {value}, which cannot be loaded.",
+                fix="Install that package again with what it needs, or uninstall it.",
+            ) from error
+        return make
+    return None

@@ -1,7 +1,8 @@
-"""The form in which a loaded model keeps the weights of its linear layers."""
+"""The dtype, device and form of loaded weights."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pcomm.inference.layers import pack_weights, quantize_int8
 from pcomm.integration.models.language_model import LanguageModel
 
-__all__ = ["QUANTIZATIONS", "WeightForm", "weight_form"]
+__all__ = ["DTYPES", "WeightForm", "device_of", "dtype_of", "weight_form"]
+
 
 QUANTIZATIONS = ("int8",)
 """Names that `--quantization` takes."""
@@ -149,3 +151,61 @@ def _share_memory(model: LanguageModel) -> None:
     shared = model.norm.weight.new_empty(max(weight.numel() for weight in weights))
     for weight in weights:
         weight.data = shared[: weight.numel()].view(weight.shape)
+
+
+DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+"""Dtypes by the name that options have for them; `auto` is that of the files."""
+
+
+def dtype_of(name: str | torch.dtype) -> torch.dtype | None:
+    """The dtype of a name; None for `auto`. Local.
+
+    Raises:
+        ConfigError: It is the name of no dtype that weights have.
+    """
+    if isinstance(name, torch.dtype):
+        return name
+    if name not in DTYPES:
+        raise ConfigError(
+            "LLM: dtype",
+            found=f"{name!r}",
+            why="Weights are floating-point numbers of one of these: " + ", ".join(DTYPES) + ".",
+            fix=near_misses(name, DTYPES),
+        )
+    return DTYPES[name]
+
+
+def device_of(device: str | torch.device) -> torch.device:
+    """A device that this machine has. Local.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:0`; a `torch.device` is returned as it is.
+
+    Raises:
+        ConfigError: The name means nothing, or there is no such device.
+    """
+    if isinstance(device, torch.device):
+        return device
+    found = f"{device!r}"
+    place: torch.device | None = None
+    with contextlib.suppress(RuntimeError):
+        place = torch.device(device)
+    if place is not None and place.type == "cpu":
+        return place
+    if place is not None and place.type == "cuda":
+        count = torch.cuda.device_count()
+        if (place.index or 0) < count:
+            return place
+        found += f", and {count} CUDA devices"
+    raise ConfigError(
+        "device",
+        found=found,
+        why="A model is on the CPU, or on a CUDA device of this machine.",
+        fix="Give cpu, or cuda or cuda:N where there are such devices.",
+    )

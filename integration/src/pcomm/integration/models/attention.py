@@ -15,10 +15,8 @@ from torch.nn import functional as F
 from pcomm.core import Layout
 from pcomm.gdn_cp import AttentionSpec
 from pcomm.inference import KVMemory, KVSpec, paged_attention
-from pcomm.integration.models.context import Context
-from pcomm.integration.models.layer_builder import LayerBuilder
-from pcomm.integration.models.rotary import rotate
-from pcomm.integration.models.step_context import StepContext
+from pcomm.integration.models.forward_context import Context, StepContext
+from pcomm.integration.models.layers import LayerBuilder, rotate
 
 __all__ = ["Attention", "packed_attention"]
 

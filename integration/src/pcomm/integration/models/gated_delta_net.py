@@ -22,9 +22,14 @@ from pcomm.gdn_cp.ops import (
     rms_norm_then_gate,
 )
 from pcomm.inference import StateMemory, StateSpec
-from pcomm.integration.models.context import Context
-from pcomm.integration.models.layer_builder import LayerBuilder
-from pcomm.integration.models.step_context import StepContext, advance, convolve, state_spec
+from pcomm.integration.models.forward_context import (
+    Context,
+    StepContext,
+    advance,
+    convolve,
+    state_spec,
+)
+from pcomm.integration.models.layers import LayerBuilder
 
 __all__ = ["GatedDeltaNet"]
 

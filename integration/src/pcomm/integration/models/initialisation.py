@@ -1,19 +1,22 @@
-"""First weights that depend on the seed and the parameter's name, and on nothing else."""
+"""First weights, or none where they are read next."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 
 from pcomm.core.tensor_parallel import param_layouts_of, take_shard
-from pcomm.integration.config import ModelConfig
+from pcomm.integration.config.sections import ModelConfig
 
-__all__ = ["KnowsFirstValues", "initialise"]
+__all__ = ["SkipInit", "initialise"]
+
 
 # Layers that write into the residual stream; their variance is shared among all of them.
 _RESIDUAL = (
@@ -84,3 +87,33 @@ def initialise(
 def _seed_of(seed: int, name: str) -> int:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+_DRAWS = (
+    torch.Tensor.normal_,
+    torch.Tensor.uniform_,
+    init.kaiming_uniform_,
+    init.normal_,
+    init.uniform_,
+)
+
+
+class SkipInit(TorchFunctionMode):
+    """A context manager in which random initialisation leaves a tensor as it was allocated.
+
+    For large models the draws take far longer than reading the weights. What is not filled
+    afterwards holds any value.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """The result of a call, or the tensor itself for one that draws."""
+        given = kwargs or {}
+        if func in _DRAWS:
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)

@@ -21,10 +21,15 @@ from pcomm.gdn_cp.ops import (
     mamba2_ssd_step,
 )
 from pcomm.inference import StateMemory, StateSpec
-from pcomm.integration.config_resolved import ResolvedModel
-from pcomm.integration.models.context import Context
-from pcomm.integration.models.layer_builder import LayerBuilder
-from pcomm.integration.models.step_context import StepContext, advance, convolve, state_spec
+from pcomm.integration.config.sections import ResolvedModel
+from pcomm.integration.models.forward_context import (
+    Context,
+    StepContext,
+    advance,
+    convolve,
+    state_spec,
+)
+from pcomm.integration.models.layers import LayerBuilder
 
 __all__ = ["Mamba2"]
 

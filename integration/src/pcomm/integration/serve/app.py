@@ -1,7 +1,8 @@
-"""The routes of a server, all of them thin."""
+"""The routes of the server, and the limits that each request passes first."""
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,41 +12,32 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pcomm.core.errors import PcommError
 from pcomm.integration import __version__
 from pcomm.integration.llm import LLM
-from pcomm.integration.serve.answers import ClientGoneError
 from pcomm.integration.serve.api_error import ApiError, ErrorBody, api_error_of, error_response
-from pcomm.integration.serve.chat_request import ChatRequest
-from pcomm.integration.serve.completion_request import CompletionRequest
-from pcomm.integration.serve.gate import Gate
-from pcomm.integration.serve.service import Service
-from pcomm.integration.serve.settings import ServeSettings
-from pcomm.integration.serve.validation import unreadable_body, validation_error
+from pcomm.integration.serve.output_streams import ClientGoneError
+from pcomm.integration.serve.request_bodies import (
+    ChatRequest,
+    CompletionRequest,
+    unreadable_body,
+    validation_error,
+)
+from pcomm.integration.serve.service import ServeSettings, Service
 
 __all__ = ["Served", "create_app"]
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 413, 415, 429, 500, 503)
 }
+
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 )
-
-
-class Served:
-    """An ASGI application and the service behind it.
-
-    Attributes:
-        app: Application for an ASGI server; its lifespan starts and stops the step loop.
-        service: The model behind it.
-    """
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.service = app, service
 
 
 def create_app(llm: LLM, settings: ServeSettings) -> Served:
@@ -78,8 +70,20 @@ def create_app(llm: LLM, settings: ServeSettings) -> Served:
     _add_model_routes(app, service, llm)
     _add_state_routes(app, service)
     _add_errors(app)
-    gate = Gate(app, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
-    return Served(gate, service)
+    limited = RequestLimits(app, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
+    return Served(limited, service)
+
+
+class Served:
+    """An ASGI application and the service behind it.
+
+    Attributes:
+        app: Application for an ASGI server; its lifespan starts and stops the step loop.
+        service: The model behind it.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
 
 
 def _add_model_routes(app: FastAPI, service: Service, llm: LLM) -> None:
@@ -175,3 +179,66 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:
         return error_response(api_error_of(error))
+
+
+class RequestLimits:
+    """ASGI middleware that refuses requests without the key, and bodies that are too large.
+
+    Args:
+        app: The application behind it.
+        api_key: Key that requests to `/v1` show as `Authorization: Bearer KEY`; None for no key.
+        max_body_bytes: Most bytes of a body.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int) -> None:
+        self._app, self._max_body_bytes = app, max_body_bytes
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            if self._key is not None and scope["path"].startswith("/v1"):
+                self._check_key(self._key, headers.get("authorization", ""))
+            length = headers.get("content-length", "")
+            if length.isdecimal() and int(length[:18]) > self._max_body_bytes:
+                raise self._too_large()
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        count = 0
+
+        async def counted() -> Message:
+            nonlocal count
+            message = await receive()
+            count += len(message.get("body", b""))
+            if count > self._max_body_bytes:
+                # FastAPI passes on this kind of exception alone from the reading of a body.
+                raise HTTPException(413, str(self._too_large()))
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _check_key(self, key: bytes, header: str) -> None:
+        scheme, _, given = header.partition(" ")
+        # In constant time, so that how long it takes tells nothing of the key.
+        is_same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), key)
+        if scheme.lower() != "bearer" or not is_same:
+            raise ApiError(
+                401,
+                "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"The body has more than {self._max_body_bytes} bytes.",
+            code="request_too_large",
+            headers={"Connection": "close"},
+        )

@@ -9,9 +9,12 @@ from typing import Any
 
 from pcomm.inference import SamplingParams
 from pcomm.integration.serve.api_error import ApiError
-from pcomm.integration.serve.chat_request import ChatRequest
-from pcomm.integration.serve.completion_request import CompletionRequest
-from pcomm.integration.serve.request_fields import JsonSchemaFormat, RequestFields
+from pcomm.integration.serve.request_bodies import (
+    ChatRequest,
+    CompletionRequest,
+    JsonSchemaFormat,
+    RequestFields,
+)
 
 __all__ = ["chat_params", "check_model", "check_prompt_ids", "completion_params", "room_for"]
 

@@ -1,4 +1,4 @@
-"""One model behind HTTP: requests become engine requests, and their outputs answers."""
+"""One model behind HTTP, and the settings it is served with."""
 
 from __future__ import annotations
 
@@ -6,26 +6,40 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from pcomm.core.errors import ClosedError, ConfigError, PcommError
+from pcomm.core.errors import ClosedError, ConfigError
 from pcomm.inference import Request, SamplingParams
-from pcomm.inference.engine import EngineStats, GrammarCompiler
+from pcomm.inference.engine import EngineStats
+from pcomm.inference.sampling import GrammarCompiler
 from pcomm.integration.llm import LLM
-from pcomm.integration.serve.answers import EventStream, unless_gone, whole_answer
 from pcomm.integration.serve.api_error import ApiError
-from pcomm.integration.serve.chat_request import ChatRequest
-from pcomm.integration.serve.completion_request import CompletionRequest
-from pcomm.integration.serve.grammar_desk import GrammarDesk
-from pcomm.integration.serve.metrics import Metrics
-from pcomm.integration.serve.output_streams import OutputStreams
-from pcomm.integration.serve.replies import ChatReply, CompletionReply, Reply
-from pcomm.integration.serve.request_fields import MOST_CHOICES, RequestFields
+from pcomm.integration.serve.grammar_pool import GrammarPool
+from pcomm.integration.serve.output_streams import (
+    EventStream,
+    OutputStreams,
+    unless_gone,
+    whole_answer,
+)
+from pcomm.integration.serve.prometheus import Metrics
+from pcomm.integration.serve.request_bodies import (
+    MOST_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    RequestFields,
+)
+from pcomm.integration.serve.response_bodies import (
+    ChatReply,
+    CompletionReply,
+    Reply,
+    TokenTexts,
+    Usage,
+)
 from pcomm.integration.serve.sampling import (
     chat_params,
     check_model,
@@ -33,12 +47,9 @@ from pcomm.integration.serve.sampling import (
     completion_params,
     room_for,
 )
-from pcomm.integration.serve.settings import ServeSettings
 from pcomm.integration.serve.step_loop import StepLoop
-from pcomm.integration.serve.token_texts import TokenTexts
-from pcomm.integration.serve.usage import Usage
 
-__all__ = ["Service"]
+__all__ = ["ServeSettings", "Service"]
 
 # How long a scrape of the metrics waits for a step, before it shows the numbers of the last one.
 _STATS_S = 2.0
@@ -65,7 +76,7 @@ class Service:
         self.streams = OutputStreams(settings.max_unread_tokens)
         self.loop = StepLoop(llm.engine, self.streams.deliver, observer=self.metrics, clock=clock)
         self._texts = TokenTexts(llm.loaded.tokenizer.to_json())
-        self.grammars = GrammarDesk(
+        self.grammars = GrammarPool(
             GrammarCompiler(llm.loaded.tokenizer, llm.loaded.vocabulary),
             max_compiling=settings.max_compiling,
             max_waiting=settings.max_waiting_grammars,
@@ -77,9 +88,6 @@ class Service:
         await self.grammars.load()
         self.streams.bind(self.loop)
         self.loop.start()
-        # The first call measures the memory, which no request and no scrape has to wait for.
-        with suppress(PcommError):  # of a model that has failed already, which `health` says
-            await asyncio.wrap_future(self.loop.call(self.engine_stats))
 
     async def stop(self) -> None:
         """End all requests and the step loop."""
@@ -228,3 +236,68 @@ class Service:
 
 def _wants_usage(body: RequestFields) -> bool:
     return bool(body.stream_options and body.stream_options.include_usage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Limits of a server.
+
+    Attributes:
+        model_name: Name that clients give as `model`.
+        api_key: Key that clients show for `/v1`, of printable ASCII; None for none.
+        max_body_bytes: Most bytes of the body of a request.
+        max_unread_tokens: Most tokens of a request that wait for a client which does not read.
+        write_timeout_s: Seconds that such a client may leave one part unread.
+        max_compiling: Most grammars that are compiled at once.
+        max_waiting_grammars: Most others that wait for that; more are 429.
+        grammar_limit_s: Seconds after which a request is refused whose grammar is not compiled.
+        step_limit_s: Seconds after which a step that has not returned makes `/health` fail.
+        shutdown_s: Seconds that running requests have to end after SIGTERM.
+    """
+
+    model_name: str
+    api_key: str | None = None
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_unread_tokens: int = 4096
+    write_timeout_s: float = 60.0
+    max_compiling: int = 2
+    max_waiting_grammars: int = 64
+    grammar_limit_s: float = 60.0
+    step_limit_s: float = 60.0
+    shutdown_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_body_bytes",
+            "max_unread_tokens",
+            "write_timeout_s",
+            "max_compiling",
+            "max_waiting_grammars",
+            "grammar_limit_s",
+            "step_limit_s",
+            "shutdown_s",
+        ):
+            # Written so that NaN, which compares as false, is refused.
+            if not getattr(self, name) > 0:
+                raise ConfigError(
+                    f"ServeSettings: {name}",
+                    found=f"{getattr(self, name)!r}",
+                    why="It is a limit, and nothing would pass it.",
+                    fix="Give a number above 0.",
+                )
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError(
+                "ServeSettings: api_key",
+                found="an empty key",
+                why="Any client could show it.",
+                fix="Give a key, or None for a server that asks for none.",
+            )
+        # A header has no other characters that each client and server read alike.
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError(
+                "ServeSettings: api_key",
+                found="a key with characters outside printable ASCII",
+                why="Clients send the key in an HTTP header, where such characters do not arrive "
+                "as they are.",
+                fix="Give a key of letters, digits and signs of ASCII.",
+            )

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from pcomm.core.errors import ClosedError
 from pcomm.inference import Request, RequestOutput
-from pcomm.integration.llm.step_engine import StepEngine
+from pcomm.integration.llm.open_requests import StepEngine
 
 __all__ = ["StepLoop", "StepObserver"]
 

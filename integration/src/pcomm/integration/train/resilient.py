@@ -1,4 +1,4 @@
-"""A training run that goes on when ranks die: the trainer's steps within a session of pcomm-ntp."""
+"""A resilient run: build, restore, attempts, and checkpoints of whole tensors."""
 
 from __future__ import annotations
 
@@ -10,38 +10,45 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pcomm.core import Groups, Topology
+from pcomm.core import Collectives, Group, Groups, Topology
+from pcomm.core.checkpoint import ShardView
 from pcomm.core.process import RankPlace
+from pcomm.core.tensor_parallel import ParamLayout, join_shards
 from pcomm.integration.checkpoint.folders import newest
-from pcomm.integration.checkpoint.reader import read
-from pcomm.integration.checkpoint.state import planned_shard_views, set_optimizer_step
-from pcomm.integration.config_file import to_dict
-from pcomm.integration.config_resolved import Resolved
-from pcomm.integration.data.batches import TrainBatches
-from pcomm.integration.data.preparation import open_prepared
-from pcomm.integration.metrics.shared_rows import SharedRows
+from pcomm.integration.checkpoint.state import (
+    identity_of,
+    planned_shard_views,
+    set_optimizer_step,
+)
+from pcomm.integration.config.sections import Resolved
+from pcomm.integration.config.toml import to_dict
+from pcomm.integration.config.units import units_of_model
+from pcomm.integration.data.preparation import Prepared, open_prepared
+from pcomm.integration.metrics import SharedRows
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.units import units_of_model
-from pcomm.integration.parallelize import PLANNED_NAMES, build_model
-from pcomm.integration.planned_groups import group_names, group_specs, used_ranks
-from pcomm.integration.train.data_parallel import PlannedReplicas
-from pcomm.integration.train.evaluate import evaluate
+from pcomm.integration.parallelize import ALL_RANKS, PLANNED_NAMES, build_model
+from pcomm.integration.replicas import PlannedReplicas, group_names, group_specs, used_ranks
 from pcomm.integration.train.interrupt import Interrupt, listen_for_interrupt
-from pcomm.integration.train.not_finite import NotFiniteSteps
-from pcomm.integration.train.outcome import Outcome
-from pcomm.integration.train.progress import Progress
+from pcomm.integration.train.loop import (
+    Outcome,
+    batches_of,
+    evaluate,
+    is_due,
+    open_saver,
+    read_checkpoint,
+)
+from pcomm.integration.train.run_state import NotFiniteSteps, Progress
 from pcomm.integration.train.trainer import Trainer, adamw, names_that_decay
-from pcomm.integration.train.whole_state import WholeStateSaver
-from pcomm.ntp import Built, Plan, Session
-from pcomm.ntp.session import Attempt, Patience, Transition
+from pcomm.ntp import NtpPlan, Session, TrainState
+from pcomm.ntp.session import Attempt, Timeouts, Transition
 
-__all__ = ["ResilientRun", "cause"]
+__all__ = ["GatheredSaver", "ResilientRun", "cause"]
 
 _log = logging.getLogger("pcomm.train")
 
@@ -59,7 +66,7 @@ class ResilientRun:
         run_dir: Folder of the run, with its tokens.
         stream: Stream of the progress.
         dtype: Dtype of the parameters.
-        patience: Time limits of the session; None for its own.
+        timeouts: Time limits of the session; None for its own.
     """
 
     def __init__(
@@ -70,19 +77,13 @@ class ResilientRun:
         stream: TextIO,
         *,
         dtype: torch.dtype = torch.float32,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         self.place, self.config, self.run_dir = place, config, run_dir
-        self._dtype, self._patience = dtype, patience
+        self._dtype, self._timeouts = dtype, timeouts
         self.prepared = open_prepared(run_dir)
         train = config.train
-        self._batches = TrainBatches(
-            self.prepared.train,
-            seed=train.seed,
-            sequence_length=train.sequence_length,
-            global_batch_tokens=train.global_batch_tokens,
-            micro_batch_tokens=train.micro_batch_tokens,
-        )
+        self._batches = batches_of(config, self.prepared)
         start = newest(run_dir)
         self._progress = Progress.resumed(start, train) if start else Progress()
         self._not_finite = NotFiniteSteps(train, run_dir)
@@ -94,7 +95,7 @@ class ResilientRun:
         """Train until the last step, also when ranks die. Every rank of the job calls it."""
         parallel, model = self.config.parallel, self.config.model
         with listen_for_interrupt() as interrupt, ExitStack() as held:
-            saver = held.enter_context(WholeStateSaver(self.run_dir, self.config, self.prepared))
+            saver = held.enter_context(GatheredSaver(self.run_dir, self.config, self.prepared))
             held.callback(self._rows.close)
             session = held.enter_context(
                 Session(
@@ -106,7 +107,7 @@ class ResilientRun:
                     restore=self._restore,
                     at_end=lambda session: self._end(session, saver),
                     facts=self._facts(),
-                    patience=self._patience,
+                    timeouts=self._timeouts,
                 )
             )
             for attempt in session.attempts(until=self.config.train.steps):
@@ -121,23 +122,19 @@ class ResilientRun:
 
     # -- what the session asks for -------------------------------------------------------------
 
-    def _build(self, plan: Plan, groups: Groups, rank: int) -> Built:
+    def _build(self, plan: NtpPlan, groups: Groups, rank: int) -> TrainState:
         named, replica = _named(plan, groups, rank), plan.place(rank).replica
         device = torch.device("cpu")
         form = plan.form(replica)
         model = build_model(self.config, named, device, dtype=self._dtype, form=form)
         decaying = names_that_decay(model)
-        return Built(model, adamw(model.named_parameters(), decaying, self.config.train))
+        return TrainState(model, adamw(model.named_parameters(), decaying, self.config.train))
 
-    def _restore(self, plan: Plan, model: nn.Module, optimizer: Optimizer) -> int:
+    def _restore(self, plan: NtpPlan, model: nn.Module, optimizer: Optimizer) -> int:
         checkpoint = newest(self.run_dir)
         if checkpoint is None:
             return 0
-        views = planned_shard_views(model, optimizer, plan, self.place.rank)
-        if checkpoint.step == 0:
-            # Converted from a directory of weights: the optimizer begins anew.
-            views = {name: view for name, view in views.items() if name.startswith("model.")}
-        read(checkpoint, views)
+        read_checkpoint(checkpoint, planned_shard_views(model, optimizer, plan, self.place.rank))
         set_optimizer_step(optimizer, checkpoint.step)
         return checkpoint.step
 
@@ -151,7 +148,7 @@ class ResilientRun:
     # -- a step --------------------------------------------------------------------------------
 
     def _step(
-        self, session: Session, attempt: Attempt, saver: WholeStateSaver, interrupt: Interrupt
+        self, session: Session, attempt: Attempt, saver: GatheredSaver, interrupt: Interrupt
     ) -> None:
         """One attempt at a step, and what is due after it. Collective over the ranks in use."""
         trainer, train, index = self._trainer(session), self.config.train, session.step
@@ -161,14 +158,14 @@ class ResilientRun:
         agreed = trainer.agree(found, is_asked_to_stop=asked)
         loss = agreed.nats / self._batches.num_targets(index)
         if not agreed.is_finite:
-            self._not_finite.note_bad(index + 1, loss, math.nan, None)
+            self._not_finite.record_not_finite(index + 1, loss, math.nan, None)
         rate = trainer.set_learning_rate(index)
         if agreed.wants_to_stop:
             session.request_stop()
         norm = attempt.finish(max_norm=None if train.clip_norm == "none" else train.clip_norm)
         if not norm.isfinite():
             # The same number on all ranks, none of which applies the step.
-            self._not_finite.note_bad(index + 1, loss, float(norm), None)
+            self._not_finite.record_not_finite(index + 1, loss, float(norm), None)
 
         def row() -> dict[str, float]:
             elapsed_s = time.perf_counter() - start
@@ -180,12 +177,12 @@ class ResilientRun:
         done = index + 1
         if done == train.steps:
             return
-        if _is_due(self.config.checkpoint.every, done):
+        if is_due(self.config.checkpoint.every, done):
             saver.save(session, trainer, Progress(done, 0, trainer.rewarm))
-        if _is_due(train.eval_every, done):
+        if is_due(train.eval_every, done):
             self._evaluate(session, trainer)
 
-    def _end(self, session: Session, saver: WholeStateSaver) -> None:
+    def _end(self, session: Session, saver: GatheredSaver) -> None:
         """Evaluate and save what the run has come to; again if a rank dies. Collective."""
         trainer, train = self._trainer(session), self.config.train
         # Evaluated before it is saved: a run that is whole has the row, and adds no other.
@@ -221,19 +218,19 @@ class ResilientRun:
         )
         trainer.rewarm = self._progress.rewarm
         self._current = session.generation, trainer
-        self._speak(session)
+        self._become_writer(session)
         return trainer
 
     # -- metrics -------------------------------------------------------------------------------
 
-    def _speak(self, session: Session) -> None:
+    def _become_writer(self, session: Session) -> None:
         """Take over the metrics where the rank that wrote them is gone. Local.
 
         Steps whose state was lost are done again, so their rows are dropped.
         """
-        is_speaker = used_ranks(session.plan)[0] == session.rank
-        self._rows.enter(session.step, is_writer=is_speaker)
-        if is_speaker and session.transitions:
+        is_writer = used_ranks(session.plan)[0] == session.rank
+        self._rows.enter(session.step, is_writer=is_writer)
+        if is_writer and session.transitions:
             last = session.transitions[-1]
             _log.warning(
                 "generation %d after step %d: %d ranks, tp %s, in %.2f s (%s)",
@@ -251,19 +248,8 @@ class ResilientRun:
             self._rows.write(row)
 
 
-def _named(plan: Plan, groups: Groups, rank: int) -> Groups:
+def _named(plan: NtpPlan, groups: Groups, rank: int) -> Groups:
     return groups.relabelled(group_names(plan, rank, PLANNED_NAMES))
-
-
-def cause(transitions: Sequence[Transition]) -> str:
-    """Which ranks died or joined in the newest transition, else what was noticed first."""
-    last = transitions[-1]
-    found = [f"rank {rank}: {reason}" for rank, reason in sorted(last.gone.items())]
-    if len(transitions) > 1:
-        # A process may take the place of one that has just died.
-        stayed = set(transitions[-2].ranks).difference(last.gone)
-        found += [f"rank {rank} joins" for rank in last.ranks if rank not in stayed]
-    return ", ".join(found) or last.reason or "the beginning"
 
 
 def _where(session: Session) -> dict[str, float]:
@@ -277,5 +263,81 @@ def _where(session: Session) -> dict[str, float]:
     }
 
 
-def _is_due(every: int | Literal["end", "none"], step: int) -> bool:
-    return isinstance(every, int) and step % every == 0
+def cause(transitions: Sequence[Transition]) -> str:
+    """Which ranks died or joined in the newest transition, else what was noticed first."""
+    last = transitions[-1]
+    found = [f"rank {rank}: {reason}" for rank, reason in sorted(last.gone.items())]
+    if len(transitions) > 1:
+        # A process may take the place of one that has just died.
+        stayed = set(transitions[-2].ranks).difference(last.gone)
+        found += [f"rank {rank} joins" for rank in last.ranks if rank not in stayed]
+    return ", ".join(found) or last.reason or "the beginning"
+
+
+class GatheredSaver:
+    """Gathers the state on one rank of the canonical replica, which writes it alone.
+
+    The gather goes through the session's groups, so that it ends when a rank dies; the files are
+    written by one process, which waits for no other. That rank needs memory for a copy of the model
+    and of both averages of AdamW.
+
+    Args:
+        run_dir: Folder of the run.
+        config: The validated configuration.
+        prepared: Tokens of the run.
+    """
+
+    def __init__(self, run_dir: Path, config: Resolved, prepared: Prepared) -> None:
+        self._run_dir, self._config = run_dir, config
+        self._identity = identity_of(config, prepared.fingerprint)
+        self._saver = open_saver(config, run_dir, Group("alone", (0,), None))
+
+    def save(self, session: Session, trainer: Trainer, progress: Progress) -> None:
+        """Write a checkpoint. Collective over the ranks in use.
+
+        Args:
+            session: The session; a rank that the others left behind writes nothing.
+            trainer: The trainer of this generation.
+            progress: State of the run after the step.
+        """
+        plan, rank = session.plan, session.rank
+        place = plan.place(rank)
+        is_canonical = place.replica == plan.canonical_replica(place.stage)
+        if is_canonical and plan.topology.coordinates(rank)["cp"] == 0:
+            over = trainer.groups["tp"].collectives
+            whole = {name: _whole(view, over) for name, view in trainer.shard_views().items()}
+            if place.index == 0:
+                self._write(session, whole, progress)
+        # A rank that went on to the next generation would end the gather of the others.
+        waiting = torch.zeros(1, device=trainer.model.device)
+        trainer.groups[ALL_RANKS].collectives.all_reduce(waiting)
+
+    def wait(self) -> None:
+        """Until the checkpoint that this rank writes, if any, is whole. Local."""
+        self._saver.wait()
+
+    def _write(self, session: Session, views: dict[str, ShardView], progress: Progress) -> None:
+        """Begin to write, unless the others have left this rank behind. Local."""
+        self._saver.wait()
+        last = newest(self._run_dir)
+        # The rank that wrote before may have got this far before it died.
+        if last is None or last.step < progress.step:
+            session.check_fence()
+            state = {"identity": self._identity, **progress.state(self._config.train)}
+            self._saver.save(progress.step, views, state)
+
+    def __enter__(self) -> GatheredSaver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._saver.__exit__(kind, *error)
+
+
+def _whole(view: ShardView, collectives: Collectives) -> ShardView:
+    """A view of the logical tensor. Collective over the tensor-parallel group."""
+    tensor: Tensor = view.tensor
+    layout, dim = view.param_layout.layout, view.param_layout.dim
+    if layout is not None and layout.size > 1:
+        gathered = collectives.all_gather(tensor.contiguous(), dim=dim, sizes=layout.sizes)
+        tensor = join_shards(gathered.split(list(layout.sizes), dim), layout, dim=dim)
+    return ShardView(tensor, ParamLayout(), 0)

@@ -1,56 +1,66 @@
-"""A whole training run, from a configuration to a folder with weights, metrics and a sample."""
+"""A plain run: checks on all ranks, its folder, resuming, steps, checkpoints and the trace.
+
+From the command to a loss, read `commands/train`, `config/toml`, `config/sections`,
+`config/rules`, this module, `data/batches`, `parallelize`, `replicas`, `models/language_model`,
+`models/attention`, `trainer` and `loop`; a first run also prepares its folder and its text.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
-from pcomm.core import connect
-from pcomm.integration.checkpoint.checksums import check_files
-from pcomm.integration.checkpoint.folders import newest
-from pcomm.integration.checkpoint.identity import identity_of
-from pcomm.integration.checkpoint.reader import read
+from pcomm.core import Group, Groups, connect
+from pcomm.core.trace import (
+    Recorder,
+    exposed_communication_s,
+    gather_events,
+    traced_groups,
+    write_chrome_trace,
+)
+from pcomm.integration.checkpoint.folders import check_files, newest
 from pcomm.integration.checkpoint.saver import Saver
-from pcomm.integration.config import Config
-from pcomm.integration.config_rules import validate
-from pcomm.integration.data.batches import TrainBatches
+from pcomm.integration.checkpoint.state import identity_of
+from pcomm.integration.config.rules import validate
+from pcomm.integration.config.sections import Config
 from pcomm.integration.data.preparation import Prepared, open_prepared
-from pcomm.integration.huggingface.run_start import ModelStart, start_config
-from pcomm.integration.metrics.plot import draw_loss
-from pcomm.integration.metrics.run_sinks import open_sinks
-from pcomm.integration.metrics.sink import Sink, SinkGroup
+from pcomm.integration.huggingface.model_from import start_config
+from pcomm.integration.huggingface.weights import load_first_weights
+from pcomm.integration.metrics import Sink, SinkGroup, draw_loss, open_sinks
 from pcomm.integration.parallelize import (
     ALL_RANKS,
     build_model,
     open_run_groups,
     splitting_groups,
 )
-from pcomm.integration.train.batch_memory import check_batch_memory, largest_memory
-from pcomm.integration.train.evaluate import evaluate
-from pcomm.integration.train.interrupt import listen_for_interrupt
-from pcomm.integration.train.not_finite import NotFiniteSteps
-from pcomm.integration.train.outcome import Outcome
-from pcomm.integration.train.precision import tell_device
-from pcomm.integration.train.progress import Progress
+from pcomm.integration.precision import tell_device
+from pcomm.integration.train.interrupt import RankBarrier, Stopped, listen_for_interrupt
+from pcomm.integration.train.loop import (
+    Outcome,
+    batches_of,
+    evaluate,
+    is_due,
+    open_saver,
+    read_checkpoint,
+)
 from pcomm.integration.train.run_folder import (
     check_resumable,
     check_shared,
     hold_folder,
     prepare_folder,
-    tell_holder,
     write_config,
+    write_holder,
 )
-from pcomm.integration.train.step_trace import StepTrace
-from pcomm.integration.train.together import Stopped, Together
-from pcomm.integration.train.trainer import StepResult, Trainer
+from pcomm.integration.train.run_state import NotFiniteSteps, Progress
+from pcomm.integration.train.trainer import StepResult, Trainer, check_batch_memory, largest_memory
 
 __all__ = ["Outcome", "run_training"]
 
 _log = logging.getLogger("pcomm.train")
-
 _TOKENISING_S = 24 * 3600.0
 _READING_S = 4 * 3600.0
 
@@ -83,7 +93,7 @@ def run_training(
         KeyboardInterrupt: On a rank that is asked to stop a second time, which ends it at once.
     """
     with connect() as world, listen_for_interrupt() as interrupt:
-        together = Together(world, interrupt)
+        together = RankBarrier(world, interrupt)
         try:
             return _train(config, run_dir, must_restart, stream or sys.stderr, trace, together)
         except Stopped:
@@ -97,7 +107,7 @@ def _train(
     must_restart: bool,
     stream: TextIO,
     trace: Path | None,
-    together: Together,
+    together: RankBarrier,
 ) -> Outcome:
     world = together.world
     tell_device(config.train.dtype, world.size, world.device, rank=world.rank)
@@ -117,7 +127,7 @@ def _train(
         def hold() -> None:
             if world.rank == 0:
                 held.enter_context(hold_folder(run_dir))
-                tell_holder(run_dir, world)
+                write_holder(run_dir, world)
 
         together("train: folder", hold)
         together("train: folder of all hosts", lambda: check_shared(run_dir, world))
@@ -135,22 +145,17 @@ def _train(
             watched = steps.watched(groups)
             model = build_model(resolved, watched, world.device)
             if resolved.model.from_ and newest(run_dir) is None:
-                start = ModelStart(Path(resolved.model.from_))
+                folder = Path(resolved.model.from_)
                 ranks = {key: group.rank for key, group in splitting_groups(watched).items()}
                 together(
                     "train: weights of model.from",
-                    lambda: start.load(model, ranks),
+                    lambda: load_first_weights(model, folder, ranks),
                     timeout_s=_READING_S,
                 )
             _log.info("%s", model.describe())
-            batches = TrainBatches(
-                prepared.train,
-                seed=resolved.train.seed,
-                sequence_length=resolved.train.sequence_length,
-                global_batch_tokens=resolved.train.global_batch_tokens,
-                micro_batch_tokens=resolved.train.micro_batch_tokens,
+            trainer = Trainer(
+                model, watched, resolved, batches_of(resolved, prepared), recorder=steps.recorder
             )
-            trainer = Trainer(model, watched, resolved, batches, recorder=steps.recorder)
             run = _Run(trainer, prepared, run_dir, together, steps)
             progress = run.resume()
             # Written late: a run that is refused must not change what `pcomm generate` reads.
@@ -169,7 +174,7 @@ class _Run:
         trainer: Trainer,
         prepared: Prepared,
         run_dir: Path,
-        together: Together,
+        together: RankBarrier,
         trace: StepTrace,
     ) -> None:
         self.together, self.world, self.trace = together, together.world, trace
@@ -197,11 +202,7 @@ class _Run:
             lambda: check_files(checkpoint, rank=rank, size=size),
             timeout_s=_READING_S,
         )
-        views = self.trainer.shard_views()
-        if checkpoint.step == 0:
-            # Converted from a directory of weights: the optimizer begins anew.
-            views = {name: view for name, view in views.items() if name.startswith("model.")}
-        read(checkpoint, views, self.checkpoint_group)
+        read_checkpoint(checkpoint, self.trainer.shard_views(), self.checkpoint_group)
         self.trainer.resume_at(progress.step, skipped=progress.skipped, rewarm=progress.rewarm)
         _log.info("resuming %s after step %d", self.run_dir, checkpoint.step)
         return progress
@@ -219,7 +220,10 @@ class _Run:
                 keep_through=first or None,
             ),
         )
-        with closing(sinks), self._saver() as saver:
+        with (
+            closing(sinks),
+            open_saver(self.config, self.run_dir, self.checkpoint_group) as saver,
+        ):
             outcome = self._loop(progress, sinks, saver)
         self.trace.finish()
         self.world.fail_together("train: metrics", sinks.error)
@@ -241,9 +245,9 @@ class _Run:
             if done == train.steps:
                 break
             # Evaluated before it is saved: a run that dies in between evaluates again.
-            if _is_due(train.eval_every, done):
+            if is_due(train.eval_every, done):
                 self._evaluate(done, sinks)
-            if _is_due(self.config.checkpoint.every, done) or result.wants_to_stop:
+            if is_due(self.config.checkpoint.every, done) or result.wants_to_stop:
                 self._save(saver, done)
             if result.wants_to_stop:
                 return Outcome(done, None, is_interrupted=True)
@@ -264,13 +268,13 @@ class _Run:
 
     def _check_finite(self, result: StepResult, saver: Saver) -> None:
         if result.is_finite:
-            self.not_finite.note_good()
+            self.not_finite.record_finite()
             return
         culprit = self.trainer.first_not_finite()
         # The checkpoint that is being written may be the last good one.
         saver.wait()
         row = result.row
-        self.not_finite.note_bad(int(row["step"]), row["loss"], row["grad_norm"], culprit)
+        self.not_finite.record_not_finite(int(row["step"]), row["loss"], row["grad_norm"], culprit)
         row["skipped"] = self.not_finite.skipped
 
     def _save(self, saver: Saver, step: int) -> None:
@@ -278,15 +282,60 @@ class _Run:
         state = {"identity": self.identity, **progress.state(self.config.train)}
         saver.save(step, self.trainer.shard_views(), state)
 
-    def _saver(self) -> Saver:
-        options = self.config.checkpoint
-        return Saver(
-            self.run_dir,
-            self.checkpoint_group,
-            keep=None if options.keep == "all" else options.keep,
-            is_asynchronous=options.asynchronous,
-        )
+
+# The first step of a start allocates, and connects what is connected when it is used first.
+_BEGIN, _END = 1, 4
 
 
-def _is_due(every: int | Literal["end", "none"], step: int) -> bool:
-    return isinstance(every, int) and step % every == 0
+class StepTrace:
+    """Records the second to fourth step of this start, and writes them as soon as they are done.
+
+    A run that has fewer steps left writes what there was of them when it ends.
+
+    Args:
+        path: The file; None to record nothing.
+        rank: Global rank of this process.
+        control: All ranks; carries the events and is not traced.
+    """
+
+    def __init__(self, path: Path | None, rank: int, control: Group) -> None:
+        self.recorder = Recorder(rank, is_on=False)
+        self._path, self._control = path, control
+        self._steps = self._recorded = 0
+
+    def watched(self, groups: Groups) -> Groups:
+        """`groups` whose operations are recorded; themselves if nothing is. Local."""
+        return groups if self._path is None else traced_groups(groups, self.recorder)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around every step. Collective after the last one that is recorded."""
+        self.recorder.is_on = self._path is not None and _BEGIN <= self._steps < _END
+        try:
+            with self.recorder.span("step", queue="steps"):
+                yield
+        finally:
+            self._recorded += self.recorder.is_on
+            self.recorder.is_on = False
+        self._steps += 1
+        if self._steps == _END:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what was recorded and not yet written. Collective."""
+        if self._path is None or not self._recorded:
+            return
+        events = gather_events(self.recorder, self._control.collectives)
+        if self._control.rank == 0:
+            exposed_ms = exposed_communication_s(events) / self._recorded * 1e3
+            try:
+                write_chrome_trace(self._path, events)
+            except OSError as error:
+                # The run is worth more than its trace.
+                _log.warning("no trace in %s: %s", self._path, error)
+            else:
+                _log.info(
+                    "trace in %s: %.1f ms a step of communication exposed", self._path, exposed_ms
+                )
+        self.recorder.clear()
+        self._recorded = 0

@@ -1,8 +1,12 @@
-"""A run's folder: whether this run may go on in it, and what it holds before the first step."""
+"""Whether this run may use this folder, one run at a time."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import logging
+import os
 import shutil
 import socket
 from collections.abc import Iterator
@@ -11,24 +15,23 @@ from pathlib import Path
 
 from pcomm.core.errors import ConfigError
 from pcomm.core.process import World
-from pcomm.integration.atomic_file import atomic_write
 from pcomm.integration.checkpoint.folders import checkpoints, discard, newest, remove_partial
-from pcomm.integration.checkpoint.identity import check_same_run, identity_of
-from pcomm.integration.checkpoint.reader import check_index
-from pcomm.integration.config import Config
-from pcomm.integration.config_file import to_toml
+from pcomm.integration.checkpoint.state import check_index, check_same_run, identity_of
+from pcomm.integration.config.sections import Config
+from pcomm.integration.config.toml import to_toml
 from pcomm.integration.data.preparation import build_beside
+from pcomm.integration.files import atomic_write
 from pcomm.integration.huggingface.directory import CONFIG
-from pcomm.integration.huggingface.run_files import forget_directory, placed_files
-from pcomm.integration.train.run_lock import holder_of, lock_run
+from pcomm.integration.huggingface.model_from import forget_directory, placed_files
 
 __all__ = [
     "check_resumable",
     "check_shared",
     "hold_folder",
+    "lock_run",
     "prepare_folder",
-    "tell_holder",
     "write_config",
+    "write_holder",
 ]
 
 _log = logging.getLogger("pcomm.train")
@@ -66,34 +69,6 @@ def check_resumable(config: Config, run_dir: Path, corpus: str | None = None) ->
             why="The run is already longer than it should become.",
             fix=f"Set train.steps to at least {checkpoint.step}, or start over with --restart.",
         )
-
-
-_HOLDER = "pcomm/holder of the run's folder"
-
-
-def tell_holder(run_dir: Path, world: World) -> None:
-    """Tell the other ranks who holds the folder. On the rank that does."""
-    if world.store is not None:
-        world.store.set(_HOLDER, holder_of(run_dir))
-
-
-def check_shared(run_dir: Path, world: World) -> None:
-    """Refuse a folder that is not the one which the first rank holds. Local, after `tell_holder`.
-
-    Raises:
-        ConfigError: Another folder has that name on this host.
-    """
-    if world.rank and world.store is not None:
-        holder, here = world.store.get(_HOLDER).decode(), holder_of(run_dir)
-        if here != holder:
-            raise ConfigError(
-                f"train: folder {run_dir}",
-                found=f"rank {world.rank} on {socket.gethostname()} does not see there what rank 0 "
-                f"has written: {holder}",
-                why="All ranks read tokens and write checkpoints in one folder.",
-                fix="Give --out a folder on a file system that all hosts share, such as NFS or "
-                "Lustre, by a path that is the same on all of them.",
-            )
 
 
 @contextmanager
@@ -189,4 +164,119 @@ def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
         found=str(error),
         why="The run's tokens, checkpoints and metrics are written there.",
         fix="Choose a folder that can be written, with --out.",
+    )
+
+
+_HOLDER = "pcomm/holder of the run's folder"
+
+
+def write_holder(run_dir: Path, world: World) -> None:
+    """Tell the other ranks who holds the folder. On the rank that does."""
+    if world.store is not None:
+        world.store.set(_HOLDER, holder_of(run_dir))
+
+
+def check_shared(run_dir: Path, world: World) -> None:
+    """Refuse a folder that is not the one which the first rank holds. Local, after `write_holder`.
+
+    Raises:
+        ConfigError: Another folder has that name on this host.
+    """
+    if world.rank and world.store is not None:
+        holder, here = world.store.get(_HOLDER).decode(), holder_of(run_dir)
+        if here != holder:
+            raise ConfigError(
+                f"train: folder {run_dir}",
+                found=f"rank {world.rank} on {socket.gethostname()} does not see there what rank 0 "
+                f"has written: {holder}",
+                why="All ranks read tokens and write checkpoints in one folder.",
+                fix="Give --out a folder on a file system that all hosts share, such as NFS or "
+                "Lustre, by a path that is the same on all of them.",
+            )
+
+
+_NAME = ".lock"
+
+
+@contextmanager
+def lock_run(run_dir: Path) -> Iterator[None]:
+    """Keep other runs out of a folder, which is made if absent. Local; on one rank of the run.
+
+    The operating system holds the lock, and gives it back when the process ends in any way; a file
+    that a dead process has left is no obstacle.
+
+    Raises:
+        ConfigError: Another run has it; names its process and host.
+        OSError: The folder cannot be written.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / _NAME
+    descriptor = _acquire(path)
+    try:
+        holder = {"pid": os.getpid(), "host": socket.gethostname()}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        # Other hosts of the run look for it, also through a network file system.
+        os.fsync(descriptor)
+        yield
+    finally:
+        # Before the lock is given back: the next run would otherwise lose its name.
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def holder_of(run_dir: Path) -> str:
+    """What the process that holds the folder says of itself; empty if none does. Local."""
+    try:
+        return (run_dir / _NAME).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _acquire(path: Path) -> int:
+    """A descriptor of the locked file that has the name now."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _lock(descriptor, path)
+            if _has_name(descriptor, path):
+                return descriptor
+        except OSError as error:
+            holder = os.pread(descriptor, 1000, 0)
+            os.close(descriptor)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise _locked(path, holder) from error
+            raise
+        # Its holder ended between our two calls, and took the name with it.
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Such as Lustre that was mounted without locks.
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        _log.warning("no lock for %s (%s): see that no other run uses it", path.parent, error)
+
+
+def _has_name(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _locked(path: Path, holder: bytes) -> ConfigError:
+    try:
+        known = json.loads(holder)
+        who = f"process {known['pid']} on host {known['host']}"
+    except (ValueError, TypeError, KeyError):
+        who = "another process"
+    return ConfigError(
+        f"train: folder {path.parent}",
+        found=f"a run of {who}, which is under way there",
+        why="Two runs in one folder would mix their tokens, metrics and checkpoints.",
+        fix="Wait for it, stop it, or choose another folder with --out.",
     )

@@ -1,29 +1,31 @@
-"""One training step, and everything that it changes."""
+"""One training step and all that it changes, and whether a micro-batch fits into memory."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import os
+import resource
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from pcomm.core import Groups
 from pcomm.core.checkpoint import ShardView
+from pcomm.core.errors import ConfigError
 from pcomm.core.trace import Recorder
 from pcomm.gdn_cp import Plan
 from pcomm.integration.checkpoint.state import set_optimizer_step
-from pcomm.integration.config import TrainConfig
-from pcomm.integration.config_resolved import Resolved
-from pcomm.integration.data.batches import TrainBatches
-from pcomm.integration.data.packing import Batch, padded
-from pcomm.integration.model_rules import expert_blocks
+from pcomm.integration.config.model_rules import expert_blocks
+from pcomm.integration.config.sections import Resolved, TrainConfig
+from pcomm.integration.data.batches import Batch, TrainBatches, padded
 from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.models.moe.balance import Balance, rows_of_tokens
+from pcomm.integration.models.moe import Balance, rows_of_tokens
 from pcomm.integration.parallelize import (
     ALL_RANKS,
     SAME_ROWS,
@@ -31,61 +33,23 @@ from pcomm.integration.parallelize import (
     plan_sequences,
     share_gradients,
 )
-from pcomm.integration.train.data_parallel import DataParallel
-from pcomm.integration.train.device_batch import DeviceBatch
-from pcomm.integration.train.memory import memory_mib
-from pcomm.integration.train.not_finite import first_not_finite
-from pcomm.integration.train.precision import autocast
-from pcomm.integration.train.schedule import Rewarm, learning_rate
-from pcomm.ntp import Plan as NtpPlan
+from pcomm.integration.precision import autocast
+from pcomm.integration.replicas import DataParallel
+from pcomm.integration.train.run_state import Rewarm, first_not_finite, learning_rate
+from pcomm.ntp import NtpPlan
 
-__all__ = ["Agreed", "Found", "StepResult", "Trainer", "adamw", "names_that_decay"]
+__all__ = [
+    "DeviceBatch",
+    "StepResult",
+    "Trainer",
+    "adamw",
+    "check_batch_memory",
+    "largest_memory",
+    "memory_mib",
+    "names_that_decay",
+]
 
 _log = logging.getLogger("pcomm.train")
-
-
-class StepResult(NamedTuple):
-    """What a step tells; the same on all ranks."""
-
-    row: dict[str, float]
-    """`step` (from 1), `loss` (nats per token over the global batch), `tokens_per_s`, ..."""
-
-    wants_to_stop: bool
-    """Whether any rank was asked to stop."""
-
-    is_finite: bool = True
-    """Whether loss and gradient were finite numbers; otherwise no parameter has changed."""
-
-
-def names_that_decay(model: nn.Module) -> frozenset[str]:
-    """Parameters that decay: matrices, and not norms or what there is one of for each head."""
-    return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() >= 2)
-
-
-class Found(NamedTuple):
-    """What a rank finds in its tokens of a step, in fp64."""
-
-    nats: torch.Tensor
-    """Nats of its targets."""
-
-    balance: torch.Tensor
-    """Its part of the balance losses."""
-
-
-class Agreed(NamedTuple):
-    """What all ranks found in a step; the same on all of them."""
-
-    nats: float
-    """Nats of all targets of the global batch."""
-
-    balance: float
-    """Balance losses of all layers."""
-
-    is_finite: bool
-    """Whether all numbers are."""
-
-    wants_to_stop: bool
-    """Whether any rank was asked to stop."""
 
 
 class Trainer:
@@ -164,7 +128,7 @@ class Trainer:
         return rate
 
     def row(
-        self, index: int, agreed: Agreed, norm: torch.Tensor, rate: float, elapsed_s: float
+        self, index: int, agreed: GlobalMetrics, norm: torch.Tensor, rate: float, elapsed_s: float
     ) -> dict[str, float]:
         """What there is to tell of step `index`, from 0; the same on all ranks. Local."""
         row = {
@@ -182,7 +146,7 @@ class Trainer:
         return row
 
     def first_not_finite(self) -> str | None:
-        """Which tensor is to blame after a step; see `not_finite.first_not_finite`. Collective."""
+        """Which tensor is to blame after a step; see `first_not_finite`. Collective."""
         return first_not_finite(self.model, self.groups[ALL_RANKS].collectives)
 
     def shard_views(self) -> dict[str, ShardView]:
@@ -201,7 +165,7 @@ class Trainer:
         self.rewarm = rewarm
         self.replicas.parameters_changed()
 
-    def accumulate(self, index: int) -> Found:
+    def accumulate(self, index: int) -> LocalLoss:
         """Compute the gradients of a step, whose sums over replicas begin meanwhile. Collective.
 
         The loss of every token is divided by the targets of the *global* batch; see `step`.
@@ -225,7 +189,7 @@ class Trainer:
                 with self._recorder.span("backward"):
                     (losses.sum() / num_targets).backward()
             nats += losses.detach().double().sum()
-        return Found(nats, balance_loss)
+        return LocalLoss(nats, balance_loss)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, Balance | None]:
         """Losses of this rank's tokens, and what their layers add to balance their experts."""
@@ -263,8 +227,8 @@ class Trainer:
         return plan
 
     def agree(
-        self, found: Found, norm: torch.Tensor | None = None, *, is_asked_to_stop: bool = False
-    ) -> Agreed:
+        self, found: LocalLoss, norm: torch.Tensor | None = None, *, is_asked_to_stop: bool = False
+    ) -> GlobalMetrics:
         """What all ranks found together: one small sum. Collective.
 
         The norm is that of the whole model on every rank, but for a rank that computes wrongly;
@@ -288,7 +252,7 @@ class Trainer:
         total, balance_loss, num_bad, num_asked = everyone.all_reduce(mine, out=mine).tolist()
         # Finite terms may still have a sum that is not.
         is_finite = num_bad == 0 and math.isfinite(total) and math.isfinite(balance_loss)
-        return Agreed(total, balance_loss, is_finite, num_asked > 0)
+        return GlobalMetrics(total, balance_loss, is_finite, num_asked > 0)
 
     def _update(self, norm: torch.Tensor) -> None:
         """Clip the gradients and change the parameters."""
@@ -297,6 +261,50 @@ class Trainer:
             self.replicas.clip(clip_norm, norm)
         with self._recorder.span("optimizer"):
             self.optimizer.step()
+
+
+class LocalLoss(NamedTuple):
+    """What a rank finds in its tokens of a step, in fp64."""
+
+    nats: torch.Tensor
+    """Nats of its targets."""
+
+    balance: torch.Tensor
+    """Its part of the balance losses."""
+
+
+class GlobalMetrics(NamedTuple):
+    """What all ranks found in a step; the same on all of them."""
+
+    nats: float
+    """Nats of all targets of the global batch."""
+
+    balance: float
+    """Balance losses of all layers."""
+
+    is_finite: bool
+    """Whether all numbers are."""
+
+    wants_to_stop: bool
+    """Whether any rank was asked to stop."""
+
+
+class StepResult(NamedTuple):
+    """What a step tells; the same on all ranks."""
+
+    row: dict[str, float]
+    """`step` (from 1), `loss` (nats per token over the global batch), `tokens_per_s`, ..."""
+
+    wants_to_stop: bool
+    """Whether any rank was asked to stop."""
+
+    is_finite: bool = True
+    """Whether loss and gradient were finite numbers; otherwise no parameter has changed."""
+
+
+def names_that_decay(model: nn.Module) -> frozenset[str]:
+    """Parameters that decay: matrices, and not norms or what there is one of for each head."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() >= 2)
 
 
 def adamw(
@@ -320,4 +328,106 @@ def adamw(
         lr=train.learning_rate,
         betas=train.betas,
         fused=True,
+    )
+
+
+class DeviceBatch(NamedTuple):
+    """Inputs of `LanguageModel.token_losses`: the tokens of this context-parallel rank."""
+
+    tokens: Tensor
+    """`[T]`, int64."""
+
+    targets: Tensor
+    """`[T]`, int64: the token after each."""
+
+    plan: Plan
+    """The plan of the sequences of all context-parallel ranks."""
+
+    @classmethod
+    def of(cls, batch: Batch, plan: Plan, device: torch.device) -> DeviceBatch:
+        """The tokens of `batch` that `plan` gives this rank, on `device`."""
+        tokens, targets = (
+            plan.shard(torch.from_numpy(array)).to(device, non_blocking=True)
+            for array in (batch.tokens, batch.targets)
+        )
+        return cls(tokens, targets, plan)
+
+
+# The fields of glibc's `struct mallinfo2`, of which the 5th and the 8th are asked for.
+_FIELDS = 10
+
+_MAPPED, _IN_USE = 4, 7
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [("numbers", ctypes.c_size_t * _FIELDS)]
+
+
+def memory_mib(device: torch.device) -> float:
+    """MiB allocated on a CUDA device, else by this process, which may keep more of them. Local.
+
+    What an allocator keeps for later is not counted: it grows with what fragments it, and would
+    look like a leak.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**20
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        # No glibc of 2.33 or later: the most that it ever had is known everywhere.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    mallinfo.restype = _MallInfo
+    numbers = mallinfo().numbers
+    return float(numbers[_MAPPED] + numbers[_IN_USE]) / 2**20
+
+
+# The id of each token and of the one after it.
+_HOST_BYTES = 2 * 8
+
+# A block has what comes in and what goes out.
+_HIDDEN_STATES = 2
+
+_GIB = 2**30
+
+
+def largest_memory(device: torch.device) -> int:
+    """Bytes that no rank can have more of, used or not: those of its host or GPU. Local."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_batch_memory(config: Resolved, memory_bytes: int) -> None:
+    """Refuse a micro-batch of which a part is larger than all memory. Local.
+
+    What is counted is the least: token ids, and the hidden states at both ends of one block. What
+    passes may still be too large, once weights and what backward needs come to it.
+
+    Args:
+        config: The configuration.
+        memory_bytes: Bytes of `largest_memory`.
+
+    Raises:
+        ConfigError: The micro-batch is larger; names the most tokens that are not.
+    """
+    train, parallel = config.train, config.parallel
+    sharers = parallel.cp * (parallel.tp if parallel.sequence else 1)
+    number = 2 if train.dtype == "bf16" else 4
+    per_token = _HOST_BYTES + _HIDDEN_STATES * config.model.width * number / sharers
+    tokens = train.micro_batch_tokens
+    if (needed := tokens * per_token) <= memory_bytes:
+        return
+    most = int(memory_bytes / per_token)
+    is_row = train.sequence_length > most
+    raise ConfigError(
+        "train.sequence_length" if is_row else "train.micro_batch_tokens",
+        found=f"{train.sequence_length if is_row else tokens} tokens; {tokens} at once take at "
+        f"least {needed / _GIB:.1f} GiB on each rank, and it has {memory_bytes / _GIB:.1f} GiB",
+        why="A rank computes a micro-batch of whole rows at once: their token ids, and the hidden "
+        f"states at both ends of a block of width {config.model.width}.",
+        fix=f"Set train.sequence_length far below {most}, and train.global_batch_tokens to a "
+        "multiple of it."
+        if is_row
+        else f"Set train.micro_batch_tokens far below {most}, to a multiple of "
+        f"train.sequence_length = {train.sequence_length}.",
     )

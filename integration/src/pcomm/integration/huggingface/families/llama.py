@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from pcomm.integration.huggingface.config_table import Fixed, Same
-from pcomm.integration.huggingface.families.decoder import ATTENTION, DENSE_MLP, SHAPE, STREAM
-from pcomm.integration.huggingface.families.family import Family
-from pcomm.integration.huggingface.families.layer_kinds import LAYERS, head_dim
-from pcomm.integration.huggingface.families.rope import ROPE
+from pcomm.integration.huggingface.families.decoder import (
+    ATTENTION,
+    DENSE_MLP,
+    LAYERS,
+    ROPE,
+    SHAPE,
+    STREAM,
+    head_dim,
+)
+from pcomm.integration.huggingface.families.family import Family, Fixed, Same
 
 __all__ = ["LLAMA"]
 

@@ -7,18 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from pcomm.core.errors import ConfigError
-from pcomm.integration.config_resolved import ResolvedModel
-from pcomm.integration.huggingface.config_table import (
+from pcomm.integration.config.sections import ResolvedModel
+from pcomm.integration.huggingface.families.decoder import LAYERS
+from pcomm.integration.huggingface.families.family import (
+    Entry,
+    Family,
     Field,
+    FieldGroup,
     Fixed,
+    Part,
     Same,
-    Together,
     count_of,
     refused,
 )
-from pcomm.integration.huggingface.families.family import Family
-from pcomm.integration.huggingface.families.layer_kinds import LAYERS
-from pcomm.integration.huggingface.tensor_table import Entry, Part
 
 __all__ = ["MAMBA2"]
 
@@ -70,12 +71,12 @@ _FIELDS: tuple[Field, ...] = (
     Same("conv_kernel", "conv_width", default=4),
     Same("layer_norm_epsilon", "norm_eps", default=1e-5),
     Same("tie_word_embeddings", "tie_embeddings", default=False),
-    Together(("num_heads", "head_dim", "expand"), _read_heads, _write_heads),
+    FieldGroup(("num_heads", "head_dim", "expand"), _read_heads, _write_heads),
     LAYERS,
     Fixed("hidden_act", "silu"),
     Fixed("use_bias", False),
     Same("use_conv_bias", "mamba_conv_bias", default=True),
-    Together(("time_step_limit",), _read_limits, _write_limits),
+    FieldGroup(("time_step_limit",), _read_limits, _write_limits),
     Fixed("rms_norm", True, is_written=False),
 )
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from pcomm.integration.config_resolved import ResolvedModel
-from pcomm.integration.huggingface.config_table import Fixed, Same
+from pcomm.integration.config.sections import ResolvedModel
 from pcomm.integration.huggingface.families.decoder import (
     DENSE_MLP,
+    EXPERT_FIELDS,
+    EXPERT_TENSORS,
     HEAD_NORMS,
     KV_HEADS,
     LAYER,
+    LAYER_TYPES,
+    NO_EFFECT_OF_EXPERTS,
+    PARTIAL_ROPE,
     SHAPE,
     STREAM,
+    head_dim,
     kv_rows,
 )
-from pcomm.integration.huggingface.families.experts import (
-    EXPERT_FIELDS,
-    EXPERT_TENSORS,
-    NO_EFFECT_OF_EXPERTS,
-)
-from pcomm.integration.huggingface.families.family import Family
-from pcomm.integration.huggingface.families.layer_kinds import LAYER_TYPES, head_dim
-from pcomm.integration.huggingface.families.rope import PARTIAL_ROPE
-from pcomm.integration.huggingface.tensor_table import Entry, Part
+from pcomm.integration.huggingface.families.family import Entry, Family, Fixed, Part, Same
 
 __all__ = ["QWEN3_NEXT"]
 

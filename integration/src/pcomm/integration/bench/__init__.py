@@ -1,1 +1,0 @@
-"""`pcomm bench serving`: models served beside transformers; start at `command`."""

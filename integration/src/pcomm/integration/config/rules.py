@@ -1,0 +1,319 @@
+"""Whether a configuration can run on so many ranks, and what it resolves to there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pcomm.core.errors import ConfigError, TopologyError, UnsupportedError
+from pcomm.integration.config.model_rules import (
+    expert_blocks,
+    must_divide,
+    must_share_heads,
+    output_heads,
+    resolve_model,
+    split_dimensions,
+)
+from pcomm.integration.config.nonuniform import (
+    check_ranks_left,
+    plan_without_failed,
+    resolve_with_failed,
+)
+from pcomm.integration.config.sections import (
+    Config,
+    ParallelConfig,
+    Resolved,
+    ResolvedModel,
+    ResolvedParallel,
+    ResolvedTrain,
+    TrainConfig,
+    given,
+    values_of,
+)
+from pcomm.ntp import NtpPlan
+
+__all__ = ["check_shards", "validate", "validate_resilient"]
+
+
+# 256 bytes and the end of a document, for a tokenizer that is trained with the model.
+_LEAST_VOCABULARY = 257
+
+
+def validate(config: Config, world_size: int) -> Resolved:
+    """`config` with a number in place of every `auto`, if it can run on `world_size` ranks.
+
+    Keep the configuration that came in for the run's folder: with `dp = "auto"` it can be resumed
+    on another number of ranks.
+
+    Raises:
+        ConfigError: Two sizes do not divide, or two keys do not fit together.
+        TopologyError: The axes do not multiply to `world_size`.
+        UnsupportedError: Two features cannot be used together.
+    """
+    if config.data.vocabulary < _LEAST_VOCABULARY and not config.model.from_:
+        raise ConfigError(
+            "data.vocabulary",
+            found=f"the value {config.data.vocabulary}",
+            why="A tokenizer has an id for each of 256 bytes and for the end of a document.",
+            fix=f"Set data.vocabulary to at least {_LEAST_VOCABULARY}.",
+        )
+    model = resolve_model(config.model)
+    parallel = _resolve_parallel(config.parallel, world_size)
+    _check_experts(model, parallel)
+    if parallel.failed:
+        plan = plan_without_failed(model, config.data.vocabulary, parallel)
+        check_ranks_left(plan, model, parallel, world_size)
+        train = resolve_batch_shares(config.train, plan)
+    else:
+        check_shards(model, config.data.vocabulary, parallel)
+        train = resolve_batch(config.train, parallel)
+    return Resolved(**{**values_of(config), "model": model, "parallel": parallel, "train": train})
+
+
+def _resolve_parallel(parallel: ParallelConfig, world_size: int) -> ResolvedParallel:
+    if parallel.cp_strategy == "docs" and parallel.sequence and parallel.tp > 1:
+        raise UnsupportedError(
+            "parallel.cp_strategy",
+            found="'docs' with parallel.sequence = true",
+            why="That strategy sends the hidden states of whole documents, and with "
+            "parallel.sequence each rank of tp has only some of a document's tokens.",
+            fix="Set parallel.sequence = false, or parallel.cp_strategy to 'auto' or 'heads'.",
+        )
+    if parallel.failed:
+        return resolve_with_failed(parallel)
+    named = f"dp {parallel.dp}, tp {parallel.tp}, cp {parallel.cp}"
+    others = parallel.tp * parallel.cp
+    dp = given(parallel.dp, world_size // others)
+    if dp * others != world_size:
+        raise TopologyError(
+            "parallel",
+            found=f"{named} for {world_size} ranks",
+            why="Each rank has one place in the grid, so dp x tp x cp must equal the number of "
+            'ranks, and with dp = "auto" the ranks must be a multiple of tp x cp.',
+            fix=f"Start a multiple of {others} ranks, such as --ranks {others}, and set "
+            'parallel.dp = "auto", or change parallel.tp or parallel.cp.',
+        )
+    if parallel.data == "replicate" and parallel.zero != ParallelConfig().zero:
+        raise ConfigError(
+            "parallel.zero",
+            found=f"the value {parallel.zero} with parallel.data = 'replicate'",
+            why="Every rank holds all parameters then, so no stage of sharding is in force.",
+            fix="Set parallel.data to 'shard', or leave parallel.zero away.",
+        )
+    shard_ranks = _shard_ranks(parallel, dp * parallel.cp)
+    return ResolvedParallel(**{**values_of(parallel), "dp": dp, "shard_ranks": shard_ranks})
+
+
+def _shard_ranks(parallel: ParallelConfig, num_ranks: int) -> int:
+    """Over how many ranks each replica of the parameters is spread."""
+    given = parallel.shard_ranks
+    if parallel.data != "hybrid":
+        derived = num_ranks if parallel.data == "shard" else 1
+        if given not in ("auto", derived):
+            raise ConfigError(
+                "parallel.shard_ranks",
+                found=f"the value {given} with parallel.data = {parallel.data!r}",
+                why="Only with 'hybrid' are there several replicas, each shared by some ranks.",
+                fix="Set parallel.data to 'hybrid', or leave parallel.shard_ranks away.",
+            )
+        return derived
+    if given == "auto":
+        raise ConfigError(
+            "parallel.shard_ranks",
+            found="no value with parallel.data = 'hybrid'",
+            why="Ranks that are close share a replica, and only you know how many these are.",
+            fix="Set it to the ranks of dp x cp on one node, or parallel.data to 'shard'.",
+        )
+    must_divide(
+        "parallel.shard_ranks",
+        ("the number of ranks of dp x cp", num_ranks),
+        ("parallel.shard_ranks", given),
+        "Each replica is shared by as many ranks.",
+    )
+    return given
+
+
+def _check_experts(model: ResolvedModel, parallel: ResolvedParallel) -> None:
+    """Experts and the ranks that share them; the others' keys do nothing without experts."""
+    if not model.experts:
+        if parallel.ep > 1:
+            raise ConfigError(
+                "parallel.ep",
+                found=f"the value {parallel.ep}, and model.experts is 0",
+                why="These ranks share the experts of a layer, and the model has none.",
+                fix="Set parallel.ep to 1, or model.experts to a multiple of it.",
+            )
+        return
+    if model.experts_per_token > model.experts:
+        raise ConfigError(
+            "model.experts_per_token",
+            found=f"the value {model.experts_per_token}, and model.experts is {model.experts}",
+            why="A token goes to as many different experts.",
+            fix=f"Set model.experts_per_token to {model.experts} or less.",
+        )
+    if not any(expert_blocks(model)):
+        raise ConfigError(
+            "model.moe_every",
+            found=f"the value {model.moe_every}, and model.layers is {model.layers}",
+            why="The last of each moe_every blocks has experts, so no block would have any.",
+            fix=f"Set model.moe_every to {model.layers} or less, or model.experts to 0.",
+        )
+    must_divide(
+        "parallel.ep",
+        ("model.experts", model.experts),
+        ("parallel.ep", parallel.ep),
+        "Each of these ranks holds as many experts.",
+    )
+    must_divide(
+        "parallel.ep",
+        ("dp x cp x tp, the number of ranks,", parallel.dp * parallel.cp * parallel.tp),
+        ("parallel.ep", parallel.ep),
+        "The ranks that share experts are some of those that share the batch and the layers.",
+    )
+
+
+def check_shards(model: ResolvedModel, vocabulary: int, parallel: ResolvedParallel) -> None:
+    """Refuse ranks that cannot split each dimension of the mixers that the pattern has evenly.
+
+    Raises:
+        ConfigError: A dimension is no multiple of the ranks.
+    """
+    tp = parallel.tp
+    for key, size, part in split_dimensions(model, vocabulary):
+        must_divide(key, (key, size), ("parallel.tp", tp), f"Each rank of tp holds as many {part}.")
+    if parallel.cp_strategy == "heads":
+        for _, key, size in output_heads(model):
+            must_share_heads(key, "each rank of tp", size // tp, parallel.cp)
+
+
+def resolve_batch(train: TrainConfig, parallel: ResolvedParallel) -> ResolvedTrain:
+    """`train` of replicas that take as many rows each. Local.
+
+    Raises:
+        ConfigError: Rows, replicas, micro-batches and the ranks that share tokens do not divide.
+    """
+    rows = _rows(train)
+    if rows % parallel.dp:
+        step = parallel.dp * train.sequence_length
+        down = train.global_batch_tokens // step * step
+        nearest = f"{down} or {down + step}" if down else f"{step}"
+        raise ConfigError(
+            "train.global_batch_tokens",
+            found=f"its number of rows of {train.sequence_length} tokens is {rows}, parallel.dp "
+            f"is {parallel.dp}, and {rows} is no multiple of {parallel.dp}",
+            why="Each data-parallel replica takes as many rows of the batch.",
+            fix=f"Set train.global_batch_tokens to {nearest}, or start another number of ranks.",
+        )
+    local = train.global_batch_tokens // parallel.dp
+    resolved = _with_micro_batches(train, local)
+    micro = resolved.micro_batch_tokens
+    must_divide(
+        "train.micro_batch_tokens",
+        (f"the share of each of {parallel.dp} replicas, in tokens", local),
+        ("train.micro_batch_tokens", micro),
+        "The share is computed in micro-batches of one size.",
+    )
+    must_divide(
+        "parallel.cp",
+        ("the number of tokens of a micro-batch", micro),
+        ("parallel.cp", parallel.cp),
+        "Each rank of cp holds as many tokens between the layers.",
+    )
+    if parallel.sequence:
+        must_divide(
+            "parallel.sequence",
+            ("the number of tokens of a micro-batch on a rank of cp", micro // parallel.cp),
+            ("parallel.tp", parallel.tp),
+            "Each rank of tp holds as many tokens between the layers.",
+        )
+    return resolved
+
+
+def resolve_batch_shares(train: TrainConfig, plan: NtpPlan) -> ResolvedTrain:
+    """`train` of replicas that take whole rows by their speeds. Local.
+
+    Nothing else divides there: what is missing of a micro-batch is filled up.
+
+    Raises:
+        ConfigError: The batch or a micro-batch does not consist of whole rows, or there are fewer
+            rows than replicas.
+    """
+    rows, replicas = _rows(train), len(plan.degrees)
+    if rows < replicas:
+        raise ConfigError(
+            "train.global_batch_tokens",
+            found=f"{rows} rows of {train.sequence_length} tokens for {replicas} replicas",
+            why="Each replica computes at least one row of the batch.",
+            fix=f"Set it to at least {replicas * train.sequence_length}.",
+        )
+    shares = plan.token_shares(train.global_batch_tokens, multiple=train.sequence_length)
+    return _with_micro_batches(train, max(shares))
+
+
+def _rows(train: TrainConfig) -> int:
+    """Number of rows of the global batch."""
+    must_divide(
+        "train.global_batch_tokens",
+        ("train.global_batch_tokens", train.global_batch_tokens),
+        ("train.sequence_length", train.sequence_length),
+        "A batch consists of whole rows.",
+    )
+    return train.global_batch_tokens // train.sequence_length
+
+
+def _with_micro_batches(train: TrainConfig, share: int) -> ResolvedTrain:
+    """`train` with micro-batches of whole rows; `share` is the number of tokens of "auto"."""
+    micro = given(train.micro_batch_tokens, share)
+    must_divide(
+        "train.micro_batch_tokens",
+        ("train.micro_batch_tokens", micro),
+        ("train.sequence_length", train.sequence_length),
+        "A micro-batch consists of whole rows.",
+    )
+    return ResolvedTrain(**{**values_of(train), "micro_batch_tokens": micro})
+
+
+def validate_resilient(config: Config, world_size: int) -> Resolved:
+    """`validate` of a run that goes on without ranks that die. Local.
+
+    Args:
+        config: The configuration as the user wrote it.
+        world_size: Number of ranks with which the run starts.
+
+    Raises:
+        UnsupportedError: A key has a value that such a run cannot have.
+        PcommError: An error of `validate`.
+    """
+    resolved = validate(replace(config, parallel=replace(config.parallel, failed=())), world_size)
+    parallel, train = resolved.parallel, resolved.train
+    for key, value, allowed, why in (
+        ("parallel.data", parallel.data, "replicate", "A shard is lost with its rank."),
+        ("parallel.ep", parallel.ep, 1, "An expert would be lost with its rank."),
+        (
+            "parallel.failed",
+            list(config.parallel.failed),
+            [],
+            "Ranks that die are found while the run goes on.",
+        ),
+        (
+            "parallel.cp_strategy",
+            "heads" if parallel.cp_strategy == "heads" else "auto",
+            "auto",
+            "Heads need not divide any more among ranks of cp once ranks of tp are gone.",
+        ),
+        ("train.on_nan", train.on_nan, "stop", "Ranks that join could not know what was skipped."),
+        (
+            "model.from",
+            config.model.from_,
+            "",
+            "A rank that joins takes its weights from the others or from a checkpoint. First make "
+            "the directory the run's first checkpoint, with pcomm convert.",
+        ),
+    ):
+        if value != allowed:
+            raise UnsupportedError(
+                f"pcomm train --resilient: {key}",
+                found=f"the value {value!r}",
+                why=why,
+                fix=f"Set {key} = {allowed!r}, or train without --resilient.",
+            )
+    return resolved

@@ -1,1 +1,0 @@
-"""Mixtures of experts: routing, one exchange each way, and the experts' products."""

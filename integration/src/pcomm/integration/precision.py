@@ -1,0 +1,98 @@
+"""In which precision the model computes, and where; parameters that are trained stay in fp32."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from pcomm.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from pcomm.fsdp import Precision, ReshardPolicy, Roles, Scope
+from pcomm.integration.models.experts import Experts
+
+__all__ = ["autocast", "names_used_in_bf16", "precision_of", "scope_in_fp32", "tell_device"]
+
+_log = logging.getLogger("pcomm.train")
+
+# Their products are what autocast lowers, with all their parameters.
+_LOWERED = (ColumnParallelLinear, RowParallelLinear, Experts)
+
+# A gradient is rounded once, by the product it comes from. Sums over ranks and micro-batches in
+# bf16 would round it again for each of them, and lose what is small beside the sum so far.
+_BF16 = Precision(torch.bfloat16, torch.float32, casts_inputs=False)
+_FULL = Precision()
+
+
+def autocast(dtype: str, device: torch.device) -> AbstractContextManager[object]:
+    """A context for forward: bf16 where that is safe (`"bf16"`), or nothing (`"fp32"`)."""
+    if dtype == "bf16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def precision_of(dtype: str, roles: Roles) -> Precision:
+    """Formats of the parameters that `roles` share; where none is gathered, autocast alone rounds.
+
+    Every result is the one that autocast gives with whole parameters, but for the order of sums.
+
+    Args:
+        dtype: `"fp32"` or `"bf16"`, in which forward computes under `autocast`.
+        roles: The groups of the parameters.
+    """
+    return _BF16 if dtype == "bf16" and roles.gather.size > 1 else _FULL
+
+
+def scope_in_fp32(model: nn.Module, roles: Roles, dtype: str, stage: int) -> dict[str, Scope]:
+    """The scope `"fp32"` of what forward reads in fp32, where the rest is gathered in bf16. Local.
+
+    These are a few vectors of each block and the embedding, so they are gathered once a step.
+
+    Args:
+        model: The model, before it is sharded.
+        roles: The groups of its dense parameters.
+        dtype: `"fp32"` or `"bf16"`, in which forward computes under `autocast`.
+        stage: The ZeRO stage of the rest: 1, 2 or 3.
+
+    Returns:
+        The scope by its name; nothing where all parameters are gathered in fp32, or not at all.
+    """
+    if precision_of(dtype, roles) is _FULL:
+        return {}
+    rounded = names_used_in_bf16(model)
+    kept = ReshardPolicy.zero1() if stage == 1 else ReshardPolicy.zero2()
+    return {"fp32": Scope(lambda n, _: n not in rounded, roles, 1, kept, precision=_FULL)}
+
+
+def names_used_in_bf16(model: nn.Module) -> frozenset[str]:
+    """Parameters of which forward reads nothing but the value rounded to bf16, under `autocast`.
+
+    They can be sent rounded, and nothing changes. They are the matrices of linear layers and of
+    experts. Not so the embedding, which begins the residual stream and whose gradient is a sum over
+    tokens, a head that is tied to it, the router, norms, convolutions, and what recurrent mixers
+    have one of for each head (decays, time steps): all of these are computed in fp32. Local.
+    """
+    lowered, kept = set[nn.Parameter](), set[nn.Parameter]()
+    for module in model.modules():
+        own = module.parameters(recurse=False)
+        (lowered if isinstance(module, _LOWERED) else kept).update(own)
+    return frozenset(name for name, p in model.named_parameters() if p in lowered - kept)
+
+
+def tell_device(dtype: str, num_ranks: int, device: torch.device, *, rank: int) -> None:
+    """Log on what a run computes, in one line, and a warning if GPUs have no work. Local."""
+    name, between = "the CPU", "gloo"
+    if device.type == "cuda":
+        name, between = f"{torch.cuda.get_device_name(device)} ({device})", "nccl"
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks, {between} between them,"
+    _log.info("%s on %s, %s", ranks, name, dtype)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus and device.type == "cpu" and rank == 0:
+        _log.warning(
+            "this run computes on the CPU, and the %d GPUs of this machine have no work. To use "
+            "them run `torchrun --nproc-per-node %d --no-python pcomm train` with the other "
+            "options, without --ranks and --resilient",
+            num_gpus,
+            num_gpus,
+        )

@@ -1,0 +1,267 @@
+"""Replies: whole or as parts of a stream, with token texts and usage."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import tokenizers
+
+from pcomm.inference import RequestOutput
+from pcomm.inference.sampling import TokenLogprobs
+
+__all__ = ["ChatReply", "CompletionReply", "Reply", "TokenTexts", "Usage"]
+
+Part = dict[str, Any]
+
+
+class Reply(Protocol):
+    """What makes the JSON of one HTTP request."""
+
+    def chunks(self, place: int, output: RequestOutput) -> list[Part]:
+        """Parts of a stream for one output of the text number `place`."""
+        ...
+
+    def whole(self, outputs: Sequence[Sequence[RequestOutput]], usage: Usage) -> Part:
+        """The answer to a request without `stream`, of all outputs of each text."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> Part:
+        """The last part of a stream whose client wants the usage."""
+        ...
+
+
+class _Envelope:
+    """What answers and their parts begin with.
+
+    Args:
+        answer_id: Field `id`.
+        model: Field `model`.
+        texts: Texts of single tokens.
+        num_texts: Number of texts of the request.
+        has_usage: True for parts of a stream with the field `usage`.
+        has_logprobs: True if the client asked for log-probabilities.
+    """
+
+    kind, chunk_kind = "", ""
+
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        texts: TokenTexts,
+        *,
+        num_texts: int,
+        has_usage: bool,
+        has_logprobs: bool,
+    ) -> None:
+        self._id, self._model, self._created = answer_id, model, int(time.time())
+        self._texts, self._has_usage, self._has_logprobs = texts, has_usage, has_logprobs
+        self._lengths = [0] * num_texts
+        self._begun: set[int] = set()
+
+    def usage_chunk(self, usage: Usage) -> Part:
+        return self._part(self.chunk_kind) | {"choices": [], "usage": usage.to_json()}
+
+    def _part(self, kind: str) -> Part:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+        }
+
+    def _chunk(self, choice: Part) -> Part:
+        part = self._part(self.chunk_kind) | {"choices": [choice]}
+        # As in the OpenAI API: null in all parts but the last.
+        return part | {"usage": None} if self._has_usage else part
+
+    def _whole(self, choices: list[Part], usage: Usage) -> Part:
+        return self._part(self.kind) | {"choices": choices, "usage": usage.to_json()}
+
+
+class CompletionReply(_Envelope):
+    """Answers of `/v1/completions`; see `_Envelope` for the arguments."""
+
+    kind = chunk_kind = "text_completion"
+
+    def chunks(self, place: int, output: RequestOutput) -> list[Part]:
+        """See `Reply`."""
+        if not (output.text or output.finish_reason or output.logprobs):
+            return []
+        return [self._chunk(self._choice(place, [output]))]
+
+    def whole(self, outputs: Sequence[Sequence[RequestOutput]], usage: Usage) -> Part:
+        """See `Reply`."""
+        choices = [self._choice(place, parts) for place, parts in enumerate(outputs)]
+        return self._whole(choices, usage)
+
+    def _choice(self, place: int, outputs: Sequence[RequestOutput]) -> Part:
+        entries = [entry for output in outputs for entry in output.logprobs]
+        return {
+            "index": place,
+            "text": "".join(output.text for output in outputs),
+            "logprobs": self._logprobs(place, entries) if self._has_logprobs else None,
+            "finish_reason": outputs[-1].finish_reason if outputs else None,
+        }
+
+    def _logprobs(self, place: int, entries: Sequence[TokenLogprobs]) -> Part:
+        tokens = [self._texts.text_of(entry.token_id) for entry in entries]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._lengths[place])
+            self._lengths[place] += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                {self._texts.text_of(token): _finite(value) for token, value in entry.top.items()}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatReply(_Envelope):
+    """Answers of `/v1/chat/completions`; see `_Envelope` for the arguments."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def chunks(self, place: int, output: RequestOutput) -> list[Part]:
+        """See `Reply`."""
+        if not (output.text or output.finish_reason or output.logprobs):
+            return []
+        found = []
+        if place not in self._begun:
+            self._begun.add(place)
+            found.append(self._delta(place, {"role": "assistant", "content": ""}))
+        delta = {"content": output.text} if output.text else {}
+        return [*found, self._delta(place, delta, output)]
+
+    def whole(self, outputs: Sequence[Sequence[RequestOutput]], usage: Usage) -> Part:
+        """See `Reply`."""
+        choices = []
+        for place, parts in enumerate(outputs):
+            entries = [entry for output in parts for entry in output.logprobs]
+            text = "".join(output.text for output in parts)
+            choices.append(
+                {
+                    "index": place,
+                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "logprobs": self._logprobs(entries),
+                    "finish_reason": parts[-1].finish_reason if parts else None,
+                }
+            )
+        return self._whole(choices, usage)
+
+    def _delta(self, place: int, delta: Part, output: RequestOutput | None = None) -> Part:
+        return self._chunk(
+            {
+                "index": place,
+                "delta": delta,
+                "logprobs": self._logprobs(output.logprobs) if output else None,
+                "finish_reason": output.finish_reason if output else None,
+            }
+        )
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> Part | None:
+        if not self._has_logprobs:
+            return None
+        content = [
+            self._token(entry.token_id, entry.logprob)
+            | {"top_logprobs": [self._token(token, value) for token, value in entry.top.items()]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Part:
+        found = self._texts.bytes_of(token_id)
+        return {
+            "token": found.decode(errors="replace"),
+            "logprob": _finite(logprob),
+            "bytes": list(found),
+        }
+
+
+def _finite(logprob: float) -> float:
+    # JSON has neither infinities nor NaN; this is what other servers send for them.
+    return max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0
+
+
+class Usage:
+    """Counts tokens while outputs come.
+
+    Args:
+        prompt_lengths: Number of tokens of each prompt, once however many texts continue it.
+    """
+
+    def __init__(self, prompt_lengths: Sequence[int]) -> None:
+        self._prompt, self._written = sum(prompt_lengths), 0
+        self._cached: dict[int, int] = {}
+
+    def add(self, place: int, output: RequestOutput) -> None:
+        """Count one output of the text number `place`."""
+        self._written += len(output.token_ids)
+        self._cached[place] = output.cached_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """The field `usage`."""
+        # Texts of one prompt share its tokens, so that they may count them several times.
+        cached = min(sum(self._cached.values()), self._prompt)
+        return {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": self._written,
+            "total_tokens": self._prompt + self._written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+_BLANK = "\u2581"
+
+
+class TokenTexts:
+    """What each token of a vocabulary stands for by itself.
+
+    Args:
+        tokenizer_json: Content of `tokenizer.json`.
+    """
+
+    def __init__(self, tokenizer_json: str) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+        content = json.loads(tokenizer_json)
+        self._added = {one["id"]: one["content"] for one in content.get("added_tokens") or ()}
+        self._is_byte_level = '"ByteLevel"' in tokenizer_json
+        self._bytes = {character: byte for byte, character in _byte_alphabet().items()}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token; of a special one its name, and none of an id without a token."""
+        if token_id in self._added:
+            return str(self._added[token_id]).encode()
+        name = self._tokenizer.id_to_token(token_id)
+        if name is None:
+            return b""
+        if self._is_byte_level:
+            return bytes(self._bytes[one] for one in name if one in self._bytes)
+        if single := _BYTE.fullmatch(name):
+            return bytes([int(single[1], 16)])
+        return str(name).replace(_BLANK, " ").encode()
+
+    def text_of(self, token_id: int) -> str:
+        """The text of a token; bytes that are no whole character become U+FFFD."""
+        return self.bytes_of(token_id).decode(errors="replace")
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[int, str]:
+    """The printable character that GPT-2's byte-level alphabet has for each byte."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {byte: chr(byte) for byte in kept} | {
+        byte: chr(256 + place) for place, byte in enumerate(others)
+    }

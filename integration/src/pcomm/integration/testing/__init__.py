@@ -1,1 +1,0 @@
-"""For tests of training: runs of a few steps, and text that is easy to learn."""

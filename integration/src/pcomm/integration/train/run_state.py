@@ -1,0 +1,257 @@
+"""What a run remembers between steps: learning rate, skipped steps, what is done on NaN."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pcomm.core import Collectives
+from pcomm.core.errors import ConfigError
+from pcomm.integration.checkpoint.folders import Checkpoint, newest
+from pcomm.integration.checkpoint.saver import NotFiniteError, is_finite
+from pcomm.integration.config.sections import TrainConfig
+
+__all__ = ["NotFiniteSteps", "Progress", "Rewarm", "first_not_finite", "learning_rate"]
+
+_log = logging.getLogger("pcomm.train")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Args:
+        step: Number of steps that are done, skipped ones included.
+        skipped: Number of them that changed no parameter.
+        rewarm: Place where the learning rate would have jumped, if `train.rewarm_steps` smooths it.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    rewarm: Rewarm | None = None
+
+    def state(self, config: TrainConfig) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as JSON; `resumed` reads it. Local."""
+        rates = {
+            "last": learning_rate(config, self.step - 1, self.rewarm),
+            # What this configuration would do next: another one is recognised by it.
+            "next": learning_rate(config, self.step, self.rewarm),
+            "steps": config.steps,
+        }
+        rewarm = None if self.rewarm is None else list(self.rewarm)
+        return {"skipped": self.skipped, "learning_rate": rates, "rewarm": rewarm}
+
+    @classmethod
+    def resumed(cls, checkpoint: Checkpoint, config: TrainConfig) -> Progress:
+        """Where the run of a checkpoint goes on; says if its learning rate jumps there. Local.
+
+        Raises:
+            ConfigError: `state.json` holds something else than `state` wrote.
+        """
+        saved = checkpoint.state()
+        rates = saved.get("learning_rate")
+        skipped, rewarm = saved.get("skipped", 0), _rewarm(saved.get("rewarm"))
+        known = isinstance(rates, Mapping) and _is_rate(rates.get("last"), rates.get("next"))
+        if not isinstance(skipped, int) or not (known or rates is None) or rewarm is False:
+            raise ConfigError(
+                f"checkpoint {checkpoint.folder}",
+                found=f"state.json with skipped {skipped!r:.60}, learning_rate {rates!r:.120}",
+                why="They say how far the run is and with which learning rate it goes on.",
+                fix="Remove this folder to go on from the checkpoint before it.",
+            )
+        assert not isinstance(rewarm, bool)
+        progress = cls(checkpoint.step, skipped, rewarm)
+        return progress._with_change(rates, config) if isinstance(rates, Mapping) else progress
+
+    def _with_change(self, rates: Mapping[str, Any], config: TrainConfig) -> Progress:
+        coming = learning_rate(config, self.step, self.rewarm)
+        if self.step >= config.steps or coming == rates["next"]:
+            return self
+        last, steps = float(rates["last"]), rates.get("steps")
+        longer = f" (train.steps was {steps} and is {config.steps})"
+        changed = longer if steps != config.steps else ""
+        if config.rewarm_steps:
+            _log.warning(
+                "the schedule of the learning rate has changed%s: it was %.3g, and follows the new "
+                "one after train.rewarm_steps = %d",
+                changed,
+                last,
+                config.rewarm_steps,
+            )
+            return Progress(self.step, self.skipped, Rewarm(self.step, last))
+        if coming != last:
+            _log.warning(
+                "the learning rate jumps from %s to %s, since its schedule has changed%s; with "
+                "train.rewarm_steps it gets there in so many steps, and with "
+                "train.schedule=constant a longer run changes nothing",
+                *_told_apart(last, coming),
+                changed,
+            )
+        return Progress(self.step, self.skipped)
+
+
+def _rewarm(value: object) -> Rewarm | bool | None:
+    """As it was saved; False for what no `Rewarm` was saved as."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], int):
+        return False
+    return Rewarm(value[0], float(value[1])) if _is_rate(value[1]) else False
+
+
+def _told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two different rates, with three digits or as many more as it takes to see a difference."""
+    for digits in range(3, 17):
+        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
+        if texts[0] != texts[1]:
+            return texts
+    return repr(one), repr(other)
+
+
+def _is_rate(*values: object) -> bool:
+    return all(isinstance(value, int | float) and math.isfinite(value) for value in values)
+
+
+class Rewarm(NamedTuple):
+    """Where a run was changed so that its learning rate would jump.
+
+    Attributes:
+        step: The first step after the change, from 0.
+        rate: The learning rate of the step before.
+    """
+
+    step: int
+    rate: float
+
+
+def learning_rate(config: TrainConfig, step: int, rewarm: Rewarm | None = None) -> float:
+    """Linear warm-up to `learning_rate`, then what `train.schedule` says. Local.
+
+    Args:
+        config: Rates, lengths and the schedule.
+        step: Number of the step, from 0; with a cosine the last step of the run has the minimum.
+        rewarm: Place from which the rate moves in a straight line to that of the schedule, over
+            `train.rewarm_steps`; None if it follows the schedule everywhere.
+    """
+    rate = _scheduled(config, step)
+    if rewarm is not None and 0 <= step - rewarm.step < config.rewarm_steps:
+        share = (step - rewarm.step + 1) / config.rewarm_steps
+        return rewarm.rate + (rate - rewarm.rate) * share
+    return rate
+
+
+def _scheduled(config: TrainConfig, step: int) -> float:
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if config.schedule == "constant":
+        return peak
+    progress = (step - warmup + 1) / max(1, config.steps - warmup)
+    ratio = config.min_learning_rate_ratio
+    return peak * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+class NotFiniteSteps:
+    """Stops the run at such a step, or counts it as skipped, as `train.on_nan` says.
+
+    Args:
+        config: `on_nan` and `skip_limit` decide.
+        run_dir: Folder of the run, in which the last good checkpoint is looked for, to name it.
+        skipped: Steps that earlier starts of the run have skipped.
+    """
+
+    def __init__(self, config: TrainConfig, run_dir: Path, *, skipped: int = 0) -> None:
+        self._config, self._run_dir = config, run_dir
+        self._in_a_row = 0
+        self.skipped = skipped
+        """Steps that were skipped over all starts of the run."""
+
+    def record_finite(self) -> None:
+        """A step was done. Local."""
+        self._in_a_row = 0
+
+    def record_not_finite(self, step: int, loss: float, norm: float, culprit: str | None) -> None:
+        """A step was not done. Local; every rank calls it with the same arguments.
+
+        Args:
+            step: Number of the step, from 1.
+            loss: Mean loss over the global batch.
+            norm: Global norm of the gradient.
+            culprit: The result of `first_not_finite`.
+
+        Raises:
+            NotFiniteError: The run is to stop, or has skipped `train.skip_limit` steps in a row.
+        """
+        found = f"loss {loss}, gradient norm {norm}" + (
+            f"; the first tensor that is not finite is {culprit}" if culprit else ""
+        )
+        if self._config.on_nan == "stop":
+            raise self._error(step, found)
+        self._in_a_row += 1
+        self.skipped += 1
+        _log.warning("step %d skipped: %s", step, found)
+        if self._in_a_row >= self._config.skip_limit:
+            raise self._error(step, f"{self._in_a_row} skipped steps in a row, now with {found}")
+
+    def _error(self, step: int, found: str) -> NotFiniteError:
+        good = newest(self._run_dir)
+        kept = (
+            f"The last good checkpoint, {good.folder}, is after step {good.step}; the same command "
+            "goes on from it"
+            if good is not None
+            else "There is no checkpoint yet; the same command begins anew"
+        )
+        return NotFiniteError(
+            f"train: step {step}",
+            found=found,
+            why="An update with it would make the weights worthless, so none was made.",
+            fix=f"{kept}. Lower train.learning_rate or train.clip_norm, warm up for longer, or set "
+            "train.on_nan=skip to leave out single steps.",
+        )
+
+
+def first_not_finite(model: nn.Module, everyone: Collectives) -> str | None:
+    """Where numbers stopped being finite, in words; the same on all ranks.
+
+    Collective over all ranks: two small reductions. Parameters are looked at in the order of the
+    forward pass, then gradients in the order in which backward makes them.
+
+    Args:
+        model: The model, with the gradients of the step.
+        everyone: Collectives of all ranks.
+
+    Returns:
+        The first such tensor and the lowest rank that has it; None if all tensors are finite.
+    """
+    candidates = list(_candidates(model))
+    mine = next(
+        (i for i, (_, t) in enumerate(candidates) if t is not None and not is_finite(t)),
+        len(candidates),
+    )
+    device = next(model.parameters()).device
+    # The smallest position, and the lowest of the ranks that have it.
+    place = -_largest(-mine, everyone, device)
+    rank = -_largest(-everyone.rank if mine == place else -everyone.size, everyone, device)
+    return f"{candidates[place][0]} on rank {rank}" if place < len(candidates) else None
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    named = list(model.named_parameters())
+    for name, parameter in named:
+        yield f"the parameter {name}", parameter.detach()
+    for name, parameter in reversed(named):
+        # Of a shard, this rank's part: the ranks compare below what each has found.
+        gradient = parameter.grad
+        yield f"the gradient of {name}", None if gradient is None else gradient.as_subclass(Tensor)
+
+
+def _largest(number: int, everyone: Collectives, device: torch.device) -> int:
+    mine = torch.tensor([number], dtype=torch.int64, device=device)
+    return int(everyone.all_reduce(mine, op="max"))

@@ -1,0 +1,116 @@
+"""Ranks of a resilient run that die at a named place, and wait for those that come back."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pcomm.core.errors import PeerError
+from pcomm.core.process import RankPlace
+from pcomm.integration.config.rules import validate_resilient
+from pcomm.integration.config.sections import Config
+from pcomm.integration.train.interrupt import Interrupt
+from pcomm.integration.train.loop import Outcome
+from pcomm.integration.train.resilient import GatheredSaver, ResilientRun
+from pcomm.ntp import Session
+from pcomm.ntp.session import Attempt, Timeouts
+
+__all__ = ["Fault", "faulty_rank"]
+
+_PAUSE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a run.
+
+    Args:
+        rank: Rank whose first process has the fault.
+        step: Number of the step, from 0; for the number of steps, the fault is there when the last
+            checkpoint is due, and a signal.
+        place: Place in the step: the rank sends itself a signal in the middle of backward, or
+            after the step is applied and before its row is written; or its commit ends with an
+            error although all ranks apply the step.
+        joins_at: Step at whose beginning the others wait until a process has asked to join; None
+            if none will.
+        number: The signal.
+    """
+
+    rank: int
+    step: int
+    place: Literal["backward", "row", "commit"] = "backward"
+    joins_at: int | None = None
+    number: int = signal.SIGKILL
+
+
+def faulty_rank(place: RankPlace, config: Config, run_dir: Path, fault: Fault) -> Outcome:
+    """One rank of a resilient run in fp64 with a fault; a task of `ResilientRanks`.
+
+    Args:
+        place: Place of this process.
+        config: The configuration.
+        run_dir: Folder of the run, with its tokens.
+        fault: Signal, rank and step of the fault.
+    """
+    resolved = validate_resilient(config, place.size)
+    # Its launcher tells of each end. A rank that is slow on a busy machine is not a dead one.
+    timeouts = Timeouts(heartbeat_s=0.1, dead_after_s=3600.0, leave_s=3600.0, agree_s=3600.0)
+    stream = io.StringIO()
+    run = _FaultyRun(place, resolved, run_dir, stream, dtype=torch.float64, timeouts=timeouts)
+    run.fault = fault
+    return run.go()
+
+
+class _FaultyRun(ResilientRun):
+    fault: Fault
+
+    def _step(
+        self, session: Session, attempt: Attempt, saver: GatheredSaver, interrupt: Interrupt
+    ) -> None:
+        fault, step = self.fault, session.step
+        if step == fault.joins_at:
+            store = self.place.store()
+            # Not their number, which is there before what they ask for.
+            while not store.check(["pcomm/session/join/1"]):
+                time.sleep(_PAUSE_S)
+        if self._is_at_fault(step) and fault.place == "backward":
+            norm: Tensor = session.model.norm.weight  # type: ignore[assignment, union-attr]
+            norm.register_hook(lambda _: os.kill(os.getpid(), fault.number))
+        if self._is_at_fault(step) and fault.place == "commit":
+            attempt = _BreaksAfterCommit(session._step_end)
+        super()._step(session, attempt, saver, interrupt)
+
+    def _write(self, session: Session, row: dict[str, float]) -> None:
+        if self._is_at_fault(int(row["step"]) - 1) and self.fault.place == "row":
+            os.kill(os.getpid(), self.fault.number)
+        super()._write(session, row)
+
+    def _end(self, session: Session, saver: GatheredSaver) -> None:
+        if self._is_at_fault(session.step):
+            os.kill(os.getpid(), self.fault.number)
+        super()._end(session, saver)
+
+    def _is_at_fault(self, step: int) -> bool:
+        fault = (self.fault.rank, self.fault.step, 0)
+        return (self.place.rank, step, self.place.incarnation) == fault
+
+
+class _BreaksAfterCommit(Attempt):
+    """An attempt whose commit ends with an error on this rank alone; the step is applied."""
+
+    def commit(self, *, max_norm: float | None = None) -> Tensor:
+        super().commit(max_norm=max_norm)
+        raise PeerError(
+            "an operation between ranks",
+            found="a connection that breaks when the others have all that they need",
+            why="The fault of this run is there.",
+            fix="Nothing: it is meant.",
+        )
