@@ -1,8 +1,23 @@
-"""The order in which files of tests begin, where several processes take one after another."""
+"""What tests may import beside the packages, and the order in which files of tests begin."""
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
+
+# Test support (`NAME_support`) and benchmarks (`NAME_bench`) are no part of the wheels. Ranks take
+# this path over, and programs that a test starts get it by their environment.
+_ROOT = Path(__file__).parent
+_BESIDE = [
+    str(folder)
+    for kind in ("tests", "benchmarks")
+    for folder in [*sorted(_ROOT.glob(f"packages/*/{kind}")), _ROOT / "integration" / kind]
+]
+sys.path += [folder for folder in _BESIDE if folder not in sys.path]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *_BESIDE]))
 
 # From files that take up to a minute to those of milliseconds: a long one that begins last would
 # keep one process busy while the others have nothing left.

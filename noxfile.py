@@ -186,6 +186,11 @@ def run_tests_alone(session: nox.Session, package: Path) -> None:
     away = Path(session.create_tmp()) / package.name
     shutil.rmtree(away, ignore_errors=True)
     shutil.copytree(package / "tests", away / "tests")
+    # What tests of one package import from beside another one's: never what is in a wheel.
+    beside = away / "beside"
+    for path in PACKAGES:
+        for folder in (*path.glob("tests/*_support"), *path.glob("benchmarks/*_bench")):
+            shutil.copytree(folder, beside / folder.name)
     absent = [path for path in PACKAGES if path not in wanted]
     check = ROOT / "tools" / "check_installed_alone.py"
     settings = SETTINGS["tool"]["pytest"]["ini_options"]
@@ -198,7 +203,7 @@ def run_tests_alone(session: nox.Session, package: Path) -> None:
         pytest += ["--override-ini", markers, "--strict-markers"]
         options = ["-q", "-n", "2", "--dist", "loadfile", "-m", "not soak", "-p", "one_case_each"]
         options += ["--hypothesis-profile", "one_case_each", f"--timeout={settings['timeout']}"]
-        plugins = {"PYTHONPATH": str(ROOT / "tools")}
+        plugins = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), str(beside)])}
         # Every test is imported, also those that only the session `tests` runs.
         options += [word for place in chosen for word in ("--only-in", place)]
         session.run("python", "-P", *pytest, *options, "tests", env=plugins)

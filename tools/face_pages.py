@@ -1,7 +1,6 @@
 """The pages of the reference: one a package, with every name of its face and of its rooms' faces.
 
-A table for each face links its names to their descriptions and says which module defines them. A
-name that several faces show is described under the first of them.
+A name that several faces show is described under the first of them, to which the others link.
 """
 
 from __future__ import annotations
@@ -29,14 +28,16 @@ def page(package: str) -> str:
 
 
 def _section(module: str, described: set[str]) -> list[str]:
-    """One face: its docstring, a table of its names, and what was not described before."""
+    """One face: its docstring, what was not described before, and links to what was."""
     stub = faces()[module]
     paths = {name: f"{home}.{name}" for name, home in sorted(homes(stub).items())}
-    lines = ["", f"## {module}", "", summary(stub), "", "| name | defined in |", "|---|---|"]
+    lines = ["", f"## {module}", "", summary(stub)]
+    before = {n: p for n, p in paths.items() if p in described or p.startswith(f"{ERRORS}.")}
     for name, path in paths.items():
-        lines.append(f"| [`{name}`][{path}] | `{path.removesuffix(f'.{name}')}` |")
-    for path in paths.values():
-        if path not in described and not path.startswith(f"{ERRORS}."):
+        if name not in before:
             lines += ["", f"::: {path}"]
             described.add(path)
+    if before:
+        links = ", ".join(f"[`{name}`][{path}]" for name, path in before.items())
+        lines += ["", f"And from elsewhere: {links}."]
     return lines

@@ -76,7 +76,7 @@ class Stage:
 
 
 def _pcomm(name: str, words: str, limit_s: float, *, needs_gpu: bool = True) -> Command:
-    start = "from pcomm.core.command.main import main; raise SystemExit(main())"
+    start = "from pcomm.core.cli import main; raise SystemExit(main())"
     return Command(name, ("python", "-c", start, *words.split()), limit_s, needs_gpu)
 
 
@@ -100,7 +100,7 @@ _VERSIONS = (
     "'pcomm': v('pcomm-core'), 'devices': torch.cuda.device_count()}))"
 )
 _MULTICAST = (
-    "from pcomm.nvls.bench.one_gpu import multicast_of_one_device as m; "
+    "from nvls_bench.on_one_gpu import multicast_of_one_device as m; "
     "print('multicast address of one device, or the reason:', m())"
 )
 # 1B: 16 blocks of 2048, with the vocabulary that the data give.
@@ -233,7 +233,11 @@ class _Hour:
     def __init__(self, out: Path, temporary: Path, *, is_fast: bool) -> None:
         self._lines, self._log = out / "lines.jsonl", out / "log.txt"
         self._temporary, self._is_fast = temporary, is_fast
-        self._environment = dict(os.environ)
+        # Benchmarks and the support of tests are no part of the wheels.
+        beside = [f for kind in ("tests", "benchmarks") for f in ROOT.glob(f"packages/*/{kind}")]
+        self._beside = os.pathsep.join(map(str, beside))
+        paths = filter(None, (os.environ.get("PYTHONPATH"), self._beside))
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         # The repository's own settings ask for plugins that a machine may not have.
         marks = "markers =\n  gpu: needs a CUDA device\n  soak: takes minutes\n"
         (temporary / "pytest.ini").write_text(f"[pytest]\n{marks}")
@@ -250,7 +254,7 @@ class _Hour:
         options = ("install", "-q", "--no-index", "--no-deps", "--target", str(site))
         self._note(0, Command("install", (*pip, *options, *found), 90))
         if site.exists():
-            self._environment["PYTHONPATH"] = str(site)
+            self._environment["PYTHONPATH"] = os.pathsep.join((str(site), self._beside))
 
     def has_gpu(self) -> bool:
         """Whether torch sees a CUDA device."""

@@ -12,14 +12,19 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from pcomm.inference.bench.settings import SHAPES, Shape
+# Benchmarks are no part of the wheels.
+sys.path.append(str(Path(__file__).parents[1] / "packages" / "pcomm-inference" / "benchmarks"))
+
+from inference_bench.plain_llama import SHAPES, Shape
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -142,7 +147,7 @@ def layers(fast: bool) -> Rows:
 
 def _llama(fast: bool, longest: int) -> Any:
     """A model of random weights in the shape of Llama 3.1 8B, whose head is its embedding."""
-    from pcomm.inference.bench.plain_llama import PlainLlama
+    from inference_bench.plain_llama import PlainLlama
 
     return PlainLlama(SHAPES[0] if fast else LLAMA_8B, longest, torch.bfloat16, DEVICE)
 

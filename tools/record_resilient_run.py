@@ -22,12 +22,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from pcomm.core.testing.timing import Row
-from pcomm.integration.config_file import load_config
-from pcomm.integration.metrics.json_lines import read_rows
+from pcomm.integration.config.toml import load_config
+from pcomm.integration.metrics import read_rows
 from recorded_run import KILLED, UNDISTURBED, Event, lines_of, load, save, shapes, summary
 from recorded_run_picture import draw
 from repository import ROOT
+
+# Benchmarks are no part of the wheels.
+sys.path.append(str(ROOT / "packages" / "pcomm-core" / "benchmarks"))
+
+from core_bench.runner import Row
 
 CONFIG = ROOT / "integration" / "configs" / "resilient.toml"
 RECORDING = ROOT / "docs" / "benchmarks" / "ntp_recorded_run.csv"

@@ -1,9 +1,9 @@
-"""Write the pages of the documentation that list what the code declares and what was measured.
+"""Write the pages of the documentation that list what the code declares.
 
     python tools/reference_pages.py
 
-It also fills the marked tables of other pages, READMEs among them, with committed rows. Tests
-compare the committed pages with what this would write.
+It also fills the marked tables of other pages, READMEs among them, with committed rows of
+benchmarks. Tests compare the committed pages with what this would write.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,12 +11,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-import benchmark_page
 import row_tables
 from face_pages import face_pages
-from pcomm.core.process import environment
-from pcomm.integration.config import SECTIONS, keys
-from pcomm.integration.config_errors import toml_value
+from pcomm.core import environment
+from pcomm.integration.config.sections import SECTIONS, keys, toml_value
 from repository import ROOT
 
 DOCS = ROOT / "docs"
@@ -35,8 +33,6 @@ OTHERS_HEAD = """
 pcomm reads those of launchers. Those of libraries decide what torch, gloo and Triton do under it.
 `pcomm doctor` shows what is set of `NCCL_*`, `TORCH_*`, `GLOO_*`, `CUDA_*` and `OMP_NUM_THREADS`.
 
-| variable | whose | meaning |
-|---|---|---|
 """
 
 OTHERS = {
@@ -75,8 +71,8 @@ OTHERS = {
 CONFIGURATION = """\
 # Configuration keys
 
-What a TOML file for `pcomm train --config` may hold, and what `--set section.key=value` may set. A
-key that is not here is an error that names the nearest one.
+What a TOML file for `pcomm train --config` may hold, and `--set section.key=value` may set: the
+values that a key takes, and its default. Another key is an error that names the nearest one.
 
 A number is what it says, 0 included. What is no number has a word: `"auto"` is derived from other
 keys, `"all"` is everything there is, `"end"` is once after the last step, and `"none"` is no limit
@@ -85,11 +81,11 @@ or no evaluation.
 
 # Words for the kinds of JSON schema, and for the bounds of numbers.
 KINDS = {
-    "integer": "an integer",
-    "number": "a number",
-    "string": "a string",
-    "boolean": "true or false",
-    "array": "a list of",
+    "integer": "integer",
+    "number": "number",
+    "string": "string",
+    "boolean": "boolean",
+    "array": "list of",
 }
 BOUNDS = {
     "minimum": "at least",
@@ -105,12 +101,11 @@ def pages() -> dict[str, str]:
         "reference/environment.md": ENVIRONMENT + environment.table() + _others(),
         "reference/configuration.md": CONFIGURATION + "\n".join(_configuration_lines()) + "\n",
         **face_pages(),
-        "benchmarks/index.md": benchmark_page.text(benchmark_page.row_files(DOCS / "benchmarks")),
     }
 
 
 def _others() -> str:
-    rows = [f"| `{name}` | {whose} | {meaning} |\n" for name, (whose, meaning) in OTHERS.items()]
+    rows = [f"- `{name}` ({whose}): {meaning}\n" for name, (whose, meaning) in OTHERS.items()]
     return OTHERS_HEAD + "".join(rows)
 
 
@@ -121,9 +116,8 @@ def _configuration_lines() -> Iterator[str]:
         if key.section != section:
             section = key.section
             yield from ["", f"## {section}", ""]
-            yield from ["| key | takes | default | meaning |", "|---|---|---|---|"]
         kind = takes(schemas[key.section]["properties"][key.attribute])
-        yield f"| `{key.name}` | {kind} | `{toml_value(key.default)}` | {key.help} |"
+        yield f"- `{key.name}` ({kind}; `{toml_value(key.default)}`): {key.help}"
 
 
 def takes(schema: Mapping[str, Any]) -> str:

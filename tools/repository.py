@@ -1,15 +1,11 @@
-"""The repository as the tools see it: its packages, their sources, and what is not part of it."""
+"""The repository as the tools see it: its packages, their sources and its pages."""
 
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = [*sorted((ROOT / "packages").glob("pcomm-*")), ROOT / "integration"]
-
-# What commands write at the root; hidden folders belong to tools as well.
-WRITTEN = {"build", "dist", "runs", "site"}
 
 
 def project(package: Path) -> dict[str, Any]:
@@ -22,22 +18,6 @@ def module_name(package: Path) -> str:
     """What users of a package import: `pcomm.gdn_cp`."""
     name: str = project(package)["name"]
     return "pcomm." + name.removeprefix("pcomm-").replace("-", "_")
-
-
-def folders(depth: int) -> Iterator[str]:
-    """All folders of the tree down to a depth, as `packages/pcomm-core`; none that is written."""
-    pending = [ROOT]
-    while pending:
-        folder = pending.pop()
-        for child in sorted(folder.iterdir()):
-            name = child.relative_to(ROOT).as_posix()
-            if not child.is_dir() or name in WRITTEN or child.name.startswith("."):
-                continue
-            # Python leaves its caches behind in folders that are gone from the tree.
-            if any(p.is_file() and p.parent.name != "__pycache__" for p in child.rglob("*")):
-                yield name
-                if name.count("/") + 1 < depth:
-                    pending.append(child)
 
 
 def sources() -> list[Path]:

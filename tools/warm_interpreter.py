@@ -1,23 +1,30 @@
 """Runs programs one after another, each in a fork of an interpreter that has imported torch.
 
-    python -W error tools/warm_interpreter.py
+    python -W error tools/warm_interpreter.py FILE
 
-reads a line for each program from its standard input, a JSON list: the program's file, the folder
-it runs in, and a file for what it prints. It answers with a line, the exit code. A program finds
-what it would find in an interpreter of its own, but for the seconds that torch takes to import.
+runs FILE, which imports what the programs do, and reads a line for each program from its standard
+input, a JSON list: the program's file, the folder it runs in, and a file for what it prints. It
+answers with a line, the exit code. A program finds what it would find in an interpreter of its own,
+but for the seconds that imports take; the server that its ranks are forked from is a fork, too.
 """
 
+import gc
 import json
 import os
 import runpy
+import signal
 import sys
+import threading
+from multiprocessing import forkserver, resource_tracker, util
+from typing import Any
 
 
 def main() -> None:
     """Answer until the input ends; a fork returns after its program, and ends as Python does."""
-    # No more than that: pages set variables which Triton reads when it is imported.
-    import torch.distributed.tensor  # noqa: F401
-
+    runpy.run_path(sys.argv[1])
+    # A fork would copy all that was imported when it collects cycles at its end.
+    gc.freeze()
+    server = start_server()
     for line in sys.stdin:
         script, folder, printed = json.loads(line)
         pid = os.fork()
@@ -26,6 +33,39 @@ def main() -> None:
             return
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+    # It would wait for an end of its own, as it has a copy of the pipe that tells it.
+    os.kill(server, signal.SIGKILL)
+
+
+def start_server() -> int:
+    """Start multiprocessing's server as a fork of this process, for the ranks of all programs.
+
+    Returns:
+        Its process.
+    """
+    starter: Any = util
+    server: Any = forkserver._forkserver
+    spawn = starter.spawnv_passfds
+
+    def fork(_path: object, words: list[str], _descriptors: object) -> int:
+        pid = os.fork()
+        if pid == 0:
+            # Standard output is for answers. The lock is held by the call that forks.
+            os.dup2(2, 1)
+            server._lock = threading.Lock()
+            try:
+                exec(words[-1], {})
+            finally:
+                os._exit(0)
+        return pid
+
+    starter.spawnv_passfds = fork
+    forkserver.set_forkserver_preload([])
+    server.ensure_running()
+    starter.spawnv_passfds = spawn
+    # A program would wait for a child that is not its own.
+    server.ensure_running = resource_tracker.ensure_running
+    return int(server._forkserver_pid)
 
 
 def run(script: str, folder: str, printed: str) -> None:

@@ -60,12 +60,9 @@ def test_documents_import_from_faces_alone(page: Path) -> None:
 
 
 def test_integration_imports_packages_by_their_faces() -> None:
-    # What makes a face is no part of one, nor is what all benchmarks have in common, or all words
-    # about what is not installed.
-    bench = "pcomm.core.command.bench"
-    of_benchmarks = {f"{bench}.options", f"{bench}.results", "pcomm.core.testing.timing"}
-    own = {"pcomm.core.face", "pcomm.core.command.checkout"}
-    shown = {*faces(), ERRORS, *own, *of_benchmarks}
+    # What makes a face is no part of one, nor are all words about what is not installed.
+    own = {"pcomm.core.face", "pcomm.core.cli"}
+    shown = {*faces(), ERRORS, *own}
     inside = [p for p in sources() if module_of(p).startswith("pcomm.integration")]
     wrong = [
         f"{module_of(path)}: {name} of {module}"

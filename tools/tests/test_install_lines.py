@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from install_lines import install_complaint, install_lines, split_extras
-from pcomm.core.command.checkout import what_to_install
+from pcomm.core.cli import what_to_install
 from repository import ROOT, pages
 
 LINES = {

@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from pcomm.core.testing.patience import PATIENCE_S, scaled_s
+from pcomm.core.testing.programs import PATIENCE_S, scaled_s
 from repository import PACKAGES, module_name, project
 
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)

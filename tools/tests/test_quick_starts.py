@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from code_blocks import CodeBlock, code_blocks
-from pcomm.core.command.main import main
+from integration_support.live_server import LiveServer
+from pcomm.core.cli import main
 from pcomm.integration.commands.llm_options import llm_options
 from pcomm.integration.commands.serve import ServeCommand
 from pcomm.integration.llm import LLM
-from pcomm.integration.testing.live_server import LiveServer
 from repository import ROOT
 from shell_words import commands
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.integration.config_file import load_config
-from pcomm.integration.resilient_rules import validate_resilient
+from pcomm.integration.config.rules import validate_resilient
+from pcomm.integration.config.toml import load_config
 from record_resilient_run import (
     CONFIG,
     DEGREES,

@@ -99,8 +99,8 @@ def test_the_tests_of_a_threshold_are_there(name: str) -> None:
 
 
 def test_what_hangs_is_shown_by_its_ranks_before_pytest_ends_it() -> None:
-    from pcomm.core.process import environment
-    from pcomm.core.testing.patience import LONGEST_S
+    from pcomm.core import environment
+    from pcomm.core.testing.programs import LONGEST_S
 
     assert environment.RANKS_TIMEOUT_S.default < LONGEST_S
     assert SETTINGS["timeout"] >= LONGEST_S + 60
