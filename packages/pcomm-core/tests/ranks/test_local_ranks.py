@@ -108,6 +108,18 @@ def test_of_two_failures_the_earlier_one_is_shown_in_full() -> None:
     assert text.endswith("rank 0: then KeyError: 'key 0'")
 
 
+def test_an_error_that_only_repeats_that_of_another_rank_is_not_the_cause() -> None:
+    """Which of the two is the quicker one does not matter."""
+    source = """
+    from pcomm.core.errors import PeerError
+    raise ValueError("the cause") if rank == 1 else PeerError("x", found="y", why="z", fix="w")
+    """
+    with LocalRanks(2) as ranks:
+        text = failure(ranks, source)
+    assert text.startswith("rank 1 of 2 failed\nTraceback")
+    assert "ValueError: the cause" in text
+
+
 def test_a_rank_that_waits_for_a_failed_one_shows_where() -> None:
     source = """
     def wait_for_a_message_that_never_comes():

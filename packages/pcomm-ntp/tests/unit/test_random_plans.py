@@ -219,6 +219,7 @@ def test_no_cut_lets_the_slowest_rank_be_done_sooner(rates: list[Fraction], more
     assert min(own) >= 1
     if len(set(rates)) > 1:
         assert busiest(count, rates) == best
+        assert max(size / rate for size, rate in zip(own, rates, strict=True)) == best
 
 
 @settings(max_examples=50, deadline=None)
