@@ -69,8 +69,8 @@ class Benchmark:
     """A `pcomm.core.cli.Command` whose options are the fields of its settings, made by `option`.
 
     Args:
-        name: What the user types.
-        help: What it does, in one line.
+        name: Word that the user types.
+        help: One line that says what the benchmark measures.
         settings: Settings without options, an instance of a dataclass, which checks itself.
         measure: From settings to results; None on ranks that only take part. It imports torch.
         quick: Settings of `--quick`; None for a benchmark without.

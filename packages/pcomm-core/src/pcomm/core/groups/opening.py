@@ -313,8 +313,8 @@ def with_own_collectives(
 
     Raises:
         Exception: What `make` raised for the first communicator on which it failed here.
-        ConfigError: It returned something else than collectives of that group.
-        PeerError: It failed on another rank of a communicator.
+        ConfigError: `make` returned something else than collectives of that group.
+        PeerError: `make` failed on another rank of a communicator.
     """
     made: dict[dist.ProcessGroup, Collectives] = {}
     failure: Exception | None = None

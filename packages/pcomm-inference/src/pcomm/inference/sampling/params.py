@@ -107,8 +107,9 @@ class SamplingRow:
             output. With the seed it determines the random numbers.
         stop_ids: Token ids that end the request, see `RequestState.stop_ids`; they are not sampled
             before `min_tokens` are written.
-        allowed_words: What the grammar allows behind `output`, int32 `[ceil(V / 32)]` on the CPU:
-            bit `i % 32` of word `i // 32` allows token `i`. At least one is set. None for any text.
+        allowed_words: Bit mask of the tokens that the grammar allows behind `output`, int32
+            `[ceil(V / 32)]` on the CPU: bit `i % 32` of word `i // 32` allows token `i`. At least
+            one is set. None for any text.
     """
 
     params: SamplingParams
