@@ -33,6 +33,15 @@ def test_the_pages_with_install_lines_are_found():
     assert all(LINES.values())
 
 
+@pytest.mark.parametrize("session", ["train", "tests"])
+def test_readme_has_the_two_commands_and_ci_takes_the_second_from_there(session: str) -> None:
+    """A README without the line once ended CI after a second, before any test."""
+    command = f"python3 -m pip install nox && python3 -m nox -s {session}"
+    assert (ROOT / "README.md").read_text().splitlines().count(command) == 1
+    assert "grep --max-count=1 'nox -s tests' README.md" in (ROOT / ".ci" / "run").read_text()
+    assert f"def {session}(session: nox.Session)" in (ROOT / "noxfile.py").read_text()
+
+
 @pytest.mark.parametrize(
     ("distribution", "extra"),
     [
