@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pcomm.core.control.agreement import agree_in_group
-from pcomm.core.errors import ConfigError, DivergenceError, PeerError, PeerTimeoutError
+from pcomm.core.errors import ConfigError, DivergenceError, PeerError
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.on_ranks import default_group, ranks
@@ -43,18 +43,3 @@ def test_an_error_reaches_every_rank(rank: int) -> None:
     error = mistake() if rank == 1 else None
     with pytest.raises(ConfigError if rank == 1 else PeerError, match="something"):
         agree_in_group(group, "test", [], error=error)
-
-
-@ranks(2)
-def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
-    group = Group.from_process_group("cp", default_group())
-    if rank == 0:
-        with pytest.raises(PeerTimeoutError, match=r"ranks \[1\]"):
-            agree_in_group(group, "test", ["alone"], timeout_s=0.2)
-
-
-def test_alone_there_is_nobody_to_ask() -> None:
-    group = Group("cp", (5,), None)
-    agree_in_group(group, "test", ["anything"])
-    with pytest.raises(ConfigError, match="something"):
-        agree_in_group(group, "test", [], error=mistake())

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from itertools import chain
 
-import pytest
 import torch
 
-from pcomm.core.collectives import gloo
-from pcomm.core.collectives import gloo as pairwise
 from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
@@ -21,29 +18,6 @@ from pcomm.core.topology import Topology
 KIB = 1024 // 4
 BORDERS = (256 * KIB, 3 * 128 * KIB, 8 * 128 * KIB)
 SIZES = (*chain.from_iterable((n - 1, n, n + 1) for n in BORDERS), 3 * 1024 * KIB)
-
-
-def test_the_borders_are_those_of_the_code() -> None:
-    sizes = (gloo._LARGE_BYTES, pairwise._CHUNK_BYTES, pairwise._MOST_CHUNKS)
-    assert sizes == (256 * 1024, 128 * 1024, 8)
-
-
-@pytest.mark.parametrize(
-    ("length", "chunks"),
-    [
-        (0, []),
-        (1, [1]),
-        (128 * KIB, [128 * KIB]),
-        (128 * KIB + 1, [128 * KIB, 1]),
-        (8 * 128 * KIB, [128 * KIB] * 8),
-        (8 * 128 * KIB + 1, [128 * KIB + 1] * 7 + [128 * KIB - 6]),
-    ],
-    ids=str,
-)
-def test_a_part_is_sent_in_pieces_that_grow_when_there_are_eight(
-    length: int, chunks: list[int]
-) -> None:
-    assert [len(chunk) for chunk in pairwise._chunks(torch.zeros(length))] == chunks
 
 
 @ranks(2)

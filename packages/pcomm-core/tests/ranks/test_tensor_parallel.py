@@ -83,13 +83,6 @@ def test_layers_equal_plain_layers_on_two_ranks(rank: int, name: str) -> None:
     check_accuracy(cases(2)[name], default_collectives())
 
 
-@pytest.mark.parametrize("name", cases(3))
-@ranks(3)
-def test_layers_equal_plain_layers_on_three_ranks(rank: int, name: str) -> None:
-    check(cases(3)[name], default_collectives())
-    check_accuracy(cases(3)[name], default_collectives())
-
-
 @pytest.mark.parametrize("name", cases(4))
 @ranks(4)
 def test_layers_equal_plain_layers_on_four_ranks(rank: int, name: str) -> None:

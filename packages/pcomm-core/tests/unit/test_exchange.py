@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from pcomm.core.collectives.identity import IdentityCollectives
@@ -19,102 +15,11 @@ from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 
 
-@st.composite
-def partitions(draw: st.DrawFn, length: int, size: int) -> Layout:
-    """Any partition of a dimension: cut anywhere, pieces dealt to ranks in any order."""
-    cuts = draw(st.sets(st.integers(1, length - 1), max_size=6)) if length > 1 else set()
-    edges = [0, *sorted(cuts), length]
-    runs = [Run(a, b) for a, b in itertools.pairwise(edges) if a < b]
-    own: list[list[Run]] = [[] for _ in range(size)]
-    for run in draw(st.permutations(runs)):
-        own[draw(st.integers(0, size - 1))].append(run)
-    return Layout(length, tuple(tuple(runs) for runs in own))
-
-
-@st.composite
-def regions(draw: st.DrawFn, lengths: tuple[int, int], size: int) -> dict[int, Layout]:
-    """One dimension split and the other whole, or both split over a grid of ranks."""
-    kind = draw(st.sampled_from(["rows", "columns", "grid"]))
-    rows, columns = lengths
-    if kind == "rows":
-        return {0: draw(partitions(rows, size)), 1: Layout.whole(columns, size)}
-    if kind == "columns":
-        return {0: Layout.whole(rows, size), 1: draw(partitions(columns, size))}
-    wide = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-    across, down = draw(partitions(columns, wide)), draw(partitions(rows, size // wide))
-    return {
-        0: Layout(rows, tuple(down.runs[rank // wide] for rank in range(size))),
-        1: Layout(columns, tuple(across.runs[rank % wide] for rank in range(size))),
-    }
-
-
-@st.composite
-def exchanges(draw: st.DrawFn) -> Exchange:
-    size = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    lengths = (draw(st.integers(1, 12)), draw(st.integers(1, 6)))
-    return Exchange(draw(regions(lengths, size)), draw(regions(lengths, size)))
-
-
 def region(whole: Tensor, layouts: dict[int, Layout], rank: int) -> Tensor:
     """What `rank` holds of `whole`, by listing positions: the oracle."""
     for dim, layout in layouts.items():
         whole = whole.index_select(dim, torch.tensor(layout.positions(rank), dtype=torch.int64))
     return whole
-
-
-@given(exchanges())
-@settings(max_examples=50, deadline=None)
-def test_the_target_region_there_the_source_region_back_and_the_gradient(plan: Exchange) -> None:
-    rows, columns = plan.source[0].length, plan.source[1].length
-    whole = torch.arange(rows * columns * 2, dtype=torch.float64).view(rows, columns, 2)
-    weights = torch.randn(whole.shape, dtype=torch.float64)
-
-    def on_rank(collectives: VirtualCollectives) -> None:
-        rank = collectives.rank
-        mine = region(whole, plan.source, rank).clone().requires_grad_()
-        there = plan.apply(mine, collectives)
-        assert_equal(there.detach(), region(whole, plan.target, rank))
-        assert_equal(plan.inverse.apply(there, collectives).detach(), mine.detach())
-        (gradient,) = torch.autograd.grad(there, mine, region(weights, plan.target, rank))
-        assert_equal(gradient, region(weights, plan.source, rank))
-
-    run_virtual(on_rank, plan.size)
-
-
-@given(exchanges())
-@settings(max_examples=25, deadline=None)
-def test_it_is_one_all_to_all_of_just_the_elements_that_move(plan: Exchange) -> None:
-    rows, columns = plan.source[0].length, plan.source[1].length
-    whole = torch.zeros(rows, columns)
-    owner = torch.full((rows, columns), -1)
-    new_owner = torch.full((rows, columns), -1)
-    ids = torch.arange(rows * columns).view(rows, columns)
-    for rank in range(plan.size):
-        owner.view(-1)[region(ids, plan.source, rank).flatten()] = rank
-        new_owner.view(-1)[region(ids, plan.target, rank).flatten()] = rank
-    assert (owner >= 0).all()
-
-    def on_rank(collectives: VirtualCollectives) -> None:
-        spy = SpyCollectives(collectives)
-        mine = region(whole, plan.source, spy.rank)
-        plan.apply(mine, spy)
-        leaving = int(((owner == spy.rank) & (new_owner != spy.rank)).sum())
-        assert plan.sent_elements(spy.rank, mine.shape) == leaving
-        if plan.size > 1:
-            assert spy.counts == {"all_to_all": 1}
-            assert spy.sent_bytes == leaving * 4
-
-    run_virtual(on_rank, plan.size)
-
-
-def test_tokens_to_heads_moves_the_share_that_it_must() -> None:
-    tokens, heads, size = 24, 8, 4
-    plan = Exchange(
-        {0: Layout.even(tokens, size), 1: Layout.whole(heads, size)},
-        {0: Layout.whole(tokens, size), 1: Layout.even(heads, size)},
-    )
-    mine = (tokens // size, heads, 16)
-    assert plan.sent_elements(0, mine) == tokens * heads * 16 // size * (size - 1) // size
 
 
 def test_a_gradient_that_is_not_contiguous_is_exchanged_right() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6])
 @st.composite
 def covers(draw: st.DrawFn, length: int, size: int) -> Layout:
     """Any cover of a dimension: a partition, and some of its runs on further ranks as well."""
-    kind = draw(st.sampled_from(["runs", "runs", "whole", "repeated", "even"]))
+    kind = draw(st.sampled_from(["runs", "runs", "partition", "whole", "repeated", "even"]))
     if kind == "whole":
         return Layout.whole(length, size)
     if kind == "repeated":
@@ -42,7 +43,8 @@ def covers(draw: st.DrawFn, length: int, size: int) -> Layout:
     runs = [Run(a, b) for a, b in itertools.pairwise([0, *sorted(cuts), length])]
     own: list[list[Run]] = [[] for _ in range(size)]
     for run in draw(st.permutations(runs)):
-        for rank in draw(st.sets(st.integers(0, size - 1), min_size=1)):
+        most = 1 if kind == "partition" else size
+        for rank in draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=most)):
             own[rank].append(run)
     return Layout(length, own)
 
@@ -136,9 +138,10 @@ def moved(plan: Exchange) -> list[int]:
     return counts
 
 
-def numbers(shapes: list[torch.Size], seed: int) -> list[Tensor]:
+def numbers(layouts: Mapping[int, Layout], seed: int) -> list[Tensor]:
     """Whole numbers, which add exactly; they differ from rank to rank, so that owners do."""
     generator = torch.Generator().manual_seed(seed)
+    shapes = [held(dict(layouts), rank).shape for rank in range(layouts[0].size)]
     return [torch.randint(-999, 999, shape, generator=generator).double() for shape in shapes]
 
 
@@ -150,10 +153,8 @@ def test_several_sections_arrive_and_their_gradients_come_back(
     size = plans[0].size
     # A third dimension of the same numbers twice: they are moved along with the first two.
     spread = (lambda x: x[..., None].repeat(1, 1, 2)) if trailing else (lambda x: x)
-    sources = [numbers([held(dict(p.source), r).shape for r in range(size)], n) for n, p in
-               enumerate(plans)]  # fmt: skip
-    upstream = [numbers([held(dict(p.target), r).shape for r in range(size)], n + 9) for n, p in
-                enumerate(plans)]  # fmt: skip
+    sources = [numbers(p.source, n) for n, p in enumerate(plans)]
+    upstream = [numbers(p.target, n + 9) for n, p in enumerate(plans)]
     expected = [arrived(p, x) for p, x in zip(plans, sources, strict=True)]
     expected_back = [gradients(p, x) for p, x in zip(plans, upstream, strict=True)]
     sent = [sum(counts) for counts in zip(*map(moved, plans), strict=True)]
@@ -166,6 +167,8 @@ def test_several_sections_arrive_and_their_gradients_come_back(
         for plan, found, wanted, x in zip(plans, there, expected, mine, strict=True):
             assert_equal(found.detach(), spread(wanted[rank]).double())
             assert plan.sent_elements(rank, x.shape) == moved(plan)[rank] * math.prod(trailing)
+            if plan.is_bijection:
+                assert_equal(plan.inverse.apply(found.detach(), collectives), x.detach())
         if size > 1:
             assert len(spy.calls) == 1
             assert spy.sent_bytes == sent[rank] * math.prod(trailing) * 8
@@ -187,8 +190,7 @@ def test_fused_sections_are_one_tensor_and_its_gradient_is_taken_apart(
     first = plans[0]
     alike = [p for p in plans if p.target[0] == first.target[0]]
     fused, size = data.draw(st.integers(1, len(alike))), first.size
-    sources = [numbers([held(dict(p.source), r).shape for r in range(size)], n) for n, p in
-               enumerate(alike)]  # fmt: skip
+    sources = [numbers(p.source, n) for n, p in enumerate(alike)]
 
     def on_rank(collectives: VirtualCollectives) -> None:
         mine = [x[collectives.rank].requires_grad_() for x in sources]
@@ -213,8 +215,7 @@ def test_the_adjoint_and_its_own_adjoint_satisfy_the_definition(
 ) -> None:
     """<y, A x> = <A* y, x> over all ranks, and the second derivative passes through A again."""
     plan = data.draw(exchanges(size))
-    sources = numbers([held(dict(plan.source), r).shape for r in range(size)], 1)
-    upstream = numbers([held(dict(plan.target), r).shape for r in range(size)], 2)
+    sources, upstream = numbers(plan.source, 1), numbers(plan.target, 2)
 
     def on_rank(collectives: VirtualCollectives) -> tuple[float, float, Tensor]:
         x = sources[collectives.rank].requires_grad_()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.group import Group
@@ -77,44 +75,6 @@ class TestTorchsSemantics:
         assert communicator.pools == set()
 
 
-class HabitualRegistration:
-    """Takes memory away on entering, brings all of it back on leaving, and swallows errors.
-
-    The shape of the allocator that Megatron-LM PR 2663 was about.
-    """
-
-    def __init__(self, pool: FakePool, communicators: Sequence[FakeCommunicator]) -> None:
-        self.pool, self.communicators = pool, communicators
-
-    def __enter__(self) -> FakePool:
-        if self.pool.segments:
-            self._try("deregister", lambda c: c.deregister_mem_pool(self.pool))
-        return self.pool
-
-    def __exit__(self, *_: object) -> None:
-        self._try("register", lambda c: c.register_mem_pool(self.pool))
-
-    def _try(self, what: str, call: Callable[[FakeCommunicator], None]) -> None:
-        for communicator in self.communicators:
-            try:
-                call(communicator)
-            except RuntimeError:
-                warnings.warn(f"{what} failed for {communicator.name}", stacklevel=2)
-
-
-def test_the_warning_of_pr_2663_comes_from_one_communicator_named_twice() -> None:
-    """A warning at de-registration and none at registration, which nobody could explain."""
-    dp, gather = FakeCommunicator("dp"), FakeCommunicator("dp_cp[gather]")
-    habit = HabitualRegistration(FakePool(0), [dp, gather, gather])
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            with habit as pool:
-                pool.allocate(64)
-    messages = [str(warning.message) for warning in seen]
-    assert messages == ["deregister failed for dp_cp[gather]"] * 2
-
-
 def test_here_a_communicator_named_twice_is_registered_once() -> None:
     backend = FakePools()
     # Two groups over the same ranks that share a communicator, and one of them given twice.
@@ -172,31 +132,6 @@ def test_a_buffer_used_on_two_communicators_is_said_to_be() -> None:
     assert backend.log == []
     registry.bind(arena, [REDUCE, OUTER], across_roles=True)
     assert len(list(backend.registered())) == 4
-
-
-@given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 2))
-def test_what_fails_half_way_is_undone_everywhere(num: int, at: int, before: int) -> None:
-    """Whichever segment of whichever communicator is refused, nothing stays registered."""
-    backend = FakePools()
-    _, registry = opened(backend)
-    arena = filled(registry, "gather", [64] * (num + at))
-    names = [GATHER, OUTER, REDUCE]
-    refusing = backend.communicator(names[before]).registrar
-    order = ["dp[gather]", "dp[reduce]", "hsdp[gather]"]
-    refusing.refused = {list(arena.pool.segments)[at]}
-    with pytest.raises(UnsupportedError, match="cannot register"):
-        registry.bind(arena, names, across_roles=True)
-    assert list(backend.registered()) == []
-    assert all(not c.pools for c in backend.communicators.values())
-    assert registry.bindings == ()
-    tried = order[: order.index(refusing.name) + 1]
-    assert backend.log == [f"register 0 {name}" for name in tried] + [
-        f"deregister 0 {name}" for name in [tried[-1], *reversed(tried[:-1])]
-    ]
-    # And once the cause is gone it works.
-    refusing.refused = ()
-    registry.bind(arena, names, across_roles=True)
-    assert len(registry.bindings) == 3
 
 
 def test_a_pair_that_cannot_be_deregistered_is_broken_and_stays_so() -> None:

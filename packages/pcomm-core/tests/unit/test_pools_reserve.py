@@ -1,13 +1,9 @@
-"""Memory that is reserved once and reused, on the fake and on a model of torch's allocator."""
+"""Memory that is reserved once and reused, on the fake."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.core.groups.group import Group
@@ -129,93 +125,3 @@ def test_a_device_that_fails_keeps_no_memory_registered() -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
         groups.close()
     assert list(backend.registered()) == []
-
-
-MIB = 1 << 20
-
-
-@dataclass
-class CachingAllocator:
-    """One pool of torch's caching allocator: best fit, split, merge, and segments by size.
-
-    Written from its documentation and its constants, to have something that a reservation can fail
-    on: 512 bytes of rounding, segments of 2 MiB for up to 1 MiB, of 20 MiB for less than 10 MiB,
-    and of whole 2 MiB above; a rest is split off from 512 bytes on, for large blocks above 1 MiB.
-    """
-
-    segments: list[int] = field(default_factory=list)
-    blocks: list[tuple[int, int, int, bool]] = field(default_factory=list)
-    """Segment, offset, bytes, and whether it is free; in order."""
-
-    def allocate(self, num_bytes: int) -> tuple[int, int]:
-        size = -(-num_bytes // 512) * 512
-        is_small = size <= MIB
-        fits = [
-            block
-            for block in self.blocks
-            if block[3] and block[2] >= size and (self.segments[block[0]] == 2 * MIB) == is_small
-        ]
-        if not fits:
-            length = 2 * MIB if is_small else 20 * MIB
-            if size >= 10 * MIB:
-                length = -(-size // (2 * MIB)) * 2 * MIB
-            self.segments.append(length)
-            fits = [(len(self.segments) - 1, 0, length, True)]
-            self.blocks += fits
-        segment, offset, length, _ = block = min(fits, key=lambda block: (block[2], block))
-        self.blocks.remove(block)
-        rest = length - size
-        if rest >= 512 if is_small else rest > MIB:
-            self.blocks.append((segment, offset + size, rest, True))
-            length = size
-        self.blocks.append((segment, offset, length, False))
-        return segment, offset
-
-    def free(self, place: tuple[int, int]) -> None:
-        merged: list[tuple[int, int, int, bool]] = []
-        for block in sorted(self.blocks):
-            if block[:2] == place:
-                block = (*block[:3], True)
-            last = merged[-1] if merged else None
-            if last and last[3] and block[3] and last[0] == block[0]:
-                merged[-1] = (last[0], last[1], last[2] + block[2], True)
-            else:
-                merged.append(block)
-        self.blocks = merged
-
-
-sizes = st.one_of(
-    st.integers(1, 2 * MIB), st.integers(MIB, 12 * MIB), st.integers(9 * MIB, 50 * MIB)
-)
-
-
-@given(st.integers(1, 7), sizes, st.lists(st.integers(0, 20), max_size=40))
-def test_buffers_of_one_size_always_find_room_again(
-    count: int, size: int, choices: list[int]
-) -> None:
-    """In whatever order they come and go; the reason why all buffers of an arena have one size."""
-    allocator = CachingAllocator()
-    held = [allocator.allocate(size) for _ in range(count)]
-    segments = list(allocator.segments)
-    for place in held:
-        allocator.free(place)
-    live: list[tuple[int, int]] = []
-    for choice in choices:
-        if len(live) == count or (live and choice % 2):
-            allocator.free(live.pop(choice % len(live)))
-        else:
-            live.append(allocator.allocate(size))
-            assert len(set(live)) == len(live)
-        assert allocator.segments == segments
-
-
-def test_buffers_of_two_sizes_do_not() -> None:
-    """There was room for two small ones and two large ones, and then not for one and two."""
-    allocator = CachingAllocator()
-    small, large = 3 * MIB, 11 * MIB
-    for place in [allocator.allocate(size) for size in (small, small, large, large)]:
-        allocator.free(place)
-    assert allocator.segments == [20 * MIB, 12 * MIB]
-    for size in (small, large, large):
-        allocator.allocate(size)
-    assert allocator.segments == [20 * MIB, 12 * MIB, 12 * MIB]
