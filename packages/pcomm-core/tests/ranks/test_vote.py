@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
 
 import pytest
 import torch.distributed as dist
 
+from core_support.callers import together
 from pcomm.core.control.agreement import agree_in_group, vote
 from pcomm.core.control.control import Control, Vote
 from pcomm.core.errors import ConfigError, PeerError, PeerTimeoutError
@@ -17,24 +17,6 @@ from pcomm.core.testing.on_ranks import ranks
 from pcomm.core.topology import Topology
 
 WAIT_S, SHORT_S = 120.0, 0.1
-
-
-def together(call: Callable[[int], object], callers: Iterable[int]) -> dict[int, object]:
-    """What `call` returns or raises on each rank, with ranks as threads around one store."""
-    found: dict[int, object] = {}
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = call(rank)
-        except Exception as problem:
-            found[rank] = problem
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in callers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
 
 
 def mistake() -> ConfigError:
