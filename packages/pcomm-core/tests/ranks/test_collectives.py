@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import itertools
 import os
 import socket
@@ -10,6 +11,7 @@ import stat
 import struct
 import termios
 import time
+import warnings
 from typing import get_args
 
 import pytest
@@ -278,3 +280,58 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent(rank: int) ->
         differentiable(collectives).all_reduce(x, out=x)
     with pytest.raises(UnsupportedError, match="'max'"):
         differentiable(collectives).all_reduce(x, op="max")
+
+
+OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@ranks(2)
+def test_results_have_the_dtype_and_no_gradient_and_torch_nothing_to_warn_of(
+    rank: int, name: str
+) -> None:
+    run = getattr(default_collectives(), name)
+    for dtype in (torch.int32, torch.uint8):
+        assert run(torch.ones(4, dtype=dtype)).dtype == dtype
+    # The second goes between pairs, where gathers and sums do.
+    for length in (4, 300_000):
+        x = torch.ones(length, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = run(x)
+        out = torch.empty_like(result)
+        assert not result.requires_grad
+        assert run(x, out=out) is out
+        assert not out.requires_grad
+        assert_equal(out, result)
+
+
+def two_columns(rank: int, rows: int) -> Tensor:
+    return ((torch.arange(rows * 2) * 7 + rank * 5) % 23).float().view(2, rows)
+
+
+# 64 bytes, 400 KB, 4 MB: below and above the 256 KiB from which on gloo goes between pairs.
+@pytest.mark.parametrize("rows", [8, 50_000, 500_000])
+@ranks(2)
+def test_a_dropped_input_is_sent_as_it_was(rank: int, rows: int) -> None:
+    """Rank 1 comes to each operation only when rank 0 has dropped its input and filled memory."""
+    collectives, store = default_collectives(), dist.distributed_c10d._get_default_store()
+    transposed = [two_columns(r, rows).t() for r in range(2)]
+    halves = torch.stack(transposed).sum(0).chunk(2)
+    expected = {
+        "all_gather": torch.cat(transposed),
+        "reduce_scatter": halves[rank].contiguous(),
+        "all_to_all": torch.cat([x.chunk(2)[rank] for x in transposed]),
+    }
+    for name, result in expected.items():
+        ready = f"{name} {rows} is on its way"
+        if rank == 1:
+            store.wait([ready])
+        # Nobody but the operation has the dense copy, nor the tensor itself.
+        pending = getattr(collectives, f"{name}_async")(two_columns(rank, rows).t())
+        gc.collect()
+        garbage = [torch.full((rows * 2,), float("nan")) for _ in range(8)]
+        if rank == 0:
+            store.set(ready, "")
+        assert_equal(pending.wait(), result)
+        assert all(bool(part.isnan().all()) for part in garbage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, cast
 from unittest import mock
 
@@ -365,3 +366,21 @@ def test_negative_sizes_are_refused_before_anything_is_sent(rank: int) -> None:
         with pytest.raises(LayoutError, match="negative"):
             collectives.all_gather(x, sizes=[4, -4] if rank == 0 else [-4, 4])
         assert_equal(collectives.all_reduce(x), torch.full((4,), 2.0))
+
+
+KIB = 1024 // 4
+BORDERS = (256 * KIB, 3 * 128 * KIB, 8 * 128 * KIB)
+SIZES = (*chain.from_iterable((n - 1, n, n + 1) for n in BORDERS), 3 * 1024 * KIB)
+
+
+@ranks(2)
+def test_values_do_not_depend_on_the_size(rank: int) -> None:
+    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+        collectives = groups["dp"].collectives
+        for n in SIZES:
+            # Sums of small integers are exact, and no two neighbours are equal.
+            both = [(torch.arange(2 * n) * (7 + r) % 1021).float() for r in range(2)]
+            pending = collectives.reduce_scatter_async(both[rank])
+            gathered = collectives.all_gather(both[rank][:n])
+            assert_equal(gathered, torch.cat([x[:n] for x in both]))
+            assert_equal(pending.wait(), (both[0] + both[1])[rank * n : (rank + 1) * n])

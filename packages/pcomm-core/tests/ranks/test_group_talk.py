@@ -1,4 +1,4 @@
-"""A vote: every rank learns what all ranks said, and decides the same by it."""
+"""What ranks of a group tell each other by the store: lines, votes, and that one has failed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch.distributed as dist
 
 from core_support.callers import together
-from pcomm.core.control.agreement import agree_in_group, vote
+from pcomm.core.control.agreement import FailureFlag, agree_in_group, vote
 from pcomm.core.control.control import Control, Vote
-from pcomm.core.errors import ConfigError, PeerError, PeerTimeoutError
+from pcomm.core.errors import ConfigError, DivergenceError, PeerError, PeerTimeoutError
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.open_groups import open_groups
-from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.testing.on_ranks import default_group, ranks
 from pcomm.core.topology import Topology
 
 WAIT_S, SHORT_S = 120.0, 0.1
@@ -89,3 +89,52 @@ def test_votes_do_not_fill_the_store(size: int) -> None:
 
     first = round_of_everything()
     assert [round_of_everything() for _ in range(3)] == [first] * 3
+
+
+@ranks(4)
+def test_groups_with_the_same_topic_do_not_hear_each_other(rank: int) -> None:
+    with open_groups(Topology({"tp": 2, "cp": 2}), ["tp", "cp"]) as groups:
+        for _ in range(2):
+            for name in ("tp", "cp"):
+                # Equal within each group, different between the two groups of a kind.
+                other = groups["cp" if name == "tp" else "tp"].rank
+                agree_in_group(groups[name], "test", [f"{name} beside rank {other}"])
+
+
+@ranks(4)
+def test_a_difference_is_an_error_in_its_group_only(rank: int) -> None:
+    with open_groups(Topology({"tp": 2, "cp": 2}), ["tp", "cp"]) as groups:
+        lines = ["same", "one" if rank == 3 else "other"]
+        if 3 in groups["cp"].ranks:
+            with pytest.raises(DivergenceError, match=r"line 2: .*'other', rank 3 has 'one'"):
+                agree_in_group(groups["cp"], "test", lines)
+        else:
+            agree_in_group(groups["cp"], "test", lines)
+
+
+@ranks(2)
+def test_an_error_reaches_every_rank(rank: int) -> None:
+    group = Group.from_process_group("cp", default_group())
+    error = mistake() if rank == 1 else None
+    with pytest.raises(ConfigError if rank == 1 else PeerError, match="bytes: 0"):
+        agree_in_group(group, "test", [], error=error)
+
+
+@ranks(4)
+def test_only_the_group_and_the_round_hear_it(rank: int) -> None:
+    with open_groups(Topology({"dp": 2, "tp": 2}), ["dp", "tp"]) as groups:
+        flag, other = FailureFlag(groups["tp"], "work"), FailureFlag(groups["tp"], "work")
+        dist.barrier()
+        if rank == 1:
+            flag.sound("out of paper", round_number=3)
+            flag.sound("and of ink", round_number=3)
+        dist.barrier()
+        assert flag.heard(round_number=3) == ("rank 1: out of paper" if rank < 2 else None)
+        assert flag.heard(round_number=4) is None
+        assert other.heard(round_number=3) is None
+
+
+def test_alone_nobody_listens() -> None:
+    flag = FailureFlag(Group("dp", (0,), None), "work")
+    flag.sound("out of paper", round_number=0)
+    assert flag.heard(round_number=0) is None
