@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from pcomm.core.doctor import checks
 from pcomm.core.doctor import command as self_test
-from pcomm.core.doctor.command import CHECKS, Check, examine
+from pcomm.core.doctor.command import CHECKS, GROUP, Check, examine, installed_checks
 from pcomm.core.doctor.report import (
     CudaFacts,
     DeviceFacts,
@@ -427,3 +428,26 @@ def test_this_machine_answers_every_check_but_the_self_test() -> None:
     assert report.named("python").value.startswith(sys.version.split()[0])
     assert report.named("torch").status == "ok"
     assert report.named("pcomm-core").status == "ok"
+
+
+def test_checks_of_other_packages_run_once_each_and_one_that_is_missing_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = [
+        EntryPoint("nvls", "pcomm.core.doctor.checks:check_process", GROUP),
+        EntryPoint("nvls", "pcomm.core.doctor.checks:check_process", GROUP),
+        EntryPoint("absent", "pcomm.core.doctor.nowhere:check", GROUP),
+        EntryPoint("odd", "pcomm.core.doctor.checks:_MIB", GROUP),
+        EntryPoint("nvls", "pcomm.core.doctor.checks:check_open_files", "another group"),
+    ]
+    monkeypatch.setattr(
+        self_test, "entry_points", lambda group: EntryPoints(entries).select(group=group)
+    )
+    report = examine(checks=installed_checks())
+    names = [finding.name for finding in report.findings]
+    assert names == ["absent", "python", "platform", "cores", "memory", "odd"]
+    assert "ModuleNotFoundError" in report.named("absent").reason
+    assert "uninstall" in report.named("absent").fix
+    assert "not callable" in report.named("odd").reason
+    entries.clear()
+    assert installed_checks() == []
