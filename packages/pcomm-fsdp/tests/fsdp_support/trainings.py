@@ -39,12 +39,14 @@ __all__ = [
     "Block",
     "SmallModel",
     "accumulated_step",
+    "check_gradients",
     "check_state",
     "flat_groups",
     "model_of",
     "on_gloo_and_nccl",
     "one_rank_groups",
     "open_two",
+    "replicated",
     "roles_of",
     "shard",
     "step_of",
@@ -188,6 +190,19 @@ def shard(
     return fully_shard(model, roles_of(groups), units=units, **options)  # type: ignore[arg-type]
 
 
+@contextmanager
+def replicated(shards: int, replicas: int) -> Iterator[Roles]:
+    """Roles of parameters that some ranks shard and as many groups of them hold. Collective.
+
+    Args:
+        shards: Number of ranks that share a whole model.
+        replicas: Number of whole models.
+    """
+    topology = Topology({"rep": replicas, "shard": shards}, order=("shard", "rep"))
+    with open_groups(topology, ["shard", ("shard", "reduce"), "rep"]) as groups:
+        yield Roles(groups["shard"], groups["shard", "reduce"], groups["rep"])
+
+
 def flat_groups(sharded: Sharded) -> list[ParamGroup]:
     """The parameter groups that communicate or convert, in the order of the units. Local."""
     return list(sharded._runtime.groups.values())
@@ -264,6 +279,23 @@ def check_state(state: dict[str, Tensor], expected: nn.Module) -> None:
     """
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def check_gradients(sharded: Sharded, reference: nn.Module, what: str = "") -> None:
+    """Compare whole gradients with those of a model, in fp64; one that it lacks is zero or none.
+
+    Raises:
+        AssertionError: They differ.
+    """
+    found = sharded.full_gradients()
+    for name, parameter in reference.named_parameters():
+        message = f"{what}: {name}"
+        if parameter.grad is None:
+            assert not found.get(name, torch.zeros(())).count_nonzero(), message
+        else:
+            torch.testing.assert_close(
+                found[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=message
+            )
 
 
 # Divides by 1, 2, 3 and 4 ranks.
