@@ -24,10 +24,8 @@ from fsdp_support.trainings import (
 )
 from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Call, Collectives, Pending
-from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.on_ranks import ranks
-from pcomm.core.topology import Topology
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.runtime.param_group import ParamGroup
 from pcomm.fsdp.settings import CommPolicy, Precision, ReshardPolicy, Roles
@@ -201,12 +199,12 @@ def test_a_gradient_is_copied_unless_it_is_all_there_is(
         return torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * micro + r))
 
     reference, model = model_of().double(), model_of()
-    with open_groups(Topology({"dp": 2}), ["dp", ("dp", "reduce")]) as groups:
+    with open_two() as groups:
         reduce = groups["dp", "reduce"]
         spy = reduce.collectives = Addresses(reduce.collectives)
         sharded = fully_shard(
             model,
-            Roles(groups["dp"], reduce),
+            Roles(groups["dp", "gather"], reduce),
             units=list(model),
             reshard=ReshardPolicy("use", reduces),
             precision=Precision(reduce_dtype=reduce_dtype),
@@ -234,9 +232,9 @@ def test_a_gradient_is_copied_unless_it_is_all_there_is(
 @ranks(2)
 def test_a_gradient_that_is_not_dense_is_copied(rank: int) -> None:
     """Autograd makes gradients dense for dense parameters; a caller that sets one need not."""
-    with open_groups(Topology({"dp": 2}), ["dp"]) as groups:
+    with open_two() as groups:
         model = nn.Sequential(square())
-        sharded = fully_shard(model, Roles(groups["dp"], groups["dp"]), units=[nn.Linear])
+        sharded = shard(model, groups, units=[nn.Linear])
         (group,) = flat_groups(sharded)
 
         def give(gradient: Tensor) -> int:

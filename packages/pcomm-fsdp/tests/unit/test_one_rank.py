@@ -85,20 +85,6 @@ def test_state_dicts_are_those_of_the_model() -> None:
         sharded.load_full_state_dict(expected | {"blocks.0.up.bias": torch.zeros(1)})
 
 
-def test_another_entry_point() -> None:
-    model, plain = model_of(torch.float32), model_of(torch.float32)
-    sharded = fully_shard(
-        model, ALONE, units=[Block], entry_points=["loss"], precision=Precision(torch.float64)
-    )
-    model.loss(TOKENS).backward()
-    plain.double().loss(TOKENS).backward()
-    for name, part in sharded.named_parameters():
-        gradient = plain.get_parameter(name).grad
-        assert part.grad is not None
-        assert gradient is not None
-        torch.testing.assert_close(part.grad.flatten(), gradient.float().flatten())
-
-
 def test_the_report_names_groups_and_schedule() -> None:
     model = model_of(torch.float32)
     sharded = fully_shard(model, ALONE, units=[Block], precision=Precision(torch.bfloat16))
