@@ -121,11 +121,7 @@ def test_a_later_call_goes_on_and_its_lines_count(
     assert numbers() == [4, 5, 8, 5]
     assert {
         name: line.get("last") for name, line in lines_of(tmp_path).items() if "of" in name
-    } == {
-        "of 4": ["first"],
-        "of 5": ["second"],
-        "of 8": ["second"],
-    }
+    } == {"of 4": ["first"], "of 5": ["second"], "of 8": ["second"]}
     # No time left in a group: said for each of its commands.
     main([*options, "--group", "A", "--within", "0"], stages(""))
     assert lines_of(tmp_path)["of 0"]["status"] == "no time was left in this group"

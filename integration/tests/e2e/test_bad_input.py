@@ -142,12 +142,7 @@ DATA = {
 # Starting ranks takes a second, and on two of them it is the same check.
 @pytest.mark.parametrize(("name", "ranks"), [*((n, "1") for n in DATA), ("blank.txt", "2")])
 def test_text_that_cannot_be_learnt(
-    train: Callable[..., int],
-    sources: Path,
-    tmp_path: Path,
-    capsys: Capture,
-    name: str,
-    ranks: str,
+    train: Callable[..., int], sources: Path, tmp_path: Path, capsys: Capture, name: str, ranks: str
 ) -> None:
     out = tmp_path / "run"
     code = train(out, "--ranks", ranks, "--set", f"data.path=['{sources / name}']")

@@ -11,11 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_support.short_runs import (
-    allowed_by_rounding,
-    assert_same_numbers,
-    settings,
-)
+from integration_support.short_runs import allowed_by_rounding, assert_same_numbers, settings
 from pcomm.integration.checkpoint.folders import checkpoints
 
 Train = Callable[..., int]

@@ -325,10 +325,7 @@ def test_other_models_and_paths_are_not_found(hybrid: Live) -> None:
 
 def test_a_schema_that_cannot_compile_is_that_requests_error(hybrid: Live) -> None:
     pytest.importorskip("llguidance")
-    form = {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": {"type": "nonsense"}},
-    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     with pytest.raises(openai.BadRequestError, match="json_schema"):
         hybrid.chat(response_format=form)
     assert hybrid.chat().choices[0].finish_reason

@@ -196,11 +196,7 @@ def test_an_address_in_use_is_found_before_the_model_is_read(
     ],
 )
 def test_options_that_cannot_be_used(
-    run: Path,
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = tmp_path / "key"
     key.write_text("schlüssel\n", encoding="utf-8")

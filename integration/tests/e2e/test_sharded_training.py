@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_support.short_runs import (
-    allowed_by_rounding,
-    assert_same_numbers,
-    settings,
-)
+from integration_support.short_runs import allowed_by_rounding, assert_same_numbers, settings
 from pcomm.core.cli import main
 from pcomm.integration.checkpoint.folders import checkpoints
 

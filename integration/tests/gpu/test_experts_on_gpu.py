@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from pcomm.core.testing import assert_as_accurate
-from pcomm.integration.models.experts import (
-    grouped_linear,
-    has_grouped_kernel,
-    loop_linear,
-)
+from pcomm.integration.models.experts import grouped_linear, has_grouped_kernel, loop_linear
 
 pytestmark = [
     pytest.mark.gpu,

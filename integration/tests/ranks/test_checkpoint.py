@@ -189,12 +189,7 @@ def test_resuming_on_other_ranks_gives_the_same_losses(
     """TP 2, one process, TP 1 beside TP 2, DP 2; in fp64 only rounding of 1e-16 is left."""
     through = train_on(rank_pool, ALONE, tmp_path / "a", data, until=4, dtype="float64")
     moving: list[float] = []
-    for parallel, until in (
-        (ON_TWO["tp2"], 1),
-        (ALONE, 2),
-        (UNEVEN, 3),
-        (ON_TWO["dp2"], 4),
-    ):
+    for parallel, until in ((ON_TWO["tp2"], 1), (ALONE, 2), (UNEVEN, 3), (ON_TWO["dp2"], 4)):
         stage = train_on(rank_pool, parallel, tmp_path / "b", data, until=until, dtype="float64")
         moving += stage["losses"]
     worst = max(abs(a - b) for a, b in zip(moving, through["losses"], strict=True))

@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from integration_support.short_runs import (
-    open_trainer,
-    tiny_config,
-    train_steps,
-    worst_difference,
-)
+from integration_support.short_runs import open_trainer, tiny_config, train_steps, worst_difference
 from pcomm.core.checkpoint import ShardView
 from pcomm.core.testing import RankPool, ranks
 from pcomm.integration.checkpoint.folders import checkpoints, newest

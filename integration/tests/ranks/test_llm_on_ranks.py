@@ -285,11 +285,7 @@ def test_a_step_that_fails_on_all_ranks_ends_the_request_it_fails_for(
     ],
 )
 def test_ranks_that_no_longer_do_the_same_are_an_error_of_the_caller(
-    failing: LLM,
-    poison: int,
-    kind: type[Exception],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
+    failing: LLM, poison: int, kind: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_ranks, "_ANSWER_GRACE_S", 0.2)
     monkeypatch.setattr(engine_on_ranks, "_MEETING_S", 0.2)

@@ -12,12 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from integration_support.short_runs import (
-    open_trainer,
-    prepare_words,
-    run_words,
-    tiny_config,
-)
+from integration_support.short_runs import open_trainer, prepare_words, run_words, tiny_config
 from pcomm.core import connect
 from pcomm.core.testing import ranks
 from pcomm.integration.checkpoint.folders import checkpoints, newest

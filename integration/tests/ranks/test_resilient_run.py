@@ -85,9 +85,7 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
     assert worst <= 1e-12, where
 
 
-def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(tmp_path: Path) -> None:
     """Both groups along `cp` go on with the degree of the damaged one; rank 2 or 3 is idle."""
     run_dir = prepare_words(tmp_path, documents=40)
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)

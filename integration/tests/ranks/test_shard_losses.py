@@ -10,12 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from integration_support.short_runs import (
-    Steps,
-    tiny_config,
-    train_steps,
-    worst_difference,
-)
+from integration_support.short_runs import Steps, tiny_config, train_steps, worst_difference
 from pcomm.core.testing import ranks
 from pcomm.fsdp import Sharded
 from pcomm.integration import replicas

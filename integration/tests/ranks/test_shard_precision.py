@@ -12,11 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from integration_support.short_runs import (
-    open_trainer,
-    tiny_config,
-    train_steps,
-)
+from integration_support.short_runs import open_trainer, tiny_config, train_steps
 from pcomm.core.collectives import SpyCollectives
 from pcomm.core.testing import assert_as_accurate, assert_equal, ranks
 from pcomm.fsdp import Precision

@@ -267,11 +267,7 @@ def test_batches_that_are_not_whole_rows(shape, part):
         TrainBatches(_corpus([5]), seed=0, sequence_length=8, **shape)
     with pytest.raises(ConfigError, match="4, which is no multiple of 3"):
         TrainBatches(
-            _corpus([5]),
-            seed=0,
-            sequence_length=8,
-            global_batch_tokens=32,
-            micro_batch_tokens=24,
+            _corpus([5]), seed=0, sequence_length=8, global_batch_tokens=32, micro_batch_tokens=24
         ).num_micro_batches(1)
 
 

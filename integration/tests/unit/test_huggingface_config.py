@@ -236,16 +236,10 @@ def test_a_model_is_written_as_the_family_that_has_it(name: str, tmp_path: Path)
     ("keys", "parts"),
     [
         ({"pattern": "M"}, ("model.mlp_width=704 instead of none", "mamba2")),
-        (
-            {"pattern": "G"},
-            ("model.norm_zero_centred=false instead of true", "qwen3_next"),
-        ),
+        ({"pattern": "G"}, ("model.norm_zero_centred=false instead of true", "qwen3_next")),
         ({"pattern": "AM"}, ("blocks AMAM",)),
         ({"qkv_bias": True, "qk_norm": True}, ("model.qk_norm", "qwen2")),
-        (
-            {"experts": 4, "shared_expert_width": 64, "qk_norm": True},
-            ("shared_expert_width",),
-        ),
+        ({"experts": 4, "shared_expert_width": 64, "qk_norm": True}, ("shared_expert_width",)),
         ({"rotary_fraction": 0.5}, ("model.rotary_fraction", "llama")),
     ],
 )

@@ -91,12 +91,7 @@ def dense(config: ModelConfig, w: Weights, x_TD: Tensor) -> tuple[Tensor, Tensor
 
 
 def dense_results(
-    config: ModelConfig,
-    w: Weights,
-    x_TD: Tensor,
-    upstream_TD: Tensor,
-    *,
-    has_balance: bool = True,
+    config: ModelConfig, w: Weights, x_TD: Tensor, upstream_TD: Tensor, *, has_balance: bool = True
 ) -> Weights:
     """Output, loss and all gradients of `sum(upstream * output) + balance loss`."""
     leaves = {name: value.clone().requires_grad_() for name, value in w.items()}
@@ -124,11 +119,7 @@ def on_this_rank(
     """The same from the block, with this rank's shards of the weights."""
     block = MixtureOfExperts(
         LayerBuilder(
-            config,
-            tensor_parallel,
-            sequence_parallel,
-            dtype=torch.float64,
-            experts=expert_parallel,
+            config, tensor_parallel, sequence_parallel, dtype=torch.float64, experts=expert_parallel
         )
     )
     ranks = {"dense": tensor_parallel.rank, "expert": expert_parallel.rank}
@@ -302,22 +293,14 @@ def test_tensor_parallel_ranks_equal_the_dense_computation(
 
 
 BREAKS: dict[str, tuple[object, str, object]] = {
-    "weights not renormalised": (
-        moe_module.Router,
-        "forward",
-        lambda self, x: _unscaled(self, x),
-    ),
+    "weights not renormalised": (moe_module.Router, "forward", lambda self, x: _unscaled(self, x)),
     "a rank's last token dropped": (
         moe_module.Dispatch,
         "bring_back",
         lambda self, y: _zero_last(_BRING_BACK(self, y)),
     ),
     "balance loss ignored": (moe_module, "with_side_loss", lambda x, loss: x),
-    "experts mixed up": (
-        moe_module.Dispatch,
-        "send",
-        lambda self, x: _SEND(self, x).flip(0),
-    ),
+    "experts mixed up": (moe_module.Dispatch, "send", lambda self, x: _SEND(self, x).flip(0)),
 }
 _BRING_BACK: Callable[..., Tensor] = Dispatch.bring_back
 _SEND: Callable[..., Tensor] = Dispatch.send

@@ -102,9 +102,7 @@ def compare_block() -> None:
     balance = Balance(row_T, 1, TOKENS, 1, 0.7, IdentityCollectives())
     y_TD = ours(x_TD, balance)
     mine = torch.autograd.grad(
-        y_TD,
-        [x_TD, ours.router.weight, ours.experts.gate_up, ours.experts.down],
-        upstream_TD,
+        y_TD, [x_TD, ours.router.weight, ours.experts.gate_up, ours.experts.down], upstream_TD
     )
     output = theirs(x_TD.unsqueeze(0))
     their_TD = (output[0] if isinstance(output, tuple) else output).view(TOKENS, -1)

@@ -22,12 +22,7 @@ MODELS = {
     "mamba": {"pattern": "M"},
     "mamba without MLP": {"pattern": "M", "mamba_conv_bias": False, "mlp_width": "none"},
     "hybrid": {"pattern": "GGAM", "layers": 4},
-    "experts": {
-        "experts": 4,
-        "moe_every": 2,
-        "shared_expert_width": 9,
-        "shared_expert_gate": True,
-    },
+    "experts": {"experts": 4, "moe_every": 2, "shared_expert_width": 9, "shared_expert_gate": True},
     "experts alone": {"experts": 4, "shared_expert_width": 11},
 }
 
@@ -69,9 +64,7 @@ def test_the_degree_four_of_five_heads_is_as_fast_as_its_busiest_rank() -> None:
     """Work is what a token meets, so the pace of a replica follows from all of its layers."""
     config = resolve_model(ModelConfig(layers=2, width=16, heads=4, kv_heads=4, mlp_width=12))
     made = plan(
-        Topology({"dp": 2, "tp": 4}),
-        Failures.from_global_ranks([3]),
-        units_of_model(config, 24),
+        Topology({"dp": 2, "tp": 4}), Failures.from_global_ranks([3]), units_of_model(config, 24)
     )
     # Weights of a token: attention 2 x 4 x 16 x 16, MLP 2 x 3 x 16 x 12, head 24 x 16. On three
     # ranks attention takes two heads where a rank had one, the others a third for a quarter.

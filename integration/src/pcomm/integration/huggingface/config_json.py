@@ -210,10 +210,7 @@ def effective(model: ResolvedModel) -> dict[str, Any]:
             "A" in letters and model.rope_scaling == "llama3",
             _taken(model, "rope_low_frequency rope_high_frequency rope_original_context"),
         ),
-        (
-            "G" in letters,
-            _taken(model, "gdn_key_heads gdn_value_heads gdn_key_dim gdn_value_dim"),
-        ),
+        ("G" in letters, _taken(model, "gdn_key_heads gdn_value_heads gdn_key_dim gdn_value_dim")),
         (
             "M" in letters,
             _taken(model, "mamba_heads mamba_head_dim mamba_groups mamba_state_dim")
@@ -226,10 +223,7 @@ def effective(model: ResolvedModel) -> dict[str, Any]:
             _taken(model, "experts experts_per_token expert_width shared_expert_width")
             | {"expert_weights": scaled.get(model.expert_weights, model.experts_per_token > 1)},
         ),
-        (
-            any(with_experts) and model.shared_expert_width > 0,
-            _taken(model, "shared_expert_gate"),
-        ),
+        (any(with_experts) and model.shared_expert_width > 0, _taken(model, "shared_expert_gate")),
     )
     found: dict[str, Any] = {"pattern": letters, "moe_every": with_experts}
     found |= _taken(model, "layers width tie_embeddings norm_eps norm_zero_centred")
