@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("pattern", [pytest.param("A", marks=pytest.mark.soak), "GMGA"])
-def test_cp_2_gives_the_numbers_of_one_process(train: Train, tmp_path: Path, pattern: str) -> None:
+def test_cp_2_gives_the_numbers_of_one_process(train, tmp_path, pattern):
     one, two, sums = (tmp_path / name for name in ("one", "two", "sums"))
     shared = settings(SETTINGS, f"model.pattern={pattern}")
     assert train(one, *shared) == 0

@@ -48,9 +48,7 @@ def one(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, f
     [["dp=2", "ep=2"], ["tp=2", "ep=2"], ["cp=2"]],
     ids=["dp2 ep2", "tp2 ep2", "cp2 ep1"],
 )
-def test_ranks_that_share_experts_give_the_numbers_of_one_process(
-    train: Train, tmp_path: Path, parallel: list[str], one: tuple[Path, float]
-) -> None:
+def test_ranks_that_share_experts_give_the_numbers_of_one_process(train, tmp_path, parallel, one):
     two = tmp_path / "two"
     shared = options(*(f"parallel.{size}" for size in parallel))
     assert train(two, *shared, "--ranks", "2") == 0
@@ -61,9 +59,7 @@ def test_ranks_that_share_experts_give_the_numbers_of_one_process(
     assert_same_numbers(two, *one)
 
 
-def test_bf16_trains_and_writes(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bf16_trains_and_writes(train, tmp_path, capsys):
     assert train(tmp_path, *options("train.dtype=bf16")) == 0
     assert main(["generate", str(tmp_path), "--prompt", "word", "--max-tokens", "4"]) == 0
     assert "word" in capsys.readouterr().out
@@ -74,9 +70,7 @@ def test_bf16_trains_and_writes(
     assert all(0.9 < value < 1.5 for value in balance)
 
 
-def test_experts_that_ranks_cannot_share_are_refused(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_experts_that_ranks_cannot_share_are_refused(train, tmp_path, capsys):
     words = options("model.experts=3", "parallel.ep=2")
     assert train(tmp_path / "run", *words, "--ranks", "2") != 0
     assert "model.experts is 3" in capsys.readouterr().err

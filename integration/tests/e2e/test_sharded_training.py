@@ -38,9 +38,7 @@ def one(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, f
     return folder / "whole", allowed_by_rounding(folder / "whole", folder / "parts")
 
 
-def test_a_checkpoint_of_four_shards_goes_on_on_two_and_on_one(
-    train: Train, tmp_path: Path, one: tuple[Path, float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_four_shards_goes_on_on_two_and_on_one(train, tmp_path, one, capsys):
     out, sharded = tmp_path / "run", settings(HYBRID, "parallel.data=shard")
     assert train(out, *sharded, "--ranks", "4") == 0
     assert_same_numbers(out, *one)
@@ -55,9 +53,7 @@ def test_a_checkpoint_of_four_shards_goes_on_on_two_and_on_one(
     assert capsys.readouterr().out.startswith("word")
 
 
-def test_replicas_of_shards_with_tensor_parallelism(
-    train: Train, tmp_path: Path, one: tuple[Path, float]
-) -> None:
+def test_replicas_of_shards_with_tensor_parallelism(train, tmp_path, one):
     how = ("parallel.data=hybrid", "parallel.shard_ranks=1", "parallel.tp=2")
     out = tmp_path / "run"
     assert train(out, *settings(HYBRID, *how), "--ranks", "4") == 0

@@ -93,7 +93,7 @@ def single_long(run_dir: Path) -> Runs:
     return alone(run_dir, SINGLE_LONG)
 
 
-def test_training_learns_something(single: Runs) -> None:
+def test_training_learns_something(single):
     """Otherwise equal losses would say little."""
     rows = single["A", FP64]
     assert rows[-1][0] < rows[0][0] - 1.0
@@ -121,47 +121,41 @@ def assert_as_alone(
 
 @pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
 @ranks(2)
-def test_two_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs) -> None:
+def test_two_ranks(rank, parallel, run_dir, single):
     assert_as_alone(parallel, run_dir, single)
 
 
 @pytest.mark.parametrize("parallel", [ON_TWO["dp2"], ON_TWO["tp2+sequence"]], ids=["dp", "tp"])
 @ranks(2)
-def test_recurrent_mixers_on_two_ranks(
-    rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs
-) -> None:
+def test_recurrent_mixers_on_two_ranks(rank, parallel, run_dir, single):
     assert_as_alone(parallel, run_dir, single, pattern="GM")
 
 
 @pytest.mark.parametrize("parallel", ON_TWO_CONTEXT.values(), ids=ON_TWO_CONTEXT)
 @ranks(2)
-def test_two_ranks_share_sequences(
-    rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs
-) -> None:
+def test_two_ranks_share_sequences(rank, parallel, run_dir, single):
     assert_as_alone(parallel, run_dir, single, pattern=MIXED)
 
 
 @ranks(2)
-def test_two_ranks_share_sequences_in_fp32(rank: int, run_dir: Path, single: Runs) -> None:
+def test_two_ranks_share_sequences_in_fp32(rank, run_dir, single):
     assert_as_alone(ParallelConfig(cp=2), run_dir, single, FP32, MIXED)
 
 
 @pytest.mark.parametrize("parallel", ON_FOUR_CONTEXT.values(), ids=ON_FOUR_CONTEXT)
 @ranks(4)
-def test_four_ranks_share_sequences(
-    rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs
-) -> None:
+def test_four_ranks_share_sequences(rank, parallel, run_dir, single):
     assert_as_alone(parallel, run_dir, single, pattern=MIXED)
 
 
 @pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
 @ranks(4)
-def test_four_ranks(rank: int, parallel: ParallelConfig, run_dir: Path, single: Runs) -> None:
+def test_four_ranks(rank, parallel, run_dir, single):
     assert_as_alone(parallel, run_dir, single)
 
 
 @ranks(4)
-def test_four_ranks_in_fp32(rank: int, run_dir: Path, single: Runs) -> None:
+def test_four_ranks_in_fp32(rank, run_dir, single):
     assert_as_alone(ON_FOUR["tp2+sequence x dp2"], run_dir, single, FP32)
 
 
@@ -169,9 +163,7 @@ def test_four_ranks_in_fp32(rank: int, run_dir: Path, single: Runs) -> None:
 @pytest.mark.parametrize("dtype", [FP64, FP32], ids=str)
 @pytest.mark.parametrize("parallel", ON_TWO.values(), ids=ON_TWO)
 @ranks(2)
-def test_long_runs_on_two_ranks(
-    rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single_long: Runs
-) -> None:
+def test_long_runs_on_two_ranks(rank, parallel, dtype, run_dir, single_long):
     assert_as_alone(parallel, run_dir, single_long, dtype)
     assert_as_alone(parallel, run_dir, single_long, pattern="GM")
 
@@ -180,9 +172,7 @@ def test_long_runs_on_two_ranks(
 @pytest.mark.parametrize("dtype", [FP64, FP32], ids=str)
 @pytest.mark.parametrize("parallel", ON_FOUR.values(), ids=ON_FOUR)
 @ranks(4)
-def test_long_runs_on_four_ranks(
-    rank: int, parallel: ParallelConfig, dtype: torch.dtype, run_dir: Path, single_long: Runs
-) -> None:
+def test_long_runs_on_four_ranks(rank, parallel, dtype, run_dir, single_long):
     assert_as_alone(parallel, run_dir, single_long, dtype)
 
 
@@ -190,9 +180,7 @@ def test_long_runs_on_four_ranks(
 @pytest.mark.parametrize("pattern", ["M", "G", "GGGA"])
 @pytest.mark.parametrize("parallel", ON_TWO_CONTEXT.values(), ids=ON_TWO_CONTEXT)
 @ranks(2)
-def test_two_ranks_share_sequences_of_other_models(
-    rank: int, parallel: ParallelConfig, pattern: str, run_dir: Path, single_long: Runs
-) -> None:
+def test_two_ranks_share_sequences_of_other_models(rank, parallel, pattern, run_dir, single_long):
     """The cheapest strategy depends on all mixers of a model."""
     assert_as_alone(parallel, run_dir, single_long, pattern=pattern)
 
@@ -214,7 +202,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 @ranks(2)
-def test_a_broken_piece_is_noticed(rank: int, name: str, run_dir: Path, single: Runs) -> None:
+def test_a_broken_piece_is_noticed(rank, name, run_dir, single):
     attribute, broken, parallel = MUTANTS[name]
     whole = getattr(replicas, attribute)
     setattr(replicas, attribute, broken)
@@ -247,9 +235,7 @@ CONTEXT_MUTANTS = {
 
 @pytest.mark.parametrize("name", CONTEXT_MUTANTS)
 @ranks(2)
-def test_a_plan_that_is_not_followed_is_noticed(
-    rank: int, name: str, run_dir: Path, single: Runs
-) -> None:
+def test_a_plan_that_is_not_followed_is_noticed(rank, name, run_dir, single):
     attribute, broken, parallel, pattern = CONTEXT_MUTANTS[name]
     whole = getattr(Plan, attribute)
     setattr(Plan, attribute, broken)

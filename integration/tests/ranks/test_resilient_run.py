@@ -8,7 +8,7 @@ import io
 import json
 import signal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -52,7 +52,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
+def test_a_rank_dies_in_backward_and_comes_back(tmp_path):
     run_dir = prepare_words(tmp_path, documents=40)
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
     many = config(ParallelConfig(dp=2, tp=2))
@@ -85,7 +85,7 @@ def test_a_rank_dies_in_backward_and_comes_back(tmp_path: Path) -> None:
     assert worst <= 1e-12, where
 
 
-def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(tmp_path):
     """Both groups along `cp` go on with the degree of the damaged one; rank 2 or 3 is idle."""
     run_dir = prepare_words(tmp_path, documents=40)
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, STEPS)
@@ -105,7 +105,7 @@ def test_a_rank_that_has_no_partner_along_cp_any_more_waits_for_the_others(tmp_p
     assert float((found - expected).abs().max()) <= 1e-12
 
 
-def test_a_rank_along_cp_that_is_left_alone_saves_before_the_run_ends(tmp_path: Path) -> None:
+def test_a_rank_along_cp_that_is_left_alone_saves_before_the_run_ends(tmp_path):
     run_dir = prepare_words(tmp_path, documents=40)
     alone = train_steps(config(ParallelConfig()), run_dir, torch.float64, 2)
     many = dataclasses.replace(
@@ -126,9 +126,7 @@ def test_a_rank_along_cp_that_is_left_alone_saves_before_the_run_ends(tmp_path: 
     assert worst <= 1e-12, where
 
 
-def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(
-    tmp_path: Path,
-) -> None:
+def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(tmp_path):
     run_dir = prepare_words(tmp_path, documents=40)
     base = config(ParallelConfig(dp=2, tp=2))
     last_only = dataclasses.replace(
@@ -147,9 +145,7 @@ def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(
 
 
 @pytest.mark.parametrize("place", ["row", "commit"])
-def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_it(
-    place: Literal["row", "commit"], tmp_path: Path
-) -> None:
+def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_it(place, tmp_path):
     """The rank that writes dies in between; or it alone hears of a failure after all are ready."""
     run_dir = prepare_words(tmp_path, documents=40)
     fault = Fault(rank=0, step=2, place=place)
@@ -164,7 +160,7 @@ def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_
     assert [row["generation"] for row in rows] == [0, 0, 0, 1, 1]
 
 
-def test_steps_that_are_repeated_from_a_checkpoint_have_one_row(tmp_path: Path) -> None:
+def test_steps_that_are_repeated_from_a_checkpoint_have_one_row(tmp_path):
     """Without another replica, what the dead rank held comes from the checkpoint, if it has one."""
     run_dir = prepare_words(tmp_path, documents=40)
     with ResilientRanks(2, preload=PRELOAD) as processes:
@@ -179,7 +175,7 @@ def test_steps_that_are_repeated_from_a_checkpoint_have_one_row(tmp_path: Path) 
     assert [row["tp.0"] for row in rows][2:] == [1] * 3
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_as_it_was_before_the_step(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_as_it_was_before_the_step(tmp_path):
     """It would be the same in each generation, so the ranks do not meet for another attempt."""
     run_dir = prepare_words(tmp_path, documents=40)
     base = config(ParallelConfig(dp=2))
@@ -202,7 +198,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_it_was_before_the_step(tmp_pa
     assert last.step == 1
 
 
-def test_a_run_that_is_started_again_at_its_end_adds_no_row(tmp_path: Path) -> None:
+def test_a_run_that_is_started_again_at_its_end_adds_no_row(tmp_path):
     run_dir = prepare_words(tmp_path, documents=40)
     base = config(ParallelConfig())
     evaluated = dataclasses.replace(base, train=dataclasses.replace(base.train, eval_every=STEPS))
@@ -219,7 +215,7 @@ def test_a_run_that_is_started_again_at_its_end_adds_no_row(tmp_path: Path) -> N
     assert rows[0].count("bits_per_byte") == 1
 
 
-def test_a_request_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
+def test_a_request_to_one_rank_saves_and_stops_all(tmp_path):
     """Ranks without a part in the checkpoint wait for those that gather it."""
     run_dir = prepare_words(tmp_path, documents=40)
     fault = Fault(rank=1, step=2, number=signal.SIGINT)
@@ -232,7 +228,7 @@ def test_a_request_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     assert last.step == 3
 
 
-def test_a_disk_that_is_full_for_metrics_is_told_after_a_checkpoint(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_for_metrics_is_told_after_a_checkpoint(tmp_path):
     run_dir = prepare_words(tmp_path, documents=40)
     asked = validate_resilient(config(ParallelConfig()), 1)
     opened = Path.open
@@ -260,7 +256,7 @@ def test_a_disk_that_is_full_for_metrics_is_told_after_a_checkpoint(tmp_path: Pa
         (ParallelConfig(dp=1, cp=2, cp_strategy="heads"), "parallel.cp_strategy"),
     ],
 )
-def test_what_could_not_go_on_is_refused(parallel: ParallelConfig, key: str) -> None:
+def test_what_could_not_go_on_is_refused(parallel, key):
     with pytest.raises(UnsupportedError, match=key):
         validate_resilient(config(parallel), 2)
 
@@ -268,7 +264,7 @@ def test_what_could_not_go_on_is_refused(parallel: ParallelConfig, key: str) -> 
 @pytest.mark.parametrize(
     "options", [["--join", "h:1"], ["--rank", "1"], ["--resilient", "--rank", "1"]], ids=" ".join
 )
-def test_options_that_lack_another_are_refused(options: list[str], tmp_path: Path) -> None:
+def test_options_that_lack_another_are_refused(options, tmp_path):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     with pytest.raises(ConfigError, match="--join HOST:PORT --rank R"):
@@ -280,9 +276,7 @@ def test_options_that_lack_another_are_refused(options: list[str], tmp_path: Pat
     [["--config", "other.toml"], ["--set", "train.steps=9"], ["--ranks", "2"], ["--restart"]],
     ids=lambda options: options[0],
 )
-def test_a_rank_that_comes_back_has_no_settings_of_its_own(
-    options: list[str], tmp_path: Path
-) -> None:
+def test_a_rank_that_comes_back_has_no_settings_of_its_own(options, tmp_path):
     """They would change nothing: it trains what the launcher tells."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
@@ -292,11 +286,11 @@ def test_a_rank_that_comes_back_has_no_settings_of_its_own(
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:x"])
-def test_an_address_that_is_none(address: str, tmp_path: Path) -> None:
+def test_an_address_that_is_none(address, tmp_path):
     with pytest.raises(ConfigError, match="no HOST:PORT"):
         join_resilient(address, 0, tmp_path)
 
 
-def test_a_store_without_a_run(tmp_path: Path) -> None:
+def test_a_store_without_a_run(tmp_path):
     with ResilientRanks(1) as processes, pytest.raises(ConfigError, match="no run there"):
         join_resilient(f"127.0.0.1:{processes.port}", 0, tmp_path)

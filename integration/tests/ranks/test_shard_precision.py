@@ -98,20 +98,20 @@ def assert_first_gradients_of_autocast(name: str, run_dir: Path, **how: object) 
 
 @pytest.mark.parametrize("name", MODELS)
 @ranks(2)
-def test_the_first_gradients_are_those_of_autocast(rank: int, name: str, run_dir: Path) -> None:
+def test_the_first_gradients_are_those_of_autocast(rank, name, run_dir):
     """Bit for bit: whatever is rounded here is what autocast rounds with whole parameters."""
     assert_first_gradients_of_autocast(name, run_dir)
 
 
 @pytest.mark.parametrize("other", OTHERS)
 @ranks(2)
-def test_the_same_with_other_shards(rank: int, other: str, run_dir: Path) -> None:
+def test_the_same_with_other_shards(rank, other, run_dir):
     name, how = OTHERS[other]
     assert_first_gradients_of_autocast(name, run_dir, **how)
 
 
 @ranks(2)
-def test_decays_that_are_gathered_in_bf16_are_noticed(rank: int, run_dir: Path) -> None:
+def test_decays_that_are_gathered_in_bf16_are_noticed(rank, run_dir):
     right = precision_module.names_used_in_bf16
     precision_module.names_used_in_bf16 = lambda model: right(model) | {"blocks.1.mixer.a_log"}
     try:
@@ -122,7 +122,7 @@ def test_decays_that_are_gathered_in_bf16_are_noticed(rank: int, run_dir: Path) 
 
 
 @ranks(2)
-def test_gradients_that_are_summed_in_bf16_are_noticed(rank: int, run_dir: Path) -> None:
+def test_gradients_that_are_summed_in_bf16_are_noticed(rank, run_dir):
     right = precision_module._BF16
     precision_module._BF16 = Precision(torch.bfloat16, torch.bfloat16, casts_inputs=False)
     try:
@@ -134,9 +134,7 @@ def test_gradients_that_are_summed_in_bf16_are_noticed(rank: int, run_dir: Path)
 
 @pytest.mark.parametrize("name", ["GGGA", "experts"])
 @ranks(2)
-def test_losses_are_as_accurate_as_with_whole_parameters(
-    rank: int, name: str, run_dir: Path, exact: dict[str, list[list[float]]]
-) -> None:
+def test_losses_are_as_accurate_as_with_whole_parameters(rank, name, run_dir, exact):
     """With two micro-batches; beside training in fp64, and by the error of the replicated run."""
     mine, whole = (
         torch.tensor(train_steps(config(name, p), run_dir, torch.float32, STEPS).rows)
@@ -170,7 +168,7 @@ def sent_in_a_step(trainer: Trainer) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", MODELS)
 @ranks(2)
-def test_gathers_move_two_bytes_a_parameter(rank: int, name: str, run_dir: Path) -> None:
+def test_gathers_move_two_bytes_a_parameter(rank, name, run_dir):
     with trainer_of(name, SHARD, run_dir) as trainer:
         shapes, plans = trainer.replicas.sharded.shapes, trainer.replicas.sharded.plans
         num_blocks = len(trainer.model.blocks)
@@ -216,7 +214,7 @@ def held_for_backward(trainer: Trainer) -> int:
 
 
 @ranks(2)
-def test_backward_holds_no_rounded_copies(rank: int, run_dir: Path) -> None:
+def test_backward_holds_no_rounded_copies(rank, run_dir):
     """What autocast rounds is kept for backward, and would stay whole while its shards come and go.
 
     The root's matrix and those of the last two blocks are there, gathered, and nothing else is.

@@ -44,9 +44,7 @@ def run(words: Sequence[str]) -> int:
         (["--model", "nowhere"], r"no config\.json there"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_starts(
-    words: list[str], told: str
-) -> None:
+def test_what_cannot_be_measured_is_refused_before_anything_starts(words, told):
     with pytest.raises(ConfigError, match=told) as caught:
         run(words)
     assert str(caught.value).startswith("pcomm bench serving --")
@@ -60,8 +58,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     ],
 )
 def test_a_package_that_is_missing_is_named_before_minutes_of_measuring(
-    monkeypatch: pytest.MonkeyPatch, module: object, part: str, told: str
-) -> None:
+    monkeypatch, module, part, told
+):
     pytest.importorskip("transformers", reason="the second case gets past it")
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=told):
@@ -88,7 +86,7 @@ def rows_in(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
     return found
 
 
-def test_rows_of_every_part_name_what_they_are_compared_with(quick: Path) -> None:
+def test_rows_of_every_part_name_what_they_are_compared_with(quick):
     rows = rows_in(quick)
     assert {row["benchmark"] for row in rows.values()} == {f"serving {part}" for part in PARTS}
     for (case, unit), row in rows.items():
@@ -105,7 +103,7 @@ def test_rows_of_every_part_name_what_they_are_compared_with(quick: Path) -> Non
     )
 
 
-def test_both_write_the_same_tokens(quick: Path) -> None:
+def test_both_write_the_same_tokens(quick):
     equal = {key: row for key, row in rows_in(quick).items() if key[0].startswith("equal tokens")}
     # The streams, the tiny model, and two recurrent models behind two contexts.
     assert len(equal) == 6
@@ -113,7 +111,7 @@ def test_both_write_the_same_tokens(quick: Path) -> None:
         assert unit == f"of {int(float(row['value']))} tokens", case
 
 
-def test_prompts_are_cached_and_streams_complete(quick: Path) -> None:
+def test_prompts_are_cached_and_streams_complete(quick):
     rows = rows_in(quick)
     for shape in ("GPT", "hybrid"):
         case = f"nine tenths cached @ {shape}, {QUICK.prefix_prompt} tokens"
@@ -128,7 +126,7 @@ def test_prompts_are_cached_and_streams_complete(quick: Path) -> None:
     assert all(float(row["value"]) >= 2 * 3 for row in calls)
 
 
-def test_the_report_has_a_line_for_each_goal_and_part(quick: Path) -> None:
+def test_the_report_has_a_line_for_each_goal_and_part(quick):
     head, rule, *lines = (quick / "new" / "report.md").read_text().splitlines()
     assert head == "| measured | goal | reached | met |"
     assert rule.count("---") == 4
@@ -140,7 +138,7 @@ def test_the_report_has_a_line_for_each_goal_and_part(quick: Path) -> None:
     assert (quick / "new" / "goals.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_goal_is_met_on_its_side_of_the_limit() -> None:
+def test_a_goal_is_met_on_its_side_of_the_limit():
     found = PartResults("tiny")
     found.at_most("a ratio", 1.2, 1.2)
     found.at_most("a ratio", 1.2, 1.3)
@@ -150,7 +148,7 @@ def test_a_goal_is_met_on_its_side_of_the_limit() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [62, 63, 62 + 62**2 + 7])
-def test_every_token_of_random_weights_has_text(tmp_path: Path, vocabulary: int) -> None:
+def test_every_token_of_random_weights_has_text(tmp_path, vocabulary):
     write_plain_tokenizer(tmp_path, vocabulary)
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == vocabulary
@@ -164,7 +162,7 @@ def events(parts: Sequence[bytes]) -> list[tuple[float, str]]:
     return [(when, event["choices"][0]["text"]) for when, event in stream.events()]
 
 
-def test_events_are_read_wherever_the_bytes_are_cut() -> None:
+def test_events_are_read_wherever_the_bytes_are_cut():
     sent = b"".join(
         [
             b"HTTP/1.1 200 OK\r\n\r\n",
@@ -184,7 +182,7 @@ def test_events_are_read_wherever_the_bytes_are_cut() -> None:
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.1 429 Too Many Requests\r\n\r\n{}", b'data: {"choices": []}\n\n']
 )
-def test_a_stream_that_does_not_end_in_order_is_an_error(answer: bytes) -> None:
+def test_a_stream_that_does_not_end_in_order_is_an_error(answer):
     with pytest.raises(RuntimeError):
         Stream([(0.0, answer)]).events()
 
@@ -210,7 +208,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Directories(tmp_path_factory.mktemp("models")).of(Settings().models.tiny)
 
 
-def test_products_alone_are_those_of_a_step(small: Path) -> None:
+def test_products_alone_are_those_of_a_step(small):
     model = loaded(small)
     products = Products(model.model)
     with open_engine(model, max_model_len=16, num_requests=3) as engine:
@@ -224,7 +222,7 @@ def test_products_alone_are_those_of_a_step(small: Path) -> None:
     assert alone.found.total() == 17
 
 
-def test_attention_calls_are_made_again_for_every_layer(small: Path) -> None:
+def test_attention_calls_are_made_again_for_every_layer(small):
     model = loaded(small)
     seen: list[Tensor] = []
 

@@ -331,7 +331,7 @@ def test_evaluation_batches_are_whole_rows():
 
 
 @pytest.mark.parametrize("place", [0, 3])
-def test_an_id_that_the_vocabulary_does_not_have_is_named(place: int) -> None:
+def test_an_id_that_the_vocabulary_does_not_have_is_named(place):
     corpus = _corpus([4])
     corpus.tokens[place] = 60_000
     with pytest.raises(ConfigError, match="the id 60000, and a vocabulary of 5"):

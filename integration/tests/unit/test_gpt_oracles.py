@@ -147,7 +147,7 @@ def their_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     ],
     ids=["llama", "qwen3", "qwen2", "tied", "kv_heads=heads", "theta=100", "linear", "llama3"],
 )
-def test_logits_loss_and_gradients_equal_transformers(changes: dict[str, object]) -> None:
+def test_logits_loss_and_gradients_equal_transformers(changes):
     ours = gpt(**changes)
     theirs = oracle(ours)
     tokens, borders = packed()
@@ -187,7 +187,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_broken_part_is_seen_by_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_part_is_seen_by_the_oracle(name, monkeypatch):
     """The same comparison, which must fail by far when a part is missing."""
     ours = gpt(layers=1)
     tokens, borders = packed()
@@ -197,7 +197,7 @@ def test_a_broken_part_is_seen_by_the_oracle(name: str, monkeypatch: pytest.Monk
     assert difference > 100 * TOLERANCE
 
 
-def test_a_token_of_one_document_does_not_reach_another() -> None:
+def test_a_token_of_one_document_does_not_reach_another():
     ours = gpt()
     tokens, borders = packed()
     changed = tokens.clone()
@@ -209,7 +209,7 @@ def test_a_token_of_one_document_does_not_reach_another() -> None:
     assert torch.equal(before[LENGTHS[0] :], after[LENGTHS[0] :])
 
 
-def test_the_loss_ignores_what_has_no_target() -> None:
+def test_the_loss_ignores_what_has_no_target():
     ours = gpt(layers=1)
     tokens, borders = packed()
     losses = ours.token_losses(tokens, torch.full_like(tokens, -100), plan_sequences(ours, borders))

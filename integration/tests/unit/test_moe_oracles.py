@@ -123,11 +123,11 @@ def compare_block() -> None:
         torch.testing.assert_close(gradient, reference + push, rtol=0, atol=ROUTER_ROUNDING)
 
 
-def test_a_block_and_its_balance_loss_equal_mixtral() -> None:
+def test_a_block_and_its_balance_loss_equal_mixtral():
     compare_block()
 
 
-def test_the_oracle_notices_another_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oracle_notices_another_weight(monkeypatch):
     route = moe_module.Router.forward
 
     def swap(self: moe_module.Router, x_TD: Tensor) -> object:
@@ -200,7 +200,7 @@ def qwen3_moe(model: LanguageModel) -> nn.Module:
 
 
 @pytest.mark.parametrize("moe_every", [1, 2])
-def test_a_model_equals_qwen3_moe(moe_every: int) -> None:
+def test_a_model_equals_qwen3_moe(moe_every):
     """The same blocks have experts, and text written token by token has the same logits."""
     config = resolved(moe_every=moe_every)
     ours = LanguageModel(config, VOCABULARY, dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_a_model_equals_qwen3_moe(moe_every: int) -> None:
     torch.testing.assert_close(torch.cat(steps), expected, rtol=0, atol=1e-5)
 
 
-def test_the_description_says_what_a_token_meets() -> None:
+def test_the_description_says_what_a_token_meets():
     model = LanguageModel(resolved(moe_every=2), VOCABULARY)
     met = model.num_parameters() - 1 * 3 * 3 * 32 * 24
     assert f"5 experts in 1 blocks, 2 a token, which meets {met:,} parameters" in model.describe()

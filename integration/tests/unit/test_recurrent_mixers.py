@@ -153,7 +153,7 @@ def compare(pattern: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("pattern", ["G", "M"])
-def test_output_and_gradient_equal_transformers(pattern: str) -> None:
+def test_output_and_gradient_equal_transformers(pattern):
     output, gradient = compare(pattern)
     assert output < TOLERANCE
     assert gradient < TOLERANCE
@@ -163,9 +163,7 @@ BREAKS = {"G": "chunk_gated_delta_rule", "M": "chunk_mamba2_ssd"}
 
 
 @pytest.mark.parametrize("pattern", BREAKS)
-def test_a_state_that_leaks_between_documents_is_seen(
-    pattern: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_leaks_between_documents_is_seen(pattern, monkeypatch):
     whole = getattr(Kernels, BREAKS[pattern])
 
     def leaking(*inputs: Tensor, cu_seqlens: tuple[int, ...], **options: object) -> object:
@@ -175,7 +173,7 @@ def test_a_state_that_leaks_between_documents_is_seen(
     assert compare(pattern)[0] > 100 * TOLERANCE
 
 
-def test_the_same_seed_gives_the_same_mixers_whatever_else_is_there() -> None:
+def test_the_same_seed_gives_the_same_mixers_whatever_else_is_there():
     from pcomm.integration.models.initialisation import initialise
 
     found = []

@@ -11,7 +11,7 @@ from pcomm.integration.data.batches import IGNORE, Batch, dealt_rows, padded
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_every_row_is_dealt_once_and_evenly(shares: list[int]) -> None:
+def test_every_row_is_dealt_once_and_evenly(shares):
     rows = dealt_rows(shares)
     assert sorted(row for own in rows for row in own) == list(range(sum(shares)))
     for own, share in zip(rows, shares, strict=True):
@@ -23,13 +23,13 @@ def test_every_row_is_dealt_once_and_evenly(shares: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "each"), [(1, 5), (2, 3), (3, 4)])
-def test_equal_shares_are_dealt_in_turn(replicas: int, each: int) -> None:
+def test_equal_shares_are_dealt_in_turn(replicas, each):
     rows = dealt_rows([each] * replicas)
     assert rows == [list(range(r, replicas * each, replicas)) for r in range(replicas)]
 
 
 @pytest.mark.parametrize(("tokens", "multiple", "total"), [(6, 3, 6), (7, 3, 9), (1, 4, 4)])
-def test_a_document_of_ignored_targets_fills_up(tokens: int, multiple: int, total: int) -> None:
+def test_a_document_of_ignored_targets_fills_up(tokens, multiple, total):
     batch = Batch(np.arange(tokens) + 5, np.arange(tokens) + 6, (0, tokens), 11)
     filled = padded(batch, multiple)
     assert (filled is batch) == (tokens == total)

@@ -35,7 +35,7 @@ class _OneOf(IdentityCollectives):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_and_plan_cut_alike(name: str) -> None:
+def test_layers_and_plan_cut_alike(name):
     config = resolve_model(ModelConfig(**{**UNEVEN_SIZES, **MODELS[name]}))
     topology = Topology({"dp": TP, "tp": TP})
     failed = [TP * replica + gone for replica in range(TP) for gone in range(replica)]
@@ -60,7 +60,7 @@ def test_layers_and_plan_cut_alike(name: str) -> None:
     assert seen == {key for key, _ in made.units}, "every key names a parameter"
 
 
-def test_the_degree_four_of_five_heads_is_as_fast_as_its_busiest_rank() -> None:
+def test_the_degree_four_of_five_heads_is_as_fast_as_its_busiest_rank():
     """Work is what a token meets, so the pace of a replica follows from all of its layers."""
     config = resolve_model(ModelConfig(layers=2, width=16, heads=4, kv_heads=4, mlp_width=12))
     made = plan(
@@ -76,7 +76,7 @@ def test_the_degree_four_of_five_heads_is_as_fast_as_its_busiest_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "gdn", "mamba"])
-def test_slow_ranks_hold_less_as_the_plan_says(name: str) -> None:
+def test_slow_ranks_hold_less_as_the_plan_says(name):
     config = resolve_model(ModelConfig(**{**UNEVEN_SIZES, **MODELS[name]}))
     made = plan(
         Topology({"dp": 2, "tp": 3}),
