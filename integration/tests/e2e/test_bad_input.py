@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from pcomm.core.cli import main
 from pcomm.core.testing.programs import PATIENCE_S, scaled_s
 
 DYING = Path(__file__).with_name("dying_train.py")
@@ -65,33 +64,23 @@ def test_a_batch_that_is_larger_than_all_memory(train, tmp_path, capsys):
     assert not out.exists()
 
 
-def test_three_ranks_for_tp_2(train, tmp_path, capsys):
-    out = tmp_path / "run"
-    code = train(out, "--ranks", "3", "--set", "parallel.tp=2")
-    assert "dp auto, tp 2, cp 1 for 3 ranks" in refused(capsys, code)
-    assert not out.exists()
-
-
-def test_widths_that_do_not_divide_over_the_ranks(train, tmp_path, capsys):
-    overrides = ["--set", "parallel.tp=2", "--set", "model.mlp_width=65"]
-    code = train(tmp_path / "run", "--ranks", "2", *overrides)
-    assert "model.mlp_width is 65, parallel.tp is 2" in refused(capsys, code)
-
-
-def test_no_configuration_file(tmp_path, capsys):
-    code = main(["train", "--config", f"{tmp_path}/absent.toml", "--out", f"{tmp_path}/run"])
-    assert f"configuration file {tmp_path}/absent.toml: No such file" in refused(capsys, code)
-
-
-@pytest.mark.parametrize("ranks", ["0", "-2"])
-def test_a_number_of_ranks_that_is_none(train, tmp_path, capsys, ranks):
-    message = refused(capsys, train(tmp_path / "run", f"--ranks={ranks}"))
-    assert f"pcomm train --ranks {ranks}: a number below 1" in message
-
-
-def test_one_rank_cannot_survive_its_end(train, tmp_path, capsys):
-    message = refused(capsys, train(tmp_path / "run", "--resilient"))
-    assert "pcomm train --resilient: --ranks 1\nWhen the only rank dies" in message
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--ranks 3 --set parallel.tp=2", "dp auto, tp 2, cp 1 for 3 ranks"),
+        (
+            "--ranks 2 --set parallel.tp=2 --set model.mlp_width=65",
+            "model.mlp_width is 65, parallel.tp is 2",
+        ),
+        ("--ranks=0", "pcomm train --ranks 0: a number below 1"),
+        ("--ranks=-2", "pcomm train --ranks -2: a number below 1"),
+        ("--resilient", "train --resilient: --ranks 1\nWhen the only rank dies"),
+        ("--config absent.toml", "configuration file absent.toml: No such file"),
+    ],
+)
+def test_words_that_do_not_fit_together(train, tmp_path, capsys, words, message):
+    assert message in refused(capsys, train(tmp_path / "run", *words.split()))
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_inside_a_launcher(train, tmp_path, capsys, monkeypatch):

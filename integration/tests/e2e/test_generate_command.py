@@ -1,28 +1,22 @@
-"""`pcomm generate`: the text of a run, decoded with a cache that changes nothing."""
+"""`pcomm generate`: the text of a run."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from integration_support.huggingface_directories import write_directory
-from integration_support.step_pools import StepPools
 from pcomm.core.cli import main
 from pcomm.core.testing.programs import PATIENCE_S, scaled_s
 from pcomm.inference import SamplingParams
-from pcomm.integration.llm import LLM, LoadedModel
+from pcomm.integration.llm import LLM
 from pcomm.integration.llm.loading import load_text
-from pcomm.integration.models.initialisation import initialise
-from pcomm.integration.models.language_model import LanguageModel
-from pcomm.integration.parallelize import plan_sequences
 
 
 @pytest.fixture(scope="module")
@@ -67,19 +61,22 @@ def generate(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
-def test_a_seed_decides_the_text(run, capsys):
+def test_a_seed_decides_the_text_and_temperature_0_or_one_token_leaves_nothing_to_chance(
+    run, capsys
+):
     words = [run, "--prompt", "word", "--max-tokens", 30]
     texts = [generate(capsys, *words, "--seed", seed) for seed in (0, 1, 2, 0)]
     assert texts[0] == texts[3]
     assert len(set(texts)) == 3
     assert all(text.startswith("word") for text in texts)
-
-
-def test_temperature_0_leaves_nothing_to_chance(run, capsys):
-    words = [run, "--prompt", "word", "--max-tokens", 30, "--temperature", 0]
-    texts = {generate(capsys, *words, "--seed", seed) for seed in range(3)}
-    assert len(texts) == 1
-    assert len(texts.pop()) > len("word")
+    greedy = generate(capsys, *words, "--temperature", 0)
+    assert len(greedy) > len("word")
+    for option in (["--temperature", 0], ["--top-k", 1], ["--top-p", 1e-9]):
+        assert generate(capsys, *words, "--temperature", 5, "--seed", 4, *option) == greedy
+    # Without a prompt it writes all the same.
+    text = json.loads(generate(capsys, run, "--max-tokens", 20, "--seed", 1, "--json"))
+    assert text["prompt"] == ""
+    assert "word" in text["text"]
 
 
 def test_the_text_ends_at_the_end_of_the_document_or_at_the_limit(run):
@@ -97,20 +94,6 @@ def test_the_text_ends_at_the_end_of_the_document_or_at_the_limit(run):
             assert len(tokenizer.encode(text.text)) <= len(text.token_ids) - 1
 
 
-@pytest.mark.parametrize("limit", [1, 7])
-def test_no_more_tokens_than_asked_for(run, capsys, limit):
-    words = [run, "--prompt", "word", "--max-tokens", limit, "--temperature", 0, "--json"]
-    text = json.loads(generate(capsys, *words))
-    assert text["num_tokens"] == limit
-    assert text["finish_reason"] == "length"
-
-
-def test_without_a_prompt_it_writes_all_the_same(run, capsys):
-    text = json.loads(generate(capsys, run, "--max-tokens", 20, "--seed", 1, "--json"))
-    assert text["prompt"] == ""
-    assert "word" in text["text"]
-
-
 def test_token_ids_are_a_prompt_like_the_text_they_stand_for(run, capsys):
     settings = ["--max-tokens", 12, "--temperature", 0, "--json"]
     from_text = json.loads(generate(capsys, run, "--prompt", "word1 word2", *settings))
@@ -120,14 +103,8 @@ def test_token_ids_are_a_prompt_like_the_text_they_stand_for(run, capsys):
     from_ids = json.loads(generate(capsys, run, "--prompt-ids", ids, *settings))
     del from_ids["speed"]
     assert from_ids == from_text
+    assert (from_text["num_tokens"], from_text["finish_reason"]) == (12, "length")
     assert tokenizer.decode(from_text["token_ids"]) == from_text["text"]
-
-
-def test_one_likeliest_token_leaves_nothing_to_chance(run, capsys):
-    words = [run, "--prompt", "word", "--max-tokens", 20]
-    expected = generate(capsys, *words, "--temperature", 0)
-    for option in (["--top-k", 1], ["--top-p", 1e-9]):
-        assert generate(capsys, *words, "--temperature", 5, "--seed", 4, *option) == expected
 
 
 def test_a_stop_string_ends_what_is_shown_before_it(run, capsys):
@@ -182,74 +159,6 @@ def test_a_directory_of_transformers_is_a_model_too(run, tmp_path, capsys):
     assert text["token_ids"] == tokens[3:]
 
 
-# -- the cache -------------------------------------------------------------------------------
-
-
-def logits_at_once(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
-    count = len(tokens)
-    with torch.inference_mode():
-        return model(torch.tensor(tokens), plan_sequences(model, (0, count)))
-
-
-def logits_with_cache(
-    model: LanguageModel, tokens: Sequence[int], prompt: int, *, shift: int = 0
-) -> Tensor:
-    """The prompt at once, then token by token; `shift` breaks the positions of the latter."""
-    pools, parts = StepPools(model, 1, len(tokens)), []
-    for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, len(tokens)))]:
-        batch = pools.batch([0], {0: tokens[start:stop]})
-        places = batch.positions_T + (shift if start >= prompt else 0)
-        parts.append(model.step(dataclasses.replace(batch, positions_T=places), pools.memory))
-        pools.lengths[0] = stop
-    return torch.cat(parts)
-
-
-@pytest.fixture
-def sharp(run: Path) -> Iterator[LLM]:
-    """The run's model with other weights, so large that each token decides all that follow.
-
-    A model that has learnt little would write the same text with a broken cache.
-    """
-    with LLM(run) as llm:
-        model = model_of(llm)
-        initialise(model, dataclasses.replace(model.config, init_std=0.3), seed=0)
-        yield llm
-
-
-def model_of(llm: LLM) -> LanguageModel:
-    assert isinstance(llm.loaded, LoadedModel)
-    return llm.loaded.model
-
-
-def test_the_cache_does_not_change_the_logits(sharp):
-    model, tokens = model_of(sharp), sharp.loaded.prompt_ids("word1 word24 word7 word19 word3")
-    rounded = logits_at_once(model, tokens).double()
-    cached = logits_with_cache(model, tokens, prompt=5).double()
-    exact = logits_at_once(model.double(), tokens)
-    # Both are as far from the exact logits as fp32 is; the sums only run in another order.
-    own_error = (rounded - exact).abs().max()
-    assert (cached - exact).abs().max() <= 4 * own_error
-    # In fp64 nothing but some 1e-16 of that is left.
-    assert (logits_with_cache(model, tokens, prompt=5) - exact).abs().max() <= 1e-12
-    # A cache whose positions are off by one would have been noticed.
-    broken = logits_with_cache(model, tokens, prompt=5, shift=1)
-    assert (broken - exact).abs().max() > 100 * own_error
-
-
-@pytest.mark.parametrize("prompt", ["w", "word1 word2", "word3 word14 word15 word9 word26"])
-def test_the_cache_does_not_change_the_text(sharp, prompt):
-    model, tokenizer = model_of(sharp), sharp.loaded.tokenizer
-    tokens = tokenizer.encode(prompt)
-    start = len(tokens)
-    for _ in range(24):
-        tokens.append(int(logits_at_once(model, tokens)[-1].argmax()))
-        if tokens[-1] == tokenizer.eos_ids[0]:
-            break
-    (written,) = sharp.generate(prompt, SamplingParams(max_tokens=24, temperature=0))
-    assert written.text == tokenizer.decode(tokens[start:])
-    assert len(written.token_ids) == len(tokens) - start
-
-
 # -- what cannot be written from -------------------------------------------------------------
 
 
@@ -260,6 +169,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     assert "Traceback" not in captured.err
     assert len(captured.err.splitlines()) >= 3
     return captured.err
+
+
+NUMBERS = (
+    *("--max-tokens=0", "--temperature=-1", "--temperature=nan", "--top-k=-1", "--ranks=0"),
+    *("--top-p=0.0", "--top-p=1.5", "--prompt-ids=1,x", "--prompt-ids=1,-2", "--prompt-ids="),
+)
 
 
 def test_a_folder_without_a_run(tmp_path, capsys):
@@ -278,22 +193,18 @@ def test_a_folder_without_a_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("words", "told"),
     [
-        ("--max-tokens", "0"),
-        ("--temperature", "-1"),
-        ("--temperature", "nan"),
-        ("--top-k", "-1"),
-        ("--ranks", "0"),
-        ("--top-p", "0.0"),
-        ("--top-p", "1.5"),
-        ("--prompt-ids", "1,x"),
-        ("--prompt-ids", "1,-2"),
-        ("--prompt-ids", ""),
+        *((words, f"pcomm generate {words.replace('=', ' ')}") for words in NUMBERS),
+        (f"--seed={2**64}", "--seed 18446744073709551616"),
+        # Bytes of the command line that are no UTF-8 arrive as lone surrogates.
+        ("--prompt=\udcff", "generate --prompt"),
+        ("--stop=\udcff", "generate --stop"),
+        ("--prompt-ids=1,320", "320"),
     ],
 )
-def test_numbers_out_of_range(run, capsys, option, value):
-    assert f"pcomm generate {option} {value}" in refused(capsys, run, f"{option}={value}")
+def test_what_cannot_be_used_is_refused_by_name(run, capsys, words, told):
+    assert told in refused(capsys, run, words)
 
 
 def test_a_prompt_that_fills_the_context_is_refused_and_a_text_ends_with_it(run, capsys):
@@ -306,20 +217,6 @@ def test_a_prompt_that_fills_the_context_is_refused_and_a_text_ends_with_it(run,
     assert "prompt: 2048 tokens, and a context of 2048" in message
     message = refused(capsys, run, "--prompt-ids=5,5,5,5", "--max-model-len=4")
     assert "prompt: 4 tokens, and a context of 4" in message
-
-
-def test_a_seed_that_no_generator_takes(run, capsys):
-    assert "--seed 18446744073709551616" in refused(capsys, run, f"--seed={2**64}")
-
-
-@pytest.mark.parametrize("option", ["--prompt", "--stop"])
-def test_what_is_no_text(run, capsys, option):
-    """Bytes of the command line that are no UTF-8 arrive as lone surrogates."""
-    assert f"generate {option}" in refused(capsys, run, f"{option}=\udcff")
-
-
-def test_a_token_that_the_model_does_not_know(run, capsys):
-    assert "320" in refused(capsys, run, "--prompt-ids=1,320")
 
 
 def test_a_configuration_of_another_model(run, tmp_path, capsys):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -205,10 +206,5 @@ BREAKS = {
 @ranks(2)
 def test_a_broken_piece_is_noticed(rank, name, run_dir, single):
     owner, attribute, broken, parallel = BREAKS[name]
-    whole = owner.__dict__[attribute]
-    setattr(owner, attribute, broken)
-    try:
-        with pytest.raises(AssertionError, match="off by"):
-            assert_as_alone(ON_TWO[parallel], "all", run_dir, single)
-    finally:
-        setattr(owner, attribute, whole)
+    with patch.object(owner, attribute, broken), pytest.raises(AssertionError, match="off by"):
+        assert_as_alone(ON_TWO[parallel], "all", run_dir, single)

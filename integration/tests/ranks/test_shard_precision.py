@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -113,23 +114,22 @@ def test_the_same_with_other_shards(rank, other, run_dir):
 @ranks(2)
 def test_decays_that_are_gathered_in_bf16_are_noticed(rank, run_dir):
     right = precision_module.names_used_in_bf16
-    precision_module.names_used_in_bf16 = lambda model: right(model) | {"blocks.1.mixer.a_log"}
-    try:
-        with pytest.raises(AssertionError):
-            assert_first_gradients_of_autocast("GGGA", run_dir)
-    finally:
-        precision_module.names_used_in_bf16 = right
+    wrong = lambda model: right(model) | {"blocks.1.mixer.a_log"}  # noqa: E731
+    with (
+        patch.object(precision_module, "names_used_in_bf16", wrong),
+        pytest.raises(AssertionError),
+    ):
+        assert_first_gradients_of_autocast("GGGA", run_dir)
 
 
 @ranks(2)
 def test_gradients_that_are_summed_in_bf16_are_noticed(rank, run_dir):
-    right = precision_module._BF16
-    precision_module._BF16 = Precision(torch.bfloat16, torch.bfloat16, casts_inputs=False)
-    try:
-        with pytest.raises(AssertionError, match=r"gradient of .* is another"):
-            assert_first_gradients_of_autocast("A", run_dir)
-    finally:
-        precision_module._BF16 = right
+    wrong = Precision(torch.bfloat16, torch.bfloat16, casts_inputs=False)
+    with (
+        patch.object(precision_module, "_BF16", wrong),
+        pytest.raises(AssertionError, match=r"gradient of .* is another"),
+    ):
+        assert_first_gradients_of_autocast("A", run_dir)
 
 
 @pytest.mark.parametrize("name", ["GGGA", "experts"])
@@ -224,11 +224,9 @@ def test_backward_holds_no_rounded_copies(rank, run_dir):
         plans = {plan.unit: plan for plan in trainer.replicas.sharded.plans if plan.scope == ""}
         expected = [plans[unit].gathered_bytes for unit in ("(root)", "blocks.1", "blocks.2")]
         assert held == sum(expected)
-    right = precision_module._BF16
-    precision_module._BF16 = Precision(None, torch.float32)
-    try:
-        with trainer_of("A", SHARD, run_dir) as trainer:
-            every = sum(plan.gathered_bytes for plan in plans.values())
-            assert held_for_backward(trainer) >= every > held
-    finally:
-        precision_module._BF16 = right
+    with (
+        patch.object(precision_module, "_BF16", Precision(None, torch.float32)),
+        trainer_of("A", SHARD, run_dir) as trainer,
+    ):
+        every = sum(plan.gathered_bytes for plan in plans.values())
+        assert held_for_backward(trainer) >= every > held

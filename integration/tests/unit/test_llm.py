@@ -192,6 +192,7 @@ def test_a_prompt_that_cannot_be_continued_leaves_nothing_behind(llm, prompt, me
         (lambda llm: llm.generate(["a", b"b"]), "LLM: prompt: b'b', a bytes"),
         (lambda llm: llm.generate("a", {"max_tokens": 3}), "LLM: params: .*, a dict"),
         (lambda llm: llm.generate(["a"], ["b"]), "LLM: params: 'b', a str"),
+        (lambda llm: llm.generate(["a", "b", "c"], [GREEDY] * 2), "2 settings for 3 prompts"),
         (lambda llm: next(llm.stream("a", 5)), "LLM: params: 5, a int"),
         (lambda llm: llm.chat("hi"), "LLM.chat: messages: hi\n"),
         (lambda llm: llm.chat([]), r"LLM.chat: messages: \[\]\n"),
@@ -206,22 +207,20 @@ def test_what_is_no_prompt_or_setting_is_an_error_of_ours(call, message, llm):
         call(llm)
 
 
-def test_bad_arguments_name_the_argument(run, tmp_path):
-    with pytest.raises(ConfigError, match="neither a checkpoint of a run"):
-        LLM(tmp_path)
-    with pytest.raises(ConfigError, match="no such folder"):
-        LLM(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"'bfloat15'[\s\S]*Did you mean 'bfloat16'"):
-        LLM(run("hybrid"), dtype="bfloat15")
-    with pytest.raises(ConfigError, match="memory_bytes"):
-        LLM(run("hybrid"), memory_bytes=100)
-    with pytest.raises(ConfigError, match="max_model_len"):
-        LLM(run("hybrid"), max_model_len=0)
-
-
-def test_settings_are_one_for_all_or_one_for_each(llm):
-    with pytest.raises(ConfigError, match="2 settings for 3 prompts"):
-        llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "EMPTY"}, "neither a checkpoint of a run"),
+        ({"path": "EMPTY/nowhere"}, "no such folder"),
+        ({"dtype": "bfloat15"}, r"'bfloat15'[\s\S]*Did you mean 'bfloat16'"),
+        ({"memory_bytes": 100}, "memory_bytes"),
+        ({"max_model_len": 0}, "max_model_len"),
+    ],
+)
+def test_bad_arguments_name_the_argument(options, message, run, tmp_path):
+    path = options.get("path", str(run("hybrid"))).replace("EMPTY", str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        LLM(**{**options, "path": path})
 
 
 def test_a_closed_one_says_so(run):

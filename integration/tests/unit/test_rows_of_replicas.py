@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from integration_support.short_runs import tiny_config
+from pcomm.integration.config.rules import validate_resilient
+from pcomm.integration.config.sections import ParallelConfig
+from pcomm.integration.config.units import units_of_model
 from pcomm.integration.data.batches import IGNORE, Batch, dealt_rows, padded
+from pcomm.integration.parallelize import topology_of
+from pcomm.integration.replicas import RunPlace
+from pcomm.ntp import Failures, plan
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
@@ -40,3 +50,14 @@ def test_a_document_of_ignored_targets_fills_up(tokens, multiple, total):
     # A document of its own, so that no token of the others sees it or is seen from it.
     assert filled.cu_seqlens == (0, tokens, total)[: 2 + (total > tokens)]
     assert filled.num_bytes == 11
+
+
+def test_a_replica_without_ranks_is_not_counted():
+    config = validate_resilient(tiny_config(ParallelConfig(dp=3, tp=2)), 6)
+    topology, units = topology_of(config.parallel), units_of_model(config.model, 320)
+    made = plan(topology, Failures.from_global_ranks([0, 1]), units)
+    # The fifth rank is the third of those that are left.
+    everyone: Any = SimpleNamespace(rank=2, ranks=(2, 3, 4, 5))
+    place = RunPlace.planned(config, made, everyone)
+    assert (place.replica, place.num_replicas, place.tp, place.rank) == (1, 2, 0, 4)
+    assert len(place.shares) == 2
