@@ -53,13 +53,11 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def with_fault(
-    number: int, asked: Config, run_dir: Path, fault: Fault, timeout_s: float | None = None
-) -> dict[int, RankReport]:
+def with_fault(number: int, asked: Config, run_dir: Path, fault: Fault) -> dict[int, RankReport]:
     """How the ranks of a run with a fault have ended."""
     with ResilientRanks(number, preload=PRELOAD) as processes:
         processes.start(faulty_rank, (asked, run_dir, fault))
-        return processes.wait(timeout_s=timeout_s or scaled_s(PATIENCE_S))
+        return processes.wait(timeout_s=scaled_s(PATIENCE_S))
 
 
 def last_step(run_dir: Path) -> int:
@@ -158,7 +156,7 @@ def test_a_death_in_the_last_checkpoint_costs_neither_that_nor_the_evaluation(ru
 def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_it(place, run_dir):
     """The rank that writes dies in between; or it alone hears of a failure after all are ready."""
     fault = Fault(rank=0, step=2, place=place)
-    reports = with_fault(2, config(ParallelConfig(dp=2)), run_dir, fault, 120)
+    reports = with_fault(2, config(ParallelConfig(dp=2)), run_dir, fault)
     finished = [rank for rank, report in reports.items() if report.has_finished]
     assert finished == ([0, 1] if place == "commit" else [1]), reports
     rows = rows_of(run_dir)
@@ -170,7 +168,7 @@ def test_a_step_that_is_applied_has_its_row_although_the_writer_has_not_written_
 def test_steps_that_are_repeated_from_a_checkpoint_have_one_row(run_dir):
     """Without another replica, what the dead rank held comes from the checkpoint, if it has one."""
     fault = Fault(rank=1, step=3)
-    reports = with_fault(2, config(ParallelConfig(tp=2)), run_dir, fault, 120)
+    reports = with_fault(2, config(ParallelConfig(tp=2)), run_dir, fault)
     assert reports[1].reason == "killed by SIGKILL"
     assert reports[0].has_finished, reports[0]
     rows = rows_of(run_dir)
@@ -188,7 +186,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_it_was_before_the_step(run_di
         train=dataclasses.replace(base.train, learning_rate=1e300),
         checkpoint=CheckpointConfig(every=1),
     )
-    reports = with_fault(2, far, run_dir, Fault(rank=0, step=STEPS), 120)
+    reports = with_fault(2, far, run_dir, Fault(rank=0, step=STEPS))
     for report in reports.values():
         assert isinstance(report.error, NotFiniteError), report
         assert report.error.asked == "train: step 2"
@@ -202,7 +200,7 @@ def test_a_run_that_is_started_again_at_its_end_adds_no_row(run_dir):
     evaluated = dataclasses.replace(base, train=dataclasses.replace(base.train, eval_every=STEPS))
     bits, rows = [], []
     for _ in range(2):
-        report = with_fault(1, evaluated, run_dir, Fault(rank=1, step=0), 120)[0]
+        report = with_fault(1, evaluated, run_dir, Fault(rank=1, step=0))[0]
         assert report.has_finished, report
         bits.append(report.result.bits_per_byte)
         rows.append((run_dir / "metrics.jsonl").read_text())
