@@ -53,7 +53,8 @@ def test_a_document_of_ignored_targets_fills_up(tokens, multiple, total):
 
 
 def test_a_replica_without_ranks_is_not_counted():
-    config = validate_resilient(tiny_config(ParallelConfig(dp=3, tp=2)), 6)
+    asked = tiny_config(ParallelConfig(dp=3, tp=2), global_batch_tokens=288)
+    config = validate_resilient(asked, 6)
     topology, units = topology_of(config.parallel), units_of_model(config.model, 320)
     made = plan(topology, Failures.from_global_ranks([0, 1]), units)
     # The fifth rank is the third of those that are left.
