@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from integration_support.short_runs import tiny_config
+from pcomm.core import Topology
 from pcomm.integration.config.rules import validate_resilient
 from pcomm.integration.config.sections import ParallelConfig
 from pcomm.integration.config.units import units_of_model
 from pcomm.integration.data.batches import IGNORE, Batch, dealt_rows, padded
-from pcomm.integration.parallelize import topology_of
 from pcomm.integration.replicas import RunPlace
-from pcomm.ntp import Failures, plan
+from pcomm.ntp import Failures, Policy, plan
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
@@ -55,8 +55,9 @@ def test_a_document_of_ignored_targets_fills_up(tokens, multiple, total):
 def test_a_replica_without_ranks_is_not_counted():
     asked = tiny_config(ParallelConfig(dp=3, tp=2), global_batch_tokens=288)
     config = validate_resilient(asked, 6)
-    topology, units = topology_of(config.parallel), units_of_model(config.model, 320)
-    made = plan(topology, Failures.from_global_ranks([0, 1]), units)
+    topology = Topology({"dp": 3, "cp": 1, "tp": 2})
+    gone, units = Failures.from_global_ranks([0, 1]), units_of_model(config.model, 320)
+    made = plan(topology, gone, units, Policy(drops_replicas=True))
     # The fifth rank is the third of those that are left.
     everyone: Any = SimpleNamespace(rank=2, ranks=(2, 3, 4, 5))
     place = RunPlace.planned(config, made, everyone)
