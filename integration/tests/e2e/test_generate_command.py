@@ -103,7 +103,7 @@ def test_token_ids_are_a_prompt_like_the_text_they_stand_for(run, capsys):
     from_ids = json.loads(generate(capsys, run, "--prompt-ids", ids, *settings))
     del from_ids["speed"]
     assert from_ids == from_text
-    assert (from_text["num_tokens"], from_text["finish_reason"]) == (12, "length")
+    assert from_text["num_tokens"] == len(from_text["token_ids"]) <= 12
     assert tokenizer.decode(from_text["token_ids"]) == from_text["text"]
 
 
