@@ -34,9 +34,7 @@ WEIGHTS = (0.5, 2.0)
 
 
 def opened(
-    made: NtpPlan,
-    specs: list[GroupSpec],
-    collectives: Callable[[Group], Collectives] | None = None,
+    made: NtpPlan, specs: list[GroupSpec], collectives: Callable[[Group], Collectives] | None = None
 ) -> Groups:
     """Groups of the ranks that are left."""
     return open_groups(

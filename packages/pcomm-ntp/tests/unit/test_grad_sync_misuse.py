@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from ntp_support.sync_alone import sync_alone
 from ntp_support.virtual_groups import run_on_virtual_groups
 from pcomm.core.collectives import Call, InstrumentedCollectives, Pending
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-    PeerError,
-    UnsupportedError,
-)
+from pcomm.core.errors import ClosedError, ConfigError, PeerError, UnsupportedError
 from pcomm.core.groups.open_groups import Groups
 from pcomm.core.topology import Topology
 from pcomm.ntp import Failures, GradSync, Units, grad_groups, plan

@@ -103,9 +103,7 @@ def test_a_newcomer_with_which_no_generation_is_complete_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_process_that_slept_until_its_keys_were_deleted_is_left_behind(
-    is_replaced: bool,
-) -> None:
+def test_a_process_that_slept_until_its_keys_were_deleted_is_left_behind(is_replaced: bool) -> None:
     store = dist.HashStore()
     ranks = (0, 1, 2) if is_replaced else (0, 1)
     own = {r: Membership(lambda: store, min(r, 1), (0, 1), (0, 1), {}, Timeouts()) for r in ranks}

@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ntp_support.logical_state import (
-    LogicalState,
-    alive,
-    on_living_ranks,
-    state_units,
-    unset,
-)
+from ntp_support.logical_state import LogicalState, alive, on_living_ranks, state_units, unset
 from pcomm.core import Topology
 from pcomm.core.collectives import SpyCollectives
 from pcomm.core.groups.open_groups import Groups

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ntp_support.logical_state import (
-    LogicalState,
-    alive,
-    on_living_ranks,
-    state_units,
-    unset,
-)
+from ntp_support.logical_state import LogicalState, alive, on_living_ranks, state_units, unset
 from pcomm.core import Layout, Topology
 from pcomm.core.collectives import SpyCollectives
 from pcomm.core.errors import (

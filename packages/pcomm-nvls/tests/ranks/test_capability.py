@@ -20,11 +20,7 @@ from pcomm.core.testing.on_ranks import default_group
 from pcomm.nvls._capability import RankFacts
 
 HOPPER = RankFacts(
-    is_cuda=True,
-    triton="3.6.0",
-    domain="one host",
-    compute_capability=(9, 0),
-    has_multicast=True,
+    is_cuda=True, triton="3.6.0", domain="one host", compute_capability=(9, 0), has_multicast=True
 )
 
 

@@ -102,9 +102,7 @@ class Case:
         assert torch.equal(found.rows, rms_norm(stream, weight, EPS))
 
     def reduce_scatter(self) -> None:
-        from pcomm.nvls.collectives.fused_rmsnorm import (
-            reduce_scatter_add_rmsnorm_all_gather,
-        )
+        from pcomm.nvls.collectives.fused_rmsnorm import reduce_scatter_add_rmsnorm_all_gather
 
         share = self.random.randrange(1, 4)
         shape = (share * self.size, self.hidden)

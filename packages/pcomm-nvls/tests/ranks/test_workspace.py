@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from nvls_support.emulation import emulate
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-    DivergenceError,
-    PeerError,
-    PeerTimeoutError,
-)
+from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, PeerError, PeerTimeoutError
 from pcomm.core.groups.group import Group
 from pcomm.core.groups.open_groups import open_groups
 from pcomm.core.testing import ranks

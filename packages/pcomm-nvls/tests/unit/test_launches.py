@@ -263,10 +263,7 @@ def test_a_recording_that_is_given_up_has_used_no_turn(
 
 @pytest.mark.parametrize("first_in_graph", [False, True])
 def test_memory_that_was_handed_out_keeps_to_its_graph(
-    workspace: Workspace,
-    stream: FakeStream,
-    launches: list[tuple[Any, ...]],
-    first_in_graph: bool,
+    workspace: Workspace, stream: FakeStream, launches: list[tuple[Any, ...]], first_in_graph: bool
 ) -> None:
     """Replays would write to it while other ranks still read what the replay before has left."""
     workspace.prepare(
@@ -481,10 +478,7 @@ def test_the_launcher_takes_the_variant_that_triton_takes(
     launches: list[tuple[Any, ...]], algo: str
 ) -> None:
     """An oracle: Triton's own binding of the same arguments compiles nothing new."""
-    from pcomm.nvls.collectives.gathers import (
-        all_gather_launch,
-        all_gather_question,
-    )
+    from pcomm.nvls.collectives.gathers import all_gather_launch, all_gather_question
 
     with fake_workspace(SIZE) as workspace:
         for rows in (1, 2, 16, 17, 64):

@@ -38,11 +38,7 @@ def test_a_row_of_8_bit_floats_uses_their_whole_range() -> None:
     x = torch.tensor([[0.875, -1.75, 0.4375, 0.0], [0.0, 0.0, 0.0, 0.0], [896.0, 1.0, 2.0, 3.0]])
     rows, scales = fp8_rows(x)
     assert scales.tolist() == [2.0**-8, 2.0**-64, 2.0]
-    assert rows.float().tolist() == [
-        [224.0, -448.0, 112.0, 0.0],
-        [0.0] * 4,
-        [448.0, 0.5, 1.0, 1.5],
-    ]
+    assert rows.float().tolist() == [[224.0, -448.0, 112.0, 0.0], [0.0] * 4, [448.0, 0.5, 1.0, 1.5]]
 
 
 def test_a_given_scale_cuts_large_numbers_off() -> None:

@@ -9,13 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 
 from pcomm.core.control import Control
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-    FencedError,
-    PeerError,
-    PeerTimeoutError,
-)
+from pcomm.core.errors import ClosedError, ConfigError, FencedError, PeerError, PeerTimeoutError
 from pcomm.ntp.session.failure_detection import ExitReports, Watch, left_out, unreachable
 from pcomm.ntp.session.quorum import Quorum, Timeouts, states_before
 from pcomm.ntp.session.records import Decision, Join, Records, store_lost
@@ -74,10 +68,7 @@ class Membership:
         self.is_over, self.stops = False, False
         self._joins_done = 0
         self.watch = Watch(
-            connect,
-            rank,
-            heartbeat_s=timeouts.heartbeat_s,
-            dead_after_s=timeouts.dead_after_s,
+            connect, rank, heartbeat_s=timeouts.heartbeat_s, dead_after_s=timeouts.dead_after_s
         )
 
     # -- entering ----------------------------------------------------------------------------

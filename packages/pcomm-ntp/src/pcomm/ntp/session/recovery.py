@@ -24,13 +24,7 @@ from pcomm.ntp.planning.plan import NtpPlan
 from pcomm.ntp.redistribute import Moved, StateLostError, state_tensors
 from pcomm.ntp.redistribute.agreement import differing_units
 from pcomm.ntp.session.failure_detection import SuspectedFailure
-from pcomm.ntp.session.generation import (
-    Clock,
-    Job,
-    Opened,
-    Transition,
-    open_generation,
-)
+from pcomm.ntp.session.generation import Clock, Job, Opened, Transition, open_generation
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.records import StoreLostError, headline, store_errors
 from pcomm.ntp.session.resume_point import NONE, RankState, ResumePoint, resume_point

@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pcomm.core import Groups, Topology
-from pcomm.core.errors import (
-    ClosedError,
-    ConfigError,
-    FencedError,
-    UnsupportedError,
-)
+from pcomm.core.errors import ClosedError, ConfigError, FencedError, UnsupportedError
 from pcomm.core.process import RankPlace
 from pcomm.ntp.planning.degrees import Policy
 from pcomm.ntp.planning.failures import Failures

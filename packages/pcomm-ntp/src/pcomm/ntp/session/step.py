@@ -10,10 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pcomm.core.collectives import Collectives
-from pcomm.core.errors import (
-    ConfigError,
-    DivergenceError,
-)
+from pcomm.core.errors import ConfigError, DivergenceError
 from pcomm.ntp.session.membership import Membership
 from pcomm.ntp.session.records import store_errors
 from pcomm.ntp.session.recovery import Recovery

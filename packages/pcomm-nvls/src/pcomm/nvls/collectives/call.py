@@ -134,11 +134,7 @@ def check_input(operation: str, x: Tensor, device: torch.device) -> None:
 
 
 def check_result(
-    operation: str,
-    out: Tensor | None,
-    shape: tuple[int, ...],
-    like: Tensor,
-    workspace: Workspace,
+    operation: str, out: Tensor | None, shape: tuple[int, ...], like: Tensor, workspace: Workspace
 ) -> None:
     """Refuse an `out` that a result cannot be written to as it is. Local, whatever the algorithm.
 
