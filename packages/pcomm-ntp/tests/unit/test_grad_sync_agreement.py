@@ -59,9 +59,7 @@ def test_plans_that_differ_are_an_error_that_names_the_first_field() -> None:
     ("options", "told"),
     [({"bucket_bytes": 7}, "bucket_bytes: 7"), ({"reduce_dtype": torch.float32}, "summed in")],
 )
-def test_arguments_that_differ_are_an_error_on_every_rank(
-    options: dict[str, object], told: str
-) -> None:
+def test_arguments_that_differ_are_an_error_on_every_rank(options, told):
     def task(rank: int, groups: Groups) -> None:
         made = plan(PAIR, GONE, tagged_units())
         own = options if rank == 2 else {}

@@ -391,9 +391,7 @@ def test_text_that_is_nested_without_end_is_refused() -> None:
         NtpPlan.from_json("[" * 100_000)
 
 
-def test_a_job_of_too_many_ranks_is_refused_before_anything_is_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_of_too_many_ranks_is_refused_before_anything_is_counted(monkeypatch):
     monkeypatch.setattr("pcomm.ntp.planning.degrees._MOST_RANKS", 64)
     plan(Topology({"dp": 8, "tp": 8}), Failures(), UNITS)
     with pytest.raises(TopologyError, match="more than 64 ranks"):

@@ -68,18 +68,14 @@ def test_defect_b_row_parallel_weights(pair: tuple[int, int], strategy: Strategy
 
 @BOTH
 @PAIRS
-def test_defect_c_column_parallel_weights_in_natural_order(
-    pair: tuple[int, int], strategy: Strategy
-) -> None:
+def test_defect_c_column_parallel_weights_in_natural_order(pair, strategy):
     names = ["embedding.weight", "0.qkv.weight", "0.qkv.bias", "0.gdn.weight", "0.fc1.weight"]
     assert_sums(pair, strategy, names)
 
 
 @BOTH
 @PAIRS
-def test_defect_d_replicated_parameters_on_every_rank(
-    pair: tuple[int, int], strategy: Strategy
-) -> None:
+def test_defect_d_replicated_parameters_on_every_rank(pair, strategy):
     assert_sums(pair, strategy, ["0.norm", "0.partial_norm", "0.out.bias", "router"])
 
 
@@ -121,9 +117,7 @@ def test_defect_e_units_that_do_not_divide(case: tuple[int, int, int], strategy:
 @pytest.mark.parametrize(
     "case", [(32, 30, 128), (32, 28, 128), (64, 63, 128), (8, 6, 48), (72, 71, 360)], ids=str
 )
-def test_defect_e_ranges_of_large_degrees_are_the_whole_shard_once(
-    case: tuple[int, int, int],
-) -> None:
+def test_defect_e_ranges_of_large_degrees_are_the_whole_shard_once(case):
     full, left, count = case
     units = Units.gqa(q=2 * count, kv=count, dim=2)
     made = damaged(full, left, {"weight": units})

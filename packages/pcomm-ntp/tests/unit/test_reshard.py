@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -20,14 +19,7 @@ from pcomm.ntp.redistribute import Moved, redistribute
 UNITS = state_units(5)
 
 
-def assert_resharded(
-    old: NtpPlan,
-    new: NtpPlan,
-    *,
-    newcomers: Collection[int] = (),
-    state: LogicalState | None = None,
-    round_bytes: int = 1 << 20,
-) -> dict[int, Moved]:
+def assert_resharded(old, new, *, newcomers=(), state=None, round_bytes=1 << 20):
     """Reshard, compare every tensor of every rank bit by bit, and bytes with what was lacking."""
     whole = state or LogicalState.random(UNITS, stages=old.topology.axes.get("pp", 1))
     holders = (set(alive(old)) & set(alive(new))) - set(newcomers)

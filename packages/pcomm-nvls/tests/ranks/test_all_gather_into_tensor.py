@@ -28,9 +28,7 @@ from pcomm.core.testing.on_ranks import default_group
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool]
 
 
-def shard(
-    generator: random.Random, rank: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Tensor:
+def shard(generator, rank, dtype, shape):
     """Bytes that differ between ranks and calls; any bit pattern but for booleans."""
     torch.manual_seed(generator.randrange(1 << 30) * 8 + rank)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize

@@ -135,9 +135,7 @@ def test_with_debug_calls_that_differ_are_an_error_before_they_run(rank: int) ->
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("algo", ["auto", "p2p", "lamport", "dist"])
-def test_one_rank_alone_gets_tensors_of_its_own_whatever_it_asks_for(
-    algo: str, strict: bool
-) -> None:
+def test_one_rank_alone_gets_tensors_of_its_own_whatever_it_asks_for(algo, strict):
     from pcomm.nvls import (
         Workspace,
         all_gather_coalesced,

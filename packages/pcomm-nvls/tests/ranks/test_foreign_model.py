@@ -73,9 +73,7 @@ def row_parallel(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @ranks(2)
-def test_a_layer_that_calls_torch_distributed_takes_the_function_that_it_is_given(
-    rank: int,
-) -> None:
+def test_a_layer_that_calls_torch_distributed_takes_the_function_that_it_is_given(rank):
     emulate()
     from pcomm.nvls import Workspace, all_reduce
 

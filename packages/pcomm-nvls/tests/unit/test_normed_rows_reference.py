@@ -21,9 +21,7 @@ def off_by_digits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [16, 200, 2880])
-def test_the_norm_is_torch_s_but_for_the_last_digit_of_fp32(
-    dtype: torch.dtype, hidden: int
-) -> None:
+def test_the_norm_is_torch_s_but_for_the_last_digit_of_fp32(dtype, hidden):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, hidden, generator=generator).to(dtype)
     weight = torch.randn(hidden, generator=generator).to(dtype)

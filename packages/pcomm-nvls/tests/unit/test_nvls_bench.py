@@ -149,9 +149,7 @@ def test_a_quick_run_writes_its_rows(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("part", ["ranks", "one-gpu"])
-def test_parts_for_gpus_say_that_there_is_none(
-    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_for_gpus_say_that_there_is_none(part, tmp_path, capsys):
     assert run("--parts", part, "--csv", str(tmp_path / "rows.csv")) == NOT_HERE
     told = capsys.readouterr().err
     assert "GPU" in told

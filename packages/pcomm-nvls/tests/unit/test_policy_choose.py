@@ -117,9 +117,7 @@ def test_by_hand(world_size: int, operation: str, num_bytes: int, name: str) -> 
         ({"architecture": "sm_80"}, REDUCE, "all_reduce between 8 ranks of sm_80"),
     ],
 )
-def test_what_lamport_cannot_do_is_told(
-    facts: dict, question: CollectiveRequest, reason: str
-) -> None:
+def test_what_lamport_cannot_do_is_told(facts, question, reason):
     choice = choose(replace(H100, **facts), question, SHIPPED)
     (told,) = [line for line in choice.reasons if line.startswith("lamport: ")]
     assert reason in told
