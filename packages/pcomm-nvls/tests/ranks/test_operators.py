@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nvls_support.emulation import emulate
+from nvls_support.emulation import opened
+from pcomm import nvls
 from pcomm.core.errors import ClosedError, LayoutError, UnsupportedError
 from pcomm.core.groups.group import Group
 from pcomm.core.testing import assert_equal, ranks
@@ -41,13 +42,9 @@ class Layer(nn.Module):
 
 @ranks(2, leaves="tqdm's monitor, which torch.compile starts, lives as long as the process")
 def test_a_compiled_layer_equals_the_layer(rank: int) -> None:
-    emulate()
-    from pcomm.nvls.operators import WorkspaceOperators
-    from pcomm.nvls.workspace.workspace import Workspace
-
     group = Group.from_process_group("tp", default_group())
-    with Workspace(group, 1 << 14) as workspace, torch.no_grad():
-        layer = Layer(WorkspaceOperators(workspace))
+    with opened(1 << 14) as workspace, torch.no_grad():
+        layer = Layer(nvls.WorkspaceOperators(workspace))
         inner = group.collectives
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
         for rows in (2, 6):
@@ -79,12 +76,10 @@ def test_a_compiled_layer_equals_the_layer(rank: int) -> None:
 
 
 def test_one_rank_alone_gets_a_tensor_of_its_own() -> None:
-    from pcomm.nvls.operators import WorkspaceOperators
-    from pcomm.nvls.workspace.workspace import Workspace
 
     x = torch.arange(8.0)
-    with Workspace(Group("tp", (0,), None), 4096) as workspace:
-        operators = WorkspaceOperators(workspace)
+    with nvls.Workspace(Group("tp", (0,), None), 4096) as workspace:
+        operators = nvls.WorkspaceOperators(workspace)
         for result in (
             operators.all_gather(x),
             operators.reduce_scatter(x),
@@ -95,12 +90,10 @@ def test_one_rank_alone_gets_a_tensor_of_its_own() -> None:
 
 
 def test_torch_finds_nothing_wrong_with_them() -> None:
-    from pcomm.nvls.operators import WorkspaceOperators
-    from pcomm.nvls.workspace.workspace import Workspace
 
     x = torch.arange(16.0).view(4, 4)
-    with Workspace(Group("tp", (0,), None), 4096) as workspace:
-        operators, number = torch.ops.pcomm_nvls, WorkspaceOperators(workspace).number
+    with nvls.Workspace(Group("tp", (0,), None), 4096) as workspace:
+        operators, number = torch.ops.pcomm_nvls, nvls.WorkspaceOperators(workspace).number
         for checked in (x, x.t(), x.bfloat16(), x.long()):
             dims = (checked, number, 1, 1)
             torch.library.opcheck(operators.all_gather.default, dims, test_utils=CHECKS)
@@ -117,13 +110,11 @@ def test_torch_finds_nothing_wrong_with_them() -> None:
 
 def test_copies_use_the_same_workspace_and_pickles_none() -> None:
     """In another process its number is that of another workspace."""
-    from pcomm.nvls.operators import WorkspaceOperators
-    from pcomm.nvls.workspace.workspace import Workspace
 
     x = torch.ones(8)
-    with Workspace(Group("tp", (0,), None), 4096) as workspace:
+    with nvls.Workspace(Group("tp", (0,), None), 4096) as workspace:
         module = nn.Linear(8, 8)
-        module.workspace, module.operators = workspace, WorkspaceOperators(workspace)
+        module.workspace, module.operators = workspace, nvls.WorkspaceOperators(workspace)
         copied = copy.deepcopy(module)
         assert copied.workspace is workspace
         assert copied.operators.number == module.operators.number
