@@ -38,22 +38,12 @@ def opened(*specs: GroupSpec) -> Groups:
 
 def assert_moved(whole, old, new, group, source, round_bytes):
     rank = group.ranks[group.rank]
-    target = unset(whole.shards(new, rank))
-    found = redistribute(
-        old,
-        new,
-        group,
-        rank=rank,
-        source=source,
-        target=target,
-        param_layouts=whole.layouts(new, rank),
-        holders={0, 1, 2},
-        round_bytes=round_bytes,
-    )
+    arguments = whole.arguments(old, new, group, rank, {0, 1, 2}) | {"source": source}
+    found = redistribute(**arguments, round_bytes=round_bytes)
     for name, x in whole.shards(new, rank).items():
-        assert_equal(target[name], x)
+        assert_equal(arguments["target"][name], x)
     assert found.bytes_received == found.bytes_least
-    return target, found
+    return arguments["target"], found
 
 
 @ranks(4)

@@ -449,7 +449,7 @@ def _row_launch(
     arguments: dict[str, Any],
 ) -> Launch:
     """The launch of a kernel whose blocks hold one row each. Takes a turn of the workspace."""
-    turn, x = workspace.turn(), tensors.x
+    lease, x = workspace.turn(), tensors.x
     every = {
         "x": x.data_ptr(),
         "residual": tensors.residual.data_ptr(),
@@ -460,9 +460,9 @@ def _row_launch(
         "inverse_hidden": 1 / x.shape[1],
         "eps": eps,
         "KIND": kind_of(x.dtype),
-        "IN_PLACE": workspace.is_in_slot(x, turn),
+        "IN_PLACE": workspace.is_in_slot(x, lease),
         **arguments,
         "BLOCK": threads.block,
     }
-    launch = barrier_launch(kernel, workspace, choice, turn, every, tensors.all)
+    launch = barrier_launch(kernel, workspace, choice, lease, every, tensors.all)
     return replace(launch, num_warps=threads.num_warps, max_registers=threads.max_registers)
