@@ -120,7 +120,7 @@ class LogicalState:
     def arguments(
         self, old: NtpPlan, new: NtpPlan, group: Group, rank: int, holders: Collection[int]
     ) -> dict[str, Any]:
-        """Arguments of `redistribute` on a rank; those that hold state have shards of the old plan."""
+        """Arguments of `redistribute`; a rank that holds state has its shards of the old plan."""
         return {
             "old": old,
             "new": new,

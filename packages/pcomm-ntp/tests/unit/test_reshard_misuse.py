@@ -92,12 +92,7 @@ OTHER_JOB = {"new": plan(TOPOLOGY, Failures.at(LOST), {"w": Units.columns(8)})}
 # rank and of the others, and words of the latter.
 MISUSES: list[tuple[Any, Any, Any, Any, list[str]]] = [
     (4, cut_source, LayoutError, PeerError, [NAME, "rank 4"]),
-    (
-        1,
-        lambda a: change_both(a, in_fp64),
-        *2 * [DivergenceError],
-        ["[16, 3], bfloat16", "float64"],
-    ),
+    (1, lambda a: change_both(a, in_fp64), *2 * [DivergenceError], ["[16, 3], bf", "float64"]),
     (1, lambda a: change_both(a, renamed), *2 * [DivergenceError], [NAME]),
     (0, lambda a: a["target"].pop(NAME), ConfigError, PeerError, []),
     (0, lambda a: a.update(source={}), ConfigError, PeerError, []),

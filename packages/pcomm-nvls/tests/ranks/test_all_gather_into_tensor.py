@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nvls_support.emulation import opened
+from nvls_support.refusals import refused
 from pcomm import nvls
 from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.errors import (
@@ -92,8 +93,7 @@ def test_bad_input_is_refused_on_all_ranks_and_the_workspace_goes_on(rank: int) 
             nvls.all_gather_into_tensor(x.clone().requires_grad_(), workspace=workspace)
         with pytest.raises(LayoutError, match="a result of shape"):
             nvls.all_gather_into_tensor(x, out=torch.empty(4, 8), workspace=workspace)
-        with pytest.raises(LayoutError, match="dim=2"):
-            nvls.all_gather_into_tensor(x, workspace=workspace, dim=2)
+        refused(LayoutError, "dim=2", nvls.all_gather_into_tensor, x, workspace=workspace, dim=2)
         with pytest.raises(ConfigError, match="nccl"):
             nvls.all_gather_into_tensor(x, workspace=workspace, algo="nccl")  # type: ignore[arg-type]
         with pytest.raises(UnsupportedError, match="slot"):
@@ -105,10 +105,8 @@ def test_bad_input_is_refused_on_all_ranks_and_the_workspace_goes_on(rank: int) 
         assert nvls.all_gather_into_tensor(x[:, :0], workspace=workspace).shape == (8, 0)
         found = nvls.all_gather_into_tensor(x, workspace=workspace, algo="p2p")
         assert found[:, 0].tolist() == [0.0] * 4 + [1.0] * 4
-    with pytest.raises(ClosedError, match="workspace is closed"):
-        nvls.all_gather_into_tensor(x, workspace=workspace)
-    with pytest.raises(ConfigError if rank else PeerError, match="max_bytes"):
-        opened(0 if rank else 1 << 12)
+    refused(ClosedError, "workspace is closed", nvls.all_gather_into_tensor, x, workspace=workspace)
+    refused(ConfigError if rank else PeerError, "max_bytes", opened, 0 if rank else 1 << 12)
 
 
 def question_of(x: Tensor) -> Any:
@@ -156,12 +154,10 @@ def test_a_late_rank_may_read_what_was_queued_after_a_failure_and_then_raises(ra
                 patch.setattr(workspace, "check", lambda: None)
                 for number in (1, 2, 3):
                     run(number)
-            with pytest.raises(PeerTimeoutError, match="rank 1 did not signal"):
-                workspace.check()
+            refused(PeerTimeoutError, "rank 1 did not signal", workspace.check)
         agree_in_group(group, "test: rank 0 has queued", [])
         if rank == 1:
             # Of operation 3, which has the slot of operation 1.
             assert run(1) == [30.0, 11.0]
-            with pytest.raises(PeerTimeoutError, match="rank 0 did not signal"):
-                run(2)
+            refused(PeerTimeoutError, "rank 0 did not signal", run, 2)
         agree_in_group(group, "test: rank 1 is through", [])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nvls_support.emulation import opened
+from nvls_support.refusals import refused
 from pcomm import nvls
 from pcomm.core.control.agreement import agree_in_group
 from pcomm.core.errors import ConfigError, DivergenceError, PeerTimeoutError
@@ -44,12 +45,10 @@ def test_a_rank_that_comes_after_the_limit_of_another_gets_no_numbers(rank: int)
             if needs_entry:
                 workspace.turn()
             if rank == 0:
-                with pytest.raises(PeerTimeoutError, match="rank 1"):
-                    call()
+                refused(PeerTimeoutError, "rank 1", call)
             agree_in_group(workspace.group, "test: rank 0 has gone through its limit", [])
             if rank == 1:
-                with pytest.raises(PeerTimeoutError, match="rank 0"):
-                    call()
+                refused(PeerTimeoutError, "rank 0", call)
 
 
 @ranks(2)
@@ -98,8 +97,7 @@ def test_with_debug_calls_that_differ_are_an_error_before_they_run(rank: int) ->
             lambda: fused(fp8="rows" if rank else torch.ones(1)),
         ]
         for call in differing:
-            with pytest.raises(DivergenceError, match="detail"):
-                call()
+            refused(DivergenceError, "detail", call)
         assert workspace.num_launches == 0
         # Equal numbers are no difference, and kernels take those of Python.
         numbers = numpy.array([2, 2]) if rank else [2, 2]
@@ -148,5 +146,4 @@ def test_one_rank_alone_gets_tensors_of_its_own_whatever_it_asks_for(algo, stric
             rows, stream, _ = operation(x, x, x[0], 0.0, **named)
             assert_equal(stream, 2 * x)
             assert_equal(rows, x)
-        with pytest.raises(ConfigError, match="nccl"):
-            nvls.all_reduce(x, workspace=workspace, algo="nccl")  # type: ignore[arg-type]
+        refused(ConfigError, "nccl", nvls.all_reduce, x, workspace=workspace, algo="nccl")

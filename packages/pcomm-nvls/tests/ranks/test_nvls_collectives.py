@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nvls_support.emulation import emulate
+from nvls_support.refusals import refused
 from pcomm import nvls
 from pcomm.core.collectives.instrumented import SpyCollectives
 from pcomm.core.collectives.protocol import Collectives
@@ -197,8 +198,7 @@ def test_two_groups_at_once_and_many_one_after_the_other(rank: int) -> None:
             for made in (one, other, one):
                 assert_equal(made.all_reduce(x), torch.arange(8.0) * 3)
         assert one.workspace.num_launches == 2 * other.workspace.num_launches == 4
-    with pytest.raises(ClosedError, match="the workspace is closed"):
-        one.all_reduce(x)
+    refused(ClosedError, "the workspace is closed", one.all_reduce, x)
     mapped, files = num_mapped(), num_files()
     for _ in range(8):
         with opened(max_bytes=4096) as made:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nvls_support.emulation import emulate, opened
+from nvls_support.refusals import refused
 from pcomm import nvls
 from pcomm.core.errors import ConfigError, LayoutError
 from pcomm.core.testing import ranks
@@ -22,14 +23,10 @@ def test_gathers_refuse_inputs_where_other_ranks_store(rank: int) -> None:
         named: dict[str, Any] = {"workspace": workspace}
         for algo in ("auto", "p2p", "dist"):
             named["algo"] = algo
-            with pytest.raises(ConfigError, match="other ranks store"):
-                nvls.all_gather_into_tensor(view, **named)
-            with pytest.raises(ConfigError, match="other ranks store"):
-                nvls.all_gather_coalesced([x, view], **named)
-            with pytest.raises(ConfigError, match="other ranks store"):
-                nvls.all_gather_v(view, [4, 4], **named)
-            with pytest.raises(ConfigError, match="other ranks store"):
-                nvls.gather_to_rank(view, **named)
+            refused(ConfigError, "other ranks store", nvls.all_gather_into_tensor, view, **named)
+            refused(ConfigError, "other ranks store", nvls.all_gather_coalesced, [x, view], **named)
+            refused(ConfigError, "other ranks store", nvls.all_gather_v, view, [4, 4], **named)
+            refused(ConfigError, "other ranks store", nvls.gather_to_rank, view, **named)
             with pytest.raises(ConfigError, match="other ranks store"):
                 nvls.all_reduce_add_rmsnorm(x, view, x[0], 1e-5, **named)
             with pytest.raises(ConfigError, match="other ranks store"):
@@ -58,8 +55,7 @@ def test_an_operation_that_is_refused_uses_up_no_slot(rank: int) -> None:
             assert view.data_ptr() != last.data_ptr()
             assert view.tolist() == [0.0] * 8 + [1.0] * 8
             last = view
-        with pytest.raises(ConfigError, match="not handed out"):
-            nvls.all_reduce(last, **named)
+        refused(ConfigError, "not handed out", nvls.all_reduce, last, **named)
         addends = workspace.empty((8,), x.dtype).copy_(x)
         assert addends.data_ptr() != last.data_ptr()
         assert nvls.all_reduce(addends, **named).tolist() == [1.0] * 8
@@ -122,8 +118,7 @@ def test_results_of_any_strides_and_none_that_share_elements(rank: int) -> None:
             with pytest.raises(LayoutError, match="one place in memory"):
                 nvls.all_reduce(one, out=torch.zeros(1).expand(16), **named)
             inside = workspace.empty((17,), one.dtype)[1:]
-            with pytest.raises(ConfigError, match="other ranks read"):
-                nvls.all_reduce(one, out=inside, **named)
+            refused(ConfigError, "other ranks read", nvls.all_reduce, one, out=inside, **named)
         # Without a kernel, too, and in rank order.
         with pytest.raises(LayoutError, match="a result of shape"):
             nvls.all_reduce(integers, out=torch.zeros(16), workspace=workspace)
@@ -140,12 +135,9 @@ def test_an_opening_that_fails_leaves_nothing_mapped(rank: int) -> None:
 
     table = Table()
     fewer = Table(table.bands[:-1])
-    with pytest.raises(DivergenceError, match="policy"):
-        opened(1 << 14, table=fewer if rank else table)
+    refused(DivergenceError, "policy", opened, 1 << 14, table=fewer if rank else table)
     with open("/proc/self/maps") as maps:
         assert not [line for line in maps if "/dev/shm" in line]
     for wrong in ({"timeout_s": float("inf")}, {"timeout_s": float("nan")}, {"slots": 1.5}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            opened(1 << 14, **wrong)
-    with pytest.raises(ConfigError, match="as an integer"):
-        opened(1 << 14, lamport_bytes=1e4)
+        refused(ConfigError, next(iter(wrong)), opened, 1 << 14, **wrong)
+    refused(ConfigError, "as an integer", opened, 1 << 14, lamport_bytes=1e4)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nvls_support.emulation import opened
+from nvls_support.refusals import refused
 from pcomm import nvls
 from pcomm.core.errors import ConfigError, LayoutError, UnsupportedError
 from pcomm.core.testing import ranks
@@ -265,21 +266,17 @@ def test_what_does_not_fit_is_refused(rank: int) -> None:
         for dim in (0, 1):
             with pytest.raises(LayoutError, match=f"dim={dim} among 2 ranks"):
                 nvls.reduce_scatter_tensor(torch.ones(3, 7), dim=dim, **named)
-        with pytest.raises(LayoutError, match="dim=2"):
-            nvls.reduce_scatter_tensor(x, dim=2, **named)
+        refused(LayoutError, "dim=2", nvls.reduce_scatter_tensor, x, dim=2, **named)
         with pytest.raises(LayoutError, match="a result of shape"):
             nvls.reduce_scatter_tensor(x, out=torch.empty(4, 8), **named)
-        with pytest.raises(LayoutError, match="a result of shape"):
-            nvls.all_reduce(x, out=torch.empty(32), **named)
+        refused(LayoutError, "a result of shape", nvls.all_reduce, x, out=torch.empty(32), **named)
         with pytest.raises(LayoutError, match="1 tensors for the results"):
             nvls.all_gather_coalesced([x, x], outs=[None], **named)
         with pytest.raises(LayoutError, match=r"a tensor of shape \(\)"):
             nvls.all_gather_coalesced([torch.tensor(1.0)], **named)
         for operation in (nvls.all_reduce, nvls.reduce_scatter_tensor):
-            with pytest.raises(UnsupportedError, match="no backward"):
-                operation(x.clone().requires_grad_(), **named)
-            with pytest.raises(UnsupportedError, match="do not add"):
-                operation(x.long(), strict=True, **named)
+            refused(UnsupportedError, "no backward", operation, x.clone().requires_grad_(), **named)
+            refused(UnsupportedError, "do not add", operation, x.long(), strict=True, **named)
         with pytest.raises(UnsupportedError, match="slot"):
             nvls.all_gather_coalesced([torch.ones(512)] * 2, strict=True, **named)
         # One byte more than a multiple of 16 in one tensor, with a sum that is one.
@@ -288,9 +285,7 @@ def test_what_does_not_fit_is_refused(rank: int) -> None:
             nvls.all_gather_coalesced(odd, strict=True, **named)
         assert [one.sum().item() for one in nvls.all_gather_coalesced(odd, **named)] == [17, 31]
         view = workspace.empty((4, 8), torch.float32).fill_(rank + 1)
-        with pytest.raises(ConfigError, match="out at byte"):
-            nvls.all_reduce(view, out=view, algo="p2p", **named)
+        refused(ConfigError, "out at byte", nvls.all_reduce, view, out=view, algo="p2p", **named)
         assert nvls.all_reduce(view, algo="p2p", **named).unique().tolist() == [3.0]
-        with pytest.raises(ConfigError, match="a view of the workspace"):
-            nvls.all_reduce(view, algo="p2p", **named)
+        refused(ConfigError, "a view of the workspace", nvls.all_reduce, view, algo="p2p", **named)
         assert nvls.all_reduce(x[:, :0], out=x[:, :0], **named).shape == (4, 0)

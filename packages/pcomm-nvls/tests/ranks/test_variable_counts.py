@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nvls_support.emulation import opened
+from nvls_support.refusals import refused
 from pcomm import nvls
 from pcomm.core.errors import ConfigError, LayoutError, TopologyError, UnsupportedError
 from pcomm.core.testing import ranks
@@ -187,13 +188,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int) -> None
     with opened(1 << 12) as workspace:
         named: dict[str, Any] = {"workspace": workspace}
         for operation in (nvls.all_gather_v, nvls.reduce_scatter_v):
-            with pytest.raises(LayoutError, match="3 dimensions"):
-                operation(x[None], counts, **named)
+            refused(LayoutError, "3 dimensions", operation, x[None], counts, **named)
             for wrong in (counts.long(), counts[:1], [4], [-1, 9], [4.0, 4.0]):
                 with pytest.raises(LayoutError, match="one number of rows for each rank"):
                     operation(x, wrong, **named)
-            with pytest.raises(LayoutError, match="4 rows"):
-                operation(x, [3, 3], **named)
+            refused(LayoutError, "4 rows", operation, x, [3, 3], **named)
             with pytest.raises(LayoutError, match="a result of shape"):
                 operation(x, counts, out=torch.empty(8, 4), **named)
             with pytest.raises(UnsupportedError, match="no backward"):
@@ -202,10 +201,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int) -> None
                 operation(x, counts, algo="lamport", **named)
             with pytest.raises(ConfigError, match="other ranks read"):
                 operation(x, counts, out=workspace.empty((8, 8), x.dtype), **named)
-        with pytest.raises(TopologyError, match="a group of 2 ranks"):
-            nvls.gather_to_rank(x, destination=2, **named)
-        with pytest.raises(LayoutError, match="dim=2"):
-            nvls.gather_to_rank(x, dim=2, **named)
+        refused(TopologyError, "a group of 2 ranks", nvls.gather_to_rank, x, destination=2, **named)
+        refused(LayoutError, "dim=2", nvls.gather_to_rank, x, dim=2, **named)
         with pytest.raises(UnsupportedError, match="no such kernel"):
             nvls.gather_to_rank(x, algo="multimem", **named)
         # Rows of a quarter of a slot: four of them, or five.

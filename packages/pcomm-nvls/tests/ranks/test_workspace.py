@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nvls_support.emulation import emulate, opened
+from nvls_support.refusals import refused
 from pcomm import nvls
 from pcomm.core.errors import ClosedError, ConfigError, DivergenceError, PeerError, PeerTimeoutError
 from pcomm.core.groups.group import Group
@@ -33,15 +34,13 @@ def test_views_of_slots_are_valid_until_the_next_operation(rank: int) -> None:
             workspace.check_view(views[-1])
             assert torch.equal(views[-1], both + step)
             for view in views[:-1]:
-                with pytest.raises(ConfigError, match=f"operation {step} has begun"):
-                    workspace.check_view(view)
+                refused(ConfigError, f"operation {step} has begun", workspace.check_view, view)
             # What is used late in practice is a part of one.
             for part in (views[-1][3:], views[-1].view(2, 8)[1], views[-1].view(2, 8).t()):
                 workspace.check_view(part)
             if step:
                 for part in (views[-2][3:], views[-2].view(2, 8)[1]):
-                    with pytest.raises(ConfigError, match=f"operation {step} has begun"):
-                        workspace.check_view(part)
+                    refused(ConfigError, f"operation {step} has begun", workspace.check_view, part)
         # Of the third operation the memory is that of the first.
         assert views[2].data_ptr() == views[0].data_ptr() != views[1].data_ptr()
         workspace.check_view(x)
@@ -56,17 +55,14 @@ def test_an_input_that_was_written_in_place_is_used_once(rank: int) -> None:
     with opened() as workspace:
         view = workspace.empty((64,), torch.float32).fill_(rank + 1)
         # Asked for twice before the operation, it would be the same memory.
-        with pytest.raises(ConfigError, match="is still held"):
-            workspace.empty((8,), torch.float32)
+        refused(ConfigError, "is still held", workspace.empty, (8,), torch.float32)
         assert nvls.all_reduce(view, workspace=workspace, **named).unique().tolist() == [3]
         for _ in range(2):
             # In the turn of the other slot, and in that of its own, which was not handed out.
             with pytest.raises(ConfigError, match="not handed out"):
                 nvls.all_reduce(view, workspace=workspace, **named)
-        with pytest.raises(ConfigError, match="max_bytes=4096"):
-            workspace.empty((1025,), torch.float32)
-        with pytest.raises(RuntimeError, match="negative dimension"):
-            workspace.empty((-1, -1), torch.float32)
+        refused(ConfigError, "max_bytes=4096", workspace.empty, (1025,), torch.float32)
+        refused(RuntimeError, "negative dimension", workspace.empty, (-1, -1), torch.float32)
         # One that is gone, as after an error between, is in nobody's way.
         place = workspace.empty((4,), torch.float32).data_ptr()
         small = workspace.empty((4,), torch.float32).fill_(rank)
@@ -104,8 +100,7 @@ def test_memory_for_an_input_may_be_had_again_whatever_has_read_it(rank: int) ->
         # What has read another tensor does not count.
         kept = workspace.empty((4, 16), torch.float32).fill_(rank)
         nvls.all_reduce(weight, workspace=workspace, algo="dist")
-        with pytest.raises(ConfigError, match="is still held"):
-            workspace.empty((4, 16), torch.float32)
+        refused(ConfigError, "is still held", workspace.empty, (4, 16), torch.float32)
         assert nvls.all_reduce(kept, workspace=workspace, algo="p2p").unique().tolist() == [1]
 
 
@@ -133,8 +128,7 @@ def test_calls_that_differ_are_an_error_before_they_run(rank: int) -> None:
         with pytest.raises(DivergenceError, match="all_gather_into_tensor"):
             (nvls.all_gather_into_tensor if rank else nvls.all_reduce)(x, workspace=workspace)
         assert nvls.all_reduce(x, workspace=workspace).tolist() == [1.0] * 16
-    with pytest.raises(DivergenceError, match="max_bytes"):
-        opened(1 << (12 + rank))
+    refused(DivergenceError, "max_bytes", opened, 1 << (12 + rank))
 
 
 @ranks(2)

@@ -14,6 +14,7 @@ from triton.runtime import driver
 
 from nvls_support.calls import calls
 from nvls_support.fake_device import FakeStream, fake_driver, fake_workspace
+from nvls_support.refusals import refused
 from pcomm.core.errors import ConfigError, UnsupportedError
 from pcomm.nvls.collectives.gathers import all_gather_into_tensor
 from pcomm.nvls.collectives.ragged import all_gather_v
@@ -144,17 +145,14 @@ def test_a_repeated_call_keeps_to_the_stream_and_to_the_workspace(workspace, str
     for _ in range(4):
         all_reduce(X, workspace=workspace)
     stream.handle += 1
-    with pytest.raises(ConfigError, match="another stream"):
-        all_reduce(X, workspace=workspace)
+    refused(ConfigError, "another stream", all_reduce, X, workspace=workspace)
     stream.handle -= 1
     workspace.failure_word.value = 3
-    with pytest.raises(Exception, match="rank 2 did not signal"):
-        all_reduce(X, workspace=workspace)
+    refused(Exception, "rank 2 did not signal", all_reduce, X, workspace=workspace)
     workspace.failure_word.value = 0
     all_reduce(X, workspace=workspace)
     workspace.close()
-    with pytest.raises(Exception, match="closed"):
-        all_reduce(X, workspace=workspace)
+    refused(Exception, "closed", all_reduce, X, workspace=workspace)
 
 
 def test_a_capture_refuses_to_compile_and_names_what_to_call(workspace, stream, launches):
@@ -170,8 +168,7 @@ def test_a_capture_refuses_to_compile_and_names_what_to_call(workspace, stream, 
     stream.captured = True
     # With the entry barrier that an operation in a graph has: compiled by the call before.
     all_reduce(X, workspace=workspace, algo="multimem")
-    with pytest.raises(ConfigError, match=r"(?s)all_gather_v.*ENTRY=True.*Workspace.prepare"):
-        step()
+    refused(ConfigError, r"(?s)all_gather_v.*ENTRY=True.*Workspace.prepare", step)
     stream.captured = False
     before, generation = len(launches), workspace.turns.rotation.generation
     workspace.prepare(step)
@@ -202,8 +199,7 @@ def test_memory_that_was_handed_out_keeps_to_its_stream(workspace, stream):
         lambda: all_reduce(x, workspace=workspace),
         lambda: workspace.empty((8,), X.dtype),
     ):
-        with pytest.raises(ConfigError, match="another stream"):
-            again()
+        refused(ConfigError, "another stream", again)
     stream.handle -= 1
     all_reduce(x, workspace=workspace)
     assert workspace.num_launches == 1
@@ -223,8 +219,7 @@ def test_a_recording_that_is_given_up_has_used_no_turn(workspace, stream):
             workspace.empty(X.shape, X.dtype)
             raise RuntimeError("given up")
 
-    with pytest.raises(RuntimeError, match="given up"):
-        record()
+    refused(RuntimeError, "given up", record)
     stream.captured = False
     turn = workspace.turn()
     assert (turn.generation, turn.slot, turn.needs_entry, turn.is_prepared) == (3, 1, False, False)
@@ -249,8 +244,7 @@ def test_memory_that_was_handed_out_keeps_to_its_graph(workspace, stream, launch
         all_reduce(X, workspace=workspace, algo="p2p")
         x = workspace.empty(X.shape, X.dtype)
     stream.captured = not first_in_graph
-    with pytest.raises(ConfigError, match="in the same CUDA graph"):
-        all_reduce(x, workspace=workspace, algo="p2p")
+    refused(ConfigError, "in the same CUDA graph", all_reduce, x, workspace=workspace, algo="p2p")
     # The turn was not used up, and the operation that has it meets the others before it writes.
     turn = workspace.turn()
     assert (turn.generation, turn.slot, turn.needs_entry) == (1, 1, True)
@@ -270,8 +264,7 @@ def test_a_launch_that_fails_uses_up_no_slot(workspace, monkeypatch):
             with pytest.raises(RuntimeError, match="out of registers"):
                 all_reduce(X, workspace=workspace, algo="p2p")
         x = workspace.empty(X.shape, X.dtype)
-        with pytest.raises(RuntimeError, match="out of registers"):
-            all_reduce(x, workspace=workspace, algo="p2p")
+        refused(RuntimeError, "out of registers", all_reduce, x, workspace=workspace, algo="p2p")
     turn = workspace.turn()
     assert (turn.slot, turn.generation, turn.is_prepared) == (1, 1, True)
 
@@ -280,8 +273,7 @@ def test_a_wait_that_fails_hands_nothing_out(workspace: Workspace, stream: FakeS
     stream.captured = True
     for _ in range(2):
         # The second time, too: in a graph the slot is written to by each replay.
-        with pytest.raises(ConfigError, match="wait_for_all_kernel"):
-            workspace.empty(X.shape, X.dtype)
+        refused(ConfigError, "wait_for_all_kernel", workspace.empty, X.shape, X.dtype)
     assert workspace.turns.rotation.generation == 0
 
 
@@ -328,8 +320,7 @@ def test_a_result_in_the_workspace_is_refused_again(workspace: Workspace) -> Non
     inside = workspace.memory.buffer()[start : start + X.nbytes].view(X.dtype).view(X.shape)
     with pytest.raises(ConfigError, match="memory that other ranks read"):
         all_reduce(X, out=inside, workspace=workspace, algo="p2p")
-    with pytest.raises(ConfigError, match="not handed out"):
-        all_reduce(inside, workspace=workspace, algo="p2p")
+    refused(ConfigError, "not handed out", all_reduce, inside, workspace=workspace, algo="p2p")
 
 
 def test_a_repeated_call_keeps_to_what_an_out_means(workspace, launches):
@@ -409,8 +400,7 @@ def test_the_driver_refuses_what_no_launcher_takes(launches: list[tuple[Any, ...
                 with pytest.raises(TypeError):
                     runner.start(*changed)
         for changed in (good[:-1], [*good, 0]):
-            with pytest.raises(TypeError, match="parameters"):
-                runner.start(*changed)
+            refused(TypeError, "parameters", runner.start, *changed)
     assert [one[1] for one in launches] == [good[0], good[0], good[0] // 2]
 
 
