@@ -43,13 +43,13 @@ def test_an_operation_that_is_refused_uses_up_no_slot(rank: int) -> None:
         last = nvls.all_gather_into_tensor(x, copy=False, **named)
         for _ in range(3):
             # Three, so that the slots that they would have used are not those of a whole round.
-            for refused, algo in (
+            for operation, algo in (
                 (nvls.all_reduce, "p2p"),
                 (nvls.reduce_scatter_tensor, "lamport"),
                 (nvls.reduce_scatter_tensor, "p2p"),
             ):
-                with pytest.raises(ConfigError, match="not handed out"):
-                    refused(last, workspace=workspace, algo=algo)
+                options = {"workspace": workspace, "algo": algo}
+                refused(ConfigError, "not handed out", operation, last, **options)
             # Another rank may still read the last result, and has not been waited for.
             view = nvls.all_gather_into_tensor(x, copy=False, **named)
             assert view.data_ptr() != last.data_ptr()
