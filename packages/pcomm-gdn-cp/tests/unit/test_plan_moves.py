@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcomm.core.collectives.instrumented import SpyCollectives
-from pcomm.core.exchange.exchange import Exchange
-from pcomm.core.layout import Layout
 from pcomm.core.testing.assertions import assert_equal
 from pcomm.core.testing.virtual import VirtualCollectives, run_virtual
 from pcomm.gdn_cp import AttentionSpec, GdnSpec, Mamba2Spec, Spec, make_plan
@@ -79,26 +77,6 @@ def test_heads_there_and_back_and_the_gradients(
         for one, grad, part in zip(expected, grads, share.sections, strict=True):
             # Every copy of a key head has had the same gradient here.
             assert_equal(grad, one * part.copies)
-
-
-def test_one_section_moves_as_an_exchange_of_core_does() -> None:
-    size, heads = 4, 8
-    spec = AttentionSpec(heads, heads, 2)
-    x = numbered(128, heads * 2)
-
-    def on_rank(collectives: VirtualCollectives) -> None:
-        plan = make_plan(PACK, collectives, spec, strategy="heads")
-        tokens = plan.tokens.layout
-        exchange = Exchange(
-            {0: tokens, 1: Layout.whole(heads * 2, size)},
-            {0: Layout.whole(128, size), 1: Layout.even(heads * 2, size)},
-        )
-        mine = plan.shard(x)
-        assert_equal(
-            plan.to_heads(spec, [mine] * 3)[1].contiguous(), exchange.apply(mine, collectives)
-        )
-
-    run_virtual(on_rank, size)
 
 
 def works(spec: Spec, size: int, strategy: str) -> bool:
