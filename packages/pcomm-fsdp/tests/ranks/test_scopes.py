@@ -126,6 +126,9 @@ def test_experts_have_groups_and_a_divisor(rank: int, sizes: tuple[int, int]) ->
             of_name = each if "expert" in name else [sum(each)]  # type: ignore[arg-type]
             squares += sum(one.square().sum() for one in of_name)  # type: ignore[union-attr]
         torch.testing.assert_close(norm, squares.sqrt(), rtol=1e-12, atol=0)
+        # Torch's own adds up over all the groups of an expert.
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        torch.testing.assert_close(nn.utils.get_total_norm(gradients), norm, rtol=1e-12, atol=0)
         for name, grad in sharded.full_gradients().items():
             if "expert" in name:
                 expected = models[mine].get_parameter(name).grad
