@@ -253,7 +253,11 @@ def swapped(states: Tensor) -> Tensor:
 
 
 @CORES
-@pytest.mark.parametrize("change", [torch.zeros_like, Tensor.detach, swapped, None], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [torch.zeros_like, Tensor.detach, swapped, None],
+    ids=["zero", "detached", "swapped", "none"],
+)
 def test_a_wrong_state_shows_by_far(
     core: Any, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
