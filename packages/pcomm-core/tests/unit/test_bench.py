@@ -69,10 +69,17 @@ def test_without_a_name_it_lists_and_imports_nothing(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("words", [[], ["gdn-cp", "--quick"]])
+@pytest.mark.parametrize("is_at_the_top", [False, True])
 def test_a_wheel_has_no_benchmarks_and_says_so(
-    words: list[str], checkout: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    is_at_the_top: bool,
+    checkout: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.rmtree(checkout)
+    if is_at_the_top:  # as `pip install --target /app` leaves it
+        monkeypatch.setattr(cli, "__file__", "/app/pcomm/core/cli.py")
     assert cli.main(["bench", *words]) == 2
     told = capsys.readouterr().err
     assert "They are part of a checkout of pcomm, and of no wheel." in told
