@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing as mp
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,13 @@ from pcomm.ntp.session.failure_detection import SuspectedFailure
 TOPOLOGY = Topology({"dp": 2, "tp": 2})
 
 
+def run_ranks(size: int, task: Callable[..., Any], *args: Any) -> dict[int, RankReport]:
+    """Reports of ranks that do a task, of which some may end on the way."""
+    with ResilientRanks(size, preload=PRELOAD) as ranks:
+        ranks.start(task, args)
+        return ranks.wait(timeout_s=scaled_s(60.0))
+
+
 def assert_survivors(reports: Mapping[int, RankReport], until: int) -> dict[int, Any]:
     """What the ranks that finished saw, which is what one process would."""
     found = {rank: report.result for rank, report in reports.items() if report.has_finished}
@@ -55,9 +62,7 @@ def test_kills_in_forward_in_recovery_and_within_the_optimizer() -> None:
     # The second one strikes while the ranks that are left recover from the first.
     faults = (Fault(1, "forward", 1), Fault(5, "build", 1), Fault(2, "optimizer", 2))
     topology = Topology({"dp": 2, "tp": 3})
-    with ResilientRanks(6, preload=PRELOAD) as ranks:
-        ranks.start(train_in_session, (topology, 4, faults))
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    reports = run_ranks(6, train_in_session, topology, 4, faults)
     seen = assert_survivors(reports, 4)
     assert sorted(seen) == [0, 3, 4]
     for own in seen.values():
@@ -68,9 +73,7 @@ def test_kills_in_forward_in_recovery_and_within_the_optimizer() -> None:
 def test_ranks_that_did_not_hear_that_all_are_ready_follow_those_that_did() -> None:
     # Rank 0 applies the step and goes on, rank 1 meets an error; nobody is gone.
     faults = (Fault(1, "ready", 1, 0), Fault(0, "backward", 3, 0))
-    with ResilientRanks(2, preload=PRELOAD) as ranks:
-        ranks.start(train_in_session, (Topology({"dp": 2, "tp": 1}), 4, faults))
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    reports = run_ranks(2, train_in_session, Topology({"dp": 2, "tp": 1}), 4, faults)
     seen = assert_survivors(reports, 4)
     assert [one.step for one in seen[0].steps] == [0, 1, 2, 3]
     assert [one.step for one in seen[1].steps] == [0, 2, 3]
@@ -81,9 +84,7 @@ def test_ranks_that_did_not_hear_that_all_are_ready_follow_those_that_did() -> N
 @pytest.mark.parametrize("setbacks", [4, 5])
 def test_an_error_in_every_generation_is_raised_in_the_end(setbacks: int) -> None:
     faults = [Fault(0, "forward", 1, 0), *(Fault(0, "build", 1 + n, 0) for n in range(setbacks))]
-    with ResilientRanks(2, preload=PRELOAD) as ranks:
-        ranks.start(train_in_session, (Topology({"dp": 1, "tp": 2}), 2, faults))
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    reports = run_ranks(2, train_in_session, Topology({"dp": 1, "tp": 2}), 2, faults)
     if setbacks < 5:
         assert assert_survivors(reports, 2)[0].generations == [(0, 1), (0, 1)]
     else:
@@ -113,9 +114,9 @@ def test_two_sessions_in_one_process_do_not_disturb_each_other() -> None:
     host = mp.get_context("forkserver").Process(target=host_store, args=(theirs,), daemon=True)
     host.start()
     port = ours.recv()
-    with ResilientRanks(2, preload=PRELOAD) as ranks:
-        ranks.start(train_two, (port, Topology({"dp": 2, "tp": 1}), 4, Fault(1, "forward", 2, 0)))
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    reports = run_ranks(
+        2, train_two, port, Topology({"dp": 2, "tp": 1}), 4, Fault(1, "forward", 2, 0)
+    )
     host.kill()
     host.join()
     assert all(report.has_finished for report in reports.values()), reports
@@ -156,9 +157,7 @@ def test_a_state_that_is_lost_with_its_ranks_is_restored_or_an_error() -> None:
     # state has moved.
     faults = (Fault(1, "forward", 2), Fault(3, "build", 1))
     for restore in (None, from_the_start):
-        with ResilientRanks(4, preload=PRELOAD) as ranks:
-            ranks.start(train_in_session, (TOPOLOGY, 3, faults, {"restore": restore}))
-            reports = ranks.wait(timeout_s=scaled_s(60.0))
+        reports = run_ranks(4, train_in_session, TOPOLOGY, 3, faults, {"restore": restore})
         if restore is None:
             errors = {rank: report.error for rank, report in reports.items()}
             assert isinstance(errors[0], StateLostError), errors
@@ -191,11 +190,9 @@ def test_ranks_that_cannot_go_on_save_what_they_hold_before_the_error(gone, save
 def test_a_tensor_parallel_group_that_is_left_of_those_of_a_replica_saves(dies, tmp_path):
     topology = Topology({"dp": 1, "cp": 2, "tp": 2})
     options = {"at_end": partial(save_state, folder=tmp_path, dies=dies)}
-    with ResilientRanks(4, preload=PRELOAD) as ranks:
-        # The second rank dies in the generation that misses the first one.
-        faults = (Fault(2, "forward", 1), Fault(3, "build", 1))
-        ranks.start(train_in_session, (topology, 4, faults, options))
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    # The second rank dies in the generation that misses the first one.
+    faults = (Fault(2, "forward", 1), Fault(3, "build", 1))
+    reports = run_ranks(4, train_in_session, topology, 4, faults, options)
     error = reports[0].error
     assert isinstance(error, TopologyError), reports[0]
     if dies is None:
@@ -240,10 +237,8 @@ def test_a_rank_without_units_waits_with_the_others_and_gets_some_when_a_process
     # Seven ranks are no faster than six, since the busiest one has two of 11 columns either way.
     options = {"failures": Failures.from_global_ranks([7]), "policy": Policy(rounding="nice")}
     hold = partial(hold_for_joins, counts={1: 1})
-    with ResilientRanks(8, preload=PRELOAD) as ranks:
-        topology = Topology({"dp": 1, "tp": 8})
-        ranks.start(train_in_session, (topology, 3, (), options, hold))
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    topology = Topology({"dp": 1, "tp": 8})
+    reports = run_ranks(8, train_in_session, topology, 3, (), options, hold)
     seen = assert_survivors(reports, 3)
     # Taken in after step 0 or step 1, as soon as it asked.
     assert [one.step for one in seen[6].steps] in ([1, 2], [2])
@@ -253,9 +248,7 @@ def test_a_rank_without_units_waits_with_the_others_and_gets_some_when_a_process
 
 def test_a_slow_rank_gets_fewer_units_from_the_next_step_on() -> None:
     slow = partial(slow_down_at, step=1, rank=1, speed=0.5)
-    with ResilientRanks(2, preload=PRELOAD) as ranks:
-        ranks.start(train_in_session, (Topology({"dp": 1, "tp": 2}), 3, (), None, slow))
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    reports = run_ranks(2, train_in_session, Topology({"dp": 1, "tp": 2}), 3, (), None, slow)
     seen = assert_survivors(reports, 3)
     columns = [
         [own.states[step][1]["fc2.weight"][0].shape[1] for step in (1, 2)] for own in seen.values()
@@ -268,9 +261,7 @@ def test_a_rank_that_becomes_idle_gives_its_units_to_the_others_and_waits() -> N
     # With rank 1 so slow, rank 0 is faster alone; weights split along either dim leave rank 1.
     slow = partial(slow_down_at, step=1, rank=1, speed=0.01)
     options = {"policy": Policy(rounding="nice")}
-    with ResilientRanks(2, preload=PRELOAD) as ranks:
-        ranks.start(train_in_session, (Topology({"dp": 1, "tp": 2}), 3, (), options, slow))
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    reports = run_ranks(2, train_in_session, Topology({"dp": 1, "tp": 2}), 3, (), options, slow)
     assert all(report.has_finished for report in reports.values()), reports
     seen = {rank: report.result for rank, report in reports.items()}
     assert [one.step for one in seen[1].steps] == [0, 1]
@@ -278,9 +269,7 @@ def test_a_rank_that_becomes_idle_gives_its_units_to_the_others_and_waits() -> N
 
 
 def test_a_caller_sees_the_norm_before_the_step_is_applied() -> None:
-    with ResilientRanks(2, preload=PRELOAD) as ranks:
-        ranks.start(_stop_at_infinity)
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    reports = run_ranks(2, _stop_at_infinity)
     for report in reports.values():
         steps, weights, refusal = report.result
         assert steps == [0]
@@ -319,9 +308,7 @@ def _stop_at_infinity(place: RankPlace) -> tuple[list[int], list[float], str]:
 
 
 def test_a_rank_that_leaves_the_loop_alone_ends_the_others_with_its_name() -> None:
-    with ResilientRanks(3, preload=PRELOAD) as ranks:
-        ranks.start(_leave_at_one)
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    reports = run_ranks(3, _leave_at_one)
     for rank in (0, 2):
         error = reports[rank].error
         assert isinstance(error, ConfigError), reports[rank]
@@ -351,9 +338,7 @@ def _leave_at_one(place: RankPlace) -> None:
 @pytest.mark.parametrize("point", ["forward", "ready"])
 def test_buffers_and_learning_rates_of_a_step_count_once(point: str) -> None:
     # Rank 0 repeats the forward, or does not come to the line behind commit; rank 1 does.
-    with ResilientRanks(2, preload=PRELOAD) as ranks:
-        ranks.start(count_in_session, (4, point, 2))
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    reports = run_ranks(2, count_in_session, 4, point, 2)
     # Gradients are the numbers of the steps.
     weight = 1 - sum(step * 0.5**step for step in range(4))
     assert [report.result for report in reports.values()] == [(4, 0.5**4, weight)] * 2
@@ -374,7 +359,5 @@ def test_a_newcomer_ends_with_those_that_were_asked_to_stop() -> None:
 
 def test_a_rank_that_meets_the_same_error_for_ever_leaves_the_others() -> None:
     faults = (Fault(1, "forward", 1, 0),) * 9
-    with ResilientRanks(2, preload=PRELOAD) as ranks:
-        ranks.start(train_in_session, (Topology({"dp": 2, "tp": 1}), 3, faults))
-        reports = ranks.wait(timeout_s=scaled_s(60.0))
+    reports = run_ranks(2, train_in_session, Topology({"dp": 2, "tp": 1}), 3, faults)
     assert isinstance(reports[1].error, SuspectedFailure)

@@ -6,11 +6,11 @@ Each case is a kernel with the flags that change its code, on 8 ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
@@ -26,19 +26,15 @@ from nvls_support.compiled import (
     compile_kernel,
     problems_of,
 )
+from pcomm.nvls.collectives.fused_rmsnorm import row_threads
 
 NUM_WARPS = 16
 THREADS = 32 * NUM_WARPS
 ADDRESS = 1 << 43
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of its own: kernels are compiled here, not found."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield
+# A row of DeepSeek-V3, in numbers.
+HIDDEN = 7168
+ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+pytestmark = pytest.mark.usefixtures("fresh_triton_cache")
 
 
 def launch_of(case: str, way: str) -> tuple[Any, dict[str, Any]]:
@@ -69,68 +65,143 @@ def launch_of(case: str, way: str) -> tuple[Any, dict[str, Any]]:
     return all_gather_coalesced_kernel, arguments | tensors | lengths | {"TENSORS": 3}
 
 
+def row_launch_of(case: str, way: str) -> tuple[Any, dict[str, Any], int]:
+    """A kernel, arguments as a launch would pass them, and its warps."""
+    from pcomm.nvls.kernels.fused_rmsnorm import (
+        all_reduce_add_rmsnorm_kernel,
+        reduce_scatter_add_rmsnorm_all_gather_kernel,
+    )
+    from pcomm.nvls.kernels.gathers import gather_to_rank_kernel
+    from pcomm.nvls.kernels.ragged import all_gather_v_kernel, reduce_scatter_v_kernel
+
+    name, _, flags = case.partition(" ")
+    kind, _, form = flags.partition(" ")
+    arguments = {**any_arguments(8, way), "x": ADDRESS, "out": ADDRESS, "ENTRY": True}
+    if name in ("all_gather_v", "reduce_scatter_v"):
+        rows = {"most_rows": 100, "total_rows": 800, "row_vectors": HIDDEN // 8}
+        arguments |= rows | {"counts": torch.zeros(8, dtype=torch.int32), "BLOCK": 512}
+        if name == "all_gather_v":
+            return all_gather_v_kernel, arguments, 16
+        return reduce_scatter_v_kernel, arguments | {"KIND": kind, "IN_PLACE": False}, 16
+    if name == "gather_to_rank":
+        arguments |= {"num_vectors": 640, "row_vectors": 64, "destination": 3}
+        return gather_to_rank_kernel, arguments | {"BLOCK": 512}, 16
+    threads = row_threads(HIDDEN, ITEMSIZES[kind], halves=form in ("rows", "given"))
+    assert threads is not None
+    tensors = dict.fromkeys(("residual", "weight", "new_residual"), ADDRESS)
+    arguments |= tensors | {"num_rows": 64, "row_vectors": HIDDEN * ITEMSIZES[kind] // 16}
+    arguments |= {"inverse_hidden": 1 / HIDDEN, "eps": 1e-5, "IN_PLACE": False}
+    arguments |= {"KIND": kind, "BLOCK": threads.block}
+    if name == "all_reduce_add":
+        shots = {"TWO_SHOT": form == "two"}
+        return all_reduce_add_rmsnorm_kernel, arguments | shots, threads.num_warps
+    scales = ADDRESS if form == "no" else torch.zeros(64)
+    arguments |= {"scales": scales, "FP8": form}
+    return reduce_scatter_add_rmsnorm_all_gather_kernel, arguments, threads.num_warps
+
+
 @cache
 def compiled(case: str, way: str, capability: int) -> CompiledKernel:
-    kernel, arguments = launch_of(case, way)
-    return compile_kernel(kernel, arguments, capability, num_warps=NUM_WARPS)
+    if case not in ROW_CASES:
+        kernel, arguments = launch_of(case, way)
+        return compile_kernel(kernel, arguments, capability, num_warps=NUM_WARPS)
+    kernel, arguments, num_warps = row_launch_of(case, way)
+    limit = min(65536 // (32 * num_warps), 128)
+    return compile_kernel(kernel, arguments, capability, num_warps=num_warps, max_registers=limit)
 
 
+BF16, FP16, FP32 = "add.acc::f32.v4.bf16x2", "add.acc::f32.v4.f16x2", "add.v4.f32"
 # Of each case: barriers, stores to all ranks, and instructions that sum over all ranks.
 CASES = {
     "all_gather": (2, 1, ""),
     "all_gather_coalesced": (2, 3, ""),
-    "reduce_scatter bf16": (2, 0, "add.acc::f32.v4.bf16x2"),
-    "reduce_scatter fp16": (2, 0, "add.acc::f32.v4.f16x2"),
-    "reduce_scatter fp32": (2, 0, "add.v4.f32"),
-    "reduce_scatter bf16 in place": (2, 0, "add.acc::f32.v4.bf16x2"),
-    "one_shot bf16": (2, 0, "add.acc::f32.v4.bf16x2"),
-    "two_shot bf16": (3, 1, "add.acc::f32.v4.bf16x2"),
+    "reduce_scatter bf16": (2, 0, BF16),
+    "reduce_scatter fp16": (2, 0, FP16),
+    "reduce_scatter fp32": (2, 0, FP32),
+    "reduce_scatter bf16 in place": (2, 0, BF16),
+    "one_shot bf16": (2, 0, BF16),
+    "two_shot bf16": (3, 1, BF16),
 }
-# The same in machine code. Without `.acc::f32` the first two are LDGMC.E.ADD.
+# The same of kernels of rows, and loads and stores of 4 bytes that are no epochs: counts, and
+# scales of rows. Loops over 8 ranks are unrolled.
+ROW_CASES = {
+    "all_gather_v": (2, 1, "", 17, 0),
+    "reduce_scatter_v bf16": (2, 0, BF16, 17, 0),
+    "gather_to_rank": (2, 0, "", 0, 0),
+    "all_reduce_add bf16 one": (2, 0, BF16, 0, 0),
+    "all_reduce_add fp16 two": (3, 1, FP16, 0, 0),
+    "reduce_scatter_add fp32 no": (3, 1, FP32, 0, 0),
+    "reduce_scatter_add bf16 given": (3, 1, BF16, 1, 0),
+    "reduce_scatter_add bf16 rows": (3, 2, BF16, 0, 8),
+}
+# The same sums in machine code. Without `.acc::f32` the first two are LDGMC.E.ADD.
 SUMS = {
-    "bf16": {90: "LDGMC.E.F32ADD.BF16x8", 100: "LDGMC.E.HPADD.BF16x8"},
-    "fp16": {90: "LDGMC.E.F32ADD.F16x8", 100: "LDGMC.E.HPADD.F16x8"},
-    "fp32": {90: "LDGMC.E.ADD.F32x4", 100: "LDGMC.E.ADD.F32x4"},
+    BF16: {90: "LDGMC.E.F32ADD.BF16x8", 100: "LDGMC.E.HPADD.BF16x8"},
+    FP16: {90: "LDGMC.E.F32ADD.F16x8", 100: "LDGMC.E.HPADD.F16x8"},
+    FP32: {90: "LDGMC.E.ADD.F32x4", 100: "LDGMC.E.ADD.F32x4"},
 }
+KINDS = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+
+# The way changes one piece of code in each kernel, and Blackwell differs in the instruction of the
+# switch: one case of each kernel by peers, and each sum on Blackwell.
+BY_PEERS = ["all_gather", "reduce_scatter bf16", "one_shot bf16", "two_shot bf16", "all_gather_v"]
+BY_PEERS += ["gather_to_rank", "all_reduce_add fp16 two", "reduce_scatter_add bf16 rows"]
+ON_BLACKWELL = ["all_gather", *(f"reduce_scatter {kind}" for kind in KINDS)]
+ON_BLACKWELL += ["reduce_scatter_v bf16", "all_reduce_add fp16 two", "reduce_scatter_add fp32 no"]
+KEPT = {("peers", 90): BY_PEERS, ("multicast", 100): ON_BLACKWELL, ("peers", 100): []}
+TARGETS = [
+    pytest.param(case, *target, marks=[] if case in KEPT.get(target, [case]) else pytest.mark.soak)
+    for case in (*CASES, *ROW_CASES)
+    for target in (("multicast", 90), *KEPT)
+]
 
 
-# As for the kernels of rows: one case of each kernel by peers, and each sum on Blackwell.
-BY_PEERS = ["all_gather", "reduce_scatter bf16", "one_shot bf16", "two_shot bf16"]
-ON_BLACKWELL = ["all_gather", *(f"reduce_scatter {kind}" for kind in SUMS)]
-KEPT = {("multicast", 90): [*CASES], ("peers", 90): BY_PEERS, ("multicast", 100): ON_BLACKWELL}
+@pytest.mark.parametrize(("case", "way", "capability"), TARGETS)
+def test_kernels_keep_the_rules(case: str, way: str, capability: int) -> None:
+    barriers, puts, sums, loads, stores = ROW_CASES.get(case) or (*CASES[case], 0, 0)
+    kernel = compiled(case, way, capability)
+    assert f".target sm_{capability}a" in kernel.ptx
+    narrow = {"ld.global.b32": loads, "st.global.b32": stores}
+    assert problems_of(kernel.ptx, barriers=barriers, control=narrow) == ()
+    found = accesses(kernel.ptx)
+    multicast = way == "multicast"
+    assert found["multimem.st.release.sys.global.u32"] == barriers * multicast
+    stored = found["multimem.st.relaxed.sys.global.v4.f32"]
+    # Rows that are longer than a block are stored in several pieces.
+    assert (stored > 0) == (puts > 0 and multicast)
+    assert case in ROW_CASES or stored == puts * multicast
+    summed = {name for name in found if "ld_reduce" in name}
+    whole = f"multimem.ld_reduce.relaxed.sys.global.{sums}"
+    assert summed == ({whole} if sums and multicast else set())
+    assert case in ROW_CASES or found[whole] == len(summed)
+    usage = kernel.resources()
+    assert usage["LOCAL"] == 0
+    if case in CASES:
+        # Registers for two blocks of this size at a time, none spilled, and no shared memory.
+        assert usage["REG"] <= 64
+        assert usage["STACK"] == kernel.shared_bytes == 0
+        return
+    # One block of 512 threads at least. A few numbers of long rows of fp32 go to local memory: 32
+    # bytes with Triton 3.7, 40 with 3.6.
+    assert usage["REG"] <= 128
+    assert usage["STACK"] <= (40 if "fp32" in case else 0)
+    # A reduction has a word for each warp; two words of each vector change their threads for fp8.
+    assert kernel.shared_bytes <= (8192 if case.endswith((" given", " rows")) else 64)
+    assert (kernel.shared_bytes == 0) == ("add" not in case)
 
 
 @pytest.mark.parametrize(
     ("case", "way", "capability"),
     [
-        pytest.param(
-            case,
-            way,
-            capability,
-            marks=[] if case in KEPT.get((way, capability), ()) else pytest.mark.soak,
-        )
-        for case in CASES
-        for way in ("multicast", "peers")
-        for capability in (90, 100)
+        p
+        for p in TARGETS
+        if (ROW_CASES.get(p.values[0]) or ("",) * 3)[2] and p.values[1] == "multicast"
     ],
 )
-def test_kernels_keep_the_rules(case: str, way: str, capability: int) -> None:
-    barriers, puts, sums = CASES[case]
-    kernel = compiled(case, way, capability)
-    assert f".target sm_{capability}a" in kernel.ptx
-    assert problems_of(kernel.ptx, barriers=barriers) == ()
-    found = accesses(kernel.ptx)
-    multicast = way == "multicast"
-    assert found["multimem.st.release.sys.global.u32"] == barriers * multicast
-    assert found["multimem.st.relaxed.sys.global.v4.f32"] == puts * multicast
-    summed = [name for name in found if "ld_reduce" in name]
-    whole = f"multimem.ld_reduce.relaxed.sys.global.{sums}"
-    assert summed == ([whole] if sums and multicast else [])
-    assert found[whole] == len(summed)
-    # Registers for two blocks of this size at a time, none spilled, and no shared memory.
-    usage = kernel.resources()
-    assert usage["REG"] <= 64
-    assert usage["STACK"] == usage["LOCAL"] == kernel.shared_bytes == 0
+def test_the_switch_adds_rows_in_fp32(case: str, way: str, capability: int) -> None:
+    code = compiled(case, way, capability).machine_code()
+    wanted = SUMS[ROW_CASES[case][2]][capability]
+    assert set(re.findall(r"\bLDGMC\.[\w.]*?(?:x8|x4)", code)) == {wanted}
 
 
 @pytest.mark.parametrize(
@@ -154,10 +225,10 @@ def test_a_broken_rule_is_found(found: str, instead: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("kind", SUMS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_switch_sums_in_fp32_in_machine_code(kind: str, capability: int) -> None:
     code = compiled(f"reduce_scatter {kind}", "multicast", capability).machine_code()
-    assert summing(code) == {f"{SUMS[kind][capability]}.RN.STRONG.SYS"}
+    assert summing(code) == {f"{SUMS[KINDS[kind]][capability]}.RN.STRONG.SYS"}
     assert re.search(r"\bSTG\.E\.128\b", code)
     # Nothing is spilled, and threads of a block share nothing but their barriers.
     assert not re.search(r"\b(?:LDL|STL|LDS|STS|ATOM\w*|RED)\b", code)

@@ -6,7 +6,6 @@ What is compiled are the launches that the operations make, on stand-ins for a w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -22,6 +21,8 @@ from pcomm.nvls.collectives.gathers import all_gather_launch
 from pcomm.nvls.collectives.reductions import all_reduce_launch, reduce_scatter_launch
 from pcomm.nvls.policy.choose import Choice
 from pcomm.nvls.workspace.memory import LamportState
+
+pytestmark = pytest.mark.usefixtures("fresh_triton_cache")
 
 CHOICE = Choice("lamport", 4, 8, "test")
 BF16, FP16, FP32, BYTES = torch.bfloat16, torch.float16, torch.float32, torch.uint8
@@ -57,15 +58,6 @@ ALIKE = {
     ("reduce_scatter", FP32, "peers", 90, 2),
     ("reduce_scatter", FP32, "multicast", 120, 8),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of its own: kernels are compiled here, not found."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield
 
 
 def launch_of(name, dtype, way, world, choice=CHOICE):
