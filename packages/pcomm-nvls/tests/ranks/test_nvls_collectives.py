@@ -32,24 +32,34 @@ CORE_TESTS = Path(__file__).parents[3] / "pcomm-core" / "tests" / "ranks"
 OF_TWO: list[tuple[str, str, dict[str, Any]]] = [
     ("test_collectives", "test_sizes_that_do_not_fit_are_refused_before_anything_is_sent", {}),
     (
-        "test_out",
-        "test_an_out_that_does_not_fit_is_refused_before_anything_is_sent",
+        "test_refused_calls",
+        "test_what_does_not_fit_is_refused_before_anything_is_sent",
+        {"what": "out"},
+    ),
+    ("test_refused_calls", "test_an_out_over_the_input_gets_what_another_one_gets", {"length": 16}),
+    ("test_refused_calls", "test_a_transposed_input_over_its_out", {}),
+    ("test_refused_calls", "test_an_out_that_requires_a_gradient_is_filled", {"length": 16}),
+    (
+        "test_refused_calls",
+        "test_conjugated_and_negated_views_are_sent_as_what_they_mean",
         {"length": 16},
     ),
-    ("test_out", "test_an_out_over_the_input_gets_what_another_one_gets", {"length": 16}),
-    ("test_out", "test_a_transposed_input_over_its_out", {}),
-    ("test_out", "test_an_out_that_requires_a_gradient_is_filled", {"length": 16}),
-    ("test_out", "test_conjugated_and_negated_views_are_sent_as_what_they_mean", {"length": 16}),
     *(
-        ("test_collective_results", f"test_{what}", {"name": name})
-        for what in ("small_integers_are_not_widened", "results_carry_no_gradient")
+        (
+            "test_collectives",
+            "test_results_have_the_dtype_and_no_gradient_and_torch_nothing_to_warn_of",
+            {"name": name},
+        )
         for name in ("all_gather", "reduce_scatter", "all_reduce")
     ),
 ]
 OF_THREE: list[tuple[str, str, dict[str, Any]]] = [
     *(
-        ("test_collectives", f"test_{what}", {"dim": dim, "dtype": torch.float32})
-        for what in ("all_gather_joins_shards", "reduce_scatter_adds_and_splits")
+        (
+            "test_collectives",
+            "test_shards_are_gathered_and_sums_are_scattered",
+            {"dim": dim, "dtype": torch.float32},
+        )
         for dim in (0, 1, -1)
     ),
     *(
@@ -62,7 +72,6 @@ OF_THREE: list[tuple[str, str, dict[str, Any]]] = [
         {"sizes": (0, 5, 1), "dim": 0},
     ),
     ("test_collectives", "test_inputs_and_outputs_need_not_be_contiguous", {}),
-    ("test_collectives", "test_out_is_written_and_returned", {}),
     ("test_collectives", "test_gradients_are_those_of_the_sum_of_all_losses", {}),
 ]
 
