@@ -125,6 +125,21 @@ def test_what_lamport_cannot_do_is_told(facts, question, reason):
     assert choice.algorithm != "lamport"
 
 
+def test_a_message_may_fill_its_slot() -> None:
+    """An all-reduce takes one message of a slot, a gather one of each rank."""
+    for operation, times in (("all_reduce", 1), ("all_gather_into_tensor", 8)):
+        question = CollectiveRequest(operation, MIB, torch.bfloat16, algorithm="p2p")
+        assert algorithm(replace(H100, slot_bytes=times * MIB), question) == "p2p"
+        assert algorithm(replace(H100, slot_bytes=times * MIB - 1), question) == "dist"
+
+
+def test_a_smaller_row_of_the_algorithm_that_is_taken_is_no_reason_against_it() -> None:
+    rows = (Threshold("p2p", 64, 4, 8, "by hand"), Threshold("p2p", 128, 8, 8, "by hand"))
+    table = Table((Band(("sm_90",), ("all_reduce",), (8, 8), rows),))
+    choice = choose(H100, REDUCE._replace(num_bytes=128), table)
+    assert (choice.algorithm, choice.num_blocks, choice.reasons) == ("p2p", 8, ())
+
+
 def test_sums_in_the_order_of_the_ranks_are_no_matter_of_the_switch() -> None:
     large = REDUCE._replace(num_bytes=MIB)
     assert algorithm(H100, large) == "multimem"
