@@ -20,6 +20,7 @@ from fsdp_support.trainings import (
 )
 from pcomm.core.groups.open_groups import Groups
 from pcomm.core.testing.on_ranks import ranks
+from pcomm.core.trace.recording import Recorder, traced
 from pcomm.fsdp._fully_shard import fully_shard
 from pcomm.fsdp.runtime.peers import ScheduleAgreement
 from pcomm.fsdp.settings import CommPolicy
@@ -238,6 +239,35 @@ def test_units_that_the_last_micro_batch_leaves_out(rank: int, strategy: str) ->
                 check_gradients(sharded, reference, f"{sizes}, step {step}")
                 sharded.zero_grad()
                 reference.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_a_backward_is_the_last_one_by_what_holds_when_it_begins(rank: int, strategy: str) -> None:
+    """Each forward runs as that of a last micro-batch, and one of the two backwards is not."""
+    with replicated(1, 2) as roles:
+        assert roles.replicate is not None
+        recorder = Recorder(rank)
+        roles.replicate.collectives = traced(
+            roles.replicate.collectives, recorder, group="rep", role="replicate"
+        )
+        net, reference = Net().double(), Net().double()
+        sharded = fully_shard(net, roles, units=[nn.Linear], reshard=STRATEGIES[strategy])
+        for step in range(3):
+            sums = []
+            for number in range(2):
+                found = loss(net, step, number, rank)
+                recorder.clear()
+                with sharded.accumulate(is_last=number == 1):
+                    found.backward()
+                sums.append(sum(event.is_communication for event in recorder.events))
+                for r in (0, 1):
+                    (loss(reference, step, number, r) / 2).backward()
+            check_gradients(sharded, reference, f"step {step}")
+            assert sums[0] == 0
+            assert sums[1] > 0
+            sharded.zero_grad()
+            reference.zero_grad()
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero1"])
