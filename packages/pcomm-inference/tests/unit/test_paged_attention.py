@@ -235,7 +235,7 @@ def test_results_are_contiguous_in_every_step(heads: tuple[int, int], dtype: tor
         rows = paged_attention(q, k, v, pool.memory, batch)
         assert rows.is_contiguous()
         if batch.is_decode:
-            assert decode_on_device(q, pool.memory, batch, None).is_contiguous()
+            assert decode_on_device(q, pool.memory, batch).is_contiguous()
         for one, new in parts:
             one.done += new
 
@@ -245,7 +245,7 @@ def on_device(pool: Pool, requests: Sequence[Tokens], q: Tensor, k: Tensor, v: T
     batch = pool.batch([(one, 1) for one in requests])
     for blocks, new in ((pool.memory.keys, k), (pool.memory.values, v)):
         blocks.view(-1, *blocks.shape[2:]).index_copy_(0, batch.slot_mapping_T, new)
-    return decode_on_device(q, pool.memory, batch, None)
+    return decode_on_device(q, pool.memory, batch)
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
@@ -283,7 +283,7 @@ def test_decoding_on_a_device_asks_for_no_number_of_a_tensor() -> None:
             }
         )
         memory = KVMemory(*map(mode.from_tensor, (pool.memory.keys, pool.memory.values)))
-        rows = decode_on_device(torch.empty(2, 6, 16), memory, without, None)
+        rows = decode_on_device(torch.empty(2, 6, 16), memory, without)
     assert rows.shape == (2, 6, 16)
 
 

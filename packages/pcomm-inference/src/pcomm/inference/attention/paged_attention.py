@@ -1,9 +1,12 @@
 """Attention of one layer over a ragged batch, whose keys and values lie in blocks of a pool."""
 
 # Shape suffixes: T tokens of the step, H query heads, G key and value heads, R query heads of a key
-# head, K head dim, N requests of one call, M rows for each key head, L keys, t tokens of one call.
+# head, K width of a key, V width of a value, N requests of one call, M rows for each key head,
+# L keys, t tokens of one call.
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,11 +32,14 @@ __all__ = ["decode_on_device", "paged_attention"]
 def paged_attention(
     q_THK: Tensor,
     k_TGK: Tensor,
-    v_TGK: Tensor,
+    v_TGV: Tensor,
     memory: KVMemory,
     batch: StepBatch,
     *,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Write the new keys and values to their blocks; each token attends to its request so far.
 
@@ -49,14 +55,18 @@ def paged_attention(
     Args:
         q_THK: `[T, H, K]`, queries of the new tokens of all requests, positions applied.
         k_TGK: `[T, G, K]`, keys of the same tokens, positions applied.
-        v_TGK: `[T, G, K]`, values of the same tokens.
+        v_TGV: `[T, G, V]`, values of the same tokens.
         memory: Blocks of this layer. The new tokens are written there; on a CPU the rest of a
             block that is begun is set to zero. Blocks of other requests are not read.
         batch: Tokens of the step, and the places of their requests.
         scale: Factor of the scores; `K ** -0.5` if absent.
+        window: Number of keys that a token sees, its own among them; None for all before it.
+        softcap: c, where scores are `c * tanh(score / c)` before the softmax; None for no cap.
+        sinks_H: `[H]`, a score of each query head that takes part in its softmax and has no value;
+            None for none.
 
     Returns:
-        `[T, H, K]`, contiguous, dtype of `q_THK`.
+        `[T, H, V]`, contiguous, dtype of `q_THK`.
 
     Raises:
         ConfigError: The layer has no keys and values, or shapes of queries, keys and blocks do not
@@ -66,30 +76,40 @@ def paged_attention(
         Kwon et al., Efficient Memory Management for Large Language Model Serving with
         PagedAttention, 2023.
     """
-    _check(q_THK, k_TGK, memory)
+    _check(q_THK, k_TGK, v_TGV, memory)
+    softmax = _Softmax(scale, softcap, sinks_H)
     if not memory.keys.is_cpu and batch.is_decode:
-        _write(k_TGK, v_TGK, memory, batch)
-        return decode_on_device(q_THK, memory, batch, scale)
-    plan = plan_of(batch, memory, q_THK)
+        _write(k_TGK, v_TGV, memory, batch)
+        return decode_on_device(q_THK, memory, batch, softmax, window)
+    plan = plan_of(batch, memory, q_THK, window)
     if plan.partial_blocks is not None:
         memory.keys.index_fill_(0, plan.partial_blocks, 0)
         memory.values.index_fill_(0, plan.partial_blocks, 0)
-    _write(k_TGK, v_TGK, memory, batch)
+    _write(k_TGK, v_TGV, memory, batch)
     calls = plan.decode_calls
     if calls and calls[0].rows_N is None:
-        return _attend_decodes(q_THK, memory, calls[0], scale)
-    out_THK = q_THK.new_empty(q_THK.shape)
+        return _attend_decodes(q_THK, memory, calls[0], softmax)
+    out_THV = q_THK.new_empty((*q_THK.shape[:2], memory.values.shape[3]))
     for call in calls:
         assert call.rows_N is not None
         q_NHK = q_THK.index_select(0, call.rows_N)
-        out_THK.index_copy_(0, call.rows_N, _attend_decodes(q_NHK, memory, call, scale))
+        out_THV.index_copy_(0, call.rows_N, _attend_decodes(q_NHK, memory, call, softmax))
     for chunk in plan.chunks:
         assert plan.causal_mask is not None
-        _attend_chunk(q_THK, memory, chunk, plan.causal_mask, out_THK, scale)
-    return out_THK
+        _attend_chunk(q_THK, memory, chunk, plan.causal_mask, out_THV, softmax)
+    return out_THV
 
 
-def _check(q_THK: Tensor, k_TGK: Tensor, memory: object) -> None:
+@dataclass(frozen=True)
+class _Softmax:
+    """How scores become weights: what `paged_attention` is given beside tensors and places."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+
+def _check(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, memory: object) -> None:
     if not isinstance(memory, KVMemory):
         kind = type(memory).__name__
         raise ConfigError(
@@ -101,10 +121,18 @@ def _check(q_THK: Tensor, k_TGK: Tensor, memory: object) -> None:
         )
     num_tokens, num_heads, head_dim = q_THK.shape
     blocks = memory.keys.shape
-    if k_TGK.shape != (num_tokens, *blocks[2:]) or blocks[3] != head_dim or num_heads % blocks[2]:
+    is_whole = v_TGV.shape == (num_tokens, *memory.values.shape[2:])
+    if (
+        k_TGK.shape != (num_tokens, *blocks[2:])
+        or not is_whole
+        or blocks[3] != head_dim
+        or num_heads % blocks[2]
+    ):
         raise ConfigError(
-            f"paged_attention: queries {tuple(q_THK.shape)} and keys {tuple(k_TGK.shape)}",
-            found=f"blocks of {blocks[1]} tokens with {blocks[2]} heads of {blocks[3]}",
+            f"paged_attention: queries {tuple(q_THK.shape)}, keys {tuple(k_TGK.shape)} and values "
+            f"{tuple(v_TGV.shape)}",
+            found=f"blocks of {blocks[1]} tokens with {blocks[2]} heads of {blocks[3]}, and values "
+            f"of {memory.values.shape[3]}",
             why="Keys have the heads of the blocks, and each key head serves as many query heads "
             "as every other.",
             fix="Declare the layer's key heads and their width in its KVSpec, and pass a number "
@@ -112,24 +140,23 @@ def _check(q_THK: Tensor, k_TGK: Tensor, memory: object) -> None:
         )
 
 
-def _write(k_TGK: Tensor, v_TGK: Tensor, memory: KVMemory, batch: StepBatch) -> None:
+def _write(k_TGK: Tensor, v_TGV: Tensor, memory: KVMemory, batch: StepBatch) -> None:
     keys, values = memory.by_token
     if k_TGK.dtype != keys.dtype:
-        k_TGK, v_TGK = k_TGK.to(keys.dtype), v_TGK.to(keys.dtype)
+        k_TGK, v_TGV = k_TGK.to(keys.dtype), v_TGV.to(keys.dtype)
     keys.index_copy_(0, batch.slot_mapping_T, k_TGK)
-    values.index_copy_(0, batch.slot_mapping_T, v_TGK)
+    values.index_copy_(0, batch.slot_mapping_T, v_TGV)
 
 
-def _attend_decodes(
-    q_NHK: Tensor, memory: KVMemory, call: DecodeCall, scale: float | None
-) -> Tensor:
-    """`[N, H, K]`, contiguous, of the requests of one call, whose new tokens are in memory."""
-    k_NGLK, v_NGLK = _keys_and_values(memory, call.indices, q_NHK)
-    num_requests, num_heads, head_dim = q_NHK.shape
-    q_NGRK = q_NHK.view(num_requests, k_NGLK.shape[1], -1, head_dim)
-    mixed_NGRK = _attend_rows(q_NGRK, k_NGLK, v_NGLK, call.mask_N11L, scale)
+def _attend_decodes(q_NHK: Tensor, memory: KVMemory, call: DecodeCall, softmax: _Softmax) -> Tensor:
+    """`[N, H, V]`, contiguous, of the requests of one call, whose new tokens are in memory."""
+    k_NGLK, v_NGLV = _keys_and_values(memory, call.indices, q_NHK)
+    num_requests, num_heads, width = q_NHK.shape
+    q_NGRK = q_NHK.view(num_requests, k_NGLK.shape[1], -1, width)
+    num_rows = q_NGRK.shape[2]
+    mixed_NGRV = _attend_rows(q_NGRK, k_NGLK, v_NGLV, call.mask_N11L, softmax, num_rows)
     # With one row for each key head, a cut of the rows that were added is a view with gaps.
-    return mixed_NGRK.reshape(num_requests, num_heads, head_dim).contiguous()
+    return mixed_NGRV.reshape(num_requests, num_heads, -1).contiguous()
 
 
 def _attend_chunk(
@@ -137,11 +164,11 @@ def _attend_chunk(
     memory: KVMemory,
     chunk: PromptChunk,
     mask: CausalMask,
-    out_THK: Tensor,
-    scale: float | None,
+    out_THV: Tensor,
+    softmax: _Softmax,
 ) -> None:
     """Write the rows of one chunk, a few tokens a call, each with the keys up to its last token."""
-    k_1GLK, v_1GLK = _keys_and_values(memory, chunk.indices, q_THK)
+    k_1GLK, v_1GLV = _keys_and_values(memory, chunk.indices, q_THK)
     num_heads, head_dim = k_1GLK.shape[1], k_1GLK.shape[3]
     rows_per_token = q_THK.shape[1] // num_heads
     most = tokens_of_a_call(rows_per_token)
@@ -152,21 +179,27 @@ def _attend_chunk(
         q_tGRK = q_THK[start : start + num_tokens].view(num_tokens, num_heads, -1, head_dim)
         q_1GMK = q_tGRK.transpose(0, 1).reshape(1, num_heads, -1, head_dim)
         num_rows = rounded_rows(q_1GMK.shape[2], q_THK.dtype)
-        mixed_1GMK = _attend_rows(
+        mixed_1GMV = _attend_rows(
             q_1GMK,
             k_1GLK[:, :, :num_keys],
-            v_1GLK[:, :, :num_keys],
+            v_1GLV[:, :, :num_keys],
             mask.of_call(first, num_rows, num_keys),
-            scale,
+            softmax,
+            rows_per_token,
         )
-        mixed_GtRK = mixed_1GMK.view(num_heads, num_tokens, rows_per_token, head_dim)
-        out_THK[start : start + num_tokens].view_as(q_tGRK).copy_(mixed_GtRK.transpose(0, 1))
+        mixed_GtRV = mixed_1GMV.view(num_heads, num_tokens, rows_per_token, -1)
+        out_tGRV = out_THV[start : start + num_tokens].view(*q_tGRK.shape[:3], -1)
+        out_tGRV.copy_(mixed_GtRV.transpose(0, 1))
 
 
 def decode_on_device(
-    q_NHK: Tensor, memory: KVMemory, batch: StepBatch, scale: float | None
+    q_NHK: Tensor,
+    memory: KVMemory,
+    batch: StepBatch,
+    softmax: _Softmax = _Softmax(),
+    window: int | None = None,
 ) -> Tensor:
-    """`[N, H, K]`, contiguous: one new token of every request. No wait for the device.
+    """`[N, H, V]`, contiguous: one new token of every request. No wait for the device.
 
     Shapes depend on the shapes of the batch alone, so that a captured graph serves every step with
     as many requests and as wide block tables. Keys up to the end of the tables are copied, so the
@@ -178,39 +211,46 @@ def decode_on_device(
         q_NHK: Queries of the new tokens.
         memory: Blocks of the layer, which hold the new tokens already.
         batch: Tokens of the step.
-        scale: Factor of the scores; None for torch's.
+        softmax: How scores become weights.
+        window: Number of keys that a token sees; None for all.
     """
     num_requests, num_blocks = batch.block_tables_NB.shape
-    block_size, num_heads, head_dim = memory.keys.shape[1:]
+    block_size, num_heads = memory.keys.shape[1:3]
     num_keys = num_blocks * block_size
     lengths_N1 = batch.context_lens_N.unsqueeze(1) + 1
     slots_NL = units_of(batch.block_tables_NB, lengths_N1, num_keys, block_size, is_by_block=False)
-    is_behind_NL = torch.arange(num_keys, device=slots_NL.device) >= lengths_N1
-    mask_NL = q_NHK.new_zeros(num_requests, num_keys).masked_fill_(is_behind_NL, -torch.inf)
+    keys_L = torch.arange(num_keys, device=slots_NL.device)
+    is_unseen_NL = keys_L >= lengths_N1
+    if window is not None:
+        is_unseen_NL |= keys_L < lengths_N1 - window
+    mask_NL = q_NHK.new_zeros(num_requests, num_keys).masked_fill_(is_unseen_NL, -torch.inf)
 
     def copied(pool: Tensor) -> Tensor:
-        found = pool.view(-1, num_heads, head_dim).index_select(0, slots_NL.flatten())
-        tokens = found.view(num_requests, num_keys, num_heads, head_dim)
+        found = pool.flatten(0, 1).index_select(0, slots_NL.flatten())
+        tokens = found.view(num_requests, num_keys, num_heads, -1)
         return tokens.transpose(1, 2).to(q_NHK.dtype)
 
-    mixed_NGRK = _attend_rows(
-        q_NHK.view(num_requests, num_heads, -1, head_dim),
+    q_NGRK = q_NHK.view(num_requests, num_heads, -1, q_NHK.shape[2])
+    mixed_NGRV = _attend_rows(
+        q_NGRK,
         copied(memory.keys),
         copied(memory.values),
         mask_NL[:, None, None],
-        scale,
+        softmax,
+        q_NGRK.shape[2],
     )
-    return mixed_NGRK.reshape(q_NHK.shape).contiguous()
+    return mixed_NGRV.reshape(*q_NHK.shape[:2], -1).contiguous()
 
 
 def _attend_rows(
     q_NGMK: Tensor,
     k_NGLK: Tensor,
-    v_NGLK: Tensor,
+    v_NGLV: Tensor,
     mask: Tensor | None,
-    scale: float | None,
+    softmax: _Softmax,
+    rows_per_token: int,
 ) -> Tensor:
-    """`[N, G, M, K]`: torch's attention, in a call with `rounded_rows` rows.
+    """`[N, G, M, V]`: torch's attention, in a call with `rounded_rows` rows.
 
     Queries that read one key head are rows of one matrix. The mask has as many rows as the call, or
     one for all.
@@ -219,17 +259,45 @@ def _attend_rows(
     num_added = rounded_rows(num_rows, q_NGMK.dtype) - num_rows
     if num_added:
         q_NGMK = F.pad(q_NGMK, (0, 0, 0, num_added))
-    mixed = F.scaled_dot_product_attention(q_NGMK, k_NGLK, v_NGLK, mask, scale=scale)
+    if softmax.softcap is None and softmax.sinks_H is None:
+        mixed = F.scaled_dot_product_attention(q_NGMK, k_NGLK, v_NGLV, mask, scale=softmax.scale)
+    else:
+        mixed = _attend_by_scores(q_NGMK, k_NGLK, v_NGLV, mask, softmax, rows_per_token)
     return mixed[:, :, :num_rows] if num_added else mixed
 
 
+def _attend_by_scores(
+    q_NGMK: Tensor,
+    k_NGLK: Tensor,
+    v_NGLV: Tensor,
+    mask: Tensor | None,
+    softmax: _Softmax,
+    rows_per_token: int,
+) -> Tensor:
+    """`[N, G, M, V]` by the scores themselves, which torch's attention caps nowhere."""
+    scale = q_NGMK.shape[3] ** -0.5 if softmax.scale is None else softmax.scale
+    scores_NGML = q_NGMK @ k_NGLK.transpose(2, 3) * scale
+    if softmax.softcap is not None:
+        scores_NGML = torch.tanh(scores_NGML / softmax.softcap) * softmax.softcap
+    if mask is not None:
+        scores_NGML = scores_NGML + mask
+    scores_NGML = scores_NGML.float() if scores_NGML.dtype.itemsize == 2 else scores_NGML
+    if softmax.sinks_H is None:
+        return scores_NGML.softmax(3).to(v_NGLV.dtype) @ v_NGLV
+    sinks_GR = softmax.sinks_H.to(scores_NGML.dtype).view(q_NGMK.shape[1], -1)
+    rows_M = torch.arange(q_NGMK.shape[2], device=q_NGMK.device) % rows_per_token
+    sinks_NGM1 = sinks_GR[:, rows_M, None].expand(*scores_NGML.shape[:3], 1)
+    weights = torch.cat([scores_NGML, sinks_NGM1], 3).softmax(3)[..., :-1]
+    return weights.to(v_NGLV.dtype) @ v_NGLV
+
+
 def _keys_and_values(memory: KVMemory, indices: KVIndices, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies `[N, G, L, K]` from the pools, in the dtype of the queries."""
+    """Copies `[N, G, L, K]` and `[N, G, L, V]` from the pools, in the dtype of the queries."""
     keys, values = (memory.keys, memory.values) if indices.is_by_block else memory.by_token
-    k_NGLK, v_NGLK = _copied(keys, indices), _copied(values, indices)
+    k_NGLK, v_NGLV = _copied(keys, indices), _copied(values, indices)
     if k_NGLK.dtype != q.dtype:
-        return k_NGLK.to(q.dtype), v_NGLK.to(q.dtype)
-    return k_NGLK, v_NGLK
+        return k_NGLK.to(q.dtype), v_NGLV.to(q.dtype)
+    return k_NGLK, v_NGLV
 
 
 def _copied(pool: Tensor, indices: KVIndices) -> Tensor:

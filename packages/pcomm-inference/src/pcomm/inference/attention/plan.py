@@ -116,13 +116,15 @@ _CALL_BYTES = 512 << 10
 _CHUNK_ROWS = 256
 
 
-def plan_of(batch: StepBatch, memory: KVMemory, q_THK: Tensor) -> AttentionPlan:
-    """The plan for layers with such blocks and queries, kept in `batch` for the next layer."""
+def plan_of(
+    batch: StepBatch, memory: KVMemory, q_THK: Tensor, window: int | None = None
+) -> AttentionPlan:
+    """The plan for layers with such blocks, queries and window, kept in `batch` for the next."""
     keys = memory.keys
-    key = (plan_of, keys.shape[1:], keys.dtype, q_THK.shape[1:], q_THK.dtype)
+    key = (plan_of, keys.shape[1:], keys.dtype, q_THK.shape[1:], q_THK.dtype, window)
     plan: AttentionPlan | None = batch.prepared.get(key)
     if plan is None:
-        plan = batch.prepared[key] = _Planner(batch, memory, q_THK).plan()
+        plan = batch.prepared[key] = _Planner(batch, memory, q_THK, window).plan()
     return plan
 
 
@@ -156,9 +158,12 @@ def units_of(
 
 
 class _Planner:
-    def __init__(self, batch: StepBatch, memory: KVMemory, q_THK: Tensor) -> None:
+    def __init__(
+        self, batch: StepBatch, memory: KVMemory, q_THK: Tensor, window: int | None
+    ) -> None:
+        self.window = window
         self.batch, self.like, self.block_size = batch, q_THK, memory.keys.shape[1]
-        self.token_bytes = 2 * memory.keys[0, 0].nbytes
+        self.token_bytes = memory.keys[0, 0].nbytes + memory.values[0, 0].nbytes
         self.rows_per_token = q_THK.shape[1] // memory.keys.shape[2]
         # On a GPU nothing clears the rest of a block, so blocks are not read whole.
         self.is_by_block = memory.keys.is_cpu
@@ -188,7 +193,7 @@ class _Planner:
     def plan(self) -> AttentionPlan:
         chunked = [i for i, new in enumerate(self.news) if new > 1]
         ones = [i for i, new in enumerate(self.news) if new == 1]
-        masks = TailMasks([self.totals[i] for i in ones], like=self.like)
+        masks = TailMasks([self.totals[i] for i in ones], self.window, like=self.like)
         return AttentionPlan(
             self._partial_blocks() if self.is_by_block else None,
             tuple(self._decode_call(group, masks) for group in self._groups(ones)),
@@ -251,33 +256,37 @@ class _Planner:
         num_rows += rounded_rows(1, self.like.dtype)
         num_tokens = -(-num_rows // self.rows_per_token)
         firsts = [self.batch.context_lens[i] + (self.news[i] - 1) // most * most for i in chunked]
-        return CausalMask(num_tokens, self.rows_per_token, max(firsts), like=self.like)
+        return CausalMask(num_tokens, self.rows_per_token, max(firsts), self.window, like=self.like)
 
     def _tensor(self, values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
         return torch.tensor(values, device=self.like.device)
 
 
 class TailMasks:
-    """Masks of requests whose keys end before those that are read, as parts of one tensor.
+    """Masks of the keys behind and before those that a token sees, as parts of one tensor.
 
     Args:
         lengths: Number of keys of each request.
+        window: Number of keys that a token sees; None for all.
         like: Tensor whose dtype and device the masks get.
     """
 
-    def __init__(self, lengths: Sequence[int], *, like: Tensor) -> None:
-        self.longest = max(lengths, default=0)
+    def __init__(self, lengths: Sequence[int], window: int | None, *, like: Tensor) -> None:
+        self.longest, self.window = max(lengths, default=0), window
         self.mask = like.new_zeros(self.longest + MOST_ADDED)
         self.mask[self.longest :] = -torch.inf
+        if window is not None:
+            self.mask[: max(0, self.longest - window)] = -torch.inf
 
     def of_call(self, lengths: Sequence[int], num_keys: int) -> Tensor | None:
-        """`[N, 1, 1, L]`; None if every request has L keys.
+        """`[N, 1, 1, L]`; None if every request sees L keys.
 
         Args:
             lengths: Number of keys of each request of the call.
             num_keys: L.
         """
-        if all(length == num_keys for length in lengths):
+        is_in_window = self.window is None or num_keys <= self.window
+        if is_in_window and all(length == num_keys for length in lengths):
             return None
         starts = [self.longest - length for length in lengths]
         rows = [self.mask[start : start + num_keys] for start in starts]
@@ -293,17 +302,27 @@ class CausalMask:
         num_tokens: Most tokens that a call has.
         rows_per_token: Number of rows that belong to one token, one after the other.
         last_first: Largest position that the first token of a call has in its request.
+        window: Number of keys that a token sees; None for all.
         like: Tensor whose dtype and device the mask gets.
     """
 
     def __init__(
-        self, num_tokens: int, rows_per_token: int, last_first: int, *, like: Tensor
+        self,
+        num_tokens: int,
+        rows_per_token: int,
+        last_first: int,
+        window: int | None,
+        *,
+        like: Tensor,
     ) -> None:
         self.last_first = last_first
         # Row i begins with `last_first + i + 1` zeros.
         mask = like.new_zeros(num_tokens, last_first + num_tokens + MOST_ADDED)
-        is_behind = torch.ones_like(mask, dtype=torch.bool).triu_(last_first + 1)
-        self.mask = mask.masked_fill_(is_behind, -torch.inf).repeat_interleave(rows_per_token, 0)
+        every = torch.ones_like(mask, dtype=torch.bool)
+        is_unseen = every.triu(last_first + 1)
+        if window is not None:
+            is_unseen |= every.tril(last_first - window)
+        self.mask = mask.masked_fill_(is_unseen, -torch.inf).repeat_interleave(rows_per_token, 0)
 
     def of_call(self, first: int, num_rows: int, num_keys: int) -> Tensor:
         """`[M, L]`, a view: the token at position `first + i` sees the keys up to its own.

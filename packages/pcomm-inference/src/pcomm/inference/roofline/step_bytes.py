@@ -62,7 +62,8 @@ class KeptBytes:
         per_token = per_request = 0
         for spec in specs:
             if isinstance(spec, KVSpec):
-                per_token += 2 * spec.heads * spec.head_dim * spec.dtype.itemsize
+                widths = spec.head_dim + spec.width_of_values
+                per_token += spec.heads * widths * spec.dtype.itemsize
             elif isinstance(spec, StateSpec):
                 for name, shape in spec.shapes.items():
                     per_request += torch.Size(shape).numel() * spec.dtypes[name].itemsize
